@@ -48,6 +48,7 @@ _COUNTED: Mapping[str, tuple[Collective, int | None]] = MappingProxyType(
         "c10d::reduce_scatter_": ("reduce_scatter", 1),
         "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
         "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+        "c10d::alltoall_base_": ("all_to_all", 1),
         "c10d::reduce_": ("reduce", 0),
         "c10d::broadcast_": ("broadcast", 0),
         "c10d::send": ("send", 0),

@@ -151,7 +151,7 @@ def _inspect(checkpoint: Path, share: slice) -> Inspection:
             state = RunState.read(checkpoint)
             problems += _name_problems(checkpoint, state)
             model = state.model_section()
-            expected = expected_tensors(model, state.kinds)
+            expected = expected_tensors(model, state.kinds) | state.compression_tensors(model)
         if INDEX not in damaged:
             index = read_index(checkpoint)
             wrong = index_problems(index, expected, files)

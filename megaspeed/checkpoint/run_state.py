@@ -6,17 +6,23 @@ function of the number of steps taken. So seeds and counters are their complete 
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import NonNegativeInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError, model_validator
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.tensors import KINDS, WEIGHTS
+from megaspeed.checkpoint.tensors import KINDS, WEIGHTS, compression_tensors
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.run import Compression
 from megaspeed.config.section import Section
 from megaspeed.files.reading import read_file
+from megaspeed.model.parameters import Shape
 
 RUN_STATE = "run_state.json"
+
+_COMPRESSION: TypeAdapter[Compression] = TypeAdapter(
+    Annotated[Compression, Field(discriminator="type")]
+)
 
 NOT_STATED = "not stated"
 """Replaces a tokenizer's fingerprint if the token files do not contain one."""
@@ -92,6 +98,25 @@ class RunState(Section):
     def kinds(self) -> tuple[str, ...]:
         """The kinds of tensors that the checkpoint has of each parameter."""
         return KINDS if self.imported_from is None else (WEIGHTS,)
+
+    def compression_tensors(self, model: ModelConfig) -> dict[str, Shape]:
+        """Name -> shape of the tensors that compressed gradients add to the checkpoint.
+
+        Raises CheckpointError if the configuration names no valid compression.
+        """
+        parallel = self.config.get("parallel")
+        stated = parallel.get("gradient_compression") if isinstance(parallel, dict) else None
+        if self.layout is None or not isinstance(stated, dict):
+            return {}
+        try:
+            compression = _COMPRESSION.validate_python(stated)
+        except ValidationError as error:
+            raise CheckpointError(
+                f"{RUN_STATE} has no valid parallel.gradient_compression: "
+                f"{error.errors()[0]['msg']}"
+            ) from error
+        layout = self.layout
+        return compression_tensors(model, compression, pp=layout.pp, dp=layout.dp, tp=layout.tp)
 
     @property
     def origin(self) -> str:

@@ -4,7 +4,14 @@
     exp_avg.blocks.0.mlp.up.weight       (F, D)   float32
     exp_avg_sq.blocks.0.mlp.up.weight    (F, D)   float32
 
-They follow from the model alone. An imported model that was not trained yet has no moments.
+They follow from the model alone. An imported model that was not trained yet has no moments. With
+``parallel.gradient_compression`` there are also, of each compressed matrix,
+
+    feedback0.blocks.0.mlp.up.weight     (F, D)   what data rank 0 has not sent, feedback1, ...
+    factor0.blocks.0.mlp.up.weight       (D, r)   PowerSGD's Q of tensor rank 0, factor1, ...
+
+The first and the last pipeline stage each have them of a tied weight, under the name of the
+embedding and of the head.
 
     flat range of a tensor shard  --boxes-->  pieces  --writing, reading-->  files
 
@@ -32,12 +39,16 @@ from torch import Tensor
 
 from megaspeed.config.errors import shortened
 from megaspeed.config.model import ModelConfig
-from megaspeed.model.parameters import Shape, parameters_of
-from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.config.run import Compression
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Shape, parameters_of
+from megaspeed.tensor_parallel.plan import ParameterShard, is_compressed, shard_of
 
 WEIGHTS = "weights"
 KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 """Master weights, and Adam's first and second moment (Kingma and Ba 2015, algorithm 1)."""
+
+FEEDBACK, FACTOR = "feedback", "factor"
+"""State of compressed gradients, followed by a data rank and by a tensor rank."""
 
 BYTES_PER_ELEMENT = 4
 """Every tensor is fp32."""
@@ -70,6 +81,30 @@ def expected_tensors(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[s
     """Name in the checkpoint -> shape of every tensor in a checkpoint of the model."""
     shapes = expected_shapes(model)
     return {key(kind, name): shape for name, shape in shapes.items() for kind in kinds}
+
+
+def compression_tensors(
+    model: ModelConfig, compression: Compression | None, *, pp: int, dp: int, tp: int
+) -> dict[str, Shape]:
+    """Name in the checkpoint -> shape of the tensors that compression adds, saved at a layout."""
+    matrices = {
+        name: parameter
+        for name, parameter in parameters_of(model).items()
+        if dp > 1 and is_compressed(model, parameter, compression, size=tp)
+    }
+    if model.tie_word_embeddings and pp > 1 and EMBEDDING_WEIGHT in matrices:
+        matrices[HEAD_WEIGHT] = matrices[EMBEDDING_WEIGHT]
+    tensors: dict[str, Shape] = {}
+    for name, parameter in matrices.items():
+        if compression is not None and compression.error_feedback:
+            tensors |= {key(f"{FEEDBACK}{rank}", name): parameter.shape for rank in range(dp)}
+        if compression is not None and compression.type == "powersgd":
+            shards = [shard_of(model, parameter, rank=rank, size=tp) for rank in range(tp)]
+            tensors |= {
+                key(f"{FACTOR}{rank}", name): (shard.local_shape[1], compression.rank)
+                for rank, shard in enumerate(shards)
+            }
+    return tensors
 
 
 def mismatches(expected: Mapping[str, Shape], saved: Mapping[str, Shape]) -> list[str]:

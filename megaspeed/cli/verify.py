@@ -1,6 +1,7 @@
 """``megaspeed verify``: trains a layout and one process of plain torch, and compares them."""
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from megaspeed.cli.options import (
@@ -46,6 +47,14 @@ def run(options: argparse.Namespace) -> int:
     problems = _problems_on_cuda(run) if options.device == "cuda" else []
     if problems:
         raise ConfigError(problems, where="verify --device cuda")
+    compression = run.config.parallel.gradient_compression
+    if compression != "none":
+        run = _without_compression(run)
+        name = compression if isinstance(compression, str) else compression.type
+        say(
+            f'parallel.gradient_compression "{name}" trains approximately like one process, so '
+            'this layout is verified with "none"'
+        )
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
     try:
         comparison = verify(run, corpus, options.steps, options.device)
@@ -59,6 +68,11 @@ def run(options: argparse.Namespace) -> int:
     show([*widened_tolerances(comparison), verdict(comparison)])
     write_json(options, comparison.as_json())
     return EXIT_DONE if comparison.equal else EXIT_FAILED
+
+
+def _without_compression(run: Run) -> Run:
+    parallel = run.config.parallel.model_copy(update={"gradient_compression": "none"})
+    return replace(run, config=run.config.model_copy(update={"parallel": parallel}))
 
 
 def _problems_on_cuda(run: Run) -> list[str]:

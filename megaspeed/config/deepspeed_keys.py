@@ -91,6 +91,16 @@ class ZeroConfig(Section):
         has_room = bound is None or current + following <= bound
         return has_room and self.stage3_prefetch_bucket_size != 0
 
+    def columns_sent_together(self, rows: int, block: int) -> int:
+        """How many columns of a matrix are compressed to int8 at a time.
+
+        Args:
+            rows: number of rows of the matrix.
+            block: number of elements of a row that share a scale; the result is a multiple of it.
+        """
+        assert self.reduce_bucket_size is not None, "a resolved run states it"
+        return max(1, self.reduce_bucket_size // rows // block) * block
+
     def buckets(self, sizes: Sequence[int], alone: int | None = None) -> list[range]:
         """The parameters of an optimizer group that are reduced together, in backward order.
 

@@ -24,7 +24,7 @@ from megaspeed.config.layout import (
     violations,
 )
 from megaspeed.config.model import ModelConfig
-from megaspeed.config.run import ParallelConfig, RunConfig, TrainingConfig
+from megaspeed.config.run import Compression, ParallelConfig, RunConfig, TrainingConfig
 from megaspeed.topology.grid import Grid
 
 GradientReduction = Literal["per_step", "per_micro_batch"]
@@ -91,7 +91,15 @@ class Run:
     @property
     def reduction_dtype(self) -> Precision:
         """The number type in which gradients are reduced over the data axis."""
+        if self.config.parallel.gradient_compression == "bf16":
+            return "bf16"
         return self.config.communication_data_type or self.accumulation_dtype
+
+    @property
+    def compression(self) -> Compression | None:
+        """How the gradients of matrices are compressed; None if they are sent as numbers."""
+        stated = self.config.parallel.gradient_compression
+        return None if isinstance(stated, str) or self.grid.dp == 1 else stated
 
     @property
     def divides_gradients_first(self) -> bool:
@@ -176,10 +184,14 @@ def resolve_run(
 
 
 def _gradient_reduction(config: RunConfig) -> GradientReduction:
-    """auto depends on the ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not."""
+    """auto depends on the ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not.
+
+    Compression needs the complete gradient of a step.
+    """
     if config.parallel.gradient_reduction != "auto":
         return config.parallel.gradient_reduction
-    return "per_step" if config.zero_optimization.stage < 2 else "per_micro_batch"
+    compresses = not isinstance(config.parallel.gradient_compression, str)
+    return "per_step" if config.zero_optimization.stage < 2 or compresses else "per_micro_batch"
 
 
 def _splits_sequence(config: RunConfig, device_type: str) -> bool:

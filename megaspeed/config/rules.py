@@ -272,6 +272,78 @@ def gradients_are_summed_in_the_models_type_or_fp32(
 
 
 @rule
+def one_type_of_messages(
+    parallel: ParallelConfig, communication_data_type: str | None
+) -> Iterator[str]:
+    """Only one key states what is sent."""
+    compression = parallel.gradient_compression
+    if communication_data_type is not None and compression != "none":
+        name = compression if isinstance(compression, str) else compression.type
+        yield (
+            f'parallel.gradient_compression "{name}" and communication_data_type '
+            f'"{communication_data_type}" both state what is sent for a gradient; remove one of '
+            "them"
+        )
+
+
+@rule
+def compression_has_complete_gradients(
+    parallel: ParallelConfig, zero_optimization: ZeroConfig
+) -> Iterator[str]:
+    """Compression starts when the sum of a step is complete on each rank."""
+    compression = parallel.gradient_compression
+    if isinstance(compression, str):
+        return
+    name = f'parallel.gradient_compression "{compression.type}"'
+    stage = zero_optimization.stage
+    if parallel.gradient_reduction == "per_micro_batch" and stage >= 2:
+        yield (
+            f"{name} compresses the complete gradient of a step, which zero_optimization.stage "
+            f'{stage} with parallel.gradient_reduction "per_micro_batch" keeps on no rank; set '
+            'parallel.gradient_reduction to "per_step" or "auto"'
+        )
+    if zero_optimization.overlap_comm:
+        yield (
+            f"{name} compresses the gradient of a step after its last backward, so nothing can be "
+            "sent while it runs; remove zero_optimization.overlap_comm, or compress to "
+            '"bf16"'
+        )
+
+
+@rule
+def compression_has_fp32_sums(
+    parallel: ParallelConfig, data_types: DataTypesConfig
+) -> Iterator[str]:
+    """What was not sent is small beside the gradient to which it is added."""
+    compression = parallel.gradient_compression
+    if not isinstance(compression, str) and data_types.grad_accum_dtype != "fp32":
+        yield (
+            f'parallel.gradient_compression "{compression.type}" adds what was not sent to the '
+            f"gradient of the next step, and data_types.grad_accum_dtype "
+            f'"{data_types.grad_accum_dtype}" loses numbers 256 times smaller than the sum; set '
+            'grad_accum_dtype to "fp32"'
+        )
+
+
+@rule
+def compressed_matrices_have_no_copies(
+    model: ModelConfig, parallel: ParallelConfig
+) -> Iterator[str]:
+    """Copies of a key/value head on several tensor ranks stay equal."""
+    compression, shared, tp = (
+        parallel.gradient_compression,
+        model.num_key_value_heads,
+        parallel.tensor,
+    )
+    if not isinstance(compression, str) and tp > shared:
+        yield (
+            f'parallel.gradient_compression "{compression.type}" compresses the part of a matrix '
+            f"that a tensor rank holds, so copies of a key/value head would differ: "
+            f"parallel.tensor {tp} must be at most model.num_key_value_heads {shared}"
+        )
+
+
+@rule
 def deepspeeds_engine_measures_nothing(
     wall_clock_breakdown: bool, memory_breakdown: bool, flops_profiler: FlopsProfilerConfig
 ) -> Iterator[str]:

@@ -14,6 +14,36 @@ Recomputation = Literal["none", "selective", "full"]
 """What a recomputed block computes again in the backward pass."""
 
 
+class Int8Compression(Section):
+    """Gradients of matrices are reduced in blocks of 8-bit integers."""
+
+    type: Literal["int8"]
+    """Blocks of 8-bit integers, each with one fp32 scale."""
+    block: int = Field(default=256, ge=16, le=65536)
+    """Number of elements that share a scale. A block sends block + 4 bytes."""
+    error_feedback: bool = True
+    """Add what a step did not send to the gradient of the next step."""
+
+
+class PowerSgdCompression(Section):
+    """Gradients of matrices are reduced as products of two thin matrices (Vogels et al. 2019)."""
+
+    type: Literal["powersgd"]
+    """Each matrix as the product of two thin ones."""
+    rank: int = Field(default=4, gt=0, le=1024)
+    """Columns of the two thin matrices. A matrix of n x m sends rank x (n + m) numbers instead of
+    n x m; if that is not less, it is sent as it is."""
+    start_step: int = Field(default=10, gt=0)
+    """The first step that is compressed; skipped steps do not count. Gradients change quickly in
+    the first steps."""
+    error_feedback: bool = True
+    """Add what a step did not send to the gradient of the next step."""
+
+
+Compression = Int8Compression | PowerSgdCompression
+"""What needs the complete gradient of a step."""
+
+
 class ParallelConfig(Section):
     """The degrees of the three axes. data x pipeline x tensor is the number of processes."""
 
@@ -36,7 +66,14 @@ class ParallelConfig(Section):
     in memory, gpipe all of them."""
     gradient_reduction: Literal["auto", "per_step", "per_micro_batch"] = "auto"
     """When gradients are reduced over dp: once a step (least traffic) or after every micro-batch
-    (least memory). auto: per_step for ZeRO 0 and 1, per_micro_batch for 2 and 3."""
+    (least memory). auto: per_step for ZeRO 0 and 1 and if gradient_compression needs it, otherwise
+    per_micro_batch."""
+    gradient_compression: (
+        Literal["none", "bf16"] | Annotated[Compression, Field(discriminator="type")]
+    ) = "none"
+    """What is sent over the data axis instead of gradients. bf16: the same as
+    communication_data_type. {"type": "int8"} and {"type": "powersgd"} compress matrices; vectors
+    are sent as they are. They train approximately like one process, not equally."""
     activation_checkpointing: Recomputation = "none"
     """What a block computes again in the backward pass instead of keeping it. selective: norms,
     activation functions, rotary positions, and attention that has dropout; the block keeps its
@@ -124,8 +161,9 @@ class TrainingConfig(Section):
     """Number of checkpoints kept; older ones are deleted."""
     async_save: bool = False
     """Copy a checkpoint to host memory and write it while training continues. From the first save
-    to the end of the run, this takes 12 bytes of host memory for each parameter that a rank writes.
-    If the rank trains on a GPU, the memory is page-locked."""
+    to the end of the run, this takes 12 bytes of host memory for each parameter that a rank writes,
+    and 4 for each compressed element of its gradient. If the rank trains on a GPU, the memory is
+    page-locked."""
 
     def compiles_on(self, device_type: str) -> bool:
         """Whether blocks are to be compiled on "cpu" or "cuda", if nothing is missing there."""

@@ -44,6 +44,12 @@ OTHER_NAMES: Mapping[str, str] = {
 }
 """Names in the configs of GPT-2, Megatron and nanoGPT -> the keys here."""
 
+_TYPES: Mapping[str, tuple[str, ...]] = {
+    "scheduler": SCHEDULER_TYPES,
+    "parallel.gradient_compression": ("int8", "powersgd"),
+}
+"""The types of each section that has several."""
+
 _WANTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -123,15 +129,22 @@ def _message(path: KeyPath, details: list[ErrorDetails]) -> str:
     kind, last, given = details[0]["type"], details[0]["loc"][-1], details[0]["input"]
     if kind == "missing" and not isinstance(last, int):
         return _missing_key(path)
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        known = " or ".join(f'"{name}"' for name in SCHEDULER_TYPES)
+    if {each["type"] for each in details} & {"union_tag_invalid", "union_tag_not_found"}:
+        known = _known_types(path)
         if not isinstance(given, dict) or given.get("type") is None:
             return f"{dotted(path)}.type is missing, wanted {known}"
         return f"{dotted((*path, 'type'))}: given {describe_value(given['type'])}, wanted {known}"
     # A list that is too short has an error for each missing entry; the last one gives the length.
     relevant = details[-1:] if kind == "missing" else details
     wanted = " or ".join(dict.fromkeys(map(_wanted, relevant)))
+    if wanted.endswith("an object") and dotted(path) in _TYPES:
+        wanted += f" with the type {_known_types(path)}"
     return f"{dotted(path)}: given {describe_value(given)}, wanted {wanted}{_fix(given, details)}"
+
+
+def _known_types(path: KeyPath) -> str:
+    """The types of the section at ``path``, which has several."""
+    return " or ".join(f'"{name}"' for name in _TYPES[dotted(path)])
 
 
 def _missing_key(path: KeyPath) -> str:
@@ -194,9 +207,10 @@ def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
     if not siblings:
         return Problem(path, f"{name} is an unknown key")
     if name in all_key_paths():
+        owner = next((each for each in _TYPES if name.startswith(f"{each}.")), path[0])
         return Problem(
             path,
-            f"{name} belongs to another {path[0]}.type than this one; remove it (null removes an "
+            f"{name} belongs to another {owner}.type than this one; remove it (null removes an "
             "inherited key)",
         )
     nearest = _nearest(path, siblings)

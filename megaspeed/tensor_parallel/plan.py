@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.run import Compression
 from megaspeed.model.parameters import Parameter
 
 _VOCABULARY_ROW_MULTIPLE = 8
@@ -77,6 +78,24 @@ def gradient_is_partial(parameter: Parameter, *, size: int, sequence_parallel: b
         return size > 1
     is_in_a_block_or_the_head = parameter.split == "replicated" and parameter.layer != "embedding"
     return size > 1 and sequence_parallel and is_in_a_block_or_the_head
+
+
+def is_compressed(
+    config: ModelConfig, parameter: Parameter, compression: Compression | None, *, size: int
+) -> bool:
+    """Whether the gradient of a parameter is compressed before it is sent over the data axis.
+
+    Vectors are not: they are small. Nor is a matrix of which each tensor rank has a copy: its
+    gradient would be compressed together with that of other matrices, and the copies would differ.
+    PowerSGD must send less than the matrix (Vogels et al. 2019, section 3).
+    """
+    is_copied = size > 1 and parameter.split == "replicated"
+    if compression is None or len(parameter.shape) == 1 or is_copied:
+        return False
+    if compression.type == "int8":
+        return True
+    rows, columns = shard_of(config, parameter, rank=0, size=size).local_shape
+    return compression.rank * (rows + columns) < rows * columns
 
 
 def vocabulary_rows_per_rank(vocab_size: int, size: int) -> int:

@@ -36,6 +36,7 @@ from megaspeed.checkpoint.tensors import (
     KINDS,
     HostCopy,
     Piece,
+    compression_tensors,
     expected_tensors,
     key,
     mismatches,
@@ -47,6 +48,7 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.model.parameters import logical_name
 from megaspeed.topology.process_settings import use_device
+from megaspeed.training.compression_state import compression_pieces, load_compression
 from megaspeed.training.resumed_run import data_changes, model_changes, resumed_progress
 from megaspeed.training.worker import Worker
 
@@ -66,7 +68,10 @@ class Checkpointing:
             CheckpointFolder(self._run.run_dir / CHECKPOINTS),
             worker.context.checkpoint_group,
             keep_last=training.keep_last,
-            expected=expected_tensors(self._run.config.model),
+            expected=expected_tensors(self._run.config.model)
+            | compression_tensors(
+                self._run.config.model, self._run.compression, **dataclasses.asdict(self._run.grid)
+            ),
             # Read now, because the cache may be emptied while the run continues.
             beside=read_tokenizer_files(corpus.tokenizer if worker.context.rank == 0 else None),
         )
@@ -104,7 +109,7 @@ class Checkpointing:
         """
         start = time.perf_counter()
         state = self._state(progress)
-        pieces = list(self._pieces(owned=True))
+        pieces = [*self._pieces(owned=True), *compression_pieces(self._worker)]
         if self._background is None:
             self._finished.append(self._saver.save(pieces, state))
             return
@@ -145,6 +150,7 @@ class Checkpointing:
         saved = broadcast(group, lambda: self._fitting_state(checkpoint, allow_data_change))
         read_pieces(checkpoint, self._pieces(saved.kinds, owned=False), group)
         self._zero_moments_but(saved.kinds)
+        load_compression(self._worker, checkpoint, saved, group)
         kept = broadcast(group, lambda: generation_file(checkpoint, self._saver.beside))
         self._saver = dataclasses.replace(self._saver, beside={**self._saver.beside, **kept})
         self._worker.engine.load_state(saved.progress.steps_taken)
@@ -162,7 +168,8 @@ class Checkpointing:
 
         saved = RunState.read(checkpoint)
         problems = model_changes(saved, self._run)
-        expected = expected_tensors(self._run.config.model, saved.kinds)
+        model = self._run.config.model
+        expected = expected_tensors(model, saved.kinds) | saved.compression_tensors(model)
         problems += mismatches(expected, saved_shapes(checkpoint))
         if saved.data is not None and not allow_data_change:
             problems += data_changes(saved.data, self._data)

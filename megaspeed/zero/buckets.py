@@ -34,6 +34,10 @@ class Group:
     ends: Sequence[int]
     complete: Tensor | None  # None if only the partition is kept
     own: Tensor  # this rank's partition
+    is_compressed: bool = False  # ``own`` then has memory of its own
+    feedback: Tensor | None = (
+        None  # what was not sent, without loss scale, as ``complete``; or None
+    )
 
 
 @dataclass
@@ -148,7 +152,8 @@ class Reducer:
         for message in self._in_flight:
             for work in message.works:
                 work.wait()
-            if self._rules.sends_copies or self._rules.is_offloaded:
+            is_copied = self._rules.sends_copies or message.bucket.group.is_compressed
+            if is_copied or self._rules.is_offloaded:
                 self._add(message)
         self._in_flight.clear()
 

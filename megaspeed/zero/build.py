@@ -18,7 +18,7 @@ from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameter_named
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.parallelize import materialize
-from megaspeed.tensor_parallel.plan import ParameterShard, gradient_is_partial
+from megaspeed.tensor_parallel.plan import ParameterShard, gradient_is_partial, is_compressed
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.workarounds import (
@@ -161,7 +161,9 @@ def build_engine(
     tied = _tied_across_stages(run, parameters)
     partial = _partial_gradients(run, parameters)
     groups = parameter_groups(parameters)
-    for alone in ([] if tied is None else [tied], partial):
+    compressed = _compressed_gradients(run, parameters)
+    sent_as_they_are = _matrices_beside(run, parameters, compressed)
+    for alone in ([] if tied is None else [tied], partial, sent_as_they_are):
         groups = _in_groups_of_their_own(groups, alone)
     with always_the_zero_optimizer(), without_gradient_hooks():
         engine, *_ = deepspeed.initialize(
@@ -174,6 +176,7 @@ def build_engine(
         owned_elements=_owned_elements(parameters, shards, tied, context),
         tied=tied,
         partial=partial,
+        compressed=compressed,
         loss=loss,
         loss_scale=loss_scale,
     )
@@ -199,6 +202,27 @@ def _partial_gradients(run: Run, parameters: Mapping[str, nn.Parameter]) -> list
         parameter
         for name, parameter in parameters.items()
         if gradient_is_partial(parameter_named(model, name), size=size, sequence_parallel=split)
+    ]
+
+
+def _compressed_gradients(run: Run, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    model, compression, size = run.config.model, run.compression, run.grid.tp
+    return [
+        parameter
+        for name, parameter in parameters.items()
+        if is_compressed(model, parameter_named(model, name), compression, size=size)
+    ]
+
+
+def _matrices_beside(
+    run: Run, parameters: Mapping[str, nn.Parameter], compressed: Sequence[nn.Parameter]
+) -> list[nn.Parameter]:
+    """The matrices that are not compressed, if others are."""
+    model, ids = run.config.model, {id(parameter) for parameter in compressed}
+    return [
+        parameter
+        for name, parameter in parameters.items()
+        if ids and id(parameter) not in ids and len(parameter_named(model, name).shape) > 1
     ]
 
 

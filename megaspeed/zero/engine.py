@@ -99,6 +99,7 @@ class ZeroEngine:
         tied: the weight that this rank shares with another pipeline stage; None if there is none.
         partial: the parameters of whose gradient each tensor rank computes a part, in optimizer
             groups of their own.
+        compressed: the parameters whose gradients are compressed, in optimizer groups of their own.
         loss: the loss of the last pipeline stage.
         loss_scale: the gradients are those of the loss multiplied by it.
     """
@@ -112,6 +113,7 @@ class ZeroEngine:
         owned_elements: Mapping[nn.Parameter, int],
         tied: nn.Parameter | None,
         partial: Sequence[nn.Parameter],
+        compressed: Sequence[nn.Parameter],
         loss: VocabParallelLoss,
         loss_scale: float,
     ) -> None:
@@ -147,6 +149,7 @@ class ZeroEngine:
             run,
             context,
             partial=partial,
+            compressed=compressed,
             head_weight=head_weight,
             head_is_tied=head_weight is not None and self.names[head_weight] != HEAD_WEIGHT,
         )
@@ -266,6 +269,7 @@ class ZeroEngine:
         loss_scale = float(self._optimizer.loss_scale)  # of this step: the scaler may change it
         self.gradients.hand_over()
         self._optimizer.step()
+        self.gradients.end_step(taken=not self._optimizer.overflow)
         return StepOutcome(
             grad_norm=self._scaled_norm / loss_scale,
             skipped=bool(self._optimizer.overflow),
@@ -290,6 +294,7 @@ class ZeroEngine:
             steps_taken: AdamW's step count, which determines its bias correction.
         """
         load_state(self._optimizer, steps_taken)
+        self.gradients.steps_taken = steps_taken
         if self._gathers is not None:
             self._gathers.free_persistent()
 

@@ -1,4 +1,4 @@
-"""Accumulates the gradients of a step, and reduces them over the data axis.
+r"""Accumulates the gradients of a step, and reduces them over the data axis.
 
     complete      autograd --add--> complete gradient      --reduce--> partition of this rank
     partitioned   autograd -------> gradients of a bucket  --reduce--> partition of this rank, added
@@ -13,6 +13,12 @@ the sum takes little memory, and it saves a collective in every other micro-batc
 
 With ``overlap_comm`` a bucket is reduced while the backward continues. A complete gradient is then
 reduced during the last backward of a step. ``buckets`` states how a bucket is reduced.
+
+A compressed gradient (``compression``) is complete, too. A step adds it to what the step before has
+not sent, and what it does not send itself stays in ``complete`` until ``end_step`` copies it:
+
+    feedback --x loss scale--> complete --autograd adds, reduce--> what was not sent --> feedback
+                                                   \-> partition: the mean
 
 The gradient of an optimizer group is one flat tensor with the layout of DeepSpeed's master weights:
 
@@ -38,6 +44,7 @@ from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.buckets import Bucket, Group, Reducer, Rules, shape_of
+from megaspeed.zero.compression import Compressor, make_compressor
 from megaspeed.zero.model_states import (
     GradientFragment,
     HeldRange,
@@ -55,6 +62,7 @@ class Gradients:
         context: this rank's groups.
         partial: the parameters of whose gradient each tensor rank computes a part, in groups of
             their own.
+        compressed: the parameters whose gradients are compressed, in groups of their own.
         head_weight: the head's weight, whose gradient the forward of the loss computes; None if
             this rank has no head.
         head_is_tied: whether this rank's embedding has the same weight. Then autograd computes the
@@ -68,6 +76,7 @@ class Gradients:
         context: ParallelContext,
         *,
         partial: Sequence[nn.Parameter] = (),
+        compressed: Sequence[nn.Parameter] = (),
         head_weight: nn.Parameter | None = None,
         head_is_tied: bool = False,
     ) -> None:
@@ -79,11 +88,21 @@ class Gradients:
         self._dp = context.dp_size
         self._reducer = Reducer(self._rules, context)
         self._head_weight = head_weight
+        self._keeps_error = run.compression is not None and run.compression.error_feedback
+        self._compressed_parameters = {id(parameter) for parameter in compressed}
         self._groups = [
             self._make_group(index) for index in range(len(master_partitions(optimizer)))
         ]
         members = {id(parameter) for parameter in partial}
         self._partial = [group for group in self._groups if id(group.parameters[0]) in members]
+        self._compressed = [group for group in self._groups if group.is_compressed]
+        self._compressor: Compressor | None = None
+        if self._compressed:
+            self._compressor = make_compressor(run, context, self._compressed)
+        self._compresses = False  # in this step
+        self._loss_scale = 1.0  # of this step
+        self.steps_taken = 0
+        """Optimizer steps that were not skipped."""
         zero = run.config.zero_optimization
         self._buckets = [
             bucket for group in self._groups for bucket in self._make_buckets(group, zero)
@@ -115,6 +134,10 @@ class Gradients:
             yield group.own
             if group.complete is not None:
                 yield group.complete
+            if group.feedback is not None:
+                yield group.feedback
+        if self._compressor is not None:
+            yield from self._compressor.tensors()
         for bucket in self._buckets:
             if bucket.total is not None:
                 yield bucket.total
@@ -165,10 +188,14 @@ class Gradients:
                 and (self._dp > 1 or self._rules.is_offloaded)
             ):
                 for bucket in self._buckets:
-                    self._reducer.send(bucket)
+                    if not (self._compresses and bucket.group.is_compressed):
+                        self._reducer.send(bucket)
             self._reducer.receive()
+            if self._compresses and self._compressor is not None:
+                self._compressor.reduce(self._compressed)
             if self._rules.averages_later and not self._rules.is_offloaded:
-                torch._foreach_div_([group.own for group in self._groups], self._dp)
+                sums = (g for g in self._groups if not (self._compresses and g.is_compressed))
+                torch._foreach_div_([group.own for group in sums], self._dp)
         with self._timeline.part("tensor"):
             for group in self._partial:
                 total = group.own.to(self._device)
@@ -185,6 +212,37 @@ class Gradients:
             return  # it is the gradient of the master weights already
         self._optimizer.averaged_gradients.update(enumerate(self._partitions))
 
+    def end_step(self, *, taken: bool) -> None:
+        """Called after each optimizer step. A step that is not ``taken`` changes no feedback."""
+        if not taken:
+            return
+        self.steps_taken += 1
+        if self._compresses:
+            assert self._compressor is not None
+            self._compressor.keep()
+            for group in self._compressed:
+                if group.feedback is not None and group.complete is not None:
+                    torch.div(group.complete, self._loss_scale, out=group.feedback)
+
+    def forget(self) -> None:
+        """Set the state of compressed gradients to that before the first step."""
+        for group in self._compressed:
+            if group.feedback is not None:
+                group.feedback.zero_()
+        if self._compressor is not None:
+            self._compressor.forget()
+
+    def feedback(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """What this rank has not sent yet of each compressed gradient: (parameter, flat view)."""
+        for group in self._compressed:
+            if group.feedback is not None:
+                for parameter, start in zip(group.parameters, group.starts, strict=True):
+                    yield parameter, group.feedback.narrow(0, start, shape_of(parameter).numel())
+
+    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """PowerSGD's Q (columns, rank) of each compressed parameter, equal on all data ranks."""
+        return iter(()) if self._compressor is None else self._compressor.factors()
+
     def _make_group(self, index: int) -> Group:
         master = master_partitions(self._optimizer)[index]
         part = master.numel()
@@ -197,15 +255,30 @@ class Gradients:
             starts = self._optimizer.round_robin_bit16_offsets[index]
             ends = [start + p.numel() for start, p in zip(starts, parameters, strict=True)]
 
-        complete = self._zeros(self._rules.parts * part) if self._rules.is_complete else None
+        is_compressed = id(parameters[0]) in self._compressed_parameters
+        elements = self._rules.parts * part
+        if is_compressed:  # equal parts for all data ranks at ZeRO-0, too
+            elements = -(-elements // self._dp) * self._dp
+        complete = self._zeros(elements) if self._rules.is_complete else None
         if self._rules.is_offloaded:
             assert master.grad is not None, "DeepSpeed allocates it in host memory"
             own = master.grad.view(-1)
+        elif is_compressed:
+            own = self._zeros(elements // self._rules.parts)[:part]
         elif complete is not None and (self._rules.parts == 1 or not self._rules.is_stage3):
             own = complete.narrow(0, self._reducer.own_part * part, part)
         else:
             own = self._zeros(part)
-        return Group(parameters=parameters, starts=starts, ends=ends, complete=complete, own=own)
+        keeps_error = is_compressed and self._keeps_error
+        return Group(
+            parameters=parameters,
+            starts=starts,
+            ends=ends,
+            complete=complete,
+            own=own,
+            is_compressed=is_compressed,
+            feedback=self._zeros(elements) if keeps_error else None,
+        )
 
     def _make_buckets(self, group: Group, zero: ZeroConfig) -> Iterator[Bucket]:
         # Without a copy, everything is sent together.
@@ -242,8 +315,13 @@ class Gradients:
 
     def _begin_step(self) -> None:
         self._is_first = False
+        self._loss_scale = float(self._optimizer.loss_scale)
+        if self._compressor is not None:
+            self._compresses = self._compressor.is_due(self.steps_taken + 1)
         for group in self._groups:
-            if group.complete is not None:
+            if group.feedback is not None:
+                torch.mul(group.feedback, self._loss_scale, out=group.complete)
+            elif group.complete is not None:
                 group.complete.zero_()
         for bucket in self._buckets:
             bucket.is_filled = False

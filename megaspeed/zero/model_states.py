@@ -195,6 +195,7 @@ def allocates_for_communication(module: str) -> bool | None:
         return True
     own = (
         "megaspeed.zero.buckets",
+        "megaspeed.zero.compression",
         "megaspeed.zero.gradients",
         "megaspeed.zero.layer_gathers",
         "megaspeed.zero.reductions",

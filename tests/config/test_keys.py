@@ -1,5 +1,7 @@
 """An unknown key is an error that names the key that was probably meant."""
 
+from typing import Any
+
 import pytest
 
 from megaspeed.config.validation import OTHER_NAMES, all_key_paths, keys_at
@@ -90,3 +92,25 @@ def test_the_keys_of_a_section_do_not_depend_on_where_it_stands_in_a_list() -> N
     assert keys_at(("data", "train", 3)) == keys_at(("data", "train"))
     assert "weight" in keys_at(("data", "train"))
     assert {"model", "train_batch_size"} < set(keys_at(()))
+
+
+@pytest.mark.parametrize(
+    ("stated", "wanted"),
+    [
+        ("int8", '"none" or "bf16" or an object with the type "int8" or "powersgd"'),
+        ({"type": "int9"}, '"int8" or "powersgd"'),
+        ({"rank": 3}, '"int8" or "powersgd"'),
+        ({"type": "int8", "block": 3}, "at least 16"),
+    ],
+)
+def test_a_wrong_compression_lists_the_valid_ones(stated: Any, wanted: str) -> None:
+    message = only_problem(parallel={"gradient_compression": stated})
+    assert message.startswith("parallel.gradient_compression")
+    assert message.endswith(f"wanted {wanted}")
+
+
+def test_a_key_of_another_compression_is_reported_as_such() -> None:
+    stated = {"type": "int8", "rank": 3}
+    assert "belongs to another parallel.gradient_compression.type" in only_problem(
+        parallel={"gradient_compression": stated}
+    )

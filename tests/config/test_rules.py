@@ -285,3 +285,57 @@ def test_only_a_key_that_is_wrong_itself_lets_a_rule_be_skipped(
     monkeypatch.setattr(rules, "_RULES", [(misspelt, ("model",))])
     with pytest.raises(AttributeError, match="hidden_siz"):
         problems()
+
+
+# --- gradient compression -------------------------------------------------------------------------
+
+INT8 = 'parallel.gradient_compression={"type": "int8"}'
+POWER_SGD = 'parallel.gradient_compression={"type": "powersgd"}'
+
+
+@pytest.mark.parametrize("how", [INT8, POWER_SGD, "parallel.gradient_compression=bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_compresses(how: str, stage: int) -> None:
+    assert problems(how, f"zero_optimization.stage={stage}", world_size=2) == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_is_reduced_in_parts_is_not_compressed(stage: int) -> None:
+    each = ("parallel.gradient_reduction=per_micro_batch", f"zero_optimization.stage={stage}")
+    assert only_problem(INT8, *each) == (
+        'parallel.gradient_compression "int8" compresses the complete gradient of a step, which '
+        f'zero_optimization.stage {stage} with parallel.gradient_reduction "per_micro_batch" keeps '
+        'on no rank; set parallel.gradient_reduction to "per_step" or "auto"'
+    )
+    assert problems("parallel.gradient_compression=bf16", *each) == []
+    assert problems(INT8, each[0], "zero_optimization.stage=1") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "mend"),
+    [
+        ("zero_optimization.overlap_comm=true", "remove zero_optimization.overlap_comm"),
+        ("communication_data_type=fp32", "remove one of them"),
+        ("data_types.grad_accum_dtype=bf16", 'set grad_accum_dtype to "fp32"'),
+    ],
+)
+@pytest.mark.parametrize("how", [INT8, POWER_SGD])
+def test_what_contradicts_compression_is_refused(how: str, override: str, mend: str) -> None:
+    message = only_problem(how, override, "bf16.enabled=true")
+    assert message.startswith("parallel.gradient_compression") and mend in message
+
+
+def test_two_keys_cannot_state_the_type_of_messages() -> None:
+    assert only_problem("parallel.gradient_compression=bf16", "communication_data_type=bf16") == (
+        'parallel.gradient_compression "bf16" and communication_data_type "bf16" both state what '
+        "is sent for a gradient; remove one of them"
+    )
+
+
+def test_copies_of_key_value_heads_are_not_compressed_apart() -> None:
+    shared = (*LLAMA, "model.num_key_value_heads=2", "parallel.tensor=4")
+    assert problems(*shared) == []
+    assert only_problem(*shared, INT8).endswith(
+        "parallel.tensor 4 must be at most model.num_key_value_heads 2"
+    )
+    assert problems(*shared[:-1], "parallel.tensor=2", INT8) == []

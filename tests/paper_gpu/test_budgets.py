@@ -49,6 +49,45 @@ def test_kernels_of_a_block(
     assert once <= each_step
 
 
+def _launches_of_compression(launch: LaunchEnvironment, how: Any, blocks: int, stage: int) -> int:
+    """Kernels of a step that compresses gradients, beyond those of a step that does not."""
+    with_and_without = [
+        step_of(
+            launch,
+            0,
+            {
+                "dp": 2,
+                "model": {**GPT2, "num_hidden_layers": blocks},
+                "parallel": {"gradient_compression": compression},
+                # All gradients in one message, as the number of messages follows from their size.
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**9},
+            },
+        ).launches
+        for compression in (how, "none")
+    ]
+    return with_and_without[0] - with_and_without[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "stage", "launches"),
+    [
+        ({"type": "int8"}, 0, 33),
+        ({"type": "int8"}, 1, 21),
+        ({"type": "powersgd", "start_step": 1}, 1, 331),
+    ],
+)
+def test_kernels_of_compression_do_not_depend_on_the_number_of_blocks(
+    pool: RankPool, how: Any, stage: int, launches: int
+) -> None:
+    ((few, many),) = pool.run(1, _few_and_many, how, stage)
+    assert few == many <= launches
+
+
+def _few_and_many(launch: LaunchEnvironment, how: Any, stage: int) -> tuple[int, int]:
+    two, six = (_launches_of_compression(launch, how, blocks, stage) for blocks in (2, 6))
+    return two, six
+
+
 @pytest.mark.parametrize(
     ("stage", "collectives", "event_waits"), [(0, 3, 0), (1, 7, 0), (2, 15, 0), (3, 23, 0)]
 )

@@ -18,6 +18,8 @@ from tests.support.rank_pool import RankPool
 
 OVERLAP = {"overlap_comm": True}
 PER_MICRO_BATCH = {"gradient_reduction": "per_micro_batch"}
+INT8: dict[str, Any] = {"type": "int8"}
+POWER_SGD: dict[str, Any] = {"type": "powersgd", "start_step": 1}
 RECOMPUTE = {"activation_checkpointing": "full"}
 DROPOUT = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "residual_dropout": 0.1}
 ONE_KEY_VALUE_HEAD = {**LLAMA, "num_key_value_heads": 1}
@@ -52,6 +54,11 @@ CASES: dict[str, dict[str, Any]] = {
         "tp": 2,
         "model": LLAMA,
         "parallel": {"sequence_parallel": True, "activation_checkpointing": "selective"},
+    },
+    **{
+        f"{how['type']}-zero{stage}": zero(stage) | {"parallel": {"gradient_compression": how}}
+        for how in (INT8, POWER_SGD)
+        for stage in (0, 1, 3)
     },
     "fp32": {"dp": 2, "bf16": {"enabled": False}, "gradient_clipping": 0.0},
 }

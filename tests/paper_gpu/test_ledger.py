@@ -33,6 +33,8 @@ CASES: list[tuple[tuple[int, int, int], int, dict[str, Any], dict[str, Any]]] = 
     ((4, 2, 1), 3, TIED, {"schedule": "1f1b"}),
     ((1, 4, 2), 3, TIED, {}),
     ((1, 2, 4), 1, UNTIED, {}),
+    ((2, 2, 2), 1, TIED, {"gradient_compression": {"type": "int8"}}),
+    ((2, 2, 2), 3, TIED, {"gradient_compression": {"type": "powersgd", "start_step": 2}}),
 ]
 
 

@@ -23,6 +23,8 @@ BAD_RANK = 1  # first pipeline stage, second data index
 
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+INT8 = {"parallel": {"gradient_compression": {"type": "int8"}}}
+POWER_SGD = {"parallel": {"gradient_compression": {"type": "powersgd", "start_step": 1}}}
 PER_STEP = {"parallel": {"gradient_reduction": "per_step"}}
 
 
@@ -122,6 +124,8 @@ def three_bad_steps_and_a_good_one(
         (1, {"zero_optimization": OFFLOAD}),
         (3, {"zero_optimization": {"stage3_param_persistence_threshold": 1000}}),
         (2, PER_STEP),
+        (0, INT8),
+        (1, POWER_SGD),
         (2, BF16_IN_FP32),
         (2, {"bf16": {"enabled": True, "check_grad_overflow": False}}),
         (2, {"zero_optimization": OFFLOAD}),

@@ -141,7 +141,9 @@ def _label(text: str) -> str:
 
 
 def notes(result: ComparisonResult) -> Iterator[str]:
-    """A line for each thing that went wrong."""
+    """A line for each thing that went wrong, and one if losses cannot be compared."""
+    if result.run.config.parallel.gradient_compression != "none":
+        yield "gradients are compressed, so the losses agree only approximately"
     for text in result.disagreements:
         yield f"THE LOSSES DISAGREE: {text}"
     for row in result.rows:

@@ -25,6 +25,7 @@ from megaspeed.analysis.local_ranks import DeviceType, RanksFailed, run_on_ranks
 from megaspeed.analysis.watched_step import WatchedZero, measure
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import GradientReduction, Run, resolve_run
+from megaspeed.config.run import PowerSgdCompression
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
@@ -72,6 +73,8 @@ def baseline_rows(run: Run, baselines: Sequence[Baseline], device_type: DeviceTy
 
 def _reductions(run: Run, zero_stage: int) -> tuple[GradientReduction | None, ...]:
     """The reductions that make a difference at this ZeRO stage; (None,) if none does."""
+    if run.compression is not None:
+        return (None,)  # it needs complete gradients
     several = run.batch.gradient_accumulation_steps > 1 and run.grid.dp > 1
     return ("per_micro_batch", "per_step") if zero_stage >= 2 and several else (None,)
 
@@ -86,12 +89,17 @@ def _row(
 ) -> Row:
     """A row that trains ``run`` at this ZeRO stage.
 
-    If ``reduction`` is None, gradients are reduced once a step.
+    If ``reduction`` is None, gradients are reduced once a step. PowerSGD compresses from step 1 on,
+    because these steps are measured.
     """
     label = name if reduction is None else f"{name} {reduction}"
     config = run.config
     zero = config.zero_optimization.model_copy(update={"stage": zero_stage})
     parallel = config.parallel.model_copy(update={"gradient_reduction": reduction or "per_step"})
+    compression = parallel.gradient_compression
+    if isinstance(compression, PowerSgdCompression):
+        compression = compression.model_copy(update={"start_step": 1})
+        parallel = parallel.model_copy(update={"gradient_compression": compression})
     try:
         resolved = resolve_run(
             config.model_copy(update={"zero_optimization": zero, "parallel": parallel}),

@@ -30,9 +30,10 @@ from typing import Literal, get_args
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Precision, Run
+from megaspeed.config.run import Compression
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Parameter, parameters_of
 from megaspeed.pipeline.partition import layers_of_stages
-from megaspeed.tensor_parallel.plan import gradient_is_partial, shard_of
+from megaspeed.tensor_parallel.plan import gradient_is_partial, is_compressed, shard_of
 
 BYTES_OF: Mapping[Precision, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
 """Bytes of one number of each type."""
@@ -45,11 +46,11 @@ Category = Literal[
 ]
 """The fields of ``MemoryBytes``."""
 
-OptimizerGroup = Literal["tied", "partial", "decaying", "other"]
+OptimizerGroup = Literal["tied", "partial", "not compressed", "decaying", "other"]
 """The parameter groups of DeepSpeed's optimizer: a weight that two pipeline stages share,
-parameters whose gradient is summed over the tensor axis, parameters with weight decay, and the
-rest. At ZeRO-1 and 2, each group is one flat tensor, split into dp equal partitions. At ZeRO-3,
-each parameter is split separately."""
+parameters whose gradient is summed over the tensor axis, matrices that are not compressed although
+others are, other parameters with weight decay, and the rest. At ZeRO-1 and 2, each group is one
+flat tensor, split into dp equal partitions. At ZeRO-3, each parameter is split separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ class LocalParameter:
     layer: str  # name of its layer, such as "blocks.3"
     shape: tuple[int, ...]  # of the local tensor, tensor-parallel padding included
     group: OptimizerGroup  # the optimizer group that it is in
+    is_compressed: bool = False  # its gradient, before it is sent over the data axis
 
     @cached_property
     def elements(self) -> int:
@@ -95,22 +97,40 @@ def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
     layers = layers_of_stages(run)[pipeline_stage]
     return list(
         _local_parameters(
-            run.config.model, layers, run.grid.tp, run.grid.pp > 1, run.sequence_parallel
+            run.config.model,
+            layers,
+            run.grid.tp,
+            run.grid.pp > 1,
+            run.sequence_parallel,
+            run.compression,
         )
     )
 
 
 @lru_cache(maxsize=1024)  # a what-if asks for the same layers a thousand times
 def _local_parameters(
-    model: ModelConfig, layers: range, tp: int, has_pipeline: bool, splits_sequence: bool
+    model: ModelConfig,
+    layers: range,
+    tp: int,
+    has_pipeline: bool,
+    splits_sequence: bool,
+    compression: Compression | None,
 ) -> tuple[LocalParameter, ...]:
     shared = model.tie_word_embeddings and has_pipeline
+    parameters = parameters_of(model, layers)
+    compressed = {
+        name
+        for name, parameter in parameters.items()
+        if is_compressed(model, parameter, compression, size=tp)
+    }
 
     def group_of(parameter: Parameter) -> OptimizerGroup:
         if shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
             return "tied"
         if gradient_is_partial(parameter, size=tp, sequence_parallel=splits_sequence):
             return "partial"
+        if compressed and len(parameter.shape) > 1 and parameter.name not in compressed:
+            return "not compressed"
         return "decaying" if parameter.decays else "other"
 
     return tuple(
@@ -119,8 +139,9 @@ def _local_parameters(
             layer=parameter.layer,
             shape=shard_of(model, parameter, rank=0, size=tp).local_shape,
             group=group_of(parameter),
+            is_compressed=name in compressed,
         )
-        for name, parameter in parameters_of(model, layers).items()
+        for name, parameter in parameters.items()
     )
 
 
@@ -178,16 +199,84 @@ def model_states(
     states = own * _OPTIMIZER_BYTES
     partition = own * BYTES_OF[run.accumulation_dtype]
     complete = _complete_elements(run, parameters) * BYTES_OF[run.accumulation_dtype]
+    compressed = [parameter for parameter in parameters if parameter.is_compressed]
     if run.keeps_complete_gradients and (run.zero_stage < 3 or run.grid.dp == 1):
-        partition = 0  # a part of the complete gradient
+        # Except for compressed gradients, a part of the complete gradient.
+        partition = _own_elements(run, compressed) * BYTES_OF["fp32"]
     if run.config.zero_optimization.offloads_optimizer:
         partition = own * BYTES_OF["fp32"] if on_host else 0
         states = states if on_host else 0
     return MemoryBytes(
         parameters=_parameter_bytes(run, parameters, on_host=on_host),
-        gradients=complete + partition,
+        gradients=complete + partition + _compression_state_bytes(run, compressed),
         optimizer_states=states,
     )
+
+
+def _compression_state_bytes(run: Run, compressed: Sequence[LocalParameter]) -> int:
+    """What is kept from step to step: the feedback, and three times PowerSGD's Q.
+
+    Q is kept as it was at first, as the last step used it, and as the next one will.
+    """
+    method = run.compression
+    if method is None:
+        return 0
+    elements = _complete_elements(run, compressed) if method.error_feedback else 0
+    if method.type == "powersgd":
+        elements += 3 * method.rank * sum(parameter.shape[1] for parameter in compressed)
+    return elements * BYTES_OF["fp32"]
+
+
+def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
+    """The columns of each part of the gradients that is compressed to int8 and sent together.
+
+    Each part has a row for each data rank.
+    """
+    zero, dp = run.config.zero_optimization, run.grid.dp
+    compressed = [parameter for parameter in parameters if parameter.is_compressed]
+    if run.compression is None or run.compression.type != "int8":
+        return []
+    block, columns = run.compression.block, []
+    if run.zero_stage == 3:
+        for group in get_args(OptimizerGroup):
+            sizes = [partition_elements(p, dp) for p in compressed if p.group == group]
+            for bucket in zero.buckets([dp * size for size in sizes]):
+                columns.append(sum(sizes[index] for index in bucket))
+        return columns
+    together = zero.columns_sent_together(dp, block)
+    owners = 1 if run.zero_stage == 0 else dp
+    for elements in flat_group_elements(compressed, owners).values():
+        each = math.ceil(elements / dp)
+        columns += [min(together, each - start) for start in range(0, each, together)]
+    return columns
+
+
+def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """The most memory that compressing a part of the gradients takes, besides their state.
+
+    int8 holds the sum with the feedback of a part of the gradients in fp32, the sent and the
+    received message, the latter in fp32, and the sum of its dp rows. At ZeRO-0 it later holds the
+    message of one row, that row twice, and what it has gathered, as a message and in fp32.
+    PowerSGD holds P, and from ZeRO-1 on the complete product. At ZeRO-3 it copies its partition.
+    """
+    method, dp = run.compression, run.grid.dp
+    compressed = [parameter for parameter in parameters if parameter.is_compressed]
+    if method is None or not compressed:
+        return 0
+    if method.type == "powersgd":
+        left = method.rank * sum(parameter.shape[0] for parameter in compressed)
+        product = _complete_elements(run, compressed) if run.zero_stage > 0 else 0
+        copied = _own_elements(run, compressed) if run.zero_stage == 3 else 0
+        return (left + product + copied) * BYTES_OF["fp32"]
+    block = method.block
+    elements = dp * max(
+        math.ceil(columns / block) * block for columns in int8_columns(run, compressed)
+    )
+    message = elements // block * (block + BYTES_OF["fp32"])
+    numbers = elements * BYTES_OF["fp32"]
+    reducing = 2 * numbers + 2 * message + numbers // dp
+    gathering = 2 * numbers + message + (message + 2 * numbers) // dp
+    return max(reducing, gathering) if run.zero_stage == 0 else reducing
 
 
 def _complete_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
@@ -238,7 +327,7 @@ def gradient_buckets(
         return []
     buckets, of_the_loss = [], head_weight(parameters)
     for group in get_args(OptimizerGroup):
-        members = [p for p in parameters if p.group == group]
+        members = [p for p in parameters if p.group == group and not p.is_compressed]
         padded = [
             dp * partition_elements(p, dp) if run.zero_stage == 3 else p.elements for p in members
         ]

@@ -124,6 +124,8 @@ class Network:
         of parameters after the step. ZeRO-3 gathers each layer in the forward and in the backward
         of each micro-batch, and reduces its gradients (Rajbhandari et al. 2020, section 7).
 
+        Compressed gradients send ``sent_share`` of that. The time to compress them is not added.
+
         If a collective overlaps with computation, only the part that takes longer than the
         computation is added. It also slows the computation by ``SLOWDOWN_BY_OVERLAP``.
         """
@@ -135,7 +137,8 @@ class Network:
         if work.zero_stage == 3:
             weights = block_parameters(work.model) / work.grid.tp
             gather = self.collective("dp", "all_gather", weights * work.element_bytes)
-            reduce = self.collective("dp", "reduce_scatter", weights * work.gradient_bytes)
+            gradients = weights * work.gradient_bytes * work.sent_share
+            reduce = self.collective("dp", "reduce_scatter", gradients)
             if not overlaps:
                 return blocks * (2 * count * gather + work.reductions * reduce)
             in_forward = _added(gather, forward)
@@ -143,7 +146,7 @@ class Network:
             in_backward = _added(gather + reduced, backward)
             return count * blocks * (in_forward + in_backward) + gather + reduce
         parameters = work.parameters_of_rank(stage)
-        gradients = parameters * work.gradient_bytes
+        gradients = parameters * work.gradient_bytes * work.sent_share
         buckets = max(1, math.ceil(gradients / work.bucket_bytes))
         kind: Message = "all_reduce" if work.zero_stage == 0 else "reduce"
         reduction = buckets * self.collective("dp", kind, gradients / buckets)

@@ -30,6 +30,7 @@ from megaspeed.analysis.costs.memory import (
     GatheredBytes,
     LocalParameter,
     MemoryBytes,
+    compression_buffer_bytes,
     gathered_in_pass,
     gradient_buckets,
     gradient_copy_bytes,
@@ -194,7 +195,8 @@ class _Step:
         ledger = self._start(others=0)
         copies = [bucket.packed_bytes for bucket in self._buckets]
         if self._run.keeps_complete_gradients:
-            ledger.hold("communication_buffers", max(copies, default=0))
+            compressing = compression_buffer_bytes(self._run, self._parameters)
+            ledger.hold("communication_buffers", max([*copies, compressing]))
         return ledger
 
     def _optimizer(self) -> _Ledger:

@@ -12,6 +12,7 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
     reduce_scatter   (n-1)/n S        S: the complete input of a rank
     all_gather       (n-1)/n S        S: the complete output
     all_reduce     2 (n-1)/n S        a reduce-scatter, then an all-gather
+    all_to_all       (n-1)/n S        S: the complete input of a rank
     reduce           (n-1)/n S        along a chain n - 1 ranks send S; the mean over n ranks
     broadcast        (n-1)/n S        the same in the other direction
     send                     S
@@ -19,7 +20,7 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from megaspeed.analysis.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
@@ -29,6 +30,7 @@ from megaspeed.analysis.costs.memory import (
     elements_of,
     flat_group_elements,
     gathered_elements_of_a_step,
+    int8_columns,
     is_summed_over_step,
     local_parameters,
     partition_elements,
@@ -39,7 +41,9 @@ from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 from megaspeed.tensor_parallel.plan import key_value_replicas
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "send"]
+Collective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reduce", "broadcast", "send"
+]
 TrafficAxis = Literal["pp", "dp", "tp", "world"]
 
 Traffic = Mapping[tuple[TrafficAxis, Collective], int]
@@ -111,6 +115,21 @@ def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
     report = world_size * _NUMBERS_OF_A_REPORT * _FP64_BYTES
     messages.add("world", "all_reduce", report, ranks=world_size)
     return messages.traffic()
+
+
+def compressed_share(run: Run, pipeline_stage: int) -> float:
+    """Bytes sent for compressed gradients and all others, as a fraction of those without."""
+    if run.compression is None:
+        return 1.0
+    dp, parameters = run.grid.dp, local_parameters(run, pipeline_stage)
+
+    def sent(messages: Iterable[tuple[Collective, int]]) -> int:
+        return sum(bytes_sent(collective, size, dp) for collective, size in messages)
+
+    plain = sent(_gradient_messages(run, parameters))
+    beside = [parameter for parameter in parameters if not parameter.is_compressed]
+    compressed = sent(_gradient_messages(run, beside)) + sent(_compressed_messages(run, parameters))
+    return compressed / plain if plain else 1.0
 
 
 def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
@@ -235,14 +254,17 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     ``parallel.gradient_reduction`` sets whether gradients are reduced once a step or once a
     micro-batch. Those of norms and biases are always reduced once a step. The right column is for
     one reduction. At stage 3 a backward gathers neither the embedding nor the weight of the head.
-    Gradients are sent in the type in which they are accumulated, or in
-    ``communication_data_type``. Parameters are sent in their own type. Before a gather, every
-    optimizer group is padded to a multiple of 2 x dp at ZeRO-1 and 2, and every parameter to a
-    multiple of dp at ZeRO-3.
+    Gradients are sent in the type in which they are accumulated, in ``communication_data_type``, or
+    compressed (``_compressed_messages``). Parameters are sent in their own type. Before a gather,
+    every optimizer group is padded to a multiple of 2 x dp at ZeRO-1 and 2, and every parameter to
+    a multiple of dp at ZeRO-3.
     """
     dp = run.grid.dp
     parameters = local_parameters(run, pipeline_stage)
-    for collective, message_bytes in _gradient_messages(run, parameters):
+    sent_as_numbers = [parameter for parameter in parameters if not parameter.is_compressed]
+    for collective, message_bytes in _gradient_messages(run, sent_as_numbers):
+        messages.add("dp", collective, message_bytes, ranks=dp)
+    for collective, message_bytes in _compressed_messages(run, parameters):
         messages.add("dp", collective, message_bytes, ranks=dp)
     if run.zero_stage > 0:
         gathered = (
@@ -269,6 +291,30 @@ def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple
     # With these keys, every rank receives every gradient.
     everywhere = zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter
     return [("all_reduce" if everywhere or run.zero_stage == 0 else "reduce", sent_bytes)]
+
+
+def _compressed_messages(
+    run: Run, parameters: list[LocalParameter]
+) -> Iterator[tuple[Collective, int]]:
+    """The collectives of compressed gradients, once a step (``zero/compression.py``).
+
+    int8        all-to-all of blocks and their scales; at ZeRO-0 then an all-gather of the same
+    powersgd    all-reduce of P and of Q: rank x (n + m) numbers in fp32 for a matrix (n, m).
+                Steps before ``start_step`` send more.
+    """
+    method = run.compression
+    if method is None:
+        return
+    if method.type == "powersgd":
+        compressed = (parameter for parameter in parameters if parameter.is_compressed)
+        elements = method.rank * sum(sum(parameter.shape) for parameter in compressed)
+        yield "all_reduce", elements * BYTES_OF["fp32"]
+        return
+    blocks = sum(math.ceil(each / method.block) for each in int8_columns(run, parameters))
+    sent_bytes = run.grid.dp * blocks * (method.block + BYTES_OF["fp32"])
+    yield "all_to_all", sent_bytes
+    if run.zero_stage == 0:
+        yield "all_gather", sent_bytes
 
 
 def _forwards_before_a_backward(run: Run) -> int:

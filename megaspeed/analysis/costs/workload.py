@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from megaspeed.analysis.costs.memory import BYTES_OF
+from megaspeed.analysis.costs.traffic import compressed_share
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
@@ -106,6 +107,7 @@ class Workload:
     zero_stage: int = 0
     precision: Precision = "bf16"
     gradient_bytes: int = 4  # of an element of a reduced gradient
+    sent_share: float = 1.0  # of the bytes of gradients that are sent, if they are compressed
     attention: Attention = "fa2"
     fuses_softmax: bool = True  # without FlashAttention: scale, mask and softmax are one kernel
     recomputation: RecomputedPart = "none"
@@ -185,6 +187,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         zero_stage=run.zero_stage,
         precision=run.precision,
         gradient_bytes=gradient_bytes,
+        sent_share=compressed_share(run, 0),
         attention="fa2" if is_fused else "none",
         recomputation=parallel.activation_checkpointing,
         recomputed_share=min(1.0, recomputed / max(blocks)),

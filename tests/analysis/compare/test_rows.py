@@ -8,6 +8,7 @@ import pytest
 from megaspeed.analysis.compare.rows import baseline_rows, zero_rows
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
+from megaspeed.config.run import PowerSgdCompression
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
@@ -61,6 +62,15 @@ def test_a_row_differs_from_the_run_in_stage_and_reduction_alone() -> None:
         for json in (before, after):
             del json["zero_optimization"]["stage"], json["parallel"]["gradient_reduction"]
         assert after == before
+
+
+def test_compressed_gradients_are_reduced_once_a_step_and_from_the_first_on() -> None:
+    how = {"type": "powersgd", "start_step": 20}
+    rows = zero_rows(run(dp=2, parallel={"gradient_compression": how}), [0, 3], "cpu")
+    assert [row.label for row in rows] == ["ZeRO-0", "ZeRO-3"]
+    for row in rows:
+        assert row.run is not None and isinstance(row.run.compression, PowerSgdCompression)
+        assert row.run.gradient_reduction == "per_step" and row.run.compression.start_step == 1
 
 
 def test_a_stage_that_breaks_a_rule_is_a_row_that_states_why() -> None:

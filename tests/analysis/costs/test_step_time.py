@@ -221,6 +221,20 @@ def test_more_recomputation_takes_more_time() -> None:
     assert half == pytest.approx(full / 2)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_compressed_gradients_take_their_share_of_the_time_on_the_wire(stage: int) -> None:
+    plain, compressed, empty = (
+        predict(workload(zero_stage=stage, sent_share=share)).dp for share in (1.0, 0.25, 0.0)
+    )
+    assert compressed - empty == pytest.approx(0.25 * (plain - empty))
+
+
+def test_a_run_states_the_share_of_its_compressed_gradients() -> None:
+    how = 'parallel.gradient_compression={"type": "int8"}'
+    run = tiny(how, "parallel.data=4", world_size=4).run
+    assert 0.25 < workload_of(run).sent_share < 0.3
+
+
 def test_a_head_size_that_flash_attention_does_not_take_is_four_times_as_slow() -> None:
     sizes = (128, 124)
     fast, slow = (predict(workload(model=model(head_dim=size))).attention / size for size in sizes)

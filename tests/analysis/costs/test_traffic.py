@@ -19,7 +19,7 @@ from megaspeed.model.parameters import HEAD_WEIGHT
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import LLAMA, tiny_corpus
+from tests.support.tiny import LLAMA, merge, tiny_corpus
 from tests.zero.one_rank import one_rank, small_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
@@ -147,6 +147,101 @@ def test_zero1_with_a_pipeline_moves_its_parameters_twice(
         moved = sum(size for (axis, _), size in sent.items() if axis == "dp")
         assert moved == times * (dp - 1) * whole // dp + (dp - 1) * padding // dp
         assert padding < 0.01 * whole
+
+
+INT8: dict[str, Any] = {"type": "int8", "block": 64}
+POWER_SGD: dict[str, Any] = {"type": "powersgd", "rank": 3, "start_step": 1}
+COMPRESSED: dict[str, tuple[Layout, Any, dict[str, Any]]] = {
+    **{
+        f"{how['type']}, ZeRO-{stage}": ((1, 3, 1), how, {"zero_optimization": {"stage": stage}})
+        for how in (INT8, POWER_SGD)
+        for stage in range(4)
+    },
+    "bf16": ((1, 2, 1), "bf16", {"zero_optimization": {"stage": 2}}),
+    "int8, all axes": ((2, 2, 2), INT8, {"zero_optimization": {"stage": 1}}),
+    "PowerSGD, all axes, ZeRO-3": (
+        (2, 2, 2),
+        POWER_SGD,
+        {"zero_optimization": {"stage": 3}, "parallel": {"sequence_parallel": True}},
+    ),
+    "PowerSGD of rank 15 sends half of the matrices as they are": (
+        (1, 2, 2),
+        {**POWER_SGD, "rank": 15},
+        {"zero_optimization": {"stage": 1}},
+    ),
+    "small buckets": (
+        (1, 2, 1),
+        INT8,
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": 3000}},
+    ),
+    "small messages": (
+        (1, 2, 1),
+        INT8,
+        {"zero_optimization": {"stage": 1, "reduce_bucket_size": 3000}},
+    ),
+    "offloaded": (
+        (1, 2, 1),
+        INT8,
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            },
+            **BF16_IN_FP32,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "how", "changes"), COMPRESSED.values(), ids=COMPRESSED)
+def test_compressed_gradients(
+    pool: RankPool, cache: Path, layout: Layout, how: Any, changes: dict[str, Any]
+) -> None:
+    changes = merge(changes, {"parallel": {"gradient_compression": how}})
+    assert_predicted(pool, cache, run_of(layout, changes))
+
+
+GPT2_SMALL = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 1024,
+}
+
+
+def gradients_sent(stage: int, how: Any) -> int:
+    """Bytes that a rank of GPT-2 with 8 data ranks sends for its gradients."""
+    run = run_of(
+        (1, 8, 1),
+        {
+            "model": GPT2_SMALL,
+            "train_batch_size": 16,
+            "zero_optimization": {"stage": stage},
+            "parallel": {"gradient_compression": how, "gradient_reduction": "per_step"},
+        },
+    )
+    of_parameters = ("all_gather",) if stage else ()
+    sent = predict_traffic(run, 0).items()
+    return sum(size for (axis, kind), size in sent if axis == "dp" and kind not in of_parameters)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_int8_sends_at_most_27_percent_of_fp32(stage: int) -> None:
+    share = gradients_sent(stage, {"type": "int8"}) / gradients_sent(stage, "none")
+    assert 0.25 < share < 0.27
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_powersgd_sends_two_thin_matrices(stage: int) -> None:
+    """GPT-2: embeddings of 50,257 and 1,024 rows, and 4 matrices in each of 12 blocks."""
+    width, rank = 768, 4
+    thin = (50257 + width) + (1024 + width) + 12 * (4 + 2 + 5 + 5) * width
+    vectors = 12 * (2 * 2 + 3 + 1 + 4 + 1) * width + 2 * width
+    rounds = 2 if stage == 0 else 1
+    expected = FP32_BYTES * 7 * (2 * rank * thin + rounds * vectors) / 8
+    sent = gradients_sent(stage, {"type": "powersgd", "rank": rank})
+    assert sent == pytest.approx(expected, rel=1e-4)
 
 
 # --- ZeRO-3's parameters --------------------------------------------------------------------------

@@ -31,6 +31,8 @@ BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 UNTIED = {"model": {"tie_word_embeddings": False}}
 RECOMPUTED = {"parallel": {"activation_checkpointing": "full"}}
+INT8 = {"parallel": {"gradient_compression": {"type": "int8"}}}
+POWER_SGD = {"parallel": {"gradient_compression": {"type": "powersgd", "start_step": 1}}}
 SELECTIVE = {"parallel": {"activation_checkpointing": "selective"}}
 # Rows so long that the masks are a large part of the activations.
 RESET = {
@@ -117,6 +119,21 @@ def test_states_of_every_zero_stage(
         assert zero3.optimizer_states / zero1.optimizer_states == pytest.approx(1, rel=0.02)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", [INT8, POWER_SGD], ids=("int8", "powersgd"))
+def test_states_of_compressed_gradients(
+    pool: RankPool, text: Path, cache: Path, how: dict[str, Any]
+) -> None:
+    """Feedback is another fp32 gradient, and the reduced one has memory of its own."""
+    for zero_stage in (0, 1, 3):
+        run = tiny_run(text, dp=2, **merge(how, {"zero_optimization": {"stage": zero_stage}}))
+        (ranks,) = measured_by_stage(pool, run, cache)
+        predicted = predict_memory(run, 0, device_type="cpu").states
+        for rank in ranks:
+            assert states_only(rank.states) == pytest.approx(states_only(predicted), rel=0.005)
+            assert rank.states.gradients > 1.8 * rank.states.parameters
+
+
 PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
     "many tokens": (
         (1, 2, 1),
@@ -128,6 +145,15 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
             *({**FEW_TOKENS, "zero_optimization": {"stage": stage}} for stage in range(4)),
             {**FEW_TOKENS, **BF16, "zero_optimization": {"stage": 2}},
             {**FEW_TOKENS, **FP32_SUMS, "zero_optimization": {"stage": 3}},
+        ],
+    ),
+    "compressed gradients, few tokens": (
+        (1, 2, 1),
+        [
+            *({**FEW_TOKENS, **INT8, "zero_optimization": {"stage": stage}} for stage in range(4)),
+            {**FEW_TOKENS, **POWER_SGD, "zero_optimization": {"stage": 0}},
+            {**FEW_TOKENS, **POWER_SGD, "zero_optimization": {"stage": 1}},
+            {**FEW_TOKENS, **POWER_SGD, "zero_optimization": {"stage": 3}},
         ],
     ),
     "recomputation, large vocabulary, dropout": (

@@ -47,6 +47,7 @@ def one_of_each(context: ParallelContext) -> None:
     dist.all_gather_single(numbers, part, group=context.dp_group)
     dist.all_gather([torch.ones(20) for _ in range(3)], part, group=context.dp_group)
     dist.reduce_scatter_single(part, torch.ones(60), group=context.dp_group)
+    dist.all_to_all_single(torch.ones(60), numbers, group=context.dp_group)
     dist.reduce(numbers, 0, group=context.dp_group)
     dist.broadcast(numbers, 0, group=context.dp_group)
     functional.all_reduce(numbers, "sum", context.dp_group).wait()
@@ -62,6 +63,7 @@ def test_every_collective_is_counted_with_its_message(pool: RankPool) -> None:
             ("dp", "all_reduce"): 2 * 2 * once,
             ("dp", "all_gather"): 3 * once,
             ("dp", "reduce_scatter"): 2 * once,
+            ("dp", "all_to_all"): once,
             ("dp", "reduce"): once,
             ("dp", "broadcast"): once,
         }
@@ -110,8 +112,9 @@ def test_if_an_axis_is_the_world_messages_in_fp64_are_the_worlds(pool: RankPool)
 # --- nothing is omitted ---------------------------------------------------------------------------
 
 
-def all_to_all(context: ParallelContext) -> None:
-    dist.all_to_all_single(torch.ones(2), torch.ones(2), group=context.dp_group)
+def all_to_all_of_a_list(context: ParallelContext) -> None:
+    parts = list(torch.ones(2, 1))
+    dist.all_to_all(parts, parts, group=context.dp_group)
 
 
 def a_group_of_its_own(context: ParallelContext) -> None:
@@ -121,7 +124,7 @@ def a_group_of_its_own(context: ParallelContext) -> None:
 @pytest.mark.parametrize(
     ("send", "complaint"),
     [
-        (all_to_all, "c10d::alltoall_base_ is not known"),
+        (all_to_all_of_a_list, "c10d::alltoall_ is not known"),
         (a_group_of_its_own, r"ranks \[0, 1\], but no axis of this rank has that group"),
     ],
 )

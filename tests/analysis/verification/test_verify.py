@@ -131,3 +131,14 @@ def test_the_ranks_see_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyP
             seen.append((os.environ["CUDA_VISIBLE_DEVICES"], os.environ["DS_ACCELERATOR"]))
     assert seen == [("", "cpu"), ("2,5", "cuda")]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5" and "DS_ACCELERATOR" not in os.environ
+
+
+@pytest.mark.timeout(300)
+def test_a_compressing_layout_is_verified_without_compression(config: Path) -> None:
+    override = 'parallel={"pipeline": 1, "gradient_compression": {"type": "int8"}}'
+    code, printed, figures = run_to_the_end([*MEGASPEED, "verify", "--set", override], config)
+    assert code == 0 and figures["equal"]
+    assert (
+        'parallel.gradient_compression "int8" trains approximately like one process, so this '
+        'layout is verified with "none"'
+    ) in printed

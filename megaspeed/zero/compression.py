@@ -1,0 +1,347 @@
+"""Sends less than the gradients of matrices over the data axis.
+
+    gradients of a step + feedback = sum --compress--> messages --reduce--> mean of what was sent
+                                     sum - what this rank sent = feedback for the next step
+
+Error feedback (Seide et al. 2014, "1-bit stochastic gradient descent", section 3): what a step does
+not send, a later step does. A step starts to add its gradients to the feedback, so both are in the
+complete gradient, and after the reduction the rest of it is the new feedback.
+
+    int8       blocks of 8-bit integers with an fp32 scale; each rank adds the parts that it owns in
+               fp32 (as ZeRO++ does: Wang et al. 2023, section 3.3). At ZeRO-0 it then sends the sum
+               to all ranks as such blocks, too.
+    powersgd   a matrix of n x m as the product of (n, rank) and (rank, m), which are all-reduced
+               (Vogels et al. 2019, "PowerSGD", algorithms 1 and 2)
+
+Neither hides an infinity or NaN: if an element is not finite on any rank, neither is the mean.
+Nothing is launched for each parameter, and the host does not wait for the device.
+
+torch's hooks belong to DDP's buckets, and its PowerSGD waits for the device (torch 2.13,
+powerSGD_hook.py, ``decompress``). DeepSpeed 0.19.8 compiles its kernels, and has no feedback
+(runtime/comm/coalesced_collectives.py). So only torch's orthogonalisation is used.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
+
+from megaspeed.config.resolve import Run
+from megaspeed.config.run import Int8Compression, PowerSgdCompression
+from megaspeed.topology.context import ParallelContext
+from megaspeed.zero.buckets import Group, shape_of
+
+_LEVELS = 127
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+_SMALL_NORM = 1e-16
+"""A column is divided by its norm plus this number, because squares of much smaller numbers are 0
+in fp32."""
+
+
+class Compressor(Protocol):
+    """Reduces the compressed groups over the data axis."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether step ``step``, counted from 1 without skipped steps, is compressed."""
+
+    def reduce(self, groups: Sequence[Group]) -> None:
+        """Write the mean to each group's partition, and leave in ``complete`` what was not sent."""
+
+    def keep(self) -> None:
+        """The step was taken: what it has learnt is used in the next one."""
+
+    def forget(self) -> None:
+        """Begin as before the first step."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The memory that is held from step to step."""
+
+    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """State of the method for each parameter, equal on all data ranks."""
+
+
+def make_compressor(run: Run, context: ParallelContext, groups: Sequence[Group]) -> Compressor:
+    """The compressor of ``groups``, if the run compresses."""
+    if isinstance(run.compression, PowerSgdCompression):
+        return PowerSgd(run, context, groups)
+    return Int8(run, context)
+
+
+# --- int8 -----------------------------------------------------------------------------------------
+
+
+def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers from -127 to 127, and the scales by which to multiply them.
+
+    An element differs from the product by at most half of its block's scale, which is 1/127 of the
+    block's largest absolute value (or by at most 1.5e-36, if that is smaller). If an element is not
+    finite, neither is the scale.
+
+    Args:
+        values: (..., block), fp32.
+
+    Returns:
+        (..., block) and (..., 1), both fp32.
+    """
+    scales = torch.linalg.vector_norm(values, math.inf, dim=-1, keepdim=True) / _LEVELS
+    return (values / scales.clamp_min(_SMALLEST)).round_(), scales
+
+
+def packed(levels: Tensor, scales: Tensor) -> Tensor:
+    """(..., block + 4) in int8: the whole numbers, and the bytes of their scale."""
+    return torch.cat([levels.to(torch.int8), scales.view(torch.int8)], dim=-1)
+
+
+def unpacked(message: Tensor) -> Tensor:
+    """(..., block) in fp32, from (..., block + 4) in int8."""
+    scales = message[..., -4:].contiguous().view(torch.float32)
+    return message[..., :-4].float().mul_(scales)
+
+
+class Int8:
+    """Reduces blocks of 8-bit integers.
+
+    The complete gradient is a matrix with a row for each data rank, which owns it. Some columns at
+    a time, about ``reduce_bucket_size`` elements, are sent:
+
+        columns --quantize--> all-to-all: row r to rank r --sum in fp32--> partition
+
+    Args:
+        run: a run that compresses to int8.
+        context: this rank's groups.
+    """
+
+    def __init__(self, run: Run, context: ParallelContext) -> None:
+        assert isinstance(run.compression, Int8Compression)
+        self._block = run.compression.block
+        self._keeps_error = run.compression.error_feedback
+        self._axis, self._dp, self._rank = context.dp_group, context.dp_size, context.dp_rank
+        self._stage, self._zero = run.zero_stage, run.config.zero_optimization
+
+    def is_due(self, step: int) -> bool:
+        return True
+
+    def keep(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def tensors(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        return iter(())
+
+    def reduce(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            for rows, own in self._parts(group):
+                self._reduce(rows, own)
+
+    def _parts(self, group: Group) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """(columns of the complete gradient: (dp, width) each, their place in the partition)."""
+        assert group.complete is not None
+        if self._stage == 3:
+            sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
+            for members in self._zero.buckets(sizes):
+                start, end = group.starts[members.start], group.ends[members.stop - 1]
+                parameters = group.complete[start:end].split(sizes[members.start : members.stop])
+                rows = [parameter.view(self._dp, -1) for parameter in parameters]
+                yield rows, group.own[start // self._dp : end // self._dp]
+            return
+        matrix = group.complete.view(self._dp, -1)
+        columns = matrix.shape[1]
+        # At ZeRO-0 the partition is everything, with the padding of the complete gradient after it.
+        own = group.own if self._stage else group.own.as_strided(matrix.shape, (columns, 1))
+        width = self._zero.columns_sent_together(self._dp, self._block)
+        for start in range(0, columns, width):
+            yield [matrix[:, start : start + width]], own[..., start : start + width]
+
+    def _reduce(self, rows: list[Tensor], own: Tensor) -> None:
+        width = sum(row.shape[1] for row in rows)
+        padding = rows[0].new_zeros(self._dp, -width % self._block)
+        values = torch.cat([*rows, padding], dim=1).view(self._dp, -1, self._block)
+        levels, scales = quantized(values)
+        message = packed(levels, scales)
+        values -= levels.mul_(scales)
+        del levels
+        received = torch.empty_like(message)
+        dist.all_to_all_single(received, message, group=self._axis)
+        total = unpacked(received).sum(0)
+        if self._stage == 0:
+            levels, scales = quantized(total)
+            message = packed(levels, scales)
+            # The owner of these elements sends the error of the sum in the next step.
+            values[self._rank] += total - levels.mul_(scales)
+            dist.all_gather_single(received.flatten(0, 1), message, group=self._axis)
+            total = unpacked(received)
+        own.copy_(total.div_(self._dp).view(*own.shape[:-1], -1)[..., :width], non_blocking=True)
+        if self._keeps_error:
+            errors = values.view(self._dp, -1)[:, :width].split([r.shape[1] for r in rows], dim=1)
+            torch._foreach_copy_(rows, errors)
+
+
+# --- PowerSGD -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Batch:
+    """Matrices of one shape (n, m) that follow each other at equal distances in a flat gradient."""
+
+    shape: tuple[int, int]
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    @property
+    def distance(self) -> int:
+        """Elements from the beginning of one matrix to that of the next."""
+        return self.starts[1] - self.starts[0] if len(self.starts) > 1 else math.prod(self.shape)
+
+    def continues(self, start: int) -> bool:
+        """Whether a matrix that begins at ``start`` is at the same distance from the last one."""
+        return len(self.starts) == 1 or start - self.starts[-1] == self.distance
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The matrices as a view (matrices, n, m) of the flat gradient."""
+        size, step = (len(self.starts), *self.shape), (self.distance, self.shape[1], 1)
+        return flat.as_strided(size, step, flat.storage_offset() + self.starts[0])
+
+
+def batches_of(group: Group) -> list[_Batch]:
+    """All matrices of a group, in few batches.
+
+    Blocks of the model have equal matrices at equal distances, so their number does not matter.
+    """
+    batches: list[_Batch] = []
+    latest: dict[tuple[int, int], _Batch] = {}
+    for parameter, start in zip(group.parameters, group.starts, strict=True):
+        rows, columns = shape_of(parameter)
+        batch = latest.get((rows, columns))
+        if batch is None or not batch.continues(start):
+            batch = latest[rows, columns] = _Batch((rows, columns))
+            batches.append(batch)
+        batch.parameters.append(parameter)
+        batch.starts.append(start)
+    return batches
+
+
+def orthogonalize(matrices: Tensor) -> None:
+    """Make the columns of each matrix orthonormal, in place.
+
+    Gram-Schmidt with torch's kernels for all matrices together, twice: what remains of a column
+    that depends on those before it is a rounding error, which is not orthogonal to them after one
+    pass (Giraud et al. 2005, "The loss of orthogonality in the Gram-Schmidt process": two passes
+    are enough).
+
+    Args:
+        matrices: (matrices, n, rank), fp32.
+    """
+    for _ in range(2):
+        _orthogonalize_gram_schmidt(matrices, epsilon=_SMALL_NORM)
+
+
+class PowerSgd:
+    """All-reduces two thin matrices instead of each gradient.
+
+        P = sum (n, m) x Q of the step before     --all-reduce, orthogonalize--> P
+        Q = sum transposed (m, n) x P             --all-reduce, mean-----------> Q
+        mean = P x Q transposed                   on every rank, the same bits
+
+    Args:
+        run: a run that compresses with PowerSGD.
+        context: this rank's groups.
+        groups: the compressed groups.
+    """
+
+    def __init__(self, run: Run, context: ParallelContext, groups: Sequence[Group]) -> None:
+        assert isinstance(run.compression, PowerSgdCompression)
+        self._compression, self._rank_of = run.compression, run.compression.rank
+        self._axis, self._dp, self._own = context.dp_group, context.dp_size, context.dp_rank
+        self._stage, self._device = run.zero_stage, context.device
+        self._batches = [batches_of(group) for group in groups]
+        elements = sum(self._sizes(1))
+        # The same on every data rank. On the host, so that the device does not matter.
+        generator = torch.Generator().manual_seed(run.config.training.seed)
+        self._initial = torch.randn(elements, generator=generator).to(self._device)
+        self._right = self._initial.clone()  # Q of all matrices, flat
+        self._next = torch.empty_like(self._right)
+
+    def is_due(self, step: int) -> bool:
+        return step >= self._compression.start_step
+
+    def keep(self) -> None:
+        self._right.copy_(self._next)
+
+    def forget(self) -> None:
+        self._right.copy_(self._initial)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self._initial, self._right, self._next)
+
+    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for batch, right in zip(self._all_batches(), self._parts(self._right, 1), strict=True):
+            yield from zip(batch.parameters, right, strict=True)
+
+    def reduce(self, groups: Sequence[Group]) -> None:
+        sums = [
+            batch.of(_complete(group))
+            for group, batches in zip(groups, self._batches, strict=True)
+            for batch in batches
+        ]
+        left = torch.empty(sum(self._sizes(0)), device=self._device)
+        lefts, rights = self._parts(left, 0), self._parts(self._next, 1)
+        for matrices, p, q, initial in zip(
+            sums, lefts, self._parts(self._right, 1), self._parts(self._initial, 1), strict=True
+        ):
+            # A gradient of zeros leaves a Q of zeros, with which all later products would be zero.
+            is_lost = torch.linalg.vector_norm(q, dim=1, keepdim=True) == 0
+            torch.bmm(matrices, torch.where(is_lost, initial, q), out=p)
+        dist.all_reduce(left, group=self._axis)
+        for matrices, p, q in zip(sums, lefts, rights, strict=True):
+            orthogonalize(p)
+            torch.bmm(matrices.mT, p, out=q)
+        dist.all_reduce(self._next, group=self._axis)
+        self._next /= self._dp
+        products = zip(lefts, rights, strict=True)
+        for group, batches in zip(groups, self._batches, strict=True):
+            mean = group.own if self._stage == 0 else torch.zeros_like(_complete(group))
+            for batch, (p, q) in zip(batches, products, strict=False):
+                torch.bmm(p, q.mT, out=batch.of(mean))
+            if self._compression.error_feedback:
+                _complete(group)[: mean.numel()] -= mean
+            if self._stage > 0:
+                group.own.copy_(self._partition(group, mean), non_blocking=True)
+
+    def _partition(self, group: Group, mean: Tensor) -> Tensor:
+        if self._stage < 3:
+            return mean.view(self._dp, -1)[self._own]
+        sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
+        return torch.cat([part.view(self._dp, -1)[self._own] for part in mean.split(sizes)])
+
+    def _all_batches(self) -> Iterator[_Batch]:
+        return itertools.chain.from_iterable(self._batches)
+
+    def _sizes(self, side: int) -> list[int]:
+        return [
+            len(batch.parameters) * batch.shape[side] * self._rank_of
+            for batch in self._all_batches()
+        ]
+
+    def _parts(self, flat: Tensor, side: int) -> list[Tensor]:
+        """Views (matrices, n, rank) of all P, or with side 1 (matrices, m, rank) of all Q."""
+        return [
+            part.view(len(batch.parameters), batch.shape[side], self._rank_of)
+            for batch, part in zip(self._all_batches(), flat.split(self._sizes(side)), strict=True)
+        ]
+
+
+def _complete(group: Group) -> Tensor:
+    assert group.complete is not None, "compression needs the complete gradient"
+    return group.complete

@@ -1,0 +1,197 @@
+"""Trains with each gradient compression, or times each on an emulated slow link.
+
+    python scripts/benchmark_compression.py train --folder runs/compression
+    python scripts/benchmark_compression.py link --megabytes-per-second 10 50
+
+``train`` trains ds_configs/zero1.json on 4 data ranks, once for each method and seed. It prints a
+Markdown table of the validation losses, relative to those without compression, and draws them into
+validation.png in the folder. A run that has finished is not repeated.
+
+``link`` waits in each collective of the data axis for as long as its bytes would take on a link of
+the given bandwidth, and prints measured and predicted step times. The prediction is the step time
+without the waits, plus predicted bytes / bandwidth.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaspeed.analysis.costs.traffic import Collective, predict_traffic
+from megaspeed.analysis.local_ranks import run_on_ranks
+from megaspeed.analysis.watched_step import TrafficLog
+from megaspeed.config.loading import load_run
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.step_inputs import StepInputs
+from megaspeed.training.worker import Worker
+
+ROOT = Path(__file__).parents[1]
+DATA_RANKS = 4
+POWER_SGD: dict[str, Any] = {"type": "powersgd", "rank": 16}
+METHODS: Mapping[str, Any] = {
+    "none": "none",
+    "int8": {"type": "int8"},
+    "powersgd": POWER_SGD,
+    "powersgd without feedback": {**POWER_SGD, "error_feedback": False},
+}
+LINK_METHODS: Mapping[str, Any] = {
+    "none": "none",
+    "bf16": "bf16",
+    "int8": {"type": "int8"},
+    "powersgd": {**POWER_SGD, "start_step": 1},
+}
+
+
+def main() -> int:
+    """Trains or measures, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=ROOT / "ds_configs" / "zero1.json")
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train")
+    train.add_argument("--folder", type=Path, required=True, help="for the run folders")
+    train.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    train.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    link = commands.add_parser("link")
+    link.add_argument("--megabytes-per-second", type=float, nargs="+", default=[10.0, 50.0])
+    link.add_argument("--stages", type=int, nargs="+", default=[0, 1])
+    link.add_argument("--steps", type=int, default=8)
+    options = parser.parse_args()
+    print_trainings(options) if options.command == "train" else print_step_times(options)
+    return 0
+
+
+def print_trainings(options: argparse.Namespace) -> None:
+    curves = {
+        (name, seed): train_once(options, name, seed)
+        for seed in options.seeds
+        for name in options.methods
+    }
+    print("| compression | validation loss after the last step, by seed | relative to none |")
+    print("|---|---|---|")
+    for name in options.methods:
+        last = [list(curves[name, seed].values())[-1] for seed in options.seeds]
+        plain = [list(curves[options.methods[0], seed].values())[-1] for seed in options.seeds]
+        ratios = [one / other - 1 for one, other in zip(last, plain, strict=True)]
+        losses = ", ".join(f"{loss:.4f}" for loss in last)
+        print(f"| {name} | {losses} | {', '.join(f'{ratio:+.2%}' for ratio in ratios)} |")
+    draw(options, curves)
+
+
+def train_once(options: argparse.Namespace, name: str, seed: int) -> dict[int, float]:
+    """Step -> validation loss of one run."""
+    folder = options.folder / f"{name.replace(' ', '-')}-{seed}"
+    metrics = folder / "metrics.jsonl"
+    if not (folder / "loss.png").exists():  # drawn at the end of a run
+        settings = [
+            f"parallel.gradient_compression={json.dumps(METHODS[name])}",
+            f"training.seed={seed}",
+            f"training.run_dir={folder}",
+            "training.eval_interval=25",
+        ]
+        command = ["train", "--config", str(options.config), "--world-size", str(DATA_RANKS)]
+        command += ["--set", *settings, *options.overrides]
+        program = [sys.executable, "-m", "megaspeed.cli", *command]
+        subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
+    records = map(json.loads, metrics.read_text().splitlines())
+    return {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
+
+
+def draw(options: argparse.Namespace, curves: Mapping[tuple[str, int], dict[int, float]]) -> None:
+    """A line for each method, the mean over the seeds, and a dot for each seed at its end."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name in options.methods:
+        runs = [curves[name, seed] for seed in options.seeds]
+        steps = list(runs[0])
+        means = [statistics.fmean(run[step] for run in runs) for step in steps]
+        (line,) = axes.plot(steps, means, lw=1.2, label=name)
+        ends = [run[steps[-1]] for run in runs]
+        axes.plot([steps[-1]] * len(ends), ends, ".", color=line.get_color())
+    axes.set(xlabel="step", ylabel="validation loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(options.folder / "validation.png", dpi=120)
+
+
+# --- the emulated link ----------------------------------------------------------------------------
+
+
+def print_step_times(options: argparse.Namespace) -> None:
+    bandwidths = [f"{speed:g} MB/s: measured, predicted" for speed in options.megabytes_per_second]
+    head = ["ZeRO", "compression", "sent over dp", "no waits", *bandwidths]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for stage in options.stages:
+        for name, how in LINK_METHODS.items():
+            settings = [
+                f"zero_optimization.stage={stage}",
+                f"parallel.gradient_compression={json.dumps(how)}",
+                *options.overrides,
+            ]
+            run = load_run(options.config, settings, world_size=DATA_RANKS, world_source="script")
+            corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
+            speeds = [0.0, *options.megabytes_per_second]
+            work = (step_times, run, corpus, speeds, options.steps)
+            unhindered, *times = run_on_ranks(*work, world_size=DATA_RANKS, device_type="cpu")[0]
+            sent = sum(size for (axis, _), size in predict_traffic(run, 0).items() if axis == "dp")
+            cells = [f"{stage}", name, f"{sent / 1e6:.2f} MB", f"{unhindered * 1e3:.0f} ms"]
+            for measured, speed in zip(times, options.megabytes_per_second, strict=True):
+                predicted = unhindered + sent / speed / 1e6
+                cells.append(f"{measured * 1e3:.0f} ms, {predicted * 1e3:.0f} ms")
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def step_times(
+    launch: LaunchEnvironment,
+    run: Run,
+    corpus: PreparedCorpus,
+    megabytes_per_second: list[float],
+    steps: int,
+) -> list[float]:
+    """The median step time at each bandwidth; 0 means that nothing waits."""
+    with ParallelContext.create(run.grid, launch, timeout_seconds=300) as context:
+        worker, inputs = Worker(run, context), StepInputs(run, corpus, context)
+        number, medians = 0, []
+        for speed in megabytes_per_second:
+            seconds = []
+            for _ in range(steps):
+                samples = number * run.batch.train_batch_size
+                start = time.perf_counter()
+                with SlowLink(context, speed * 1e6):
+                    worker.train_step(inputs.load(samples), inputs.learning_rate(number))
+                seconds.append(time.perf_counter() - start)
+                number += 1
+            medians.append(statistics.median(seconds[1:]))
+        inputs.close()
+        return medians
+
+
+class SlowLink(TrafficLog):
+    """Waits after each collective of the data axis for as long as its bytes take."""
+
+    def __init__(self, context: ParallelContext, bytes_per_second: float) -> None:
+        super().__init__(context)
+        self._bytes_per_second = bytes_per_second
+
+    def _count(self, collective: Collective, group: Any, message: Any) -> None:
+        before = sum(size for key, size in self.traffic.items() if key[0] == "dp")
+        super()._count(collective, group, message)
+        sent = sum(size for key, size in self.traffic.items() if key[0] == "dp") - before
+        if self._bytes_per_second:
+            time.sleep(sent / self._bytes_per_second)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
