@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -33,6 +33,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import BATCH_KEYS
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.config.run import PowerSgdCompression
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import bubble_fraction
@@ -266,6 +267,8 @@ def _least(seconds: Sequence[float], groups: Sequence[Sequence[int]]) -> float:
 def scaled_runs(base: Run, sizes: Sequence[int], mode: Mode, device_type: DeviceType) -> list[Run]:
     """The run on each number of ranks. Only the data degree and the batch differ.
 
+    PowerSGD compresses from step 1 on, because the first steps are measured.
+
     Args:
         base: the run on the smallest number of ranks.
         sizes: numbers of ranks.
@@ -276,9 +279,13 @@ def scaled_runs(base: Run, sizes: Sequence[int], mode: Mode, device_type: Device
         ConfigError: with the problems of all numbers of ranks.
     """
     runs, problems = [], []
+    changes: dict[str, Any] = {"data": "auto", "spare_ranks": False}
+    compression = base.config.parallel.gradient_compression
+    if isinstance(compression, PowerSgdCompression):
+        changes["gradient_compression"] = {**compression.model_dump(mode="json"), "start_step": 1}
     for size in sizes:
         values = base.as_json()
-        values["parallel"] |= {"data": "auto", "spare_ranks": False}
+        values["parallel"] |= changes
         values.pop(BATCH_KEYS[2] if mode == "strong" else BATCH_KEYS[0])
         try:
             run = resolve_run(

@@ -27,6 +27,7 @@ from megaspeed.analysis.scaling_report import as_json, as_markdown
 from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
+from megaspeed.config.run import PowerSgdCompression
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.activity import PARTS
 from megaspeed.topology.grid import Grid
@@ -176,6 +177,15 @@ def test_the_batch_of_each_number_of_ranks(mode: Any, batches: list[int]) -> Non
     assert {run.batch.micro_batch_size for run in runs} == {3}
     micro_batches = [run.batch.gradient_accumulation_steps for run in runs]
     assert micro_batches == ([8, 4, 2] if mode == "strong" else [8, 8, 8])
+
+
+def test_compressed_gradients_are_compressed_in_the_timed_steps() -> None:
+    how = {"type": "powersgd", "rank": 2, "start_step": 20}
+    base = tiny_run(TEXT, parallel={"gradient_compression": how}, **MICRO)
+    _, two = scaled_runs(base, [1, 2], "strong", "cpu")
+    compression = two.config.parallel.gradient_compression
+    assert isinstance(compression, PowerSgdCompression)
+    assert (compression.rank, compression.start_step) == (2, 1)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_both_mends() -> None:
