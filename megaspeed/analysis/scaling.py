@@ -28,6 +28,7 @@ from megaspeed.analysis.costs.workload import Cluster
 from megaspeed.analysis.local_ranks import DeviceType, RanksFailed, run_on_ranks
 from megaspeed.analysis.planning.forecast import forecast
 from megaspeed.analysis.planning.measured_cpu import CpuSpeedError, measure_cpu
+from megaspeed.analysis.planning.prediction import ideal_bubble
 from megaspeed.analysis.units import counted
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import BATCH_KEYS
@@ -35,8 +36,6 @@ from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.run import PowerSgdCompression
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.pipeline.schedules import SCHEDULES
-from megaspeed.pipeline.simulation import bubble_fraction
 from megaspeed.topology.activity import PARTS
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.devices import device_by_name
@@ -142,10 +141,8 @@ class Row:
         """The mean of the middle half of the steps; None if the training failed."""
         if self.record is None:
             return None
-        run, grid = self.run, self.run.grid
-        schedule = SCHEDULES[run.config.parallel.schedule]
-        bubble = bubble_fraction(schedule, grid.pp, run.batch.gradient_accumulation_steps)
-        steps = [split_step(ranks, grid, bubble) for ranks in self.record.timelines]
+        run, bubble = self.run, ideal_bubble(self.run)
+        steps = [split_step(ranks, run.grid, bubble) for ranks in self.record.timelines]
         steps.sort(key=lambda parts: sum(parts.values()))
         cut = len(steps) // 4
         kept = steps[cut : len(steps) - cut]
@@ -193,7 +190,8 @@ class ScalingResult:
     def _shares_processors(self, row: Row) -> bool:
         record = row.record
         assert record is not None, "it has figures"
-        return record.device == "CPU" and row.ranks * record.threads > self.processors
+        shares = row.ranks > 1 and row.ranks * record.threads > self.processors
+        return record.device == "CPU" and shares
 
     @property
     def notes(self) -> Iterator[str]:
@@ -214,7 +212,7 @@ class ScalingResult:
             yield f"efficiency is relative to {ranks}, the fewest that trained"
         sharing = [row for row in self.done if self._shares_processors(row)]
         if sharing:
-            most = ', and efficiency is at most what "at most" states' * self.is_limited
+            most = ', and efficiency is at most what "at most" states' if self.is_limited else ""
             yield (
                 f"{', '.join(str(row.ranks) for row in sharing)} ranks share {self.processors} "
                 f"processors, so tokens/s cannot grow with the ranks{most}. The figures show the "
