@@ -96,14 +96,32 @@ def overflow_everywhere_in_turn(
         )
 
 
+INT8 = {"type": "int8"}
+POWER_SGD = {"type": "powersgd", "rank": 2, "start_step": 1}
+
+
 @pytest.mark.parametrize(
-    ("layout", "stage"), [((2, 1, 2), 0), ((2, 1, 2), 1), ((2, 2, 2), 2), ((2, 2, 2), 3)]
+    ("layout", "stage", "compression"),
+    [
+        ((2, 1, 2), 0, "none"),
+        ((2, 1, 2), 1, "none"),
+        ((2, 2, 2), 2, "none"),
+        ((2, 2, 2), 3, "none"),
+        ((2, 2, 1), 1, INT8),
+        ((2, 2, 1), 3, POWER_SGD),
+    ],
 )
 def test_an_overflow_on_any_rank_is_one_of_all_ranks(
-    pool: RankPool, text: Path, cache: Path, layout: tuple[int, int, int], stage: int
+    pool: RankPool,
+    text: Path,
+    cache: Path,
+    layout: tuple[int, int, int],
+    stage: int,
+    compression: Any,
 ) -> None:
     pp, dp, tp = layout
     changes: dict[str, Any] = {"fp16": FP16, "zero_optimization": {"stage": stage}}
+    changes["parallel"] = {"gradient_compression": compression}
     run = small_run(text, pp=pp, dp=dp, tp=tp, device_type="cuda", **changes)
     ranks = run.grid.world_size
     seen = pool.run(ranks, overflow_everywhere_in_turn, run, tiny_corpus(run, cache))
