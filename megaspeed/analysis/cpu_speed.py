@@ -104,7 +104,7 @@ def measure_rank(launch: LaunchEnvironment, run: Run) -> dict[str, Any]:
         messages = _messages(group) if launch.world_size > 1 else {}
         steps = [_step_seconds(each, context) for each in small]
     return {
-        "processors": _processors(),
+        "processors": processors(),
         "memory_bytes": psutil.virtual_memory().total // launch.world_size,
         "products": block.products_flops / times["products"],
         "bandwidth": 3 * 4 * _ELEMENTS / times["bandwidth"],
@@ -346,13 +346,14 @@ def _wall_times(own: Mapping[str, float], group: dist.ProcessGroup) -> dict[str,
     The threads of a rank compute together. They wait for each other if there are fewer processors.
     """
     ranks, threads = dist.get_world_size(group), torch.get_num_threads()
-    share = max(1.0, ranks * threads / _processors()) / threads
+    share = max(1.0, ranks * threads / processors()) / threads
     values = torch.tensor(list(own.values()), dtype=torch.float64)
     dist.all_reduce(values, group=group)
     return dict(zip(own, (share * values / ranks).tolist(), strict=True))
 
 
-def _processors() -> int:
+def processors() -> int:
+    """How many processors this process may use."""
     return len(os.sched_getaffinity(0))
 
 
