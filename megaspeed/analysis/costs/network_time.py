@@ -85,6 +85,23 @@ class Network:
         share = _EXPOSED_TP if work.overlaps_tp and within_node else 1.0
         return share * forward, share * backward
 
+    def tp_of_ends(self) -> tuple[float, float]:
+        """Seconds of the embedding and of the head with its loss, forward and backward together.
+
+        The embedding's output is summed, and so is the gradient of the head's input. The loss has
+        three all-reduces of a number for each token (Shoeybi et al. 2019, section 3).
+        """
+        work = self.work
+        if work.grid.tp == 1:
+            return 0.0, 0.0
+        message = work.tokens * work.model.hidden_size * work.element_bytes
+        summed = self.collective("tp", "all_reduce", message)
+        loss = 3 * self.collective("tp", "all_reduce", 4 * work.tokens)
+        if not work.sequence_parallel:
+            return summed, summed + loss
+        gather = self.collective("tp", "all_gather", message)
+        return summed + gather, gather + self.collective("tp", "reduce_scatter", message) + loss
+
     def p2p(self) -> float:
         """Seconds of sending activations and their gradients between stages.
 
