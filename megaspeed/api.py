@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run, read_config
 from megaspeed.config.resolve import default_run_dir
 from megaspeed.config.run import RunConfig
@@ -53,17 +54,26 @@ def plan(
     Raises:
         ConfigError: with all mistakes in the configuration or in the cluster.
     """
-    from megaspeed.analysis.planning.cluster import read_cluster
+    from megaspeed.analysis.planning.cluster import CPU, read_cluster
+    from megaspeed.analysis.planning.forecast import complete_training
     from megaspeed.analysis.planning.plan import plan
     from megaspeed.analysis.planning.variants import Training
 
     settings = _as_settings(overrides)
+    stated = {} if device is None else {"device": device}
+    machines = read_cluster(None, {**(cluster or {}), **stated})
+    machines.ranks(world_size)
+    if machines.device == CPU:
+        problem = "only the command megaspeed plan measures the device cpu; name an accelerator"
+        raise ConfigError([problem], "the cluster")
     run = load_run(
         path, settings, world_size=world_size, world_source="world_size", device_type="cuda"
     )
     training = Training(run=run, stated=read_config(path, settings))
-    machines = read_cluster(None, {**(cluster or {}), "device": device})
-    figures: dict[str, Any] = plan(training, machines.cluster(), machines.gpus_per_node).as_json()
+    planned = plan(training, machines.cluster(), machines.gpus_per_node)
+    figures: dict[str, Any] = planned.as_json()
+    if planned.forecast is not None:
+        figures["training"] = complete_training(planned.forecast, machines).as_json()
     return figures
 
 

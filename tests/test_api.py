@@ -83,6 +83,25 @@ def test_a_plan_has_the_figures_of_the_command(config: Path, tmp_path: Path) -> 
     assert main(["plan", *options, "--device", "a100-80gb", "--json", str(tmp_path / "plan")]) == 0
     figures = megaspeed.plan(config, world_size=4, overrides=[change], device="a100-80gb")
     assert json.loads(json.dumps(figures)) == json.loads((tmp_path / "plan").read_text())
+    named = megaspeed.plan(
+        config, world_size=4, overrides=[change], cluster={"device": "a100-80gb"}
+    )
+    assert named == figures
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ({"device": "cpu"}, "name an accelerator"),
+        ({"nodes": 1, "gpus_per_node": 2}, "4 ranks need more than the 2 devices"),
+        ({"nics": 1}, "nics is an unknown key"),
+    ],
+)
+def test_a_cluster_that_cannot_be_planned_for_is_refused(
+    config: Path, cluster: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        megaspeed.plan(config, world_size=4, cluster=cluster)
 
 
 def test_a_training_that_fails_raises_an_exception(config: Path, tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ def test_a_wrong_command_line_is_wrong_input(
 PATHS = {
     "check": "check --config {0} --json {0}",
     "compare": "compare --config {0} --world-size 1 --out {0}",
+    "scaling": "scaling --config {0} --world-sizes 1 --output {0}",
     "checkpoint": "checkpoint show {0} --json {0}",
     "import-hf": "import-hf {0} {0} --json {0}",
     "export-hf": "export-hf {0} {0} --tokenizer {0} --json {0}",

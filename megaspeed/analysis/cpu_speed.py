@@ -33,6 +33,7 @@ from megaspeed.analysis.costs.network_time import HOPS
 from megaspeed.analysis.costs.workload import (
     Message,
     Wire,
+    attended_tokens,
     attention_flops,
     block_products,
     workload_of,
@@ -105,7 +106,7 @@ def measure_rank(launch: LaunchEnvironment, run: Run) -> dict[str, Any]:
         messages = _messages(group) if launch.world_size > 1 else {}
         steps = [_step_seconds(each, context) for each in small]
     return {
-        "processors": _processors(),
+        "processors": processors(),
         "memory_bytes": psutil.virtual_memory().total // launch.world_size,
         "products": block.products_flops / times["products"],
         "bandwidth": 3 * 4 * _ELEMENTS / times["bandwidth"],
@@ -130,8 +131,7 @@ class _Block:
         products = list(block_products(self.model, self.work.tokens, 1))
         self.products_flops = 3 * sum(product.flops for product in products)
         length = self.work.sequence_length
-        window = min(self.model.sliding_window or length, length)
-        kept = window * (1 - window / (2 * length)) / length
+        kept = attended_tokens(self.model, length) / length
         self.attention_flops = kept * attention_flops(self.model, length, self.work.tokens, 1)
         self._products = [
             (self._random(m, k), self._random(n, k), self._random(m, n)) for m, n, k in products
@@ -348,13 +348,14 @@ def _wall_times(own: Mapping[str, float], group: dist.ProcessGroup) -> dict[str,
     The threads of a rank compute together. They wait for each other if there are fewer processors.
     """
     ranks, threads = dist.get_world_size(group), torch.get_num_threads()
-    share = max(1.0, ranks * threads / _processors()) / threads
+    share = max(1.0, ranks * threads / processors()) / threads
     values = torch.tensor(list(own.values()), dtype=torch.float64)
     dist.all_reduce(values, group=group)
     return dict(zip(own, (share * values / ranks).tolist(), strict=True))
 
 
-def _processors() -> int:
+def processors() -> int:
+    """How many processors this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -232,7 +232,9 @@ def ended_on_termination() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def too_many_ranks(world_size: int, device_type: DeviceType) -> list[str]:
+def too_many_ranks(
+    world_size: int, device_type: DeviceType, option: str = "--world-size"
+) -> list[str]:
     """The problem if this machine cannot run that many ranks.
 
     All ranks run on this machine. Each needs its own GPU; ranks can share a processor.
@@ -245,6 +247,6 @@ def too_many_ranks(world_size: int, device_type: DeviceType) -> list[str]:
     if world_size <= most:
         return []
     return [
-        f"--world-size {world_size} is more than the {most} ranks that this machine with {have} "
+        f"{option} {world_size} is more than the {most} ranks that this machine with {have} "
         "can run; reduce it, or use megaspeed plan, which starts no ranks"
     ]

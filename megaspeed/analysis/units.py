@@ -5,7 +5,8 @@ of ten (1 GB = 10^9 bytes), as networks are. A table has one unit, that of its l
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -118,6 +119,25 @@ def table_of(*, left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
     for heading in right:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a Markdown table with aligned columns. The first one holds words."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    rule = [("-" * width if i == 0 else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
+    for cells in (headings, rule, *rows):
+        first, *others = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        yield f"| {' | '.join((first, *others))} |"
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """The text in lines of at most 80 characters. ``indent`` precedes all but the first."""
+    return textwrap.wrap(
+        text, 80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def show(parts: Iterable[str | Table]) -> None:

@@ -21,7 +21,7 @@ from megaspeed.cli.options import (
     say,
     write_json,
 )
-from megaspeed.config.document import parse_override
+from megaspeed.config.document import parse_override, read_json_object
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 from megaspeed.config.resolve import Run
@@ -29,6 +29,7 @@ from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:  # imported where they are needed, because other commands do not need them
     from megaspeed.analysis.costs.workload import Cluster
+    from megaspeed.analysis.planning.calibration import Calibration
     from megaspeed.analysis.planning.cluster import ClusterConfig
     from megaspeed.analysis.planning.variants import Training
 
@@ -97,19 +98,19 @@ def _tokens(text: str) -> int:
     number, unit = text, 1
     if text[-1:].upper() in _UNITS:
         number, unit = text[:-1], _UNITS[text[-1].upper()]
-    tokens = round(not_negative(number) * unit)
-    if tokens < 1:
-        raise argparse.ArgumentTypeError("it must be at least 1")
-    return tokens
+    tokens = not_negative(number) * unit
+    if not 1 <= tokens <= _MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"it must be at least 1 and at most {_MOST_TOKENS:.0e}")
+    return round(tokens)
 
 
+_MOST_TOKENS = 1e18
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def run_plan(options: argparse.Namespace) -> int:
     """Prints the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
-    from megaspeed.analysis.planning.forecast import TrainingTime
-    from megaspeed.analysis.planning.goodput import predict_goodput
+    from megaspeed.analysis.planning.forecast import complete_training
     from megaspeed.analysis.planning.measured_cpu import CpuSpeedError
     from megaspeed.analysis.planning.plan import plan
     from megaspeed.analysis.planning.report import report
@@ -120,23 +121,19 @@ def run_plan(options: argparse.Namespace) -> int:
     stated = _stated_cluster(options)
     training = _training(options, stated)
     try:
-        cluster = _cluster(options, stated, training.run)
+        cluster, calibration = _cluster(options, stated, training.run)
     except CpuSpeedError as error:
         say(f"megaspeed plan: {error}", error=True)
         return EXIT_FAILED
     planned = plan(training, cluster, stated.gpus_per_node)
     figures = planned.as_json()
-    training_time = None
+    if calibration is not None:
+        figures["calibration"] = calibration.as_json()
+    complete = None
     if planned.forecast is not None:
-        run = planned.run
-        training_time = TrainingTime(
-            forecast=planned.forecast,
-            tokens=options.tokens or run.config.training.steps * run.tokens_per_step,
-            goodput=predict_goodput(run, planned.forecast.seconds, stated.operations),
-            dollars_per_gpu_hour=stated.dollars_per_gpu_hour,
-        )
-        figures["training"] = training_time.as_json()
-    show(report(planned, training_time))
+        complete = complete_training(planned.forecast, stated, options.tokens)
+        figures["training"] = complete.as_json()
+    show(report(planned, complete))
     found, code = None, EXIT_DONE
     if cluster is not None and (options.what_if or options.write):
         found = what_if(training, cluster, options.largest_tensor)
@@ -165,14 +162,12 @@ def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
 
     keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
     stated = read_cluster(options.cluster, {key: getattr(options, key) for key in keys})
-    wants = ("what_if", "write", "picture", "tokens", "calibrate")
+    wants = ("what_if", "write", "picture", "tokens", "calibrate", "dollars_per_gpu_hour")
     wanted = next((name for name in wants if getattr(options, name)), None)
     if stated.device is None and wanted is not None:
         raise _wrong(f"--{wanted.replace('_', '-')} needs step times: add --device h100-80gb")
-    if options.write and options.write.exists() and options.write.samefile(options.config):
-        raise _wrong(
-            f"--write {options.write} is the configuration that it would extend; name another file"
-        )
+    if options.largest_tensor and not (options.what_if or options.write):
+        raise _wrong("--largest-tensor limits the what-if: add --what-if")
     return stated
 
 
@@ -181,26 +176,33 @@ def _training(options: argparse.Namespace, stated: "ClusterConfig") -> "Training
     from megaspeed.analysis.planning.cluster import CPU
     from megaspeed.analysis.planning.variants import Training
 
-    world_source = "--world-size"
-    if options.world_size is None:
-        if stated.gpus is None:
-            raise _wrong("the number of ranks is missing: add --world-size, or --nodes")
-        options.world_size, world_source = stated.gpus, "--nodes"
-    elif stated.gpus is not None and options.world_size > stated.gpus:
-        raise _wrong(
-            f"--world-size {options.world_size:,} needs more than the {stated.gpus:,} devices of "
-            f"{counted(stated.nodes or 0, 'node')} with {stated.gpus_per_node:,} each; add nodes, "
-            "or omit --nodes"
-        )
+    world_source = "--nodes" if options.world_size is None else "--world-size"
+    options.world_size = stated.ranks(options.world_size)
     device_type: Literal["cuda", "cpu"] = "cpu" if stated.device == CPU else "cuda"
-    return Training(
+    training = Training(
         run=load(options, device_type, world_source),
         stated=read_config(options.config, options.overrides),
         device_type=device_type,
     )
+    if options.write and options.write.exists():
+        for file in _extended_files(options.config):
+            if options.write.samefile(file):
+                raise _wrong(f"--write {options.write} would replace {file}, which it extends")
+    return training
 
 
-def _cluster(options: argparse.Namespace, stated: "ClusterConfig", run: Run) -> "Cluster | None":
+def _extended_files(config: Path) -> Iterator[Path]:
+    """A configuration that was read without problems, and all files that it extends."""
+    file: Path | None = config
+    while file is not None:
+        yield file
+        extended = read_json_object(file)[0].get("extends")
+        file = None if extended is None else file.parent / extended
+
+
+def _cluster(
+    options: argparse.Namespace, stated: "ClusterConfig", run: Run
+) -> "tuple[Cluster | None, Calibration | None]":
     """The figures of the machines, from the table or measured, and calibrated with --calibrate."""
     from megaspeed.analysis.planning.calibration import calibrate
     from megaspeed.analysis.planning.cluster import CPU
@@ -212,11 +214,11 @@ def _cluster(options: argparse.Namespace, stated: "ClusterConfig", run: Run) -> 
         cluster, notes = measure_cpu(run)
         for note in notes:
             say(f"note: {note}")
-    if cluster is not None and options.calibrate:
-        calibration = calibrate(options.calibrate, cluster)
-        cluster = replace(cluster, calibration=calibration.factor)
-        say(str(calibration))
-    return cluster
+    if cluster is None or not options.calibrate:
+        return cluster, None
+    calibration = calibrate(options.calibrate, cluster)
+    say(str(calibration))
+    return replace(cluster, calibration=calibration.factor), calibration
 
 
 def _wrong(problem: str) -> ConfigError:
@@ -225,7 +227,7 @@ def _wrong(problem: str) -> ConfigError:
 
 def _write_config(file: Path, extended: Path, changes: Sequence[str]) -> None:
     """Writes a configuration that extends a file and states the changes of ``--set``."""
-    values: dict[str, Any] = {"extends": os.path.relpath(extended, file.parent)}
+    values: dict[str, Any] = {"extends": os.path.relpath(extended.resolve(), file.parent.resolve())}
     for change in changes:
         tree, _ = parse_override(change)
         _put(values, tree)

@@ -1,8 +1,7 @@
 """The figures of a benchmark as Markdown that fits 80 columns, as JSON, and as a picture."""
 
 import math
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,15 @@ from megaspeed.analysis.bench.contest import HOST_BOUND, RUN
 from megaspeed.analysis.bench.result import BenchResult, Row, flops_per_token
 from megaspeed.analysis.bench.turn import WARM_UP_STEPS
 from megaspeed.analysis.compare.result import describe_run
-from megaspeed.analysis.units import Spread, counted, memory_unit, three_digits
+from megaspeed.analysis.units import (
+    Spread,
+    counted,
+    markdown_table,
+    memory_unit,
+    three_digits,
+    wrapped,
+)
 
-_WIDTH = 80
 _NOTHING = "-"
 _TITLES = {
     RUN: "The run",
@@ -24,7 +29,7 @@ _TITLES = {
 def as_markdown(result: BenchResult, picture: str | None) -> str:
     """The result as Markdown, with a link to the picture, which is in the same folder."""
     lines = [f"# {result.run.name}: megaspeed beside its peers", ""]
-    lines += _wrapped(
+    lines += wrapped(
         f"{counted(result.turns, 'turn')} of {counted(result.steps, 'step')} each, after "
         f"{WARM_UP_STEPS} that warm up. Contestants take turns, and each turn starts new "
         "processes. A step lasts on rank 0 from the end of the step before until its loss is read "
@@ -32,9 +37,9 @@ def as_markdown(result: BenchResult, picture: str | None) -> str:
         "median and quartiles over the turns; above 1, megaspeed is faster."
     )
     for warning in result.warnings:
-        lines += ["", *_wrapped(f"**Warning: {warning}**")]
+        lines += ["", *wrapped(f"**Warning: {warning}**")]
     for peer, reason in result.not_run.items():
-        lines += ["", *_wrapped(f"{peer} was not run: {reason}.")]
+        lines += ["", *wrapped(f"{peer} was not run: {reason}.")]
     for workload in (RUN, HOST_BOUND):
         lines += ["", *_section(result, workload)]
     if picture is not None:
@@ -47,14 +52,14 @@ def _section(result: BenchResult, workload: str) -> Iterator[str]:
     yield f"## {_TITLES[workload]}"
     yield ""
     for line in describe_run(run, result.device.name if result.device else None):
-        yield from _wrapped(f"- {line}", indent="  ")
+        yield from wrapped(f"- {line}", indent="  ")
     if not rows:
         yield from ("", "No contestant finished a turn.")
         return
     yield ""
     slow = max(row.step_seconds.median for row in rows) >= 10
     scale, seconds = (1.0, "s") if slow else (1e3, "ms")
-    yield from table(
+    yield from markdown_table(
         ("contestant", f"step {seconds}", "quartiles", "ratio", "quartiles", "tokens/s"),
         [
             (
@@ -70,7 +75,7 @@ def _section(result: BenchResult, workload: str) -> Iterator[str]:
     )
     yield ""
     unit = memory_unit(row.peak_bytes for row in rows)
-    yield from table(
+    yield from markdown_table(
         ("contestant", f"peak {unit.name}", "TFLOP/s", _use(result), "causal", "loss of step 1"),
         [
             (
@@ -85,7 +90,7 @@ def _section(result: BenchResult, workload: str) -> Iterator[str]:
         ],
     )
     yield ""
-    yield from _wrapped(" ".join(_formula(result, workload)))
+    yield from wrapped(" ".join(_formula(result, workload)))
 
 
 def _formula(result: BenchResult, workload: str) -> Iterator[str]:
@@ -123,24 +128,6 @@ def _share(flops: float, result: BenchResult) -> str:
 
 def _quartiles(spread: Spread, scale: float = 1.0) -> str:
     return f"{three_digits(scale * spread.lower)}-{three_digits(scale * spread.upper)}"
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a Markdown table with aligned columns. The first one holds words."""
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    rule = [("-" * width if i == 0 else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
-    for cells in (headings, rule, *rows):
-        first, *others = (
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        yield f"| {' | '.join((first, *others))} |"
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
 
 
 def as_json(result: BenchResult) -> dict[str, Any]:

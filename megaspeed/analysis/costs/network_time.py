@@ -9,12 +9,15 @@ measured (``Cluster.measured``).
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
 from megaspeed.analysis.costs.workload import Cluster, Message, Workload, block_parameters
+from megaspeed.topology.grid import Axis, Grid
 
 LINK_EFFICIENCY = 0.78
 """Bus bandwidth of a large collective, as a fraction of the data sheet's bandwidth. NCCL's tuning
@@ -81,6 +84,23 @@ class Network:
         within_node = tp <= self.cluster.gpus_per_node
         share = _EXPOSED_TP if work.overlaps_tp and within_node else 1.0
         return share * forward, share * backward
+
+    def tp_of_ends(self) -> tuple[float, float]:
+        """Seconds of the embedding and of the head with its loss, forward and backward together.
+
+        The embedding's output is summed, and so is the gradient of the head's input. The loss has
+        three all-reduces of a number for each token (Shoeybi et al. 2019, section 3).
+        """
+        work = self.work
+        if work.grid.tp == 1:
+            return 0.0, 0.0
+        message = work.tokens * work.model.hidden_size * work.element_bytes
+        summed = self.collective("tp", "all_reduce", message)
+        loss = 3 * self.collective("tp", "all_reduce", 4 * work.tokens)
+        if not work.sequence_parallel:
+            return summed, summed + loss
+        gather = self.collective("tp", "all_gather", message)
+        return summed + gather, gather + self.collective("tp", "reduce_scatter", message) + loss
 
     def p2p(self) -> float:
         """Seconds of sending activations and their gradients between stages.
@@ -185,17 +205,28 @@ class Network:
         """Numbers of ranks and nodes of a group, and the bandwidth of its ring in bytes a second.
 
         A ring enters and leaves each node once, through the network of all GPUs that the group has
-        there, so k ranks on a node have k times the bandwidth of one.
+        there, so k ranks on a node have k times the bandwidth of one. The group that is placed
+        worst determines the step.
         """
         grid, cluster = self.work.grid, self.cluster
-        stride = grid.tp if axis == "dp" else 1
         ranks = grid.size_along(axis)
-        together = max(1, min(ranks, cluster.gpus_per_node // stride))
-        nodes = math.ceil(ranks / together)
+        nodes, together = _worst_placement(grid, axis, cluster.gpus_per_node)
         bandwidth = cluster.device.link_bandwidth
         if nodes > 1:
             bandwidth = min(bandwidth, together * cluster.network_bandwidth)
         return ranks, nodes, LINK_EFFICIENCY * 1e9 * bandwidth
+
+
+@lru_cache(maxsize=4096)
+def _worst_placement(grid: Grid, axis: Axis, gpus_per_node: int) -> tuple[int, int]:
+    """The most nodes on which one group has ranks, and the fewest ranks that such a group has on
+    one of its nodes."""
+    placed = [
+        Counter(rank // gpus_per_node for rank in group).values()
+        for group in grid.groups_along(axis)
+    ]
+    nodes = max(map(len, placed))
+    return nodes, min(min(counts) for counts in placed if len(counts) == nodes)
 
 
 def _added(communication: float, computation: float) -> float:

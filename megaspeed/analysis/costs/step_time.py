@@ -25,6 +25,7 @@ from megaspeed.analysis.costs.workload import (
     Precision,
     Product,
     Workload,
+    attended_tokens,
     attention_flops,
     block_products,
     head_product,
@@ -47,8 +48,8 @@ class Constants:
 FITTED = Constants(products=0.94, pointwise=3.1)
 """Fitted to 297 published runs in 12 tables of llm-foundry, torchtitan, Narayanan et al. 2021,
 Korthikanti et al. 2022, nanotron, Megatron-LM and nanoGPT. If one table is left out, ``products``
-is 0.91 to 0.94 and ``pointwise`` 2.8 to 3.3. With constants fitted to the other tables, the error
-of a run has a median of 4.2 % and a 90th percentile of 12.0 %.
+is 0.92 to 0.95 and ``pointwise`` 2.9 to 3.3. With constants fitted to the other tables, the error
+of a run has a median of 4.2 % and a 90th percentile of 11.8 %.
 
     python scripts/benchmark_plan.py ROWS.csv --leave-one-out
 """
@@ -197,6 +198,9 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
     blocks, count = work.blocks_of_stages[slowest], work.micro_batches
     block = layers.block
 
+    # Micro-batches for which the slowest stage computes the embedding and the head.
+    has_embedding, has_head = count * (slowest == 0), count * (slowest == last)
+
     def of_step(term: tuple[float, float]) -> float:
         return count * blocks * sum(term)
 
@@ -204,10 +208,12 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
         layers=layers,
         products=of_step(block.products),
         attention=of_step(block.attention),
-        pointwise=of_step(block.pointwise) + count * (slowest == 0) * layers.embedding.both,
-        head=count * (slowest == last) * layers.head.both,
+        pointwise=of_step(block.pointwise) + has_embedding * sum(layers.embedding.pointwise),
+        head=has_head * (layers.head.both - sum(layers.head.tp)),
         recomputation=count * blocks * block.recomputation,
-        tp=of_step(block.tp),
+        tp=of_step(block.tp)
+        + has_embedding * sum(layers.embedding.tp)
+        + has_head * sum(layers.head.tp),
         bubble=_bubble(work, forward, backward),
         p2p=rates.network.p2p(),
         dp=rates.network.dp(slowest, block.forward, block.backward),
@@ -349,8 +355,7 @@ class _Rates:
             unfused = 0 if work.fuses_softmax else 4  # scale and mask read and write it, too
             forward, backward = (4.5 + unfused) * matrix, (5.5 + unfused) * matrix
             return 2 * product + forward, 4 * product + backward
-        window = min(model.sliding_window or work.sequence_length, work.sequence_length)
-        kept = window * (1 - window / (2 * work.sequence_length)) / work.sequence_length
+        kept = attended_tokens(model, work.sequence_length) / work.sequence_length
         if self.measured is not None:
             forward_rate, backward_rate = self.measured.attention
             return kept * flops / forward_rate, 2.5 * kept * flops / backward_rate
@@ -409,7 +414,8 @@ class _Rates:
     def embedding(self) -> LayerTime:
         """Look-up and scatter: three reads or writes of (tokens, D) in each pass."""
         seconds = 3 * self.work.tokens * self.work.model.hidden_size * self.width / self.memory
-        return LayerTime(products=(0.0, 0.0), pointwise=(seconds, seconds))
+        tp, _ = self.network.tp_of_ends()
+        return LayerTime(products=(0.0, 0.0), pointwise=(seconds, seconds), tp=(tp, 0.0))
 
     def head(self) -> LayerTime:
         """The product with the vocabulary, and the cross-entropy over its logits.
@@ -419,8 +425,11 @@ class _Rates:
         """
         product = head_product(self.work.model, self.work.tokens, self.work.grid.tp)
         loss = 9 * self.width * product.m * product.n / self.memory
+        _, tp = self.network.tp_of_ends()
         return LayerTime(
-            products=self.linear(product, self.head_rate), pointwise=(loss / 2, loss / 2)
+            products=self.linear(product, self.head_rate),
+            pointwise=(loss / 2, loss / 2),
+            tp=(tp, 0.0),
         )
 
     def optimizer(self, stage: int) -> float:

@@ -216,6 +216,13 @@ def attention_flops(model: ModelConfig, sequence_length: int, tokens: int, tp: i
     return 4 * tokens * sequence_length * model.num_attention_heads * model.head_dim / tp
 
 
+def attended_tokens(model: ModelConfig, sequence_length: int) -> float:
+    """How many tokens a token attends to, on average: those that the causal mask and the window
+    leave."""
+    window = min(model.sliding_window or sequence_length, sequence_length)
+    return window * (1 - window / (2 * sequence_length))
+
+
 def _of_row(row: Row, tokens: int, tp: int) -> Product:
     assert row.columns is not None, "a linear module has a matrix"
     if row.split == "columns":

@@ -9,17 +9,18 @@ as a slow network.
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
-from megaspeed.analysis.costs.step_time import StepTime, predict_step_time
-from megaspeed.analysis.costs.workload import Cluster, Workload, workload_of
+from megaspeed.analysis.costs.workload import Cluster
+from megaspeed.analysis.planning.forecast import forecast
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.config.section import LARGEST_SECONDS
 from megaspeed.files.json_values import read_records
 
 CONFIG, METRICS, STARTS = "config.json", "metrics.jsonl", "starts.jsonl"
@@ -68,11 +69,7 @@ class Calibration:
         return {**vars(self), "folder": str(self.folder)}
 
 
-def calibrate(
-    folder: Path,
-    cluster: Cluster,
-    predict: Callable[[Workload, Cluster], StepTime] = predict_step_time,
-) -> Calibration:
+def calibrate(folder: Path, cluster: Cluster) -> Calibration:
     """The factor of the run in a folder.
 
     If the run was restarted, only steps after its last start count, because the layout may have
@@ -82,7 +79,6 @@ def calibrate(
     Args:
         folder: the folder of a run that has trained on such machines.
         cluster: the machines of the plan.
-        predict: predicts the step time.
 
     Raises:
         CalibrationError: the folder has no such run, or too few steps.
@@ -100,7 +96,7 @@ def calibrate(
             "validation, do not count; train more steps, or save less often"
         )
     try:
-        predicted = predict(workload_of(run, cluster.device_type), cluster).total
+        predicted = forecast(run, cluster, simulates=True).seconds
     except ValueError as error:
         raise CalibrationError(f"{folder} cannot be predicted: {error}") from error
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -164,7 +160,8 @@ def _steps(folder: Path) -> Iterator[dict[str, Any]]:
             "(training.run_dir)"
         )
     for record in _records(file):
-        if _is_positive(record.get("step_time_seconds")):
+        seconds = record.get("step_time_seconds")
+        if _is_positive(seconds) and seconds < LARGEST_SECONDS:
             yield record
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from megaspeed.analysis.costs.workload import Cluster
 from megaspeed.analysis.planning.goodput import Operations
 from megaspeed.analysis.planning.machines import GPUS_PER_NODE
+from megaspeed.analysis.units import counted
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.section import LARGEST_WORLD, Section
@@ -45,6 +46,27 @@ class ClusterConfig(Section):
         """Accelerators of all nodes; None if the number of nodes is not stated."""
         return None if self.nodes is None else self.nodes * self.gpus_per_node
 
+    def ranks(self, world_size: int | None) -> int:
+        """The stated number of ranks, or one for each device.
+
+        Raises:
+            ConfigError: neither is stated, or there are not enough devices.
+        """
+        if world_size is None and self.gpus is None:
+            raise _wrong("the number of ranks is missing: add --world-size, or --nodes")
+        ranks = world_size or self.gpus or 0
+        if ranks > LARGEST_WORLD:
+            raise _wrong(
+                f"{ranks:,} ranks are more than {LARGEST_WORLD:,}, the most; use fewer nodes"
+            )
+        if self.nodes is not None and ranks > self.nodes * self.gpus_per_node:
+            raise _wrong(
+                f"{ranks:,} ranks need more than the {self.gpus:,} devices of "
+                f"{counted(self.nodes, 'node')} with {self.gpus_per_node:,} each; add nodes, or "
+                "omit --nodes"
+            )
+        return ranks
+
     def cluster(self) -> Cluster | None:
         """The figures of the machines; None if no device is named, or the device is cpu."""
         if self.device is None or self.device == CPU:
@@ -56,6 +78,10 @@ class ClusterConfig(Section):
             gpus_per_node=self.gpus_per_node,
             network_bandwidth=device.network_bandwidth if stated is None else stated / 8,
         )
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError([problem], "the cluster")
 
 
 def read_cluster(file: Path | None, stated: Mapping[str, Any]) -> ClusterConfig:
@@ -78,6 +104,11 @@ def read_cluster(file: Path | None, stated: Mapping[str, Any]) -> ClusterConfig:
             raise ConfigError([str(error)], where) from error
     values |= {key: value for key, value in stated.items() if value is not None}
     known = ClusterConfig.model_fields
+    for key in ("nodes", "gpus_per_node", "nic_gbps"):
+        if values.get("device") == CPU and key in values:
+            problems.append(
+                f"{key} does not apply to the device cpu, which is this machine; omit it"
+            )
     for key in values.keys() - known:
         problems.append(f"{key} is an unknown key; the keys of a cluster are {', '.join(known)}")
     values = {key: value for key, value in values.items() if key in known}

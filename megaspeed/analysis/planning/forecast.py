@@ -11,8 +11,9 @@ from typing import Any
 
 from megaspeed.analysis.costs.pipeline_time import with_timetable
 from megaspeed.analysis.costs.step_time import StepTime, predict_step_time
-from megaspeed.analysis.costs.workload import Cluster, workload_of
-from megaspeed.analysis.planning.goodput import Goodput
+from megaspeed.analysis.costs.workload import Cluster, attended_tokens, workload_of
+from megaspeed.analysis.planning.cluster import ClusterConfig
+from megaspeed.analysis.planning.goodput import Goodput, predict_goodput
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
 
@@ -97,8 +98,8 @@ class Forecast:
         """Model FLOPs utilization (Chowdhery et al. 2022, PaLM, section 4.1).
 
         Useful operations a second as a fraction of the devices' dense peak. Operations that are
-        computed again do not count. Attention counts as the full square, or the half that a causal
-        mask leaves. None if the table has no peak of the run's precision.
+        computed again do not count. Attention counts as the full square, or what the causal mask
+        and the window leave. None if the table has no peak of the run's precision.
         """
         device = self.cluster.device
         peak = device.peak_fp32 if self.run.precision == "fp32" else device.peak_16
@@ -106,8 +107,9 @@ class Forecast:
             return None
         config = self.run.config
         length = config.data.sequence_length
-        # The FLOPs of attention are proportional to the length.
-        flops = training_flops_per_token(config.model, length // 2 if causal else length)
+        # The FLOPs of attention are proportional to the number of tokens that each attends to.
+        attended = round(attended_tokens(config.model, length)) if causal else length
+        flops = training_flops_per_token(config.model, attended)
         return flops * self.tokens_per_second / (self.run.grid.world_size * peak * 1e12)
 
     def warnings(self) -> Iterator[str]:
@@ -125,6 +127,11 @@ class Forecast:
         device = self.cluster.device.name
         if self.run.precision == "bf16" and device.startswith(_WITHOUT_BF16):
             yield f"{device} does not compute in bf16; the time is that of fp16"
+        zero = self.run.config.zero_optimization
+        if zero.offloads_optimizer or zero.offloads_parameters:
+            yield "the time of offloading (copies, the host's optimizer) is not predicted"
+        if self.run.precision == "fp32" and self.run.config.training.allow_tf32:
+            yield "training.allow_tf32 is not predicted: the time is that of fp32"
         head_dim = self.run.config.model.head_dim
         if (
             self.cluster.measured is None
@@ -153,13 +160,10 @@ class TrainingTime:
 
     forecast: Forecast
     tokens: int
+    steps: int  # of the optimizer
     goodput: Goodput
+    gpus: int  # that are paid for, spare ones included
     dollars_per_gpu_hour: float | None = None
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps."""
-        return math.ceil(self.tokens / self.forecast.run.tokens_per_step)
 
     @property
     def days(self) -> float:
@@ -170,8 +174,8 @@ class TrainingTime:
 
     @property
     def gpu_hours(self) -> float:
-        """Hours of all devices of the grid."""
-        return 24 * self.days * self.forecast.run.grid.world_size
+        """Hours of all devices together."""
+        return 24 * self.days * self.gpus
 
     @property
     def dollars(self) -> float | None:
@@ -190,6 +194,23 @@ class TrainingTime:
             "dollars": self.dollars if ends else None,
             "goodput": self.goodput.as_json(),
         }
+
+
+def complete_training(
+    forecast: Forecast, stated: ClusterConfig, tokens: int | None = None
+) -> TrainingTime:
+    """The complete training on so many tokens; if omitted, as many as the run is configured for."""
+    run = forecast.run
+    tokens = tokens or run.config.training.steps * run.tokens_per_step
+    steps = math.ceil(tokens / run.tokens_per_step)
+    return TrainingTime(
+        forecast=forecast,
+        tokens=tokens,
+        steps=steps,
+        goodput=predict_goodput(run, forecast.seconds, stated.operations, steps),
+        gpus=stated.gpus or run.grid.world_size + run.spare_ranks,
+        dollars_per_gpu_hour=stated.dollars_per_gpu_hour,
+    )
 
 
 def forecast(run: Run, cluster: Cluster, *, simulates: bool = False) -> Forecast:

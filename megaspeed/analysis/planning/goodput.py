@@ -73,7 +73,7 @@ class Goodput:
 
 
 def predict_goodput(
-    run: Run, step_seconds: float, operations: Operations | None = None, forward: float = _FORWARD
+    run: Run, step_seconds: float, operations: Operations | None = None, steps: int | None = None
 ) -> Goodput:
     """The goodput of a run with this step time.
 
@@ -81,19 +81,20 @@ def predict_goodput(
         run: the run, with its intervals, layout and model.
         step_seconds: of one training step.
         operations: failures and storage.
-        forward: the fraction of a step that a forward of its batch takes.
+        steps: of the training; if omitted, ``training.steps``.
 
-    An interval of 0, or one longer than the run, counts as the length of the run.
+    An interval of 0, or one longer than the training, counts as the length of the training.
     """
     assert step_seconds > 0, "a step takes time"
     operations = operations or Operations()
     training = run.config.training
+    steps = steps or training.steps
 
     def steps_between(interval: int) -> int:
-        return min(interval or training.steps, training.steps)
+        return min(interval or steps, steps)
 
     validates = run.config.data.validation is not None or run.config.data.validation_fraction > 0
-    validation = validates * training.eval_batches * forward * step_seconds
+    validation = validates * training.eval_batches * _FORWARD * step_seconds
     trained = steps_between(training.eval_interval) * step_seconds
     after_validation = trained / (trained + validation)
 

@@ -286,7 +286,9 @@ TERMS: Mapping[str, str] = {
 def _throughput(forecast: Forecast) -> Iterator[str]:
     low, high = forecast.interval
     if forecast.cluster.measured is not None:
-        yield f"step: {forecast.seconds:.3g} s, from the measured speed of this machine"
+        yield f"step: {forecast.seconds:.3g} s predicted from this machine's measured speed"
+    elif forecast.cluster.calibration != 1.0:
+        yield f"step: {forecast.seconds:.3g} s, calibrated with a real run"
     else:
         yield (
             f"step: {forecast.seconds:.3g} s; with the error of nine of ten published runs, "
@@ -295,7 +297,11 @@ def _throughput(forecast: Forecast) -> Iterator[str]:
     line = f"throughput: {forecast.tokens_per_second:,.0f} tokens/s"
     full, causal = forecast.mfu(), forecast.mfu(causal=True)
     if full is not None and causal is not None:
-        line += f", MFU {full:.1%}; {causal:.1%} if causal attention counts half"
+        # With a window, the full square has many times the operations that are computed.
+        is_windowed = forecast.run.config.model.sliding_window is not None
+        line += f", MFU {causal if is_windowed else full:.1%}"
+        line += " of what the window leaves" * is_windowed
+        line += f"; {causal:.1%} if causal attention counts half" * (not is_windowed)
     yield line
     yield from (f"warning: {warning}" for warning in forecast.warnings())
 
@@ -318,7 +324,7 @@ def _training(training: TrainingTime) -> Iterator[str]:
         return
     low, high = (hours / size * bound / forecast.seconds for bound in forecast.interval)
     yield f"{duration}, {_rounded(low)} to {_rounded(high)}"
-    gpus = counted(forecast.run.grid.world_size, "GPU")
+    gpus = counted(training.gpus, "GPU")
     cost = f"{training.gpu_hours:,.0f} hours of {gpus} together"
     if training.dollars is not None:
         cost += f", ${training.dollars:,.0f}"

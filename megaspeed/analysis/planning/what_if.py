@@ -7,7 +7,7 @@ default, that is the size of a node: across nodes, the collectives of every bloc
 network.
 
 The sizes of micro-batches are powers of two, and the configured size. A larger micro-batch needs
-more memory. So if a size does not fit, larger ones are not tried.
+more memory (or, in a few cases, 0.1 % less). So if a size does not fit, larger ones are not tried.
 """
 
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ class WhatIf:
     """The variants of a training."""
 
     layouts: tuple[Layout, ...]  # those that fit, the fastest first
-    too_large: int  # number of those that do not fit
+    too_large: int  # number of those that do not fit, with all larger micro-batches
     refused: int  # number of those that break a rule of the configuration
     # The smallest peak of all that are not refused; None if all are.
     least_peak_bytes: int | None

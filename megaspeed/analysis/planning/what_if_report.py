@@ -80,16 +80,24 @@ def _best(found: WhatIf) -> Iterator[str]:
     best = found.best
     assert best is not None, "there are layouts"
     yield f"best: {best.run.grid}, ZeRO-{best.run.zero_stage}: {best.seconds:.3g} s a step"
-    others = [each for each in found.fastest_of_each_grid() if each.run.grid != best.run.grid]
-    if others:
-        yield f"  faster than {others[0].run.grid} " + _why(best.forecast, others[0].forecast)
+    first = found.layouts[0]
+    if first.seconds < best.seconds:
+        saved = best.seconds / first.seconds - 1
+        yield f"  {first.run.grid} is {saved:.0%} faster, but fits tightly"
+    other = next((each for each in found.layouts if _is_slower(each, best)), None)
+    if other is not None:
+        yield f"  faster than {other.run.grid} " + _why(best.forecast, other.forecast)
     if not best.set_text:
         yield "  it is the run as configured"
         return
     for own in found.layouts:
-        if not own.set_text:
+        if not own.set_text and own.seconds > best.seconds:
             yield "  faster than the run as configured " + _why(best.forecast, own.forecast)
     yield f"  --set {' '.join(best.set_text)}"
+
+
+def _is_slower(layout: Layout, best: Layout) -> bool:
+    return layout.run.grid != best.run.grid and layout.seconds >= best.seconds
 
 
 def _why(best: Forecast, other: Forecast) -> str:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from megaspeed.analysis.costs.network_time import Network
 from megaspeed.analysis.costs.step_time import StepTime, predict_step_time, product_seconds
 from megaspeed.analysis.costs.workload import (
     Cluster,
@@ -339,3 +340,17 @@ def test_2000_layouts_are_predicted_in_seconds() -> None:
         layout = dataclasses.replace(work, micro_batch_size=1 + size % 50, micro_batches=1 + size)
         predict_step_time(layout, machines)
     assert time.process_time() - began < 15
+
+
+def test_the_group_that_is_placed_worst_determines_the_time() -> None:
+    """tp 3 on nodes of 8: ranks 6, 7 | 8 have one network for rank 8, not NVLink."""
+    aligned = dataclasses.replace(cluster(), gpus_per_node=3)
+    across = dataclasses.replace(cluster(), gpus_per_node=8)
+    work = workload(dp=8, tp=3)
+    assert Network(work, aligned).ring("tp")[1] == 1
+    _, nodes, bandwidth = Network(work, across).ring("tp")
+    assert (nodes, bandwidth) == (2, 0.78e9 * across.network_bandwidth)
+    assert Network(work, across).tp()[0] > 3 * Network(work, aligned).tp()[0]
+    # Four ranks on nodes of three: one of them is alone.
+    alone = dataclasses.replace(cluster(), gpus_per_node=3)
+    assert Network(workload(dp=1, tp=4), alone).ring("tp")[2] == 0.78e9 * alone.network_bandwidth

@@ -72,10 +72,18 @@ def test_a_head_size_that_is_slow_in_flash_attention_gives_a_warning() -> None:
 def test_days_and_cost_follow_from_the_goodput() -> None:
     made = forecast(run_of("gpt3_175b", 1024), a100s())
     goodput = predict_goodput(made.run, made.seconds)
-    time = TrainingTime(forecast=made, tokens=10**12, goodput=goodput, dollars_per_gpu_hour=2.0)
-    seconds = 10**12 / made.tokens_per_second / goodput.total
-    assert time.days == pytest.approx(seconds / 86_400, rel=1e-5)
-    assert time.gpu_hours == pytest.approx(1024 * seconds / 3600, rel=1e-5)
+    tokens = 10**6 * made.run.tokens_per_step
+    time = TrainingTime(
+        forecast=made,
+        tokens=tokens,
+        steps=10**6,
+        goodput=goodput,
+        gpus=1030,
+        dollars_per_gpu_hour=2.0,
+    )
+    seconds = tokens / made.tokens_per_second / goodput.total
+    assert time.days == pytest.approx(seconds / 86_400)
+    assert time.gpu_hours == pytest.approx(1030 * seconds / 3600)
     assert time.dollars == pytest.approx(2 * time.gpu_hours)
     free = replace(time, dollars_per_gpu_hour=None)
     assert free.dollars is None
@@ -84,6 +92,23 @@ def test_days_and_cost_follow_from_the_goodput() -> None:
 def test_a_training_that_never_ends_is_valid_json() -> None:
     made = forecast(run_of("gpt3_175b", 1024, "training.save_interval=0"), a100s())
     hopeless = predict_goodput(made.run, made.seconds, Operations(failures_per_gpu_hour=1e3))
-    time = TrainingTime(forecast=made, tokens=10**12, goodput=hopeless)
+    time = TrainingTime(forecast=made, tokens=10**12, steps=10**6, goodput=hopeless, gpus=1024)
     assert time.days == math.inf
     assert json.loads(json.dumps(time.as_json(), allow_nan=False))["days"] is None
+
+
+def test_a_window_leaves_fewer_operations() -> None:
+    """An MFU of the full square was 290 % with a window of 64 of 65,536 tokens."""
+    window = ("model.sliding_window=64", "model.max_position_embeddings=65536")
+    long = ("data.sequence_length=65536", "train_batch_size=8", "train_micro_batch_size_per_gpu=1")
+    made = forecast(run_of("gpt2_1.5b", 8, *window, *long), a100s())
+    full, causal = made.mfu(), made.mfu(causal=True)
+    assert full is not None and full > 1
+    assert causal is not None and causal < 0.7
+
+
+def test_what_is_not_predicted_is_warned_of() -> None:
+    offloaded = run_of("zero3_offload", 4)
+    assert any("offloading" in warning for warning in forecast(offloaded, a100s()).warnings())
+    tf32 = run_of("gpt2_1.5b", 8, "bf16.enabled=false", "training.allow_tf32=true")
+    assert any("allow_tf32" in warning for warning in forecast(tf32, a100s()).warnings())

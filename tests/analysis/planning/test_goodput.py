@@ -37,7 +37,6 @@ def test_validations_take_the_forward_of_their_batches() -> None:
     tested = run()
     quick = slow_storage(tested, 1e-12)
     assert predict_goodput(tested, 3.0, quick).total == pytest.approx(50 / 52)
-    assert predict_goodput(tested, 3.0, quick, forward=0.5).validation == pytest.approx(50 / 53)
     without = run("data.validation_fraction=0", "training.eval_interval=0")
     assert predict_goodput(without, 3.0, quick).validation == 1
 
@@ -118,6 +117,13 @@ def test_no_other_save_interval_is_much_better_than_the_best() -> None:
     around = [total(max(1, best * tenths // 10)) for tenths in range(2, 40)]
     assert total(best) >= max(around) - 1e-3
     assert total(best) > max(total(best // 4), total(4 * best)) + 1e-3
+
+
+def test_a_longer_training_than_configured_fails_more_often_without_saves() -> None:
+    tested = run("training.save_interval=0", "training.steps=500")
+    longer = run("training.save_interval=0", "training.steps=5000")
+    assert predict_goodput(tested, 1.0, steps=5000) == predict_goodput(longer, 1.0)
+    assert predict_goodput(tested, 1.0).restarts > predict_goodput(longer, 1.0).restarts
 
 
 @pytest.mark.parametrize("interval", [0, 20_000])

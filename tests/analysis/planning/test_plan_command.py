@@ -143,14 +143,19 @@ def test_nothing_is_written_if_nothing_fits(
     assert not best.exists()
 
 
-def test_a_configuration_is_not_replaced_by_one_that_extends_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["run", "base"])
+def test_no_file_is_replaced_that_the_written_one_extends(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "run.json"
-    file.write_bytes((FOLDER / "base.json").read_bytes())
-    options = ("--config", str(file), "--world-size", "2", "--device", "h100-80gb")
+    (tmp_path / "base.json").write_bytes((FOLDER / "base.json").read_bytes())
+    (tmp_path / "run.json").write_text('{"extends": "base.json"}')
+    file = tmp_path / f"{name}.json"
+    before = file.read_bytes()
+    config = ("--config", str(tmp_path / "run.json"))
+    options = (*config, "--world-size", "2", "--device", "h100-80gb")
     assert main(["plan", *options, "--write", str(file)]) == 2
-    assert "is the configuration that it would extend; name another" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    assert f"would replace {file}, which it extends" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -158,7 +163,10 @@ def test_a_configuration_is_not_replaced_by_one_that_extends_it(
     [
         (("--what-if",), "--what-if needs step times: add --device h100-80gb"),
         (("--tokens", "1T"), "--tokens needs step times"),
-        (("--nodes", "1", "--world-size", "16"), "needs more than the 8 devices of 1 node"),
+        (("--device", "cpu", "--nodes", "1"), "nodes does not apply to the device cpu"),
+        (("--device", "t4-16gb", "--largest-tensor", "2"), "add --what-if"),
+        (("--nodes", "1000000", "--device", "t4-16gb"), "are more than 1,000,000, the most"),
+        (("--nodes", "1", "--world-size", "16"), "16 ranks need more than the 8 devices of 1 node"),
         ((), "the number of ranks is missing: add --world-size, or --nodes"),
         (("--device", "h100", "--nodes", "1"), "there is no device called 'h100'"),
         (
