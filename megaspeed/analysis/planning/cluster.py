@@ -47,7 +47,7 @@ class ClusterConfig(Section):
         return None if self.nodes is None else self.nodes * self.gpus_per_node
 
     def ranks(self, world_size: int | None) -> int:
-        """The stated number of ranks, or one for each device.
+        """The stated number of ranks. If it is None, one rank for each device.
 
         Raises:
             ConfigError: neither is stated, or there are not enough devices.
@@ -57,7 +57,7 @@ class ClusterConfig(Section):
         ranks = world_size or self.gpus or 0
         if ranks > LARGEST_WORLD:
             raise _wrong(
-                f"{ranks:,} ranks are more than {LARGEST_WORLD:,}, the most; use fewer nodes"
+                f"{ranks:,} ranks are more than the limit of {LARGEST_WORLD:,}; use fewer nodes"
             )
         if self.nodes is not None and ranks > self.nodes * self.gpus_per_node:
             raise _wrong(

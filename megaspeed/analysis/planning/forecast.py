@@ -160,9 +160,9 @@ class TrainingTime:
 
     forecast: Forecast
     tokens: int
-    steps: int  # of the optimizer
+    steps: int  # optimizer steps
     goodput: Goodput
-    gpus: int  # that are paid for, spare ones included
+    gpus: int  # GPUs that are paid for, including spare ones
     dollars_per_gpu_hour: float | None = None
 
     @property
@@ -199,7 +199,7 @@ class TrainingTime:
 def complete_training(
     forecast: Forecast, stated: ClusterConfig, tokens: int | None = None
 ) -> TrainingTime:
-    """The complete training on so many tokens; if omitted, as many as the run is configured for."""
+    """The complete training on ``tokens``. If omitted, the run's ``training.steps`` give them."""
     run = forecast.run
     tokens = tokens or run.config.training.steps * run.tokens_per_step
     steps = math.ceil(tokens / run.tokens_per_step)

@@ -81,7 +81,7 @@ def predict_goodput(
         run: the run, with its intervals, layout and model.
         step_seconds: of one training step.
         operations: failures and storage.
-        steps: of the training; if omitted, ``training.steps``.
+        steps: number of steps of the training. If omitted: ``training.steps``.
 
     An interval of 0, or one longer than the training, counts as the length of the training.
     """

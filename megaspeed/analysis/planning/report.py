@@ -300,7 +300,7 @@ def _throughput(forecast: Forecast) -> Iterator[str]:
         # With a window, the full square has many times the operations that are computed.
         is_windowed = forecast.run.config.model.sliding_window is not None
         line += f", MFU {causal if is_windowed else full:.1%}"
-        line += " of what the window leaves" * is_windowed
+        line += ", counting attention within the window" * is_windowed
         line += f"; {causal:.1%} if causal attention counts half" * (not is_windowed)
     yield line
     yield from (f"warning: {warning}" for warning in forecast.warnings())

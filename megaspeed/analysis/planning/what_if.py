@@ -76,7 +76,7 @@ class WhatIf:
     """The variants of a training."""
 
     layouts: tuple[Layout, ...]  # those that fit, the fastest first
-    too_large: int  # number of those that do not fit, with all larger micro-batches
+    too_large: int  # number of those that do not fit, including all larger micro-batches
     refused: int  # number of those that break a rule of the configuration
     # The smallest peak of all that are not refused; None if all are.
     least_peak_bytes: int | None

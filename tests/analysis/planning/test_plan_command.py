@@ -165,7 +165,7 @@ def test_no_file_is_replaced_that_the_written_one_extends(
         (("--tokens", "1T"), "--tokens needs step times"),
         (("--device", "cpu", "--nodes", "1"), "nodes does not apply to the device cpu"),
         (("--device", "t4-16gb", "--largest-tensor", "2"), "add --what-if"),
-        (("--nodes", "1000000", "--device", "t4-16gb"), "are more than 1,000,000, the most"),
+        (("--nodes", "1000000", "--device", "t4-16gb"), "are more than the limit of 1,000,000"),
         (("--nodes", "1", "--world-size", "16"), "16 ranks need more than the 8 devices of 1 node"),
         ((), "the number of ranks is missing: add --world-size, or --nodes"),
         (("--device", "h100", "--nodes", "1"), "there is no device called 'h100'"),
