@@ -75,11 +75,12 @@ def print_trainings(options: argparse.Namespace) -> None:
         for seed in options.seeds
         for name in options.methods
     }
-    print("| compression | validation loss after the last step, by seed | relative to none |")
+    first = options.methods[0]
+    print(f"| compression | validation loss after the last step, by seed | relative to {first} |")
     print("|---|---|---|")
     for name in options.methods:
         last = [list(curves[name, seed].values())[-1] for seed in options.seeds]
-        plain = [list(curves[options.methods[0], seed].values())[-1] for seed in options.seeds]
+        plain = [list(curves[first, seed].values())[-1] for seed in options.seeds]
         ratios = [one / other - 1 for one, other in zip(last, plain, strict=True)]
         losses = ", ".join(f"{loss:.4f}" for loss in last)
         print(f"| {name} | {losses} | {', '.join(f'{ratio:+.2%}' for ratio in ratios)} |")
