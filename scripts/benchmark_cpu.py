@@ -57,7 +57,7 @@ ZERO_STAGES = (1, 3)
 
 
 class TrainingFailed(RuntimeError):
-    """A layout could not be trained. The text is the end of what it printed."""
+    """A layout could not be trained. The text has what it printed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,7 +126,8 @@ def _train(config: Path, overrides: Sequence[str], ranks: int, steps: int, folde
     environment.setdefault("OMP_NUM_THREADS", "1")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise TrainingFailed(f"training failed: {done.stderr[-2000:]}")
+        # The ranks' own messages come first, and torchrun's report last.
+        raise TrainingFailed(f"training failed: {done.stdout[-1000:]}{done.stderr[:2000]}")
     return run_dir
 
 

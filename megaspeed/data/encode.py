@@ -17,6 +17,7 @@ Memory is bounded by the batches in flight, however long the input is.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -124,12 +125,24 @@ def encode_in_processes(
     in_flight: deque[Future[Packed]] = deque()
     for batch, is_continued in read_batches(pieces, BATCH_CHARACTERS):
         with _interrupts_blocked():  # a worker may be started
-            in_flight.append(pool.submit(_pack_in_worker, batch, tokenizer, is_continued))
+            in_flight.append(_submit(pool, batch, tokenizer, is_continued))
         del batch  # so that its text is freed once it is encoded
         if len(in_flight) == _IN_FLIGHT_PER_PROCESS * processes:
             yield in_flight.popleft().result()
     while in_flight:
         yield in_flight.popleft().result()
+
+
+def _submit(
+    pool: Executor, batch: Sequence[Piece], tokenizer: Path, is_continued: bool
+) -> Future[Packed]:
+    try:
+        return pool.submit(_pack_in_worker, batch, tokenizer, is_continued)
+    except OSError as error:
+        # If a worker has just died, the pool closes the pipe to which ``submit`` writes.
+        if error.errno not in (None, errno.EBADF):
+            raise
+        raise BrokenProcessPool("a worker died while a batch was submitted") from error
 
 
 def _pack_in_worker(pieces: Sequence[Piece], tokenizer: Path, is_continued: bool) -> Packed:

@@ -1,6 +1,10 @@
 """Pieces become ids in order, with one end for each document. The index describes the file."""
 
+import errno
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -8,7 +12,7 @@ import pytest
 from megaspeed.config.data import DataConfig
 from megaspeed.data.corpus import prepare_corpus
 from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
-from megaspeed.data.encode import encode, read_batches
+from megaspeed.data.encode import encode, encode_in_processes, read_batches
 from megaspeed.data.pieces import PIECE_BYTES, Piece
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.tokenizer import TextTokenizer, train_tokenizer
@@ -99,3 +103,28 @@ def test_an_id_beyond_the_vocabulary_names_the_file_and_the_offset(tmp_path: Pat
     assert f"{file.path} has id 700 at token 700 (byte 2800)" in problem
     assert "below model.vocab_size (700)" in problem
     assert "at least 1000" in problem
+
+
+@pytest.mark.parametrize("reason", [OSError(errno.EBADF, "Bad file descriptor"), OSError("closed")])
+def test_a_worker_that_dies_while_a_batch_is_submitted_is_named(
+    reason: OSError, tmp_path: Path
+) -> None:
+    """It once was "Bad file descriptor": the pool had closed the pipe to which submit writes."""
+
+    class Dying(ProcessPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise reason
+
+    with pytest.raises(BrokenProcessPool):
+        piece = Piece("text", ends_document=True)
+        next(encode_in_processes([piece], tmp_path, Dying(1), processes=1))
+
+
+def test_a_process_that_cannot_be_started_is_no_dead_worker(tmp_path: Path) -> None:
+    class Full(ProcessPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with pytest.raises(OSError, match="Resource"):
+        piece = Piece("text", ends_document=True)
+        next(encode_in_processes([piece], tmp_path, Full(1), processes=1))
