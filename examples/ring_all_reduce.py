@@ -111,6 +111,7 @@ def measure(launch: LaunchEnvironment, counts: Sequence[int]) -> list[Row]:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=launch.rank, world_size=ranks)
+    torch.manual_seed(launch.rank)
     small, large = (torch.zeros(2, n, device=device) for n in (1, 2**20))
     rows = []
     for count in counts:

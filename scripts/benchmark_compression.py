@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.analysis.costs.traffic import Collective, predict_traffic
-from megaspeed.analysis.local_ranks import run_on_ranks
+from megaspeed.analysis.local_ranks import RanksFailed, run_on_ranks
 from megaspeed.analysis.watched_step import TrafficLog
+from megaspeed.cli.options import not_negative, positive
+from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
@@ -58,15 +60,26 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train")
     train.add_argument("--folder", type=Path, required=True, help="for the run folders")
-    train.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    train.add_argument("--seeds", type=positive, nargs="+", default=[1, 2, 3])
     train.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     link = commands.add_parser("link")
-    link.add_argument("--megabytes-per-second", type=float, nargs="+", default=[10.0, 50.0])
-    link.add_argument("--stages", type=int, nargs="+", default=[0, 1])
-    link.add_argument("--steps", type=int, default=8)
+    link.add_argument("--megabytes-per-second", type=_speed, nargs="+", default=[10.0, 50.0])
+    link.add_argument("--stages", type=int, choices=range(4), nargs="+", default=[0, 1])
+    link.add_argument("--steps", type=positive, default=7, help="that are timed, after one more")
     options = parser.parse_args()
-    print_trainings(options) if options.command == "train" else print_step_times(options)
+    try:
+        print_trainings(options) if options.command == "train" else print_step_times(options)
+    except (ConfigError, RanksFailed, subprocess.CalledProcessError) as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
+
+
+def _speed(text: str) -> float:
+    speed = not_negative(text)
+    if speed == 0:
+        raise argparse.ArgumentTypeError("it must be above 0")
+    return speed
 
 
 def print_trainings(options: argparse.Namespace) -> None:
@@ -167,7 +180,7 @@ def step_times(
         number, medians = 0, []
         for speed in megabytes_per_second:
             seconds = []
-            for _ in range(steps):
+            for _ in range(1 + steps):
                 samples = number * run.batch.train_batch_size
                 start = time.perf_counter()
                 with SlowLink(context, speed * 1e6):

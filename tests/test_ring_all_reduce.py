@@ -104,6 +104,23 @@ def test_the_bytes_sent_are_those_of_the_formula(
         assert payload - uneven <= sent <= payload + uneven + headers
 
 
+def error_of_a_ring_that_sends_nothing(launch: LaunchEnvironment) -> str:
+    ring = example()
+    ring.ring_all_reduce = lambda tensor: tensor.mul_(launch.world_size)
+    try:
+        ring.measure(launch, [1000])
+    except ArithmeticError as error:
+        dist.destroy_process_group()
+        return str(error)
+    return ""
+
+
+def test_the_check_finds_a_ring_that_sends_nothing(pool: RankPool) -> None:
+    """With the same numbers on all ranks, the sum needs no messages."""
+    errors = pool.run(2, error_of_a_ring_that_sends_nothing)
+    assert errors == 2 * ["the ring's sum of 1000 elements is not the library's"]
+
+
 def test_one_rank_keeps_its_vector(pool: RankPool) -> None:
     pool.run(1, sum_of_one_rank)
 

@@ -36,7 +36,7 @@ from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.run import PowerSgdCompression
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.topology.activity import PARTS
+from megaspeed.topology.activity import OWN_WORK, PARTS
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.devices import device_by_name
 from megaspeed.topology.grid import Grid
@@ -175,9 +175,15 @@ class ScalingResult:
         return any(self.most_efficiency(row) < 1 for row in self.done)
 
     def most_efficiency(self, row: Row) -> float:
-        """What efficiency cannot exceed, because ranks share the processors; 1 if they do not."""
+        """About what efficiency cannot exceed, because ranks share the processors; 1 if they do
+        not. Where the ranks of the base wait, they leave room for others.
+        """
         assert self.base is not None, "a row has figures"
-        return self._processors_of_a_rank(row) / self._processors_of_a_rank(self.base)
+        ratio = self._processors_of_a_rank(row) / self._processors_of_a_rank(self.base)
+        step = self.base.measured
+        assert step is not None, "a row has figures"
+        busy = sum(step.parts[part] for part in OWN_WORK) / step.seconds
+        return min(1.0, ratio / busy) if ratio < 1 else ratio
 
     def _processors_of_a_rank(self, row: Row) -> float:
         """At most one for each of its threads."""
@@ -212,7 +218,9 @@ class ScalingResult:
             yield f"efficiency is relative to {ranks}, the fewest that trained"
         sharing = [row for row in self.done if self._shares_processors(row)]
         if sharing:
-            most = ', and efficiency is at most what "at most" states' if self.is_limited else ""
+            most = (
+                ', and efficiency is at most about what "at most" states' if self.is_limited else ""
+            )
             yield (
                 f"{', '.join(str(row.ranks) for row in sharing)} ranks share {self.processors} "
                 f"processors, so tokens/s cannot grow with the ranks{most}. The figures show the "

@@ -59,7 +59,7 @@ class ZeroConfig(Section):
     """Number of elements that are gathered at a time."""
     overlap_comm: bool | None = None
     """Reduce gradients while the backward pass continues: each bucket as soon as its gradients are
-    complete. If omitted: on for stage 3 only."""
+    complete. If omitted: false. Stage 3 gathers the next layer ahead in any case."""
     offload_param: OffloadConfig | None = None
     """Stage 3: the memory in which partitioned parameters are kept."""
     offload_optimizer: OffloadConfig | None = None

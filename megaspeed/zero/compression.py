@@ -180,7 +180,9 @@ class Int8:
             message = packed(levels, scales)
             # The owner of these elements sends the error of the sum in the next step.
             values[self._rank] += total - levels.mul_(scales)
-            dist.all_gather_single(received.flatten(0, 1), message, group=self._axis)
+            # torch 2.11 has only the old name (tensor_parallel/collectives.py).
+            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            all_gather(received.flatten(0, 1), message, group=self._axis)
             total = unpacked(received)
         own.copy_(total.div_(self._dp).view(*own.shape[:-1], -1)[..., :width], non_blocking=True)
         if self._keeps_error:
@@ -300,11 +302,14 @@ class PowerSgd:
         for matrices, p, q, initial in zip(
             sums, lefts, self._parts(self._right, 1), self._parts(self._initial, 1), strict=True
         ):
+            # Only the directions of Q and P matter. Their squares could be too large for fp32.
             # A gradient of zeros makes Q zero. Then all later products would be zero, too.
-            is_lost = torch.linalg.vector_norm(q, dim=1, keepdim=True) == 0
-            torch.bmm(matrices, torch.where(is_lost, initial, q), out=p)
+            largest = torch.linalg.vector_norm(q, math.inf, dim=1, keepdim=True)
+            torch.bmm(matrices, torch.where(largest == 0, initial, q / largest), out=p)
         dist.all_reduce(left, group=self._axis)
         for matrices, p, q in zip(sums, lefts, rights, strict=True):
+            largest = torch.linalg.vector_norm(p, math.inf, dim=1, keepdim=True)
+            p /= torch.where(largest == 0, 1.0, largest)
             orthogonalize(p)
             torch.bmm(matrices.mT, p, out=q)
         dist.all_reduce(self._next, group=self._axis)

@@ -195,8 +195,9 @@ class Gradients:
             if self._compresses and self._compressor is not None:
                 self._compressor.reduce(self._compressed)
             if self._rules.averages_later and not self._rules.is_offloaded:
-                sums = (g for g in self._groups if not (self._compresses and g.is_compressed))
-                torch._foreach_div_([group.own for group in sums], self._dp)
+                sums = [g for g in self._groups if not (self._compresses and g.is_compressed)]
+                if sums:
+                    torch._foreach_div_([group.own for group in sums], self._dp)
         with self._timeline.part("tensor"):
             for group in self._partial:
                 total = group.own.to(self._device)
@@ -221,9 +222,13 @@ class Gradients:
         if self._compresses:
             assert self._compressor is not None
             self._compressor.keep()
-            for group in self._compressed:
-                if group.feedback is not None and group.complete is not None:
-                    torch.div(group.complete, self._loss_scale, out=group.feedback)
+        for group in self._compressed:
+            if group.feedback is None or group.complete is None:
+                continue
+            if self._compresses:
+                torch.div(group.complete, self._loss_scale, out=group.feedback)
+            else:
+                group.feedback.zero_()  # it was a part of the sum, which was sent completely
 
     def forget(self) -> None:
         """Set the state of compressed gradients to that before the first step."""

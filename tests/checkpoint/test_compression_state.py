@@ -73,6 +73,22 @@ def load(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, checkpoint
         return trained(rank, look(rank))
 
 
+def feedback_after_a_step(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, checkpoint: Path
+) -> tuple[bool, bool]:
+    """Whether this rank has feedback after it has loaded a checkpoint, and after one more step."""
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        rank.progress = rank.checkpointing.load(checkpoint)
+
+        def has_feedback() -> bool:
+            return any(bool(v.any()) for _, v in rank.worker.engine.gradients.feedback())
+
+        loaded = has_feedback()
+        rank.train_step()
+        return loaded, has_feedback()
+
+
 def run_at(layout: Layout, stage: int, folder: Path, how: Any, **changes: Any) -> Run:
     pp, dp, tp = layout
     values = {
@@ -185,3 +201,14 @@ def test_a_run_continues_with_another_compression(
     after = pool.run(2, load, changed, corpus, only_checkpoint(tmp_path))
     assert after[0].losses == pytest.approx(before[0].losses, rel=0.05)
     assert bool(after[0].feedback) == (other == POWER_SGD)
+
+
+def test_feedback_is_sent_once_by_a_step_that_sends_everything(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
+) -> None:
+    """PowerSGD before its first step once sent the feedback of int8 again in every step."""
+    run = run_at((1, 2, 1), 1, tmp_path, INT8)
+    pool.run(2, save, run, corpus)
+    changed = run_at((1, 2, 1), 1, tmp_path, {**POWER_SGD, "start_step": 100})
+    ranks = pool.run(2, feedback_after_a_step, changed, corpus, only_checkpoint(tmp_path))
+    assert ranks == [(True, False), (True, False)]

@@ -307,6 +307,25 @@ def test_powersgd_recovers_from_gradients_of_zeros(pool: RankPool, text: Path) -
     assert all(bool(part.any()) for part in whole_of(run, ranks, 1).split(sizes))
 
 
+def huge_at_first(step: int, rank: int) -> Tensor:
+    return normal(step, rank) * (1e21 if step == 0 else 1.0)
+
+
+def test_powersgd_sends_gradients_whose_squares_are_too_large_for_fp32(
+    pool: RankPool, text: Path
+) -> None:
+    """Such a matrix was once sent as zeros in this step and in all later ones."""
+    run = constructed_run(text, 2, 1, {**POWER_SGD, **WITHOUT_FEEDBACK})
+    ranks = pool.run(2, means_of, run, huge_at_first, 2)
+    sizes = [math.prod(shape) for shape in SHAPES]
+    for step, size in ((0, 1e21), (1, 1.0)):
+        exact = (huge_at_first(step, 0) + huge_at_first(step, 1)) / 2
+        sent = whole_of(run, ranks, step)
+        assert bool(torch.isfinite(sent).all())
+        for part, wanted in zip(sent.split(sizes), exact.split(sizes), strict=True):
+            assert 0.1 < float((part / size).norm() / (wanted / size).norm()) < 1.1
+
+
 # --- whole runs -----------------------------------------------------------------------------------
 
 

@@ -164,8 +164,10 @@ class Network:
                 return blocks * (2 * count * gather + work.reductions * reduce)
             in_forward = _added(gather, forward)
             reduced = reduce * work.reductions / count  # for each micro-batch, on average
-            in_backward = _added(gather + reduced, backward)
-            return count * blocks * (in_forward + in_backward) + gather + reduce
+            hidden = reduced if work.reduces_in_backward else 0.0
+            in_backward = _added(gather + hidden, backward)
+            exposed = reduce if work.reduces_in_backward else blocks * work.reductions * reduce
+            return count * blocks * (in_forward + in_backward) + gather + exposed
         parameters = work.parameters_of_rank(stage)
         gradients = parameters * work.gradient_bytes * work.sent_share
         buckets = max(1, math.ceil(gradients / work.bucket_bytes))

@@ -116,6 +116,7 @@ class Workload:
     splits_messages: bool = False  # whether a tensor rank sends its part to the next stage
     overlaps_tp: bool = False  # whether tp collectives run beside products
     overlaps_dp: bool = False  # whether gradients are reduced while the backward continues
+    reduces_in_backward: bool = True  # at ZeRO-3 with overlaps_dp; otherwise only gathers overlap
     reductions: int = 1  # of all gradients in a step: 1, or as many as micro-batches
     bucket_bytes: float = math.inf  # of gradients that are reduced together
 
@@ -193,6 +194,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         recomputed_share=min(1.0, recomputed / max(blocks)),
         sequence_parallel=run.sequence_parallel,
         overlaps_dp=overlaps,
+        reduces_in_backward=bool(zero.overlap_comm),
         reductions=1 if run.keeps_complete_gradients else count,
         bucket_bytes=zero.reduce_bucket_size * gradient_bytes,
     )
