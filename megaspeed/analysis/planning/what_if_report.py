@@ -107,4 +107,4 @@ def _why(best: Forecast, other: Forecast) -> str:
     differ = [
         f"{part} {more[part]:+.2g} s" for part in most if abs(more[part]) > 0.005 * best.seconds
     ]
-    return f"by {other.seconds / best.seconds - 1:.0%}:\n    {', '.join(differ)}"
+    return f"by {other.seconds / best.seconds - 1:.1%}:\n    {', '.join(differ)}"
