@@ -1,13 +1,13 @@
 """Options that name text: files of every format, and datasets."""
 
 import argparse
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from megaspeed.cli.options import utf8_text
 from megaspeed.config.data import Source
 from megaspeed.data.errors import raise_any
-from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.search import Found, find, on_standard_error
+from megaspeed.data.sources import SourceFile, files_by_source
 from megaspeed.data.token_sources import token_paths
 from megaspeed.files.paths import path_problem
 
@@ -19,7 +19,8 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=_input,
         metavar="INPUT",
-        help="file, glob, folder written by save_to_disk, or python-stdlib; as in data.train",
+        help="file, glob, folder written by save_to_disk, or python-stdlib; '!GLOB' excludes from "
+        "those before it; as in data.train",
     )
     parser.add_argument(
         "--dataset",
@@ -52,7 +53,6 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
     Raises:
         DataError: every problem with them.
     """
-    raise_any(_problems(options))
     read_as = {"text_field": options.text_field, "split": options.split}
     # Not validated: a configuration must be UTF-8, but the name of a file need not be.
     paths = [Source.model_construct(path=path, **read_as) for path in options.input]
@@ -66,7 +66,10 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
         )
         for name in options.dataset
     ]
-    return list_files([*paths, *datasets], "INPUT")
+    found = find([*paths, *datasets], "INPUT", on_standard_error)
+    raise_any(_problems(options, found))
+    listed = files_by_source(found, "INPUT", on_standard_error)
+    return [file for files in listed for file in files]
 
 
 def _not_empty(text: str) -> str:
@@ -86,7 +89,7 @@ def _name(text: str) -> str:
     return _not_empty(utf8_text(text))
 
 
-def _problems(options: argparse.Namespace) -> Iterator[str]:
+def _problems(options: argparse.Namespace, found: Sequence[Found]) -> Iterator[str]:
     of_datasets = ("configuration", "revision", "streaming")
     stated = [f"--{name}" for name in of_datasets if getattr(options, name)]
     if stated and not options.dataset:
@@ -96,10 +99,10 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
         )
     # A tokenization that is continued may find its own output beside its text.
     own = options.output.resolve() if "output" in options else None
-    for path in options.input:
-        tokens = [place for place in token_paths(Path(path)) if place.resolve() != own]
+    for each in found:
+        tokens = [place for place in token_paths(each.paths) if place.resolve() != own]
         if tokens:
             yield (
-                f"INPUT must be text, but '{path}' names {tokens[0]}, which holds token ids; name "
-                "only the text that they were made from"
+                f"INPUT must be text, but '{each.source}' names {tokens[0]}, which holds token "
+                "ids; name only the text that they were made from"
             )

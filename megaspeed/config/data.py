@@ -10,6 +10,10 @@ BUNDLED_CORPUS = "python-stdlib"
 """A source that every machine has: the files of Python's standard library."""
 
 
+EXCLUDES = "!"
+"""A path that begins with it excludes files, as in .gitignore."""
+
+
 class Source(Section):
     """A source of text or of token ids, with its settings."""
 
@@ -37,6 +41,8 @@ class Source(Section):
     def _names_one_place(self) -> Self:
         if (self.path is None) == (self.dataset is None):
             raise ValueError("an object that states either path or dataset")
+        if self.excludes and (self.path == EXCLUDES or self.model_fields_set != {"path"}):
+            raise ValueError(f'"{EXCLUDES}" and a path, without other keys, to exclude files')
         only = {"configuration": self.configuration, "revision": self.revision}
         stated = [name for name, value in only.items() if value is not None]
         stated += ["streaming"] if self.streaming else []
@@ -44,6 +50,11 @@ class Source(Section):
             keys = " and ".join(stated)
             raise ValueError(f"an object without {keys}, which only a dataset can have")
         return self
+
+    @property
+    def excludes(self) -> bool:
+        """Whether it removes files from the sources before it."""
+        return self.path is not None and self.path.startswith(EXCLUDES)
 
     def __str__(self) -> str:
         return str(self.path if self.dataset is None else self.dataset)
@@ -56,7 +67,8 @@ class DataConfig(Section):
     """The corpus and how it is cut into samples."""
 
     train: tuple[PathOrSource, ...] = Field(default=(BUNDLED_CORPUS,), strict=False, min_length=1)
-    """Sources of the training data: paths, globs, python-stdlib, or objects."""
+    """Sources of the training data: paths, globs, python-stdlib, or objects. "!drafts" or
+    "!books/**/notes-*" excludes files and folders from the sources before it."""
     validation: tuple[PathOrSource, ...] | None = Field(default=None, strict=False, min_length=1)
     """Sources of the validation data, as in train. If omitted: validation_fraction of train."""
     validation_fraction: float = Field(default=0.05, ge=0, lt=1)

@@ -19,6 +19,7 @@ from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.hold_out import hold_out_tails, hold_out_tokens
 from megaspeed.data.mixture import Component, Mixture
 from megaspeed.data.prepared_text import Parts, PreparedText, build_text, recall_text
+from megaspeed.data.search import on_standard_error, silently
 from megaspeed.data.selection import Selection, Share, find_problems, first_ids, select_files
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_sources import open_tokens
@@ -154,15 +155,15 @@ def prepare_corpus(
         data: the `data` section.
         vocab_size: `model.vocab_size`; token ids must be below it.
         cache_dir: folder for prepared data. If None: $MEGASPEED_CACHE, or ~/.cache/megaspeed.
-        reports_waits: whether to report on standard error that this process waits for another one
-            that prepares data.
+        reports_waits: whether to report on standard error which links were skipped, that a search
+            takes long, and that this process waits for another one that prepares data.
 
     Raises:
         DataError: with every problem found.
     """
     cache = Cache((cache_dir or default_cache_dir(os.environ)).absolute(), reports_waits)
     try:
-        selection = select_files(data)
+        selection = select_files(data, on_standard_error if reports_waits else silently)
     except DataError as error:
         raise DataError(*(tuple(find_problems(data, vocab_size)) or error.problems)) from error
     raise_any(first_ids(selection.shares, vocab_size))

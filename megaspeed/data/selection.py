@@ -28,7 +28,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megaspeed.config.data import BUNDLED_CORPUS, DataConfig, Source
+from megaspeed.config.data import DataConfig, Source
 from megaspeed.config.document import read_document
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import fill_from_hugging_face
@@ -38,6 +38,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.pieces import SKIP_BEFOREHAND, refuse
+from megaspeed.data.search import Found, Report, find, silently
 from megaspeed.data.sources import SourceFile, files_by_source, matched_twice
 from megaspeed.data.token_folder import is_token_folder, read_index
 from megaspeed.data.token_sources import text_beside_tokens, token_paths, why_not_tokens
@@ -55,7 +56,7 @@ from megaspeed.files.reading import FileState, are_settled, at_most
 logger = logging.getLogger(__name__)
 
 _LONGEST_SECONDS = 2.5
-"""A glob over a large tree, or over links in a circle, may take hours."""
+"""A glob over a large tree may take hours."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,14 @@ class Selection:
         return are_settled((state for _, state in self.states), self.seen_at_seconds)
 
 
-def select_files(data: DataConfig) -> Selection:
-    """Finds the files and reads their state. Does not read text.
+def select_files(data: DataConfig, report: Report = silently) -> Selection:
+    """Finds the files and reads their state. Does not read text. `report` is as in `list_files`.
 
     Raises:
         DataError: every problem with the sources, or with the choice of the tokenizer.
     """
     now = time.time()
-    train, validation = _find_both(data)
+    train, validation = _find_both(data, report)
     shares = (*train, *(validation or ()))
     tokenizer = choose_tokenizer(data, shares)
     files = [file for share in shares for file in share.files]
@@ -215,12 +216,14 @@ def _first_records(shares: Sequence[Share]) -> Iterator[str]:
             yield from error.problems
 
 
-def _find_both(data: DataConfig) -> tuple[tuple[Share, ...], tuple[Share, ...] | None]:
+def _find_both(
+    data: DataConfig, report: Report = silently
+) -> tuple[tuple[Share, ...], tuple[Share, ...] | None]:
     """(shares of training, of validation or None)."""
     listed = [(data.train_sources, "data.train")]
     if data.validation_sources is not None:
         listed.append((data.validation_sources, "data.validation"))
-    train, *rest = for_each(listed, lambda item: find_shares(*item))
+    train, *rest = for_each(listed, lambda item: find_shares(*item, report))
     trained_on, validated_on = _places(train), _places(rest[0] if rest else ())
     both = [shown for place, shown in validated_on.items() if place in trained_on]
     if both:
@@ -238,25 +241,31 @@ def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
     return text | {(str(place.resolve()), ""): str(place) for place in token_places(shares)}
 
 
-def find_shares(sources: Sequence[Source], setting: str) -> tuple[Share, ...]:
+def find_shares(
+    sources: Sequence[Source], setting: str, report: Report = silently
+) -> tuple[Share, ...]:
     """The shares of a list of sources.
 
     Args:
         sources: at least one; all of them have a weight or none has.
         setting: the key they come from, for messages: `data.train` or `data.validation`.
+        report: as in `list_files`.
 
     Raises:
         DataError: every source that cannot be used.
     """
-    tokens = [_token_paths(source) for source in sources]
-    _check_tokens(sources, tokens, setting)
-    text = [source for source, paths in zip(sources, tokens, strict=True) if not paths]
-    listed = iter(files_by_source(text, setting) if text else [])
+    found = find(sources, setting, report)
+    tokens = [tuple(token_paths(each.paths)) for each in found]
+    _check_tokens(found, tokens, setting)
+    text = [each for each, paths in zip(found, tokens, strict=True) if not paths]
+    listed = iter(files_by_source(text, setting, report) if text else [])
     shares = [
-        Share(() if paths else tuple(next(listed)), paths, source.weight or 1.0, str(source))
-        for source, paths in zip(sources, tokens, strict=True)
+        Share(
+            () if paths else tuple(next(listed)), paths, each.source.weight or 1.0, str(each.source)
+        )
+        for each, paths in zip(found, tokens, strict=True)
     ]
-    if sources[0].weight is not None:
+    if found[0].source.weight is not None:
         return tuple(shares)
     files = tuple(file for share in shares for file in share.files)
     name = ", ".join(share.name for share in shares)
@@ -268,29 +277,21 @@ def token_places(shares: Sequence[Share]) -> list[Path]:
     return [path for share in shares for path in share.tokens]
 
 
-def _token_paths(source: Source) -> tuple[Path, ...]:
-    """The token folders and token files of a source; empty if it is text."""
-    is_text = source.path is None or source.path == BUNDLED_CORPUS
-    return () if is_text else tuple(token_paths(Path(str(source.path))))
-
-
-def _check_tokens(
-    sources: Sequence[Source], tokens: Sequence[tuple[Path, ...]], setting: str
-) -> None:
+def _check_tokens(found: Sequence[Found], tokens: Sequence[tuple[Path, ...]], setting: str) -> None:
     """Raises DataError if a source of tokens also matches text, or a file is matched twice."""
     first: dict[Path, tuple[Path, Source]] = {}
     problems: list[str] = []
-    for source, paths in zip(sources, tokens, strict=True):
-        text = text_beside_tokens(Path(str(source.path))) if paths else None
+    for each, paths in zip(found, tokens, strict=True):
+        source, text = each.source, text_beside_tokens(each.paths) if paths else None
         if text is not None:
             problems.append(
                 f"{setting}: a source is text or tokens, but '{source}' matches {text}, which is "
                 f"read as text, and {paths[0]}, which holds tokens; list the two as two sources"
             )
         for path in paths:
-            found = (path, source)
-            if first.setdefault(path.resolve(), found) is not found:
-                problems.append(matched_twice(setting, first[path.resolve()], found))
+            named = (path, source)
+            if first.setdefault(path.resolve(), named) is not named:
+                problems.append(matched_twice(setting, first[path.resolve()], named))
     raise_any(problems)
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from megaspeed.config.data import BUNDLED_CORPUS, Source
 from megaspeed.data.errors import DataError, raise_any
 from megaspeed.data.pieces import OnBad, Piece, TextFormat, refuse
+from megaspeed.data.search import Found, Report, find, fixed_part, matches, silently
 from megaspeed.data.tables import NamedDataset, SavedDataset, Table, is_saved_dataset
 from megaspeed.data.text_files import ARCHIVES, JsonLines, PlainText
 from megaspeed.files.paths import expand_home
@@ -94,41 +95,68 @@ class SourceFile:
         return (str(self.path if is_named else self.path.resolve()), self.format.part())
 
 
-def list_files(sources: Sequence[Source], setting: str) -> list[SourceFile]:
+def list_files(
+    sources: Sequence[Source], setting: str, report: Report = silently
+) -> list[SourceFile]:
     """The files of `sources`: sources in the given order, the files of each sorted by name.
 
     Args:
         sources: as in the configuration.
         setting: the key they come from, for messages: `data.train` or `data.validation`.
+        report: shows what was skipped, and a search that takes long.
 
     Raises:
         DataError: a source matches nothing, cannot be read, has an unknown format, or a file is
             matched twice; all such problems at once.
     """
-    return [file for files in files_by_source(sources, setting) for file in files]
+    found = files_by_source(find(sources, setting, report), setting, report)
+    return [file for files in found for file in files]
 
 
-def files_by_source(sources: Sequence[Source], setting: str) -> list[list[SourceFile]]:
-    """Like `list_files`, with one list for each source."""
-    if not sources:
+def files_by_source(
+    found: Sequence[Found], setting: str, report: Report = silently
+) -> list[list[SourceFile]]:
+    """Like `list_files`, with one list for each source. Globs skip links to files that are listed.
+
+    If two links lead to one file, the first one is listed.
+    """
+    if not found:
         raise DataError(
             f"{setting} must list at least one source, but lists none; "
             f'name a text file or a glob, or "{BUNDLED_CORPUS}"'
         )
-    listed = [_files_of(source) for source in sources]
-    problems: list[str | None] = []
+    listed = [[(file, file.place()) for file in _files_of(each)] for each in found]
+    named = [
+        (place, (file.path, each.source))
+        for each, files in zip(found, listed, strict=True)
+        for file, place in files
+    ]
     first: dict[tuple[str, str], tuple[Path, Source]] = {}
-    for source, files in zip(sources, listed, strict=True):
-        if not files:
-            problems.append(_nothing_found(source, setting))
-        for file in files:
-            found = (file.path, source)
-            if first.setdefault(file.place(), found) is found:
+    for place, this in sorted(named, key=lambda each: each[0][0] != str(each[1][0])):
+        first.setdefault(place, this)  # a file before links to it
+    problems: list[str | None] = []
+    kept: list[list[SourceFile]] = []
+    seen: set[tuple[str, str]] = set()
+    for each, files in zip(found, listed, strict=True):
+        is_glob = glob.has_magic(str(each.source.path))
+        problems.append(_broken_links(each, setting))
+        if not files and not problems[-1]:
+            problems.append(_nothing_found(each.source, setting))
+        kept.append([])
+        for file, place in files:
+            is_first = first[place][0] == file.path
+            if is_first and place not in seen:
+                seen.add(place)
+                kept[-1].append(file)
                 problems.append(_unreadable(file, setting))
-            else:
-                problems.append(matched_twice(setting, first[file.place()], found))
+            elif is_first or not is_glob or (file is files[-1][0] and not kept[-1]):
+                this = (file.path, each.source)
+                problems.append(matched_twice(setting, first[place], this))
+    links = len(named) - sum(map(len, kept))
     raise_any(problems)
-    return listed
+    if links:
+        report(f"{setting}: {links:,} links to files already listed were skipped")
+    return kept
 
 
 def is_file_or_dataset(path: Path) -> bool:
@@ -150,27 +178,36 @@ def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, 
     )
 
 
-def _files_of(source: Source) -> list[SourceFile]:
+def _files_of(found: Found) -> list[SourceFile]:
+    source = found.source
     if source.dataset is not None:
         dataset = NamedDataset.of(source)
         return [SourceFile(source.dataset + dataset.part(), Path(source.dataset), dataset)]
-    return sorted(_files_at(source), key=lambda file: file.name)
+    return sorted(_files_at(source, found.paths), key=lambda file: file.name)
 
 
-def _files_at(source: Source) -> Iterator[SourceFile]:
+def _files_at(source: Source, paths: Sequence[Path]) -> Iterator[SourceFile]:
     if source.path == BUNDLED_CORPUS:
         for path in _library_files():
             yield SourceFile(path.relative_to(_library_folder()).as_posix(), path)
         return
     path = expand_home(str(source.path))
-    if is_file_or_dataset(path):
-        yield SourceFile(path.name, path.absolute(), _format_of(path, source))
-        return
-    root = _fixed_part(path)
-    for match in map(Path, glob.glob(str(path), recursive=True)):
-        if is_file_or_dataset(match):
-            name = match.relative_to(root).as_posix()
-            yield SourceFile(name, match.absolute(), _format_of(match, source))
+    root = None if is_file_or_dataset(path) else fixed_part(path).absolute()
+    for match in filter(is_file_or_dataset, paths):
+        name = path.name if root is None else match.relative_to(root).as_posix()
+        yield SourceFile(name, match, _format_of(match, source))
+
+
+def _broken_links(found: Found, setting: str) -> str | None:
+    """The problem that a glob matches links to files that do not exist; None if there are none."""
+    broken = [path for path in found.paths if not os.path.exists(path) and path.is_symlink()]
+    if not broken:
+        return None
+    return (
+        f"{setting}: a link must lead to a file, but '{found.source}' matches {len(broken):,} "
+        f"broken links, the first {broken[0]}; restore their files, remove the links, or exclude "
+        f'them with "!{broken[0]}"'
+    )
 
 
 def _library_folder() -> Path:
@@ -188,16 +225,6 @@ def _library_files() -> Iterator[Path]:
         for name in names:
             if name.endswith(".py") and not name.startswith(_SKIPPED_PREFIXES):
                 yield Path(folder, name)
-
-
-def _fixed_part(pattern: Path) -> Path:
-    """The folder above the first part of the pattern that has a wildcard."""
-    fixed: list[str] = []
-    for part in pattern.parts[:-1]:
-        if glob.has_magic(part):
-            break
-        fixed.append(part)
-    return Path(*fixed)
 
 
 def _format_of(path: Path, source: Source) -> TextFormat:
@@ -254,8 +281,8 @@ def _nothing_found(source: Source, setting: str) -> str:
     path = expand_home(str(source.path))
     if path.is_dir():
         inside = Path(glob.escape(str(path)), "**")
-        files = filter(os.path.isfile, glob.iglob(str(inside), recursive=True))
-        readable = (file for file in map(Path, islice(files, 10_000)) if not _why_refused(file))
+        files = filter(os.path.isfile, islice(matches(inside), 10_000))
+        readable = (file for file in files if not _why_refused(file))
         inside /= f"*{next((file.suffix for file in readable), '.txt')}"
         return (
             f"{setting}: a source must be a file, a glob or a folder that save_to_disk of datasets "
@@ -266,7 +293,7 @@ def _nothing_found(source: Source, setting: str) -> str:
         brackets = '; for a bracket that is part of a name, write "[[]"' if "[" in str(path) else ""
         return (
             f"{setting}: a glob must match at least one file, but '{source}' matches 0 under "
-            f"{_fixed_part(path).absolute()}; relative paths start from the working directory"
+            f"{fixed_part(path).absolute()}; relative paths start from the working directory"
             f"{brackets}"
         )
     if os.path.lexists(path):

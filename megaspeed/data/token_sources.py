@@ -8,7 +8,7 @@ a glob of any of these              every match, sorted by name; ordinary folder
 
 from __future__ import annotations
 
-import glob
+from collections.abc import Iterable
 from pathlib import Path
 
 from megaspeed.data.cache import Cache, index_path
@@ -17,23 +17,21 @@ from megaspeed.data.foreign_tokens import open_megatron, open_nanogpt, why_not_1
 from megaspeed.data.sources import is_file_or_dataset
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_folder import INDEX, SHARDS, is_token_folder, open_token_folder
-from megaspeed.files.paths import expand_home
 from megaspeed.files.reading import special_among
 
 
-def text_beside_tokens(path: Path) -> Path | None:
-    """The first match of a glob that is read as text; None if there is none."""
-    beside = (match for match in _matches(path) if not _is_tokens(match))
+def text_beside_tokens(paths: Iterable[Path]) -> Path | None:
+    """The first path that is read as text; None if there is none."""
+    beside = (path for path in paths if not _is_tokens(path))
     return next(filter(is_file_or_dataset, beside), None)
 
 
-def token_paths(path: Path) -> list[Path]:
-    """The token folders, .idx files and .bin files that a path, a prefix or a glob names, sorted.
+def token_paths(paths: Iterable[Path]) -> list[Path]:
+    """The token folders, .idx files, .bin files and prefixes of such files among some paths.
 
-    It is empty if none of them holds tokens. A pair of .bin and .idx is represented by its .idx.
+    A pair of .bin and .idx is represented by its .idx.
     """
-    tokens = filter(_is_tokens, _matches(path))
-    return list(dict.fromkeys(map(_index_of_pair, tokens)))
+    return list(dict.fromkeys(map(_index_of_pair, filter(_is_tokens, paths))))
 
 
 def open_tokens(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
@@ -76,14 +74,6 @@ def why_not_tokens(path: Path, vocab_size: int) -> str | None:
     has_index = _is_shard(path) or index_path(path).is_file()
     is_nanogpt = path.suffix == ".bin" and path.is_file() and not has_index
     return why_not_16_bit(path, vocab_size) if is_nanogpt else None
-
-
-def _matches(path: Path) -> list[Path]:
-    """The files and folders that a path, a prefix or a glob names, sorted."""
-    path = expand_home(path).absolute()
-    if path.exists() or _is_pair(path):
-        return [path]
-    return sorted(Path(match) for match in glob.glob(str(path), recursive=True))
 
 
 def _is_tokens(path: Path) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from megaspeed.data.cache import Cache, cache_key
 from megaspeed.data.errors import DataError
 from megaspeed.data.foreign_tokens import MegatronIndex
+from megaspeed.data.search import paths_at
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_sources import (
     text_beside_tokens,
@@ -54,8 +55,8 @@ def test_a_megatron_pair_is_named_by_either_file_its_prefix_or_a_glob(
 ) -> None:
     write_megatron(tmp_path / "corpus", DOCUMENTS)
     (tmp_path / "corpus.v2").mkdir()  # of no concern
-    assert token_paths(tmp_path / named)
-    assert token_paths(tmp_path / named) == [tmp_path / "corpus.idx"]
+    assert token_paths(paths_at(str(tmp_path / named)))
+    assert token_paths(paths_at(str(tmp_path / named))) == [tmp_path / "corpus.idx"]
     file = open_one(tmp_path / named, cache)
     assert file.path == tmp_path / "corpus.bin"
     assert file.map().tolist() == IDS
@@ -158,13 +159,13 @@ def test_text_and_folders_of_text_are_not_tokens(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "state.json").write_text("{}")
     write_nanogpt(tmp_path / "train.bin", [1])
-    assert not token_paths(tmp_path / "text.txt")
-    assert not token_paths(tmp_path)
-    assert not token_paths(tmp_path / "missing.bin")
-    assert token_paths(tmp_path / "t*")  # text and tokens
-    assert text_beside_tokens(tmp_path / "t*") == tmp_path / "text.txt"
-    assert text_beside_tokens(tmp_path / "*.bin") is None
-    assert token_paths(tmp_path / "*.bin")
+    assert not token_paths(paths_at(str(tmp_path / "text.txt")))
+    assert not token_paths(paths_at(str(tmp_path)))
+    assert not token_paths(paths_at(str(tmp_path / "missing.bin")))
+    assert token_paths(paths_at(str(tmp_path / "t*")))  # text and tokens
+    assert text_beside_tokens(paths_at(str(tmp_path / "t*"))) == tmp_path / "text.txt"
+    assert text_beside_tokens(paths_at(str(tmp_path / "*.bin"))) is None
+    assert token_paths(paths_at(str(tmp_path / "*.bin")))
 
 
 def test_a_nanogpt_file_with_half_an_id_names_its_size(tmp_path: Path, cache: Cache) -> None:

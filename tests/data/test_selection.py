@@ -2,7 +2,7 @@
 
 import json
 import shutil
-import time
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -265,19 +265,11 @@ def test_a_tokenizer_is_compared_with_the_model_of_from_hf(tmp_path: Path) -> No
     assert problems_in_file(tmp_path, model={"from_hf": "/no/such/folder"}, data=data) == []
 
 
-@pytest.mark.parametrize("pattern", ["**", "**/*.nothing"])
-def test_a_glob_that_would_never_end_is_stopped_with_a_warning(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    pattern: str,
+def test_a_glob_that_takes_long_is_stopped_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each of ten links leads back up, so the tree has 10^40 folders for a glob."""
-    for number in range(10):
-        (tmp_path / f"up{number}").symlink_to(tmp_path)
-    monkeypatch.setattr(selection, "_LONGEST_SECONDS", 0.2)
-    start = time.monotonic()
-    assert problems_in_file(tmp_path, f'data.train=["{tmp_path}/{pattern}"]') == []
-    assert time.monotonic() - start < 5
+    tree = sysconfig.get_path("stdlib")
+    monkeypatch.setattr(selection, "_LONGEST_SECONDS", 0.01)
+    assert problems_in_file(tmp_path, f'data.train=["{tree}/**/*.nothing"]') == []
     (message,) = caplog.messages
-    assert message.startswith("data: after 0.2 s, some files are not examined yet")
+    assert message.startswith("data: after 0.01 s, some files are not examined yet")

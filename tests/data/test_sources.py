@@ -1,5 +1,6 @@
 """Sources name files. All that cannot be found or read are reported at once."""
 
+import glob
 import os
 import random
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 
 from megaspeed.config.data import Source
+from megaspeed.data import search
 from megaspeed.data.errors import DataError
+from megaspeed.data.search import paths_at
 from megaspeed.data.sources import SourceFile, list_files
 from megaspeed.data.tables import Table
 from megaspeed.data.text_files import JsonLines, PlainText
@@ -108,17 +111,17 @@ def test_a_format_that_would_be_read_as_its_own_syntax_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("files", "glob"),
+    ("files", "pattern"),
     [([], "*.txt"), (["b.jsonl"], "*.jsonl"), (["a.csv", "b.parquet"], "*.parquet")],
 )
 def test_a_glob_that_matches_the_files_of_a_folder_is_suggested(
-    tmp_path: Path, files: list[str], glob: str
+    tmp_path: Path, files: list[str], pattern: str
 ) -> None:
     for file in files:
         (tmp_path / file).write_text("")
     with pytest.raises(DataError) as caught:
         list_files([Source(path=str(tmp_path))], "data.train")
-    assert str(caught.value).endswith(f'for example with "{tmp_path}/**/{glob}"')
+    assert str(caught.value).endswith(f'for example with "{tmp_path}/**/{pattern}"')
 
 
 def test_a_suffix_states_the_format_and_a_dot_in_a_folders_name_does_not(tmp_path: Path) -> None:
@@ -152,13 +155,110 @@ def problem_of(*sources: str) -> str:
     return problem
 
 
-def test_a_file_and_a_link_to_it_are_both_named(tmp_path: Path) -> None:
+def test_links_to_files_that_are_listed_are_skipped_and_counted(tmp_path: Path) -> None:
+    """Each was a problem that ended the run: 47 of them in one folder."""
+    touch(tmp_path, "b.txt", "c.txt", "links/d.txt")
+    for number in range(46):
+        (tmp_path / f"a{number:02}.txt").symlink_to("b.txt")
+    (tmp_path / "links/c.txt").symlink_to("../c.txt")
+    lines: list[str] = []
+    for order in (["*.txt", "links/*"], ["links/*", "*.txt"]):
+        sources = [Source(path=f"{tmp_path}/{pattern}") for pattern in order]
+        listed = list_files(sources, "data.train", lines.append)
+        assert {file.path.relative_to(tmp_path).as_posix() for file in listed} == {
+            "b.txt",
+            "c.txt",
+            "links/d.txt",
+        }
+    assert lines == ["data.train: 47 links to files already listed were skipped"] * 2
+
+
+def test_a_link_that_is_named_itself_and_a_source_of_links_alone_are_refused(
+    tmp_path: Path,
+) -> None:
     touch(tmp_path, "a.txt")
-    (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
-    assert (
-        f"'{tmp_path}/*.txt' matches {tmp_path}/a.txt (the same file as {tmp_path}/b.txt, by a "
-        "link) twice; narrow it"
-    ) in problem_of(f"{tmp_path}/*.txt")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    for named in ("link.txt", "link*"):
+        problem = problem_of(f"{tmp_path}/a*", f"{tmp_path}/{named}")
+        assert f"{tmp_path}/link.txt (the same file as {tmp_path}/a.txt, by a link)" in problem or (
+            f"{tmp_path}/a.txt (the same file as {tmp_path}/link.txt, by a link)" in problem
+        )
+
+
+def test_broken_links_are_one_problem(tmp_path: Path) -> None:
+    touch(tmp_path, "a.txt")
+    for number in range(3):
+        (tmp_path / f"gone{number}.txt").symlink_to("missing")
+    assert problem_of(f"{tmp_path}/*.txt") == (
+        f"data.train: a link must lead to a file, but '{tmp_path}/*.txt' matches 3 broken links, "
+        f"the first {tmp_path}/gone0.txt; restore their files, remove the links, or exclude them "
+        f'with "!{tmp_path}/gone0.txt"'
+    )
+    assert names(f"{tmp_path}/*.txt", "!gone?.txt") == ["a.txt"]
+
+
+@pytest.mark.timeout(30)
+def test_a_glob_enters_each_folder_once(tmp_path: Path) -> None:
+    """With ten links that lead back up, the tree had 10^40 folders."""
+    touch(tmp_path, "root/a.txt", "root/sub/deep/b.txt", "outside.txt", "other/.hidden/d.txt")
+    touch(tmp_path, "other/c.txt")
+    for number in range(10):
+        (tmp_path / f"root/up{number}").symlink_to("..")
+        (tmp_path / f"root/sub/back{number}").symlink_to("..")
+    (tmp_path / "root/other").symlink_to("../other")
+    (tmp_path / "root/again").symlink_to("sub")
+    expected = ["a.txt", "other/c.txt", "sub/deep/b.txt"]
+    assert names(f"{tmp_path}/root/**/*.txt") == names(f"{tmp_path}/root/**") == expected
+    assert names(f"{tmp_path}/root/**/again/deep/*.txt") == ["again/deep/b.txt"]
+    assert names(f"{tmp_path}/root/**/.hidden/*") == ["other/.hidden/d.txt"]
+
+
+def test_globs_match_as_in_pythons_glob(tmp_path: Path) -> None:
+    touch(tmp_path, "a/b/c.txt", "a/.h/d.txt", "a/b/.e", "f.txt", "a/x/b/g.md", "b/b/b/i.txt")
+    for pattern in ("**/*.txt", "*/*", "**/b/**/*", "**/.*", "**", "a/**/b/*", "[!a]*", "**/**/*"):
+        path = f"{tmp_path}/{pattern}"
+        found = {Path(match) for match in glob.glob(path, recursive=True)} - {tmp_path}
+        assert set(paths_at(path)) == found, pattern
+
+
+def test_a_search_that_takes_long_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path, "a.txt", "b.txt", "sub/c.txt", "sub/sub/d.txt")
+    monkeypatch.setattr(search, "_REPORTED_AFTER_SECONDS", -1.0)
+    lines: list[str] = []
+    list_files([Source(path=f"{tmp_path}/**/*.txt")], "data.train", lines.append)
+    assert lines == [f"looking for files below {tmp_path}: 2 found so far"]
+
+
+def test_an_exclusion_removes_files_from_the_sources_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path, "README.md", "a.txt", "drafts/b.txt", "old/README.md", "old/drafts/c.txt")
+    monkeypatch.chdir(tmp_path)
+    everything = ["README.md", "a.txt", "drafts/b.txt", "old/README.md", "old/drafts/c.txt"]
+    assert names("**") == everything
+    assert names("**", "!README*") == ["a.txt", "drafts/b.txt", "old/drafts/c.txt"]  # anywhere
+    assert names("**", "!drafts/") == ["README.md", "a.txt", "old/README.md"]
+    assert names("**", "!./drafts") == [each for each in everything if each != "drafts/b.txt"]
+    assert names("**/*.txt", f"!{tmp_path}/**/drafts/*") == ["a.txt"]
+    assert names("**/*.txt", "!drafts", "old/drafts/c.txt") == ["a.txt", "c.txt"]
+    touch(tmp_path, "!a[1].txt", "a[1].txt")
+    assert names("./!a*") == ["!a[1].txt"]
+    assert names("a*.txt", "!a[1].txt") == ["a.txt"]
+
+
+def test_an_exclusion_that_removes_nothing_or_everything_is_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "a.txt", "b.txt")
+    assert problem_of(f"{tmp_path}/*", "!c.txt") == (
+        "data.train: an exclusion must remove a file of the sources before it, but '!c.txt' "
+        "removes none of 2; correct it, move it after its sources, or omit it"
+    )
+    assert "'!a.txt' removes none of 0" in problem_of("!a.txt", f"{tmp_path}/*")
+    assert problem_of(f"{tmp_path}/b.txt", f"{tmp_path}/a*", "!a.*") == (
+        f"data.train: a source must keep a file, but '!a.*' excludes all 1 of '{tmp_path}/a*'; "
+        "narrow the exclusion, or omit the source"
+    )
 
 
 def test_folders_that_may_not_be_entered_are_skipped(

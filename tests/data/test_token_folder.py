@@ -12,6 +12,7 @@ import pytest
 
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
+from megaspeed.data.search import paths_at
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_folder import (
     Shard,
@@ -97,7 +98,7 @@ def test_an_id_beyond_the_vocabulary_is_reported_for_the_shard_that_has_it(tmp_p
 def test_an_unfinished_folder_states_how_to_continue(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [5, 6, 0])
     (tmp_path / "tokens" / "index.json").unlink()
-    assert is_token_folder(tmp_path / "tokens") and token_paths(tmp_path / "tokens")
+    assert is_token_folder(tmp_path / "tokens") and token_paths(paths_at(str(tmp_path / "tokens")))
     (problem,) = refusal(tmp_path / "tokens")
     assert (
         "its tokenization did not finish; run the same `megaspeed tokenize` command again"
@@ -214,7 +215,7 @@ def test_altered_bytes_that_no_sample_has_are_found(tmp_path: Path) -> None:
 
 def test_an_index_of_another_program_makes_no_token_folder(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"weight_map": {}}')
-    assert not is_token_folder(tmp_path) and not token_paths(tmp_path)
+    assert not is_token_folder(tmp_path) and not token_paths(paths_at(str(tmp_path)))
     ids = tmp_path / "train.bin"
     ids.write_bytes(b"\x05\x00\x06\x00")
     (file,) = open_all(ids, Cache(tmp_path / "cache"))

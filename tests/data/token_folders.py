@@ -8,6 +8,7 @@ import numpy as np
 from megaspeed.data.cache import Cache
 from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
 from megaspeed.data.encode import encode
+from megaspeed.data.search import paths_at
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.token_file import TokenFile, id_type
 from megaspeed.data.token_folder import Shard, TokenFolderIndex, write_index
@@ -40,4 +41,6 @@ def write_token_folder(folder: Path, text: Path, tokenizer: TextTokenizer) -> Pa
 
 def open_all(path: Path | str, cache: Cache) -> tuple[TokenFile, ...]:
     """The token files that a source of this path has."""
-    return tuple(file for each in token_paths(Path(path)) for file in open_tokens(each, cache))
+    return tuple(
+        file for each in token_paths(paths_at(str(path))) for file in open_tokens(each, cache)
+    )
