@@ -37,7 +37,10 @@ ARCHIVES = {".gz": "gzip", ".zst": "zstd"}
 
 DOCUMENT_SEPARATOR = b"<|endoftext|>"
 _BYTE_ORDER_MARK = "\ufeff"  # ignored at the beginning of a file
+_BOM_BYTES = _BYTE_ORDER_MARK.encode()
 _READ_BYTES = 1 << 16
+# Reading such a line takes about five times as much memory.
+_LONGEST_LINE_BYTES = 1 << 30
 # A piece, and enough bytes after it to see a separator with its line end.
 _WINDOW_BYTES = PIECE_BYTES + len(DOCUMENT_SEPARATOR) + len(b"\r\n")
 
@@ -76,9 +79,17 @@ class ByteStream:
         return bytes(found)
 
     def line(self) -> bytes:
-        """The next line with its line end; empty at the end of the file, or before damage."""
+        """The next line with its line end; empty at the end of the file, or before damage.
+
+        Of a line that is too long, at most a byte more than its limit.
+        """
         self.lines += 1
-        return self._next(self._bytes.readline)
+        return self._next(self._bytes.readline, _LONGEST_LINE_BYTES + 1)
+
+    def skip_line(self) -> None:
+        """Reads on to the end of a line, and keeps nothing of it."""
+        while (rest := self._next(self._bytes.readline, _READ_BYTES)) and rest[-1:] != b"\n":
+            pass
 
     def report_damage(self, on_bad: OnBad) -> None:
         """Reports why the stream ended early, if it did. Call it after all bytes are used."""
@@ -213,21 +224,31 @@ class JsonLines(TextFormat):
         with closing(ByteStream(path)) as stream:
             start = 0
             while line := stream.line():
-                if start == 0:
-                    line = line.removeprefix(_BYTE_ORDER_MARK.encode())
                 text = ""
                 try:
-                    text = self._text_of(line) if line.strip() else ""
+                    text = self._text_of(line if start else line.removeprefix(_BOM_BYTES))
                 except _NoText as wrong:
                     where = f"line {stream.lines:,} (byte {start:,})"
                     hint = stream.damage_hint if wrong.may_be_damage else ""
                     on_bad(BadRecord(path, where, wrong.problem + hint, wrong.mend))
+                if len(line) > _LONGEST_LINE_BYTES and not line.endswith(b"\n"):
+                    line = b""  # its memory is freed
+                    stream.skip_line()
                 if text:
                     yield from pieces_of(text, stream.disk_bytes)
                 start = stream.position
             stream.report_damage(on_bad)
 
     def _text_of(self, line: bytes) -> str:
+        if len(line) > _LONGEST_LINE_BYTES:
+            raise _NoText(
+                f"a line must have at most {_LONGEST_LINE_BYTES:,} bytes, because it is read into "
+                "memory, but this one has more",
+                "divide its document among several lines, or into files of plain text, which may "
+                "have any length",
+            )
+        if not line.strip():
+            return ""
         record, field = _parsed(line), self.text_field
         texts = [value for key, value in record if key == field]
         if not texts:
