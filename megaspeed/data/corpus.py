@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megaspeed.config.data import DataConfig
 from megaspeed.data.cache import Cache, default_cache_dir
+from megaspeed.data.documents import Contents
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.hold_out import hold_out_tails, hold_out_tokens
 from megaspeed.data.mixture import Component, Mixture
@@ -37,6 +38,8 @@ class PreparedCorpus:
         sequence_length: S, tokens.
         seed: `data.seed`.
         reset_at_documents: whether attention and positions restart at every document.
+        contents: what is known of the documents of `data.train`; None if even their number is
+            unknown.
     """
 
     train: Mixture
@@ -45,6 +48,7 @@ class PreparedCorpus:
     sequence_length: int
     seed: int
     reset_at_documents: bool = False
+    contents: Contents | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -188,6 +192,12 @@ def _corpus_of(
     """Combines the token files of the text with the token sources into components."""
     open_share = partial(_open_tokens, cache)
     tokens = for_each(selection.train, open_share)
+    contents = text.contents
+    counts = [file.index.documents for files in tokens for file in files]
+    if counts:
+        counts += [contents.documents if contents else None] if any(text.train) else []
+        known = [count for count in counts if count is not None]
+        contents = Contents(sum(known)) if known == counts else None
     if selection.validation is None:
         sides = [_hold_out(files, data) for files in tokens]
         tokens, held_out = [train for train, _ in sides], [held for _, held in sides]
@@ -203,6 +213,7 @@ def _corpus_of(
         sequence_length=data.sequence_length,
         seed=data.seed,
         reset_at_documents=data.reset_at_documents,
+        contents=contents,
     )
 
 

@@ -13,11 +13,14 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
+from heapq import nlargest
+from itertools import accumulate, chain, groupby
 
 from megaspeed.data.errors import DataError, for_each
 from megaspeed.data.pieces import Piece, refuse
 from megaspeed.data.sources import SourceFile
+
+_LARGEST_DOCUMENTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,38 @@ class Document:
     number: int
     size_bytes: int
     content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Figures about the documents of `data.train`.
+
+    Attributes:
+        documents: their number.
+        copies: how many have the same text, to the byte, as an earlier one; None if unknown.
+        largest, share: how many documents have more than half of the text, and their part of it.
+            0 if that takes more than 4 documents, or more than a quarter of them.
+    """
+
+    documents: int
+    copies: int | None = None
+    largest: int = 0
+    share: float = 0.0
+
+    @classmethod
+    def of(cls, documents: Sequence[Document]) -> Contents:
+        sizes = [document.size_bytes for document in documents]
+        most = min(_LARGEST_DOCUMENTS, len(documents) // 4)
+        shares = [part / sum(sizes) for part in accumulate(nlargest(most, sizes))]
+        largest = next((n for n, share in enumerate(shares, start=1) if share > 0.5), 0)
+        copies = len(documents) - len({document.content for document in documents})
+        return cls(len(documents), copies, largest, shares[largest - 1] if largest else 0.0)
+
+    def __str__(self) -> str:
+        copies = "" if self.copies is None else f" ({self.copies or 'no'} exact copies of others)"
+        what = "largest is" if self.largest == 1 else f"{self.largest} largest are"
+        dominated = f", of which the {what} {self.share:.0%} of the text" if self.largest else ""
+        return f"{self.documents:,} documents{copies}{dominated}"
 
 
 class DocumentHash:
@@ -101,6 +136,19 @@ def corpus_fingerprint(documents: Iterable[Document]) -> str:
     for document in documents:
         digest.update(document_line(document.file.name, document.size_bytes, document.content))
     return digest.hexdigest()
+
+
+def origins_of(documents: Iterable[Document]) -> list[list[str | int]]:
+    """[path, number of the first, count] of documents that follow each other in a file."""
+    origins: list[list[str | int]] = []
+    following: tuple[SourceFile, int] | None = None
+    for document in documents:
+        if following == (document.file, document.number):
+            origins[-1][2] = int(origins[-1][2]) + 1
+        else:
+            origins.append([str(document.file.path), document.number, 1])
+        following = (document.file, document.number + 1)
+    return origins
 
 
 def document_line(file_name: str, size_bytes: int, content: str) -> bytes:

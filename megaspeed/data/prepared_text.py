@@ -9,10 +9,12 @@ change may be missed. Then delete the cache.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,7 +22,14 @@ import tokenizers
 
 from megaspeed.config.data import DataConfig
 from megaspeed.data.cache import Cache, cache_key
-from megaspeed.data.documents import Document, corpus_fingerprint, read_documents, read_pieces
+from megaspeed.data.documents import (
+    Contents,
+    Document,
+    corpus_fingerprint,
+    origins_of,
+    read_documents,
+    read_pieces,
+)
 from megaspeed.data.encode import encode
 from megaspeed.data.errors import for_each, raise_any
 from megaspeed.data.hold_out import (
@@ -33,7 +42,7 @@ from megaspeed.data.hold_out import (
 )
 from megaspeed.data.pieces import CUT_RULE, SKIP_BEFOREHAND
 from megaspeed.data.selection import Selection, Share
-from megaspeed.data.token_file import TokenFile, TokenIndex, id_type
+from megaspeed.data.token_file import ORIGINS, TokenFile, TokenIndex, id_type
 from megaspeed.data.tokenizer import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -66,11 +75,13 @@ class PreparedText:
         validation: those of each validation share; if a fraction is held out, of each training
             share.
         tokenizer: the tokenizer's folder; None if there is no text and no tokenizer is named.
+        contents: the documents of the training shares; None if an older version has read them.
     """
 
     train: Parts
     validation: Parts
     tokenizer: Path | None
+    contents: Contents | None
 
 
 def recall_text(
@@ -95,11 +106,13 @@ def build_text(
     tokenizer, folder = _provide_tokenizer(cache, vocab_size, selection, training)
     train = [_provide_tokens(cache, documents, tokenizer) for documents in training]
     validation = [_provide_tokens(cache, documents, tokenizer) for documents in validating]
+    held_out = validating if selection.validation is None else []
     recipe = {
         "train": [_name(cache, path) for path in train],
         "validation": [_name(cache, path) for path in validation],
         "held_out": [_span(cache, path, cut) for path, cut in zip(train, cuts, strict=True)],
         "tokenizer": _name(cache, folder),
+        "contents": asdict(Contents.of(list(chain(*training, *held_out)))),
     }
     if selection.is_settled():
         cache.write_index(_recipe_path(cache, data, vocab_size, selection), recipe)
@@ -145,7 +158,8 @@ def _open(cache: Cache, recipe: Facts) -> PreparedText | None:
             (file,) = train[share]
             train[share], part = hold_out_spans(file, [(span[0], span[1])])
             validation[share] += part
-    return PreparedText(train, validation, folder)
+    contents = recipe.get("contents")
+    return PreparedText(train, validation, folder, contents and Contents(**contents))
 
 
 def _span(cache: Cache, path: Path | None, cut: Cut | None) -> tuple[int, int] | None:
@@ -247,6 +261,9 @@ def _provide_tokens(
         tokenizer.end_of_text,
     )
     path = cache.root / "tokens" / f"{key}.bin"
+    # Even if another corpus wrote the token file: this one may have the same text elsewhere.
+    lines = "".join(json.dumps(origin) + "\n" for origin in origins_of(documents))
+    cache.write(path.with_suffix(ORIGINS), partial(_write_content, lines.encode()))
     if TokenFile.open(cache, path) is None:
         logger.info("tokenizing %d documents", len(documents))
         cache.write(path, partial(_write_tokens, documents, tokenizer))

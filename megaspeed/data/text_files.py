@@ -39,7 +39,7 @@ DOCUMENT_SEPARATOR = b"<|endoftext|>"
 _BYTE_ORDER_MARK = "\ufeff"  # ignored at the beginning of a file
 _BOM_BYTES = _BYTE_ORDER_MARK.encode()
 _READ_BYTES = 1 << 16
-# Reading such a line takes about five times as much memory.
+# Longer than any document worth having. Reading such a line takes three times as much memory.
 _LONGEST_LINE_BYTES = 1 << 30
 # A piece, and enough bytes after it to see a separator with its line end.
 _WINDOW_BYTES = PIECE_BYTES + len(DOCUMENT_SEPARATOR) + len(b"\r\n")

@@ -65,12 +65,13 @@ def print_warning(console: Console, text: str) -> None:
 
 
 def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
-    """The sizes of the training and the validation data, in tokens and sequences."""
+    """The documents, and the sizes of training and validation data in tokens and sequences."""
     train, validation = corpus.train, corpus.validation
     sources = len(train.components)
     mixed = f" mixed from {sources} sources" if sources > 1 else ""
+    documents = "" if corpus.contents is None else f"{corpus.contents}; "
     line = (
-        f"corpus: {train.tokens:,} training tokens in {corpus.training_sequences:,} "
+        f"corpus: {documents}{train.tokens:,} training tokens in {corpus.training_sequences:,} "
         f"sequences{mixed}; "
     )
     if validation is None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,44 @@ def test_a_step_shows_what_the_ranks_train_on_in_it(
         assert tokenizer.encode(sample["text"]).ids == sample["ids"]
         assert sample["text"].removesuffix("<|endoftext|>") in text
         assert sample["source"] == str(TEXT)
+
+
+def test_the_documents_of_a_sample_are_named_by_file_and_number(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = config.with_name("texts")
+    texts.mkdir()
+    words = [[f"{name}{number} " * (3 + number % 5) for number in range(40)] for name in "ab"]
+    lines = [json.dumps({"text": text}) for text in words[0]]
+    (texts / "a.jsonl").write_text("\n".join(lines))
+    (texts / "b.txt").write_text("<|endoftext|>".join(words[1]))
+    data = {"train": [f"{texts}/*"], "sequence_length": 16, "validation_fraction": 0.2}
+    config.write_text(json.dumps(CONFIG | {"data": data}))
+    for _ in range(2):  # prepared, and from the cache
+        samples = shown(config, "--samples", "0:100")["samples"]
+        for sample in samples:
+            named = []
+            for place in sample["documents"]:
+                path, numbers = place.rsplit(", ", 1)
+                bounds = [int(number) for number in re.findall(r"\d+", numbers)]
+                text = words["ab".index(Path(path).stem)]
+                named += text[bounds[0] - 1 : bounds[-1]]
+            parts = sample["text"].split("<|endoftext|>")
+            assert len(parts) - (not parts[-1]) == len(named)
+            assert all(part in text for part, text in zip(parts, named, strict=False))
+    assert {place.rsplit(", ", 1)[0] for sample in samples for place in sample["documents"]} == {
+        f"{texts}/a.jsonl",
+        f"{texts}/b.txt",
+    }
+    assert "documents " in capsys.readouterr().out
+    run = load_run(config, world_size=1, world_source="test")
+    corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
+    for origins in config.with_name("cache").glob("tokens/*.origins.jsonl"):
+        origins.unlink()  # as of an older version
+    (sample,) = show_samples(corpus, [0])
+    drawn = io.StringIO()
+    Console(width=400, file=drawn).print(samples_table([sample]))
+    assert sample.documents == [] and f"token {sample.first_token:,} of" in drawn.getvalue()
 
 
 def test_any_samples_can_be_shown(config: Path) -> None:

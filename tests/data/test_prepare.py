@@ -16,11 +16,13 @@ import pytest
 
 from megaspeed.config.data import DataConfig
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.data.documents import Contents
 from megaspeed.data.errors import DataError
 from megaspeed.data.mixture import Mixture
 from megaspeed.data.selection import find_problems, select_files
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.tokenizer import load_tokenizer
+from megaspeed.files.json_values import read_sealed, write_sealed
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +113,36 @@ def test_a_warm_start_opens_no_text_and_gives_the_same(
     assert out.strip().endswith(", 0]")
     assert str(only_file(corpus.train).path) in out
     assert fingerprint_of(cache_dir) == before
+
+
+def test_the_documents_are_counted_when_they_are_read_and_then_known(
+    prepared: tuple[Path, PreparedCorpus], tmp_path: Path
+) -> None:
+    cache_dir, corpus = prepared
+    files = [path for path in (*STDLIB.glob("json/*.py"), *STDLIB.glob("email/*.py"))]
+    texts = [text for path in files if (text := path.read_bytes())]
+    assert corpus.contents == Contents(len(texts), len(texts) - len(set(texts)))
+    again = prepare_corpus(config(), 512, cache_dir=cache_dir)
+    assert again.contents == corpus.contents
+    shutil.copytree(cache_dir, tmp_path / "old")
+    (recipe,) = (tmp_path / "old" / "recipes").iterdir()
+    facts = read_sealed(recipe)
+    assert facts is not None and facts.pop("contents")
+    write_sealed(recipe, facts)
+    old = prepare_corpus(config(), 512, cache_dir=tmp_path / "old")
+    assert old.contents is None and old.fingerprint == corpus.fingerprint
+
+
+def test_copies_and_documents_that_dominate_are_named(tmp_path: Path) -> None:
+    texts = [f"text {number} " for number in range(12)] + ["text 3 ", "text 3 ", "text 4 "]
+    large = [f"{name} " * 100 for name in "abcd"]
+    (tmp_path / "a.txt").write_text("<|endoftext|>".join([*texts[:6], *large, *texts[6:]]))
+    corpus = prepare_corpus(
+        config(train=[f"{tmp_path}/a.txt"], sequence_length=4), 300, cache_dir=tmp_path / "cache"
+    )
+    assert str(corpus.contents) == (
+        "19 documents (3 exact copies of others), of which the 3 largest are 66% of the text"
+    )
 
 
 def test_a_cold_start_does_open_the_text(tmp_path: Path) -> None:

@@ -113,9 +113,9 @@ def test_a_line_that_is_too_long_is_refused_or_skipped_before_it_is_complete(
     allowed = json.dumps({"text": "x" * (longest - len('{"text": ""}') - 1)}).encode() + b"\n"
     over = [allowed.replace(b"x", b"x" * more, 1) for more in (2, 3, 500_000)]
     content = b"".join([over[0], allowed, LINES, over[1], b" " * 5000 + b"\n", over[2], allowed])
-    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    packed = {"": content, ".gz": gzip.compress(content), ".zst": zstandard.compress(content)}
     text = tmp_path / f"a.jsonl{suffix}"
-    text.write_bytes(compress(content))
+    text.write_bytes(packed[suffix])
     assert tokenize(text, tokenizer_folder) == 2
     assert (
         f"{text}, line 1 (byte 0): a line must have at most 1,000 bytes, because it is read into "
