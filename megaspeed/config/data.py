@@ -41,7 +41,7 @@ class Source(Section):
     def _names_one_place(self) -> Self:
         if (self.path is None) == (self.dataset is None):
             raise ValueError("an object that states either path or dataset")
-        if self.excludes and (self.path == EXCLUDES or self.model_fields_set != {"path"}):
+        if self.excludes and self.model_fields_set != {"path"}:
             raise ValueError(f'"{EXCLUDES}" and a path, without other keys, to exclude files')
         only = {"configuration": self.configuration, "revision": self.revision}
         stated = [name for name, value in only.items() if value is not None]

@@ -45,7 +45,6 @@ class Contents:
     """Figures about the documents of `data.train`.
 
     Attributes:
-        documents: their number.
         copies: how many have the same text, to the byte, as an earlier one; None if unknown.
         largest, share: how many documents have more than half of the text, and their part of it.
             0 if that takes more than 4 documents, or more than a quarter of them.
@@ -138,17 +137,15 @@ def corpus_fingerprint(documents: Iterable[Document]) -> str:
     return digest.hexdigest()
 
 
-def origins_of(documents: Iterable[Document]) -> list[list[str | int]]:
-    """[path, number of the first, count] of documents that follow each other in a file."""
-    origins: list[list[str | int]] = []
-    following: tuple[SourceFile, int] | None = None
-    for document in documents:
-        if following == (document.file, document.number):
-            origins[-1][2] = int(origins[-1][2]) + 1
-        else:
-            origins.append([str(document.file.path), document.number, 1])
-        following = (document.file, document.number + 1)
-    return origins
+def origins_of(documents: Iterable[Document]) -> Iterator[tuple[str, int, int]]:
+    """(path, number of the first, count) of documents that follow each other in a file."""
+
+    def run(numbered: tuple[int, Document]) -> tuple[SourceFile, int]:
+        return numbered[1].file, numbered[1].number - numbered[0]
+
+    for (file, offset), group in groupby(enumerate(documents), run):
+        at = [place for place, _ in group]
+        yield str(file.path), at[0] + offset, len(at)
 
 
 def document_line(file_name: str, size_bytes: int, content: str) -> bytes:

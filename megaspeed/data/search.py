@@ -92,13 +92,13 @@ def matches(glob_pattern: Path, report: Report = silently) -> Iterator[Path]:
     pattern = glob_pattern.parts[len(root.parts) :]
     start = _without_folders(pattern, {0})
     # A link to a folder above the root would lead out of it.
-    entered = {(_identity(str(folder)), start) for folder in root.resolve().parents}
+    entered = {(os.stat(folder)[1:3], start) for folder in root.resolve().parents}
     folders, links = [(str(root), start)], list[tuple[str, frozenset[int]]]()
     count, report_at = 0, time.monotonic() + _REPORTED_AFTER_SECONDS
     while folders or links:
         folder, places = (folders or links).pop()
         try:
-            visit = (_identity(folder), places)
+            visit = (os.stat(folder)[1:3], places)  # inode and device
             entries = [] if visit in entered else sorted(os.scandir(folder), key=lambda e: e.name)
         except OSError:  # this user may not enter it
             continue
@@ -126,11 +126,6 @@ def fixed_part(pattern: Path) -> Path:
             break
         fixed.append(part)
     return Path(*fixed)
-
-
-def _identity(folder: str) -> tuple[int, int]:
-    about = os.stat(folder)
-    return about.st_dev, about.st_ino
 
 
 def _exclusion(text: str) -> tuple[str, ...]:

@@ -155,7 +155,7 @@ def files_by_source(
     links = len(named) - sum(map(len, kept))
     raise_any(problems)
     if links:
-        report(f"{setting}: {links:,} links to files already listed were skipped")
+        report(f"{setting}: skipped links to files already listed: {links:,}")
     return kept
 
 
@@ -204,8 +204,8 @@ def _broken_links(found: Found, setting: str) -> str | None:
     if not broken:
         return None
     return (
-        f"{setting}: a link must lead to a file, but '{found.source}' matches {len(broken):,} "
-        f"broken links, the first {broken[0]}; restore their files, remove the links, or exclude "
+        f"{setting}: a link must lead to a file, but of '{found.source}', {len(broken):,} "
+        f"are broken, the first {broken[0]}; restore their files, remove the links, or exclude "
         f'them with "!{broken[0]}"'
     )
 

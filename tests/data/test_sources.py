@@ -170,7 +170,7 @@ def test_links_to_files_that_are_listed_are_skipped_and_counted(tmp_path: Path) 
             "c.txt",
             "links/d.txt",
         }
-    assert lines == ["data.train: 47 links to files already listed were skipped"] * 2
+    assert lines == ["data.train: skipped links to files already listed: 47"] * 2
 
 
 def test_a_link_that_is_named_itself_and_a_source_of_links_alone_are_refused(
@@ -190,7 +190,7 @@ def test_broken_links_are_one_problem(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"gone{number}.txt").symlink_to("missing")
     assert problem_of(f"{tmp_path}/*.txt") == (
-        f"data.train: a link must lead to a file, but '{tmp_path}/*.txt' matches 3 broken links, "
+        f"data.train: a link must lead to a file, but of '{tmp_path}/*.txt', 3 are broken, "
         f"the first {tmp_path}/gone0.txt; restore their files, remove the links, or exclude them "
         f'with "!{tmp_path}/gone0.txt"'
     )

@@ -46,6 +46,14 @@ def test_a_glob_of_text_that_matches_token_ids_too_is_refused(tmp_path: Path) ->
     assert f"'{tmp_path}/*' names {tmp_path}/tokens, which holds token ids" in reported
 
 
+def test_an_exclusion_is_an_input(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    (file,) = files_of(f"{tmp_path}/*", "!b*")
+    assert file.path == tmp_path / "a.txt"
+    assert "'!c*' removes none of 2" in problems(f"{tmp_path}/*", "!c*")[0]
+
+
 def test_a_file_named_twice_is_refused_with_a_message_for_every_command(
     tmp_path: Path,
 ) -> None:
