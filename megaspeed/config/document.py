@@ -85,7 +85,7 @@ def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
     origins: dict[KeyPath, str] = {}
     for origin, tree in trees:
         merged = merge(merged, tree)
-        origins |= dict.fromkeys(_paths_in(tree), origin)
+        origins |= dict.fromkeys(paths_in(tree), origin)
     return Document(merged, tuple(problems), origins, is_complete)
 
 
@@ -165,12 +165,12 @@ def _short(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _paths_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+def paths_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
     """The path of every value in a tree of objects, and of the objects."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield (*path, key)
-            yield from _paths_in(inner, (*path, key))
+            yield from paths_in(inner, (*path, key))
 
 
 def _read_values(file: Path, extended_by: Sequence[Path]) -> tuple[dict[str, Any], list[Problem]]:

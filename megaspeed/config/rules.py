@@ -15,7 +15,6 @@ from megaspeed.config.deepspeed_keys import (
     Constant,
     DataTypesConfig,
     Decay,
-    FlopsProfilerConfig,
     Fp16Config,
     OptimizerConfig,
     SchedulerConfig,
@@ -340,42 +339,6 @@ def compressed_matrices_have_no_copies(
             f'parallel.gradient_compression "{compression.type}" compresses the part of a matrix '
             f"that a tensor rank holds, so copies of a key/value head would differ: "
             f"parallel.tensor {tp} must be at most model.num_key_value_heads {shared}"
-        )
-
-
-@rule
-def deepspeeds_engine_measures_nothing(
-    wall_clock_breakdown: bool, memory_breakdown: bool, flops_profiler: FlopsProfilerConfig
-) -> Iterator[str]:
-    """Forward, backward and step are not those of DeepSpeed's engine."""
-    instruments = {
-        "wall_clock_breakdown": wall_clock_breakdown,
-        "memory_breakdown": memory_breakdown,
-        "flops_profiler.enabled": flops_profiler.enabled,
-    }
-    for key, enabled in instruments.items():
-        if enabled:
-            yield (
-                f"{key} measures forward, backward and step of DeepSpeed's engine, which this run "
-                "does not use; set it to false (metrics.jsonl has step times, their parts, memory "
-                "and FLOP/s)"
-            )
-
-
-@rule
-def only_partitioned_states_are_offloaded(zero_optimization: ZeroConfig) -> Iterator[str]:
-    """What is moved to host memory is partitioned at this stage."""
-    zero = zero_optimization
-    if zero.offloads_parameters and zero.stage != 3:
-        yield (
-            "zero_optimization.offload_param moves partitioned parameters, which only stage 3 has, "
-            f"but zero_optimization.stage is {zero.stage}; set it to 3, or remove offload_param"
-        )
-    if zero.offloads_optimizer and zero.stage == 0:
-        yield (
-            "zero_optimization.offload_optimizer moves partitioned optimizer states, which stages "
-            "1, 2 and 3 have, but zero_optimization.stage is 0; raise it, or remove "
-            "offload_optimizer"
         )
 
 
