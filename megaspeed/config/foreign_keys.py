@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.config.document import describe_value, paths_in
 from megaspeed.config.errors import KeyPath, Problem
 
@@ -302,19 +303,20 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
     tree = _without_emptied(tree, auto)
     renamed, problems = _rename(tree)
     problems += _other_optimizers(tree)
+    foreign: list[KeyPath] = [tuple(name.split(".")) for keys in dropped.values() for name in keys]
     for name, reason in {**NO_EFFECT, **REFUSED}.items():
         path = tuple(name.split("."))
         value = _at(tree, path, absent=...)
         if value is ...:
             continue
+        foreign.append(path)
         if _is_off(name, value):
             dropped["off"].append(name)
         elif name in NO_EFFECT:
             dropped[reason].append(name)
         else:
             problems.append(Problem(path, f"{name} cannot be used here: {reason}"))
-    names = (*NO_EFFECT, *REFUSED, *(name for keys in dropped.values() for name in keys))
-    kept = _without_emptied(tree, [tuple(name.split(".")) for name in names])
+    kept = _without_emptied(tree, foreign)
     notes = [
         *renamed,
         *(f"no effect here: {', '.join(names)}: {reason}" for reason, names in dropped.items()),
@@ -407,15 +409,17 @@ def _notes_of_stage(zero: Any) -> Iterator[str]:
     names = [
         f"zero_optimization.{name}"
         for name, stages in EFFECTIVE_STAGES.items()
-        if isinstance(zero, dict) and stage not in stages and _is_stated(zero.get(name))
+        if isinstance(zero, dict) and stage not in stages and _changes(name, zero.get(name))
     ]
     if names:
         yield f"no effect at zero_optimization.stage {stage}: {', '.join(names)}"
 
 
-def _is_stated(value: Any) -> bool:
-    is_none = isinstance(value, dict) and value.get("device", "none") == "none"
-    return value is not None and not is_none
+def _changes(name: str, value: Any) -> bool:
+    """Whether a key of ZeRO has another value than its default."""
+    if isinstance(value, dict):
+        return value.get("device", "none") != "none"
+    return value not in (None, ZeroConfig.model_fields[name].default)
 
 
 def _computed_value(
@@ -423,6 +427,8 @@ def _computed_value(
 ) -> str:
     """The value of a key that was omitted, and where it comes from."""
     default = _at(stated, path)
+    if isinstance(default, dict):
+        return "(default)"
     if default is not None:
         return f"{json.dumps(default)} (default)"
     if resolved is None:

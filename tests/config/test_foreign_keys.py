@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megaspeed.cli import main
+from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.config.document import Document, merge, read_document
 from megaspeed.config.foreign_keys import EFFECTIVE_STAGES, NO_EFFECT, REFUSED, RENAMED, without
 from megaspeed.config.layout import BATCH_KEYS, World
@@ -197,7 +198,7 @@ def test_an_old_name_is_read_as_its_new_one(old: str) -> None:
 
 @pytest.mark.parametrize("service", ["tensorboard", "wandb"])
 def test_an_enabled_service_is_read_as_report_to(service: str) -> None:
-    values = {service: {"enabled": True, "output_path": "logs"}}
+    values: dict[str, Any] = {service: {"enabled": True, "output_path": "logs"}}
     assert parse_config(small(**values)).training.report_to == (service,)
     both = {**values, "training": {"report_to": [service]}}
     assert parse_config(small(**both)).training.report_to == (service,)
@@ -279,13 +280,15 @@ def test_auto_in_an_unknown_key_or_in_a_section_of_megaspeed_is_a_mistake() -> N
 
 @pytest.mark.parametrize(("key", "stages"), EFFECTIVE_STAGES.items())
 def test_a_key_of_another_stage_is_named(key: str, stages: tuple[int, ...]) -> None:
+    default = ZeroConfig.model_fields[key].default
     value = (
-        {"device": "cpu"} if "offload" in key else 1 if "size" in key or "stage3" in key else True
+        {"device": "cpu"} if "offload" in key else not default if default in (True, False) else 7
     )
     for stage in range(4):
         found = notes(zero_optimization={"stage": stage, key: value})
         note = f"no effect at zero_optimization.stage {stage}: zero_optimization.{key}"
         assert found == (() if stage in stages else (note,))
+        assert notes(zero_optimization={"stage": stage, key: default}) == ()
     assert notes(zero_optimization={"stage": 0, "offload_param": {"device": "none"}}) == ()
 
 
