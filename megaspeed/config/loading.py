@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from megaspeed.config.acceptance import Accepted, accept, without
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
-from megaspeed.config.foreign_keys import Accepted, accept, without
 from megaspeed.config.hugging_face import fill_from_hugging_face
 from megaspeed.config.layout import World, violations
 from megaspeed.config.resolve import Run, resolve_run

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from megaspeed.cli import main
+from megaspeed.config.acceptance import without
 from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.config.document import Document, merge, read_document
-from megaspeed.config.foreign_keys import EFFECTIVE_STAGES, NO_EFFECT, REFUSED, RENAMED, without
+from megaspeed.config.foreign_keys import EFFECTIVE_STAGES, NO_EFFECT, REFUSED, RENAMED
 from megaspeed.config.layout import BATCH_KEYS, World
 from megaspeed.config.loading import find_notes, find_problems, parse_config
 from megaspeed.config.validation import all_key_paths
@@ -263,6 +264,11 @@ def test_the_note_lists_each_auto_with_its_value() -> None:
         "(default), optimizer.params.weight_decay 0.01 (default), "
         "scheduler.params.warmup_max_lr 0.001 (computed)",
     )
+
+
+def test_an_old_name_keeps_a_value_of_0() -> None:
+    zero = parse_config(small(zero_optimization={"max_live_parameters": 0})).zero_optimization
+    assert zero.stage3_max_live_parameters == 0
 
 
 def test_a_batch_that_nothing_determines_is_one_problem() -> None:
