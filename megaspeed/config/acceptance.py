@@ -127,7 +127,7 @@ def _rename(tree: dict[str, Any]) -> tuple[list[str], list[Problem]]:
         *section, name = old.split(".")
         owner = _at(tree, tuple(section))
         value = owner.pop(name, None) if isinstance(owner, dict) else None
-        if not owner:
+        if section and not owner:
             tree.pop(section[0], None)
         if value in (None, "auto") or value is False:
             continue
