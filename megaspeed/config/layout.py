@@ -77,6 +77,11 @@ class StatedBatch:
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """The keys of a `StatedBatch`, in its order."""
 
+_UNDETERMINED = (
+    "the batch is not determined: write train_batch_size; the other two numbers follow from it, or "
+    "write one of them, too"
+)
+
 
 def violations(fields: Mapping[str, Any], world: World | None = None) -> list[str]:
     """The messages of all rules about the fields of a `RunConfig`, some of which may be missing.
@@ -130,10 +135,7 @@ def explain_batch(stated: StatedBatch, dp: int, equation: str) -> str:
     """
     train, micro, accumulation = stated.train, stated.micro, stated.accumulation
     if train is None:
-        return (
-            "the batch is not determined: state train_batch_size, and also "
-            "train_micro_batch_size_per_gpu or gradient_accumulation_steps"
-        )
+        return _UNDETERMINED
     if micro is not None:
         name, factor = "train_micro_batch_size_per_gpu", micro
         other = "gradient_accumulation_steps"
@@ -191,8 +193,17 @@ def degrees_fit_world(parallel: ParallelConfig, world: World) -> Iterator[str]:
 
 
 @rule
+def batch_is_determined(stated: StatedBatch) -> Iterator[str]:
+    """The batch or the micro-batch is stated."""
+    if stated.train is None and stated.micro is None:
+        yield _UNDETERMINED
+
+
+@rule
 def batch_multiplies(parallel: ParallelConfig, stated: StatedBatch, world: World) -> Iterator[str]:
     """train_batch_size = micro-batch x accumulation steps x data degree, in whole numbers."""
+    if stated.train is None and stated.micro is None:
+        return
     grid = find_grid(parallel, stated, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     if grid is not None and batch is None:

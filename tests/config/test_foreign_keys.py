@@ -272,11 +272,12 @@ def test_an_old_name_keeps_a_value_of_0() -> None:
 
 
 def test_a_batch_that_nothing_determines_is_one_problem() -> None:
-    keys = dict.fromkeys(BATCH_KEYS, "auto")
-    assert only_problem(**keys, world_size=2) == (
-        "the batch is not determined: state train_batch_size, and also "
-        "train_micro_batch_size_per_gpu or gradient_accumulation_steps"
+    keys: dict[str, Any] = dict.fromkeys(BATCH_KEYS, "auto")
+    message = (
+        "the batch is not determined: write train_batch_size; the other two numbers follow from "
+        "it, or write one of them, too"
     )
+    assert only_problem(**keys) == only_problem(**keys, world_size=2) == message
 
 
 def test_auto_in_an_unknown_key_or_in_a_section_of_megaspeed_is_a_mistake() -> None:
