@@ -90,7 +90,7 @@ def import_model(
         mend = "name another with --tokenizer, or omit it with --no-tokenizer"
         vocabulary = find_tokenizer(folder, model.vocab_size, named=tokenizer, mend=mend)
     # If the user named a tokenizer, its ids replace those that the model came with.
-    generation = generation_files(folder, vocabulary.ids() if tokenizer else {})
+    generation = generation_files(folder, vocabulary.ids() if tokenizer else {}, model)
     stored = matching_tensors(model, open_tensors(folder))
     check_disk(out, _count(model) * BYTES_PER_ELEMENT)
     if verify:
