@@ -244,7 +244,7 @@ _HF_KEYS: dict[str, Values] = {
     "NaN": {"rms_norm_eps": "<NaN>"},
     "infinity": {"rope_theta": "<1e999>"},
     "another activation": {"hidden_act": "relu"},
-    "quantized": {"quantization_config": {"bits": 4}},
+    "a draft head": {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},
     "with code": {"auto_map": {"AutoModel": "model.Model"}},
     "an unknown rope": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "a rope that is a list": {"rope_scaling": [1, 2]},
