@@ -115,7 +115,8 @@ def check_parsed(words: list[str], monkeypatch: pytest.MonkeyPatch, ranks: int |
             check_script(rest, monkeypatch)
         case "megaspeed":
             options = cli.parse([word.split("|")[0] for word in rest])
-            number = ranks or getattr(options, "world_size", None)
+            nodes = getattr(options, "nodes", None)
+            number = ranks or getattr(options, "world_size", None) or (nodes and 8 * nodes)
             if options.command == "train":
                 options = pretrain.parse_arguments(options.rest)
             if "overrides" in options:
