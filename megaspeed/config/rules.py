@@ -146,11 +146,17 @@ def rope_factors_are_ordered(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def tensor_degrees(model: ModelConfig) -> list[int]:
+    """The tensor degrees that the heads allow."""
+    heads, shared = model.num_attention_heads, model.num_key_value_heads
+    return [d for d in divisors(heads) if shared % d == 0 or d % shared == 0]
+
+
 @rule
 def tensor_divides_heads(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """A tensor rank holds complete query heads, and complete or shared key/value heads."""
     heads, shared, tp = model.num_attention_heads, model.num_key_value_heads, parallel.tensor
-    valid = [d for d in divisors(heads) if shared % d == 0 or d % shared == 0]
+    valid = tensor_degrees(model)
     if heads % tp:
         yield (
             f"model.num_attention_heads {heads} must be divisible by parallel.tensor {tp}, because "
@@ -357,9 +363,12 @@ def warmup_ends_before_the_schedule(
         if scheduler.params.total_num_steps is not None:
             end, source = scheduler.params.total_num_steps, "scheduler.params.total_num_steps"
     if warmup >= end:
+        shorter = f"scheduler.params.warmup_num_steps={max(end // 10, 1)}"
+        if end == 1:  # DeepSpeed's schedules have at least one step of warmup
+            shorter = "scheduler=null"
         yield (
             f"scheduler.params.warmup_num_steps {warmup} must be less than {source} {end}, "
-            f"{reason}; shorten the warmup"
+            f"{reason}; shorten the warmup: --set {shorter}"
         )
 
 

@@ -166,6 +166,16 @@ def test_warmup_is_shorter_than_the_run(kind: str) -> None:
     assert "warmup_num_steps 100 must be less than training.steps 100" in message
 
 
+@pytest.mark.parametrize("steps", [1, 2, 20])
+@pytest.mark.parametrize("kind", ["cosine", "constant", "WarmupLR", "WarmupDecayLR"])
+def test_the_warmup_that_the_message_names_is_valid(kind: str, steps: int) -> None:
+    scheduler = (f"scheduler.type={kind}", "scheduler.params.warmup_num_steps=100")
+    run = (*scheduler, f"training.steps={steps}")
+    message = only_problem(*run)
+    mend = message.partition("; shorten the warmup: --set ")[2]
+    assert problems(*run, mend) == [], message
+
+
 def test_warmup_is_shorter_than_the_stated_schedule() -> None:
     message = only_problem(
         "scheduler.type=WarmupCosineLR",
