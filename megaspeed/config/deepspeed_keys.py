@@ -310,21 +310,6 @@ SchedulerConfig = Annotated[
 SCHEDULER_TYPES = ("cosine", "linear", "constant", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
-class CommsLoggerConfig(Section):
-    """DeepSpeed's log of its collectives."""
-
-    enabled: bool = False
-    """Record DeepSpeed's collectives."""
-    prof_all: bool = True
-    """Record every collective."""
-    prof_ops: tuple[str, ...] = Field(default=(), strict=False)
-    """Collectives to record if prof_all is false."""
-    verbose: bool = False
-    """Write a log line for every collective."""
-    debug: bool = False
-    """Name the calling function in the log."""
-
-
 class DeepSpeedKeys(Section):
     """The top level of the JSON, without megaspeed's sections."""
 
@@ -355,9 +340,5 @@ class DeepSpeedKeys(Section):
     """The learning rate as a function of the step. If omitted: constant."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
     """Level of DeepSpeed's own log. If omitted: DeepSpeed's default."""
-    dump_state: bool = False
-    """Log DeepSpeed's state at the start."""
     disable_python_gc: bool = False
     """Turn Python's garbage collector off while training."""
-    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
-    """Log of DeepSpeed's collectives."""

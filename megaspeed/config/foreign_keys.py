@@ -43,9 +43,10 @@ NO_EFFECT: Mapping[str, str] = {
     **_by_key(
         {
             "training.log_interval sets how often a line is printed": "steps_per_print",
-            "training.profile shows where the time of a step goes": (
-                "wall_clock_breakdown flops_profiler"
+            "training.profile shows where the time of a step goes, and its collectives": (
+                "wall_clock_breakdown flops_profiler comms_logger"
             ),
+            "config.json in the run folder has every value": "dump_state",
             "metrics.jsonl has step time, throughput and memory": (
                 "memory_breakdown timers csv_monitor"
             ),

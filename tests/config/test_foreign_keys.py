@@ -56,7 +56,6 @@ def json_names(file: str, class_name: str) -> Iterator[str]:
         ),
         ("bf16", "runtime/precision_config.py", "DeepSpeedBF16Config"),
         ("fp16", "runtime/precision_config.py", "DeepSpeedFP16Config"),
-        ("comms_logger", "comm/config.py", "CommsLoggerConfig"),
     ],
 )
 def test_every_key_of_a_deepspeed_section_is_known_or_refused(
