@@ -12,8 +12,6 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,8 @@ from megaspeed.analysis.bench.turn import (
     train_megaspeed,
     train_peer,
 )
-from megaspeed.analysis.local_ranks import DeviceType, RanksFailed, run_on_ranks
+from megaspeed.analysis.local_ranks import DeviceType, run_on_ranks
+from megaspeed.analysis.turns import take_turns
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.config.loading import parse_config
@@ -156,7 +155,7 @@ def host_bound(run: Run, tokens: Path) -> Run:
     return _resolved(run, values)
 
 
-def take_turns(
+def hold_contest(
     run: Run,
     peers: Sequence[PeerName],
     *,
@@ -185,13 +184,6 @@ def take_turns(
     Raises:
         KeyboardInterrupt: they were stopped before any turn had ended.
     """
-    launch = partial(
-        run_on_ranks,
-        world_size=run.grid.world_size,
-        device_type=device_type,
-        timeout_seconds=timeout_seconds,
-    )
-    (folder / "logs").mkdir(exist_ok=True)
     contestants = [Contestant(name) for name in (MEGASPEED, *peers)]
     with tempfile.TemporaryDirectory(prefix="turns-", dir=folder) as name:
         place = Path(name)
@@ -200,27 +192,28 @@ def take_turns(
         corpora = [
             prepare_corpus(each.config.data, each.config.model.vocab_size) for each in runs.values()
         ]
-        schedule = product(range(1, turns + 1), contestants)
-        for done, (number, contestant) in enumerate(schedule):
-            if contestant.failure is not None:
-                continue
-            on_turn(done, f"{contestant.name}, turn {number} of {turns}")
-            log = folder / "logs" / f"{contestant.name}-{number}.log"
-            log.write_text("")  # the ranks append to it
-            part: tuple[Any, ...] = (train_peer, contestant.name, [*runs.values()], corpora, steps)
-            if contestant.name == MEGASPEED:
+
+        def launch(name: str, number: int, log: Path) -> Sequence[tuple[list[Turn], Device]]:
+            part: tuple[Any, ...] = (train_peer, name, [*runs.values()], corpora, steps)
+            if name == MEGASPEED:
                 part = (train_megaspeed, _configs(runs, place, number), steps, run.precision)
-            try:
-                ranks = launch(*part, log=log)
-            except RanksFailed as failure:
-                contestant.failure = f"failed in turn {number}: {failure}; see {log}"
-            except KeyboardInterrupt:
-                if not any(each.turns[RUN] for each in contestants):
-                    raise
-                return contestants, runs, True
-            else:
-                contestant.add(list(runs), ranks)
-    return contestants, runs, False
+            return run_on_ranks(
+                *part,
+                world_size=run.grid.world_size,
+                device_type=device_type,
+                log=log,
+                timeout_seconds=timeout_seconds,
+            )
+
+        names = [contestant.name for contestant in contestants]
+        results, failures, stopped = take_turns(
+            names, turns, launch, folder=folder, on_turn=on_turn
+        )
+    for contestant in contestants:
+        contestant.failure = failures.get(contestant.name)
+        for ranks in results[contestant.name]:
+            contestant.add(list(runs), ranks)
+    return contestants, runs, stopped
 
 
 def _benchmarked(run: Run, steps: int) -> Run:
