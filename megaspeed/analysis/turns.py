@@ -41,18 +41,11 @@ def take_turns(
 ) -> tuple[dict[str, list[_Result]], dict[str, str], bool]:
     """Lets contestants take turns. A contestant that fails takes no turn after it.
 
-    Args:
-        names: of the contestants.
-        turns: number of turns of each contestant.
-        launch: takes a turn, given the contestant, the turn's number and a file for its output.
-        folder: an existing folder. The files are in its ``logs``.
-        on_turn: called with the number of turns before, and a description, before a turn starts.
+    ``launch`` takes a turn, given the contestant, the turn's number and a file in ``folder`` for
+    what is printed. ``on_turn`` is called before, with the turns so far and a description.
 
-    Returns:
-        The results and the failures by contestant, and whether Ctrl-C or a signal has stopped them.
-
-    Raises:
-        KeyboardInterrupt: the turns were stopped before any of them had ended.
+    Returns the results and the failures by contestant, and whether Ctrl-C or a signal has stopped
+    them. If no turn had ended by then, KeyboardInterrupt is raised.
     """
     results: dict[str, list[_Result]] = {name: [] for name in names}
     failures: dict[str, str] = {}

@@ -25,7 +25,6 @@ from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.parameters import layer_count, training_flops_per_token
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
-from megaspeed.topology.grid import Coordinates, Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.console import COLUMNS
 from megaspeed.training.metrics import peak_flops_per_second
@@ -148,9 +147,9 @@ def _table(run: Run, predicted_peaks: Sequence[int] | None, by_data_rank: bool) 
     table.add_column("layers")
     for name in ("parameters", "weights", *(["peak"] if predicted_peaks is not None else [])):
         table.add_column(name, justify="right", no_wrap=True)  # a terminal never cuts a digit
-    data_ranks = range(run.grid.dp if by_data_rank else 0)
-    table.add_column(" | ".join(f"dp {dp}" for dp in data_ranks) or "ranks")
-    of_stage = run.grid.dp * run.grid.tp
+    groups = run.grid.dp if by_data_rank else 1
+    size = run.grid.dp * run.grid.tp // groups
+    table.add_column(" | ".join(f"dp {dp}" for dp in range(groups)) if by_data_rank else "ranks")
     for stage in _shown(run.grid.pp, _MOST_STAGES):
         if stage is None:
             table.add_row("...")
@@ -162,18 +161,14 @@ def _table(run: Run, predicted_peaks: Sequence[int] | None, by_data_rank: bool) 
             f"{parameters[stage]:,}",
             _mebibytes(element * parameters[stage]),
             *peak,
-            " | ".join(_ranks_of(run.grid, stage, dp) for dp in data_ranks)
-            or f"{stage * of_stage}-{(stage + 1) * of_stage - 1}",
+            " | ".join(_ranks((stage * groups + each) * size, size) for each in range(groups)),
         )
     return table
 
 
-def _ranks_of(grid: Grid, stage: int, dp: int) -> str:
-    """The tensor ranks of a data rank: "0-3"."""
-    first = grid.rank_of(Coordinates(pp=stage, dp=dp, tp=0))
-    last = first + grid.tp - 1
-    between = " " if grid.tp == 2 else "-"
-    return str(first) if first == last else f"{first}{between}{last}"
+def _ranks(first: int, count: int) -> str:
+    """Neighbouring ranks: "0-3"."""
+    return str(first) if count == 1 else f"{first}{' ' if count == 2 else '-'}{first + count - 1}"
 
 
 def _shown(count: int, most: int) -> list[int | None]:

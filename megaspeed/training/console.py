@@ -72,10 +72,13 @@ def print_warning(console: Console, text: str) -> None:
     print_line(console, f"[yellow]warning:[/yellow] {escape(text)}")
 
 
-def print_folded(console: Console, line: str) -> None:
-    """Prints plain text in lines of 80 columns. Only a longer word, such as a path, is not cut."""
-    wrapper = textwrap.TextWrapper(COLUMNS, subsequent_indent="  ", break_long_words=False)
-    print_line(console, Text(wrapper.fill(line)))
+def print_folded(console: Console, part: str | Table) -> None:
+    """Prints text or a table in 80 columns. A longer word, such as a path, stays in one piece."""
+    if isinstance(part, str):
+        fold = textwrap.TextWrapper(COLUMNS, subsequent_indent="  ", break_long_words=False).fill
+        print_line(console, Text(fold(part)))
+    else:
+        console.print(part, width=COLUMNS)
 
 
 def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
@@ -329,13 +332,11 @@ class ConsoleObserver(Observer):
         self._print(describe_save(report))
 
     def _times(self) -> str:
-        """For a log: the time since training started, and what is left. A terminal has a bar."""
+        """For a log, which has no bar: the time since training started, and what is left."""
         (task,) = self._progress.tasks
-        if self._console.is_terminal or task.elapsed is None:
-            return ""
-        left = task.time_remaining  # None if it is not known yet
-        elapsed = timedelta(seconds=int(task.elapsed))
-        return f"  {elapsed}" + (f", {timedelta(seconds=int(left))} left" if left else "")
+        times = [] if self._console.is_terminal else [task.elapsed, task.time_remaining]
+        known = [str(timedelta(seconds=int(seconds))) for seconds in times if seconds]
+        return f"  {', '.join(known)}{' left' if len(known) > 1 else ''}" if known else ""
 
     def _write(self, metrics: Metrics) -> None:
         for record in self._records:

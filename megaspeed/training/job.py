@@ -34,7 +34,6 @@ from megaspeed.training.banner import PredictPeaks, banner
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.compilation import CannotCompile
 from megaspeed.training.console import (
-    COLUMNS,
     ConsoleObserver,
     crowding,
     describe_corpus,
@@ -215,10 +214,7 @@ class Job:
                 return None
             if not self.console.quiet:
                 for part in banner(run, context.device, self.predict_peaks):
-                    if isinstance(part, str):
-                        print_folded(self.console, part)
-                    else:
-                        self.console.print(part, width=COLUMNS)
+                    print_folded(self.console, part)
             with (
                 during("building the model", timeouts=START_UP_TIMEOUTS),
                 self._memory_explained(context, None),

@@ -207,16 +207,11 @@ def _numbers(record: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
                 yield (f"{name}/{index}" if isinstance(value, list) else name), float(number)
 
 
-def smoothed(points: Sequence[tuple[int, float]], each_side: int) -> list[tuple[int, float]]:
-    """The points with the mean of their value and of up to ``each_side`` values on each side."""
-    sums = [0.0, *accumulate(value for _, value in points)]
-    ends = [
-        (max(0, i - each_side), min(len(points), i + each_side + 1)) for i in range(len(points))
-    ]
-    return [
-        (x, (sums[end] - sums[begin]) / (end - begin))
-        for (x, _), (begin, end) in zip(points, ends, strict=True)
-    ]
+def smoothed(values: Sequence[float], n: int) -> list[float]:
+    """The mean of each value and of up to ``n`` values before it and after it."""
+    sums = [0.0, *accumulate(values)]
+    ends = [(max(0, i - n), min(len(values), i + n + 1)) for i in range(len(values))]
+    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in ends]
 
 
 def draw_loss_curve(metrics_file: Path, picture: Path, *, title: str) -> None:
@@ -243,18 +238,12 @@ def draw_loss_curve(metrics_file: Path, picture: Path, *, title: str) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    training, each_side = losses["loss"], len(losses["loss"]) // 20
-    curves = (
-        (training, "-", {"color": "C0", "lw": 0.8, "alpha": 0.4, "label": "training"}),
-        (
-            smoothed(training, each_side),
-            "-",
-            {"color": "C0", "label": f"training, mean of {1 + 2 * each_side} steps"},
-        ),
-        (losses["validation_loss"], "o-", {"color": "C1", "lw": 1, "label": "validation"}),
-    )
-    for points, style, options in curves:
-        axes.plot([x for x, _ in points], [y for _, y in points], style, **options)
+    training, validation = ([*zip(*each, strict=True)] or [(), ()] for each in losses.values())
+    n = len(losses["loss"]) // 20
+    axes.plot(*training, lw=0.8, alpha=0.4, label="training")
+    smooth = smoothed(training[1], n)
+    axes.plot(training[0], smooth, color="C0", label=f"training, mean of {1 + 2 * n} steps")
+    axes.plot(*validation, "o-", color="C1", lw=1, label="validation")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.set_title(title, parse_math=False)  # a "$" in the run's name is no formula

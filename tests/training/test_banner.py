@@ -27,7 +27,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 def printed(run: Run, predict: PredictPeaks | None = predict_peaks) -> list[str]:
     console = Console(file=StringIO(), width=COLUMNS)
     for part in banner(run, torch.device("cpu"), predict):
-        print_folded(console, part) if isinstance(part, str) else console.print(part)
+        print_folded(console, part)
     assert isinstance(console.file, StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 

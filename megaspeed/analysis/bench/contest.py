@@ -11,7 +11,7 @@ narrow and its samples so short that a step takes as long as the host needs to l
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,9 @@ class Contestant:
     """megaspeed or a peer, and what its turns measured."""
 
     name: str
-    turns: dict[str, list[list[Turn]]] = field(default_factory=lambda: {RUN: [], HOST_BOUND: []})
-    """Workload -> turn -> rank."""
-    devices: list[Device] = field(default_factory=list)  # of each rank in each turn
+    turns: dict[str, list[list[Turn]]]  # workload -> turn -> rank
+    devices: list[Device]  # of each rank in each turn
     failure: str | None = None  # why a turn failed; the contestant takes no turn after it
-
-    def add(self, workloads: Sequence[str], ranks: Sequence[tuple[list[Turn], Device]]) -> None:
-        """Adds what the ranks measured in one turn: of each, its turns by workload."""
-        for index, workload in enumerate(workloads):
-            self.turns[workload].append([turns[index] for turns, _ in ranks])
-        self.devices += [device for _, device in ranks]
 
 
 def choose_peers(run: Run, names: Sequence[PeerName] | None) -> dict[PeerName, str | None]:
@@ -184,7 +177,7 @@ def hold_contest(
     Raises:
         KeyboardInterrupt: they were stopped before any turn had ended.
     """
-    contestants = [Contestant(name) for name in (MEGASPEED, *peers)]
+    names = [MEGASPEED, *peers]
     with tempfile.TemporaryDirectory(prefix="turns-", dir=folder) as name:
         place = Path(name)
         both = {HOST_BOUND: host_bound(run, place / "tokens.bin"), RUN: run}
@@ -205,14 +198,21 @@ def hold_contest(
                 timeout_seconds=timeout_seconds,
             )
 
-        names = [contestant.name for contestant in contestants]
         results, failures, stopped = take_turns(
             names, turns, launch, folder=folder, on_turn=on_turn
         )
-    for contestant in contestants:
-        contestant.failure = failures.get(contestant.name)
-        for ranks in results[contestant.name]:
-            contestant.add(list(runs), ranks)
+    contestants = [
+        Contestant(
+            name,
+            {
+                workload: [[turns[index] for turns, _ in ranks] for ranks in results[name]]
+                for index, workload in enumerate(runs)
+            },
+            [device for ranks in results[name] for _, device in ranks],
+            failures.get(name),
+        )
+        for name in names
+    ]
     return contestants, runs, stopped
 
 

@@ -1,6 +1,7 @@
 """The figures of a comparison as Markdown, whose first part goes to the terminal, and as JSON."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,16 +11,21 @@ from megaspeed.analysis.compare.result import (
     Row,
     Stage,
     StageBytes,
-    milliseconds,
     verdict,
 )
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic, by_axis
 from megaspeed.analysis.turns import busy_warning
-from megaspeed.analysis.units import Unit, counted, markdown_table, memory_unit, wrapped
+from megaspeed.analysis.units import (
+    Unit,
+    counted,
+    markdown_table,
+    memory_unit,
+    three_digits,
+    wrapped,
+)
 
 NOTHING = "-"
-_MOST_LINES = 36
 _REPORTS = "world"  # gradient norm and loss: a few bytes, shown only in the total
 
 
@@ -44,10 +50,9 @@ def memory_table(result: ComparisonResult) -> Table:
 
 def traffic_table(result: ComparisonResult) -> Table:
     """Traffic by axis and collective. The total includes the traffic among all ranks."""
-    found = {
-        key for row in result.watched for stage in row.stages for key in stage.measured.traffic
-    }
-    kinds = sorted(key for key in found if key[0] != _REPORTS)
+    stages = [stage for row in result.watched for stage in row.stages]
+    found = {kind for stage in stages for kind in stage.measured.traffic}
+    kinds = sorted(kind for kind in found if kind[0] != _REPORTS)
 
     def sizes(stage: StageBytes) -> list[int]:
         return [*(stage.traffic.get(kind, 0) for kind in kinds), stage.sent_bytes]
@@ -110,18 +115,19 @@ def notes(result: ComparisonResult) -> Iterator[str]:
             yield f"{label}: memory and traffic could not be counted: {row.unwatched}"
     if result.run.config.parallel.gradient_compression != "none":
         yield "gradients are compressed, so the losses agree only approximately"
-    if result.run.config.training.compiles_on("cpu" if result.device == "CPU" else "cuda"):
+    device_type = "cpu" if result.device == "CPU" else "cuda"
+    if result.watched and result.run.config.training.compiles_on(device_type):
         yield "memory by category and traffic are those of a step without compilation"
 
 
-def on_screen(result: ComparisonResult) -> str:
-    """Verdict, summary and notes, in at most 36 lines."""
-    lines = [line for text in result.heading for line in wrapped(text, indent="  ")]
+def on_screen(result: ComparisonResult, most_lines: int = 36) -> str:
+    """Verdict, summary and notes, in at most this number of lines."""
+    lines = [line for text in result.heading for line in wrapped(f"- {text}", indent="  ")]
     lines += ["", *wrapped(f"verdict: {verdict(result)}"), ""]
     lines += [*wrapped(_describe_noise(result)), "", *markdown_table(*_summary(result)), ""]
-    noted = [line for note in notes(result) for line in wrapped(note, indent="  ")]
-    if len(lines) + len(noted) > _MOST_LINES:
-        noted = [*noted[: _MOST_LINES - len(lines) - 1], "... compare.md has all notes"]
+    noted = [line for note in notes(result) for line in wrapped(f"- {note}", indent="  ")]
+    if len(lines) + len(noted) > most_lines:
+        noted = [*noted[: most_lines - len(lines) - 1], "... compare.md has all notes"]
     return "\n".join([*lines, *noted]).rstrip()
 
 
@@ -148,7 +154,7 @@ def _summary(result: ComparisonResult) -> Table:
         tied = "tied" if result.is_tied(row, fastest) else f"+{result.slower(row, fastest):.1%}"
         return [
             row.label,
-            milliseconds(row.step_seconds),
+            three_digits(1e3 * row.step_seconds),
             "fastest" if row is fastest else tied,
             f"{row.tokens_per_second:,.0f}",
             NOTHING if row.peak_bytes is None else memory.of(row.peak_bytes),
@@ -162,12 +168,8 @@ def _summary(result: ComparisonResult) -> Table:
 
 def as_markdown(result: ComparisonResult, pictures: Sequence[str]) -> str:
     """The result as Markdown, with links to the pictures, which are in the same folder."""
-    lines = [f"# {result.run.name}: ZeRO stages compared", ""]
-    lines += [f"- {line}" for line in result.heading]
-    lines += ["", f"**Verdict: {verdict(result)}**", "", _describe_noise(result), ""]
-    lines += [*markdown_table(*_summary(result)), ""]
-    lines.append("Peak: of the fullest rank. Sent: by the busiest rank in one step.")
-    lines += [f"- **{note}**" for note in notes(result)]
+    lines = [f"# {result.run.name}: ZeRO stages compared", "", on_screen(result, sys.maxsize)]
+    lines += ["", "Peak: of the fullest rank. Sent: by the busiest rank in one step."]
     if result.watched:
         lines += ["", "Memory of a rank at its peak, in the unit above (predicted / measured)", ""]
         lines += markdown_table(*memory_table(result))

@@ -308,7 +308,7 @@ def verdict(result: ComparisonResult) -> str:
             f"the peak of {', '.join(too_large)} exceeds the {readable_memory(memory)} of a rank"
         )
     reasons += [
-        f"torch's {row.label} is faster, {milliseconds(row.step_seconds)} ms"
+        f"torch's {row.label} is faster, {three_digits(1e3 * row.step_seconds)} ms"
         for row in result.done
         if row.engine != "zero" and not result.is_tied(best, row)
     ]
@@ -317,7 +317,7 @@ def verdict(result: ComparisonResult) -> str:
 
 def _why(best: Row, tied: Sequence[Row], peak: int, lowest_peak: int) -> str:
     if len(tied) == 1:
-        return f"it is the fastest row, {milliseconds(best.step_seconds)} ms a step"
+        return f"it is the fastest row, {three_digits(1e3 * best.step_seconds)} ms a step"
     *labels, last = [row.label for row in tied]
     text = f"{', '.join(labels)} and {last} are tied, and of these {best.label}"
     if peak == lowest_peak:
@@ -325,11 +325,6 @@ def _why(best: Row, tied: Sequence[Row], peak: int, lowest_peak: int) -> str:
     if best.sent_bytes is not None:
         text += f" sends the fewest bytes, {readable_memory(best.sent_bytes)} a step,"
     return f"{text} at a peak of {readable_memory(peak)}; lowest {readable_memory(lowest_peak)}"
-
-
-def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds, without the unit."""
-    return three_digits(1e3 * seconds)
 
 
 def _settings(row: Row) -> str:

@@ -153,10 +153,7 @@ def train_rows(
 
     Returns:
         The rows with their figures or why they failed, and whether Ctrl-C or a signal has stopped
-        them. Then rows without a turn are omitted.
-
-    Raises:
-        KeyboardInterrupt: they were stopped before any turn had ended.
+        them. If no turn had ended by then, KeyboardInterrupt is raised.
     """
     by_label = {row.label: row for row in rows}
 
