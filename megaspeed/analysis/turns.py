@@ -26,8 +26,6 @@ from megaspeed.analysis.local_ranks import RanksFailed
 _STUDENT_99 = (9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17)
 """Two-sided 99 % quantiles for 2 to 10 degrees of freedom. For more, the last one is cautious."""
 
-_BUSY = 0.1  # of the processors
-
 _Result = TypeVar("_Result")
 
 
@@ -90,7 +88,7 @@ def share_of_others() -> float:
 
 def busy_warning(share: float) -> Iterator[str]:
     """A sentence if other processes have disturbed the times."""
-    if share > _BUSY:
+    if share > 0.1:
         yield (
             f"other processes took {share:.0%} of the processors while no rank ran (the higher of "
             "a second before the first rank and one after the last), so the times are too long"

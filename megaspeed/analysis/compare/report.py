@@ -45,7 +45,7 @@ def memory_table(result: ComparisonResult) -> Table:
         return [*asdict(stage.peak).values(), stage.peak_bytes, held]
 
     headings = ["params", "grads", "optim.", "activ.", "buffers", "peak", "states"]
-    return _stage_table(result, headings, sizes, memory_unit(_peaks(result)))
+    return _stage_table(result, headings, sizes, _units(result)[0])
 
 
 def traffic_table(result: ComparisonResult) -> Table:
@@ -58,7 +58,7 @@ def traffic_table(result: ComparisonResult) -> Table:
         return [*(stage.traffic.get(kind, 0) for kind in kinds), stage.sent_bytes]
 
     headings = [*(f"{axis} {collective}" for axis, collective in kinds), "total"]
-    return _stage_table(result, headings, sizes, memory_unit(_sent(result)))
+    return _stage_table(result, headings, sizes, _units(result)[1])
 
 
 def _stage_table(
@@ -82,12 +82,10 @@ def _stage_table(
     ]
 
 
-def _peaks(result: ComparisonResult) -> Iterator[int]:
-    return (row.peak_bytes or 0 for row in result.done)
-
-
-def _sent(result: ComparisonResult) -> Iterator[int]:
-    return (row.sent_bytes or 0 for row in result.done)
+def _units(result: ComparisonResult) -> tuple[Unit, Unit]:
+    """Of memory and of traffic."""
+    peaks = (row.peak_bytes or 0 for row in result.done)
+    return memory_unit(peaks), memory_unit(row.sent_bytes or 0 for row in result.done)
 
 
 def _ratio(found: int, predicted: int) -> float | None:
@@ -145,7 +143,7 @@ def _describe_noise(result: ComparisonResult) -> str:
 
 def _summary(result: ComparisonResult) -> Table:
     """A line for each row, also for those without figures."""
-    memory, traffic = memory_unit(_peaks(result)), memory_unit(_sent(result))
+    memory, traffic = _units(result)
     fastest = min(result.done, key=lambda row: row.step_seconds, default=None)
 
     def cells(row: Row) -> list[str]:

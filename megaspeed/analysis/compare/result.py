@@ -127,12 +127,10 @@ class Row:
             allocator_peak_bytes=self._allocator_peak(stage),
         )
 
-    def _allocator_peak(self, stage: int | None = None) -> int | None:
-        """Of a pipeline stage or of all; None on a CPU."""
-        timed = [rank for turn in self.turns for rank in turn]
-        ranks = [rank for rank in timed if stage in (None, rank.pipeline_stage)]
-        peaks = [r.allocator_peak_bytes for r in ranks if r.allocator_peak_bytes is not None]
-        return max(peaks, default=None)
+    def _allocator_peak(self, *stages: int) -> int | None:
+        """Of these pipeline stages; None on a CPU."""
+        ranks = [rank for turn in self.turns for rank in turn if rank.pipeline_stage in stages]
+        return max((rank.allocator_peak_bytes or 0 for rank in ranks), default=0) or None
 
     @property
     def highest(self) -> Stage:
@@ -147,7 +145,9 @@ class Row:
     @property
     def peak_bytes(self) -> int | None:
         """The peak of the fullest rank; None if it is not known."""
-        return self.highest.measured.peak_bytes if self.watched else self._allocator_peak()
+        if self.watched:
+            return self.highest.measured.peak_bytes
+        return self._allocator_peak(*(rank.pipeline_stage for rank in self.turns[0]))
 
     @property
     def sent_bytes(self) -> int | None:
@@ -195,7 +195,7 @@ class ComparisonResult:
 
     @property
     def watched(self) -> list[Row]:
-        """Those of them whose memory and traffic are known."""
+        """Those whose memory and traffic are known."""
         return [row for row in self.done if row.watched]
 
     @property

@@ -115,8 +115,15 @@ def _row(
         )
     except ConfigError as error:
         return Row(label=label, engine=engine, run=None, reason=" ".join(error.problems))
-    predicted = _predict(resolved, device_type) if engine == "zero" else None
+    # On a GPU, the peak is the allocator's in the timed steps.
+    watched = resolved if device_type == "cuda" else _uncompiled(resolved)
+    predicted = _predict(watched, device_type) if engine == "zero" else None
     return Row(label=label, engine=engine, run=resolved, predicted=predicted)
+
+
+def _uncompiled(run: Run) -> Run:
+    training = run.config.training.model_copy(update={"compile": False})
+    return replace(run, config=run.config.model_copy(update={"training": training}))
 
 
 def _predict(run: Run, device_type: DeviceType) -> list[StageBytes]:
@@ -139,21 +146,14 @@ def train_rows(
     timeout_seconds: float,
     on_turn: Callable[[int, str], None] = lambda done, text: None,
 ) -> tuple[list[Row], bool]:
-    """Trains the rows in turns.
+    """Trains the rows in turns, each of ``steps`` timed steps after one that warms up.
 
-    Args:
-        rows: from ``zero_rows`` and ``baseline_rows``.
-        corpus: the prepared training data.
-        turns: number of turns of each row.
-        steps: number of timed steps of a turn, after one that warms up.
-        device_type: "cpu" or "cuda".
-        folder: an existing folder. The output of each turn's ranks goes to a file in its ``logs``.
-        timeout_seconds: time limit of one turn, and of counting memory and traffic.
-        on_turn: called with the number of turns before, and a description, before a turn starts.
+    ``folder`` exists; the output of each turn's ranks goes to a file in its ``logs``. The time
+    limit is that of one turn, and of counting memory and traffic. For ``on_turn``, see
+    ``take_turns``.
 
-    Returns:
-        The rows with their figures or why they failed, and whether Ctrl-C or a signal has stopped
-        them. If no turn had ended by then, KeyboardInterrupt is raised.
+    Returns the rows with their figures or why they failed, and whether Ctrl-C or a signal has
+    stopped them. If no turn had ended by then, KeyboardInterrupt is raised.
     """
     by_label = {row.label: row for row in rows}
 
@@ -199,8 +199,7 @@ def train_rank(
     If ``watches``, returns memory and traffic of one more step instead. Then nothing is compiled.
     """
     if watches:
-        training = run.config.training.model_copy(update={"compile": False})
-        run = replace(run, config=run.config.model_copy(update={"training": training}))
+        run = _uncompiled(run)
     with ParallelContext.create(run.grid, launch, timeout_seconds=timeout_seconds) as context:
         if engine == "zero":
             watched: WatchedZero | BaselineWorker = WatchedZero(Worker(run, context))

@@ -118,3 +118,8 @@ def test_memory_and_traffic_of_compiled_blocks_are_those_without_compilation(
         corpus = tiny_corpus(run, tmp_path)
         measured.append(pool.run(2, train_rank, "zero", run, corpus, 1, 60.0, True))
     assert measured[0] == measured[1] and isinstance(measured[0][0], RankMeasurement)
+    compiled, plain = (
+        zero_rows(tiny_run(TEXT, dp=2, training={"compile": each}), [0], "cpu")[0].predicted
+        for each in (True, False)
+    )
+    assert compiled == plain, "the prediction is that of the step that is measured"
