@@ -44,6 +44,8 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
     optimizer, scheduler         removed: the optimizer is passed as an object, and the learning
                                  rate is set in each step.
     zero_allow_untested_...      true: DeepSpeed does not know this package's AdamW by name.
+    offload_param,               removed at a stage that does not partition what they move.
+    offload_optimizer
     comms_logger                 removed unless it is enabled: DeepSpeed 0.19.8
                                  (comm/config.py:22) turns the logger on if the key exists, and
                                  the logger waits for the device after every collective.
@@ -66,6 +68,10 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
     zero["stage"] = max(1, run.zero_stage)
     zero["memory_efficient_linear"] = False
     zero["contiguous_gradients"] = zero["overlap_comm"] = False
+    if not run.config.zero_optimization.offloads_parameters:
+        zero.pop("offload_param", None)
+    if not run.config.zero_optimization.offloads_optimizer:
+        zero.pop("offload_optimizer", None)
     return json
 
 

@@ -77,7 +77,7 @@ def _refusal(peer: PeerName, run: Run) -> str | None:
         return f"it has no tensor axis, but parallel.tensor is {grid.tp}; set it to 1"
     if run.precision == "fp16":
         return "it is run without a loss scale, but fp16.enabled is true; set bf16.enabled instead"
-    if zero.offload_optimizer is not None or zero.offload_param is not None:
+    if zero.offloads_optimizer or zero.offloads_parameters:
         return "it is run without offload; remove it from zero_optimization"
     if peer != "deepspeed-pipeline" and grid.pp > 1:
         return f"it has only a data axis, but parallel.pipeline is {grid.pp}; set it to 1"

@@ -153,11 +153,6 @@ WRONG: dict[str, tuple[dict[str, Any], Sequence[str], str]] = {
         [],
         "world size 2 (from --world-size) is not divisible by parallel.pipeline 1 x parallel.",
     ),
-    "no stage that the configuration allows": (
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-        ["--stages", "0"],
-        "zero_optimization.stage is 0; raise it",
-    ),
     "a text that is not there": (
         {"data": {"train": ["/no/such/text.txt"]}},
         [],
