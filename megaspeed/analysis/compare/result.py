@@ -252,7 +252,7 @@ class ComparisonResult:
         return noise_of([row.turn_seconds for row in self.done])
 
     def slower(self, row: Row, than: Row) -> float:
-        """How much longer a row's step takes than another's, as a fraction, in the same turns."""
+        """How much longer a row's step takes than another's in the same turns, as a fraction."""
         pairs = zip(row.turn_seconds, than.turn_seconds, strict=False)
         return statistics.geometric_mean(a / b for a, b in pairs) - 1
 
@@ -323,8 +323,8 @@ def _why(best: Row, tied: Sequence[Row], peak: int, lowest_peak: int) -> str:
     if peak == lowest_peak:
         return f"{text} has the lowest peak, {readable_memory(peak)}"
     if best.sent_bytes is not None:
-        text += f" sends the fewest bytes, {readable_memory(best.sent_bytes)} a step,"
-    return f"{text} at a peak of {readable_memory(peak)}; lowest {readable_memory(lowest_peak)}"
+        text += f" sends the fewest bytes, {readable_memory(best.sent_bytes)} a step, and"
+    return f"{text} has a peak of {readable_memory(peak)}; lowest {readable_memory(lowest_peak)}"
 
 
 def _settings(row: Row) -> str:
