@@ -25,7 +25,8 @@ from megaspeed.config.document import Document, merge, read_document
 from megaspeed.config.layout import World
 from megaspeed.config.loading import find_problems, load_run
 from megaspeed.training import pretrain
-from megaspeed.training.banner import BANNER_WIDTH, banner
+from megaspeed.training.banner import banner
+from megaspeed.training.console import COLUMNS, print_folded
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -251,9 +252,9 @@ def test_the_first_lines_of_a_run_are_those_shown(page: str, count: int) -> None
     run = load_run(
         ROOT / "ds_configs" / "3d.json", world_size=8, world_source="the test", device_type="cpu"
     )
-    console = Console(file=StringIO(), width=BANNER_WIDTH)
+    console = Console(file=StringIO(), width=COLUMNS)
     for part in banner(run, torch.device("cpu"), predict_peaks):
-        console.print(part)
+        print_folded(console, part)
     assert isinstance(console.file, StringIO)
     lines = console.file.getvalue().splitlines()
     (block,) = (b for b in blocks(ROOT / page) if "3d: pp 2 x dp 2" in b)
