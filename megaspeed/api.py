@@ -30,7 +30,7 @@ def load_config(path: str | os.PathLike[str], overrides: Overrides = ()) -> RunC
     Raises:
         ConfigError: with all mistakes that can be seen without the number of processes.
     """
-    return read_config(path, _as_settings(overrides))
+    return read_config(_file(path), _as_settings(overrides))
 
 
 def plan(
@@ -59,7 +59,7 @@ def plan(
     from megaspeed.analysis.planning.plan import plan
     from megaspeed.analysis.planning.variants import Training
 
-    settings = _as_settings(overrides)
+    path, settings = _file(path), _as_settings(overrides)
     stated = {} if device is None else {"device": device}
     machines = read_cluster(None, {**(cluster or {}), **stated})
     machines.ranks(world_size)
@@ -126,6 +126,12 @@ def train(
     if code != 0:
         raise RuntimeError(f"the training of {path} ended with exit code {code}; see above")
     return Path(config.training.run_dir or default_run_dir(Path(path).stem))
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    if isinstance(path, Mapping):
+        raise TypeError("name the path of a JSON file, not a dict; write it to a file first")
+    return Path(path)
 
 
 def _as_settings(overrides: Overrides) -> list[str]:

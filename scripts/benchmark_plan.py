@@ -1,9 +1,10 @@
 """Compares predicted step times with published runs.
 
-    python scripts/benchmark_plan.py ROWS.csv [--leave-one-out] [--fit] [--json OUT]
+    python scripts/benchmark_plan.py [ROWS.csv] [--leave-one-out] [--fit] [--json OUT]
 
-Each row of the CSV is one run: its shape, layout and GPU, and its step time. A row without a step
-time is predicted only. Errors are predicted / reported - 1, printed by source and by GPU.
+Without ROWS.csv, it reads docs/published_runs/fitted.csv. Each row of the CSV is one run: its
+shape, layout and GPU, and its step time. A row without a step time is predicted only. Errors are
+predicted / reported - 1, printed by source and by GPU.
 
 ``--fit`` prints the two constants that fit the rows best: those with the smallest mean of
 |log(predicted / reported)|, in which a source of n rows counts sqrt(n). ``--leave-one-out`` fits
@@ -55,6 +56,8 @@ from megaspeed.model.parameters import forward_flops_per_token
 from megaspeed.pipeline.partition import partition_layers
 from megaspeed.topology.devices import DEVICES, Device, DeviceError, device_named
 from megaspeed.topology.grid import Grid
+
+ROWS = Path(__file__).parents[1] / "docs" / "published_runs" / "fitted.csv"
 
 PRODUCTS = [round(0.80 + 0.01 * step, 2) for step in range(21)]
 POINTWISE = [round(1.6 + 0.1 * step, 1) for step in range(30)]
@@ -144,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare predicted step times with published runs")
-    parser.add_argument("rows", type=Path, metavar="ROWS.csv")
+    parser.add_argument("rows", type=Path, nargs="?", default=ROWS, metavar="ROWS.csv")
     parser.add_argument("--leave-one-out", action="store_true", help="fit without each source")
     parser.add_argument("--fit", action="store_true", help="fit the two constants to all rows")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write predictions and errors")

@@ -324,6 +324,8 @@ def timing_sections(
         [
             "--stages",
             *map(str, stages),
+            "--turns",
+            "1",
             "--steps",
             "5",
             "--out",
@@ -595,6 +597,9 @@ def timing_rows(section: Section, flops: float, peak: float | None) -> Iterator[
             if each["status"] != "done":
                 reason = f"{each['status']}: {each['reason']}"
                 yield (*head, each["label"], run.batch.micro_batch_size, reason)
+                continue
+            if not each["pipeline_stages"]:  # its memory could not be counted
+                yield row(each["label"], each, None, each["peak_bytes"])
                 continue
             stage = max(each["pipeline_stages"], key=measured_peak)
             predicted = stage["peak_bytes"]["predicted"]["total"]

@@ -48,6 +48,21 @@ def test_the_import_loads_no_other_package(tmp_path: Path) -> None:
     assert python("-c", code, folder=tmp_path) == "megaspeed\n"
 
 
+def test_dir_lists_the_api() -> None:
+    assert {"__version__", "load_config", "plan", "train"} <= set(dir(megaspeed))
+
+
+def test_a_dict_is_refused_with_what_is_wanted() -> None:
+    values: Any = {"data": {"sequence_length": 16}}
+    for call in (
+        lambda: megaspeed.load_config(values),
+        lambda: megaspeed.plan(values, world_size=1),
+        lambda: megaspeed.train(values),
+    ):
+        with pytest.raises(TypeError, match="name the path of a JSON file, not a dict"):
+            call()
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["--version"])

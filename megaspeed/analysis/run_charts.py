@@ -39,15 +39,15 @@ class Chart:
     series: Sequence[Series]
     logarithmic: bool = False  # whether the axis of the values is logarithmic
     caption: str = ""  # further text beside the title
+    legend: bool = False  # whether the lines are named below the chart
 
 
 def draw(chart: Chart, restarts: Sequence[int] = ()) -> str:
     """The ``<svg>`` element of a chart, with a dashed line at each step of ``restarts``."""
     # Imported here: matplotlib takes long to import, and other commands do not need it.
     from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     style = {
         "svg.fonttype": "none",  # text stays text
@@ -62,7 +62,6 @@ def draw(chart: Chart, restarts: Sequence[int] = ()) -> str:
     }
     with rc_context(style):
         figure = Figure(figsize=_INCHES, dpi=_POINTS_PER_INCH, layout="constrained")
-        FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         axes.patch.set_visible(False)
         if chart.logarithmic:
@@ -77,14 +76,18 @@ def draw(chart: Chart, restarts: Sequence[int] = ()) -> str:
                 lw=0.8 if few else series.width,
                 marker="o" if few else None,
                 markersize=2.5 + series.width,
+                label=series.name,
             )
+        if chart.legend:
+            figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
         for step in restarts:
             axes.axvline(step, color=_TEXT_COLOUR, lw=0.8, ls=(0, (2, 3)), alpha=0.6)
         if chart.logarithmic:
             low, high = axes.get_ylim()
-            plain = FuncFormatter(lambda value, position: f"{value:g}")
-            axes.yaxis.set_major_formatter(plain)
-            axes.yaxis.set_minor_formatter(plain if high < 8 * low else NullFormatter())
+            labels = LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,))
+            axes.yaxis.set_major_locator(MaxNLocator(5) if high < 10 * low else labels)
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("step")
         axes.set_ylabel(chart.unit)
         axes.grid(alpha=0.15)

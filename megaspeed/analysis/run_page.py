@@ -237,6 +237,7 @@ def _part_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
             unit="ms, mean over the ranks",
             series=lines,
             caption="tensor, data, pipeline: time in which computation waits for that axis",
+            legend=True,
         )
 
 

@@ -29,6 +29,7 @@ from megaspeed.analysis.local_ranks import DeviceType, RanksFailed, run_on_ranks
 from megaspeed.analysis.planning.forecast import forecast
 from megaspeed.analysis.planning.measured_cpu import CpuSpeedError, measure_cpu
 from megaspeed.analysis.planning.prediction import ideal_bubble
+from megaspeed.analysis.turns import busy_warning
 from megaspeed.analysis.units import counted
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import BATCH_KEYS
@@ -158,6 +159,7 @@ class ScalingResult:
     steps: int  # timed steps of each row
     rows: Sequence[Row]
     processors: int  # of this machine
+    share_of_others: float = 0.0  # of the processors, see ``analysis/turns.py``
 
     @property
     def done(self) -> list[Row]:
@@ -202,6 +204,7 @@ class ScalingResult:
     @property
     def notes(self) -> Iterator[str]:
         """What went wrong, and what the figures mean if ranks share processors."""
+        yield from busy_warning(self.share_of_others)
         for row in self.rows:
             ranks, record = counted(row.ranks, "rank"), row.record
             if row.reason is not None:

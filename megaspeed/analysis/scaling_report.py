@@ -247,11 +247,9 @@ def draw_chart(result: ScalingResult, picture: Path) -> None:
     Without loss, the bars are equally high, in strong and in weak scaling.
     """
     # Imported here: matplotlib takes long to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _draw_speeds(result, left)
     _draw_parts(result, right)

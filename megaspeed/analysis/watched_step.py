@@ -81,7 +81,6 @@ class RankMeasurement:
     pipeline_stage: int
     states: MemoryBytes  # model states after the first micro-batch, without activations
     peak: MemoryBytes  # at the peak of the step
-    allocator_peak_bytes: int | None  # of torch's CUDA allocator; None on a CPU
     traffic: Traffic  # bytes sent, by axis and collective
 
 
@@ -116,12 +115,10 @@ def measure(
 ) -> tuple[StepResult, RankMeasurement]:
     """Trains one step and measures it. All ranks call this together.
 
-    The optimizer's states must exist, so this cannot be the first step.
+    The optimizer's states must exist, so this cannot be the first step. Blocks must not be
+    compiled, because torch 2.13 compiles nothing while operations are watched.
     """
     context = watched.context
-    on_gpu = context.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(context.device)
     log = watched.new_log()
     _claim(log, watched.held())
     log.claim_everything_else_alive("communication_buffers")
@@ -152,7 +149,6 @@ def measure(
         pipeline_stage=context.pp_rank,
         states=states[0],
         peak=log.peak(),
-        allocator_peak_bytes=torch.cuda.max_memory_allocated(context.device) if on_gpu else None,
         traffic=traffic.traffic,
     )
 

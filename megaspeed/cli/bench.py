@@ -91,12 +91,14 @@ def _bench(
     folder: Path,
     device_type: "DeviceType",
 ) -> "BenchResult":
-    from megaspeed.analysis.bench.contest import take_turns
+    from megaspeed.analysis.bench.contest import hold_contest
     from megaspeed.analysis.bench.result import BenchResult
+    from megaspeed.analysis.turns import share_of_others
 
     peers = [peer for peer, reason in reasons.items() if reason is None]
+    share = share_of_others()
     with BarOrLines(options.turns * (1 + len(peers))) as bar:
-        contestants, runs, stopped = take_turns(
+        contestants, runs, stopped = hold_contest(
             run,
             peers,
             turns=options.turns,
@@ -112,5 +114,6 @@ def _bench(
         steps=options.steps,
         contestants=contestants,
         stopped=stopped,
+        share_of_others=max(share, share_of_others()),
         not_run={peer: reason for peer, reason in reasons.items() if reason is not None},
     )

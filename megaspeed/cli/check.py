@@ -9,7 +9,7 @@ from megaspeed.cli.options import EXIT_DONE, add_command, say, write_json
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
-from megaspeed.config.loading import find_problems
+from megaspeed.config.loading import find_notes, find_problems
 from megaspeed.config.resolve import default_run_dir
 from megaspeed.data.selection import find_problems_in_file
 from megaspeed.files.paths import folder_problem, path_problem
@@ -36,9 +36,13 @@ def run(options: argparse.Namespace) -> int:
         *find_problems_in_file(options.config, options.overrides),
         *_run_dir_problems(document, options.config.stem),
     ]
-    write_json(options, {"config": str(options.config), "problems": problems})
+    notes = find_notes(document, world)
+    figures = {"config": str(options.config), "problems": problems, "notes": notes}
+    write_json(options, figures)
     if problems:
         raise ConfigError(problems, where=str(options.config))
+    for note in notes:
+        say(f"note: {note}")
     say(f"{options.config}: no problem found")
     return EXIT_DONE
 

@@ -1,7 +1,6 @@
 """``megaspeed compare``: the ZeRO stages side by side, predicted and measured."""
 
 import argparse
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,6 @@ from megaspeed.files.paths import folder_problem, path_argument
 if TYPE_CHECKING:
     from megaspeed.analysis.compare.result import ComparisonResult, Row
     from megaspeed.analysis.local_ranks import DeviceType
-    from megaspeed.data.corpus import PreparedCorpus
-
-_LEAST_COLUMNS = 80
 
 
 def add_to(commands: Any) -> None:
@@ -51,12 +47,8 @@ def add_to(commands: Any) -> None:
         metavar="NAME",
         help="also train with torch's own ddp or fsdp; pipeline and tensor must be 1",
     )
-    parser.add_argument(
-        "--steps",
-        type=_number_of_steps,
-        default=5,
-        help="steps that are timed; the first one does not count (5)",
-    )
+    parser.add_argument("--turns", type=positive, default=3, help="turns of each row (3)")
+    parser.add_argument("--steps", type=positive, default=4, help="timed steps of each turn (4)")
     parser.add_argument(
         "--out",
         type=path_argument,
@@ -64,25 +56,19 @@ def add_to(commands: Any) -> None:
         help="folder for the results (runs/<name>-compare)",
     )
     parser.add_argument(
-        "--timeout", type=positive, default=1800, help="seconds for each measurement (1800)"
+        "--timeout", type=positive, default=1800, help="seconds for each turn (1800)"
     )
-
-
-def _number_of_steps(text: str) -> int:
-    number = positive(text)
-    if number < 2:
-        raise argparse.ArgumentTypeError("it must be at least 2, because the first step warms up")
-    return number
 
 
 def run(options: argparse.Namespace) -> int:
     """Trains every row, then shows and writes the figures."""
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
     import torch
-    from rich.console import Console
 
-    from megaspeed.analysis.compare.report import as_json, show
-    from megaspeed.analysis.compare.result import ComparisonResult, verdict
+    from megaspeed.analysis.compare.report import as_json, on_screen
+    from megaspeed.analysis.compare.result import ComparisonResult
+    from megaspeed.analysis.compare.rows import train_rows
+    from megaspeed.analysis.turns import share_of_others
     from megaspeed.data.corpus import prepare_corpus
 
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,16 +77,32 @@ def run(options: argparse.Namespace) -> int:
     rows = _rows(run, options, folder, device_type)
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
-    done, stopped = _train(rows, corpus, options, device_type, folder)
-    result = ComparisonResult(run=run, steps=options.steps, rows=done)
-    console = Console()
-    show(result, Console(width=max(console.width, _LEAST_COLUMNS)))
+    share = share_of_others()
+    with BarOrLines(options.turns * sum(row.run is not None for row in rows)) as bar:
+        done, stopped = train_rows(
+            rows,
+            corpus,
+            turns=options.turns,
+            steps=options.steps,
+            device_type=device_type,
+            folder=folder,
+            timeout_seconds=options.timeout,
+            on_turn=bar.show,
+        )
+    result = ComparisonResult(
+        run=run,
+        turns=options.turns,
+        steps=options.steps,
+        rows=done,
+        share_of_others=max(share, share_of_others()),
+    )
     files = write_files(result, folder)
     write_json(options, as_json(result))
+    say(on_screen(result))
+    say("")
     say("wrote " + ", ".join(map(str, files)))
-    say(f"verdict: {verdict(result)}")
     if stopped:
-        say(f"stopped after {len(done)} of {len(rows)} rows; all ranks have ended", error=True)
+        say("stopped before the last turn; all ranks have ended", error=True)
     return EXIT_DONE if result.succeeded and not stopped else EXIT_FAILED
 
 
@@ -110,7 +112,7 @@ def write_files(result: "ComparisonResult", folder: Path) -> list[Path]:
     from megaspeed.analysis.compare.report import as_json, as_markdown
 
     charts = {"memory.png": draw_memory_chart, "tradeoff.png": draw_trade_off_chart}
-    pictures = {name: partial(draw, result) for name, draw in charts.items() if result.done}
+    pictures = {name: partial(draw, result) for name, draw in charts.items() if result.watched}
     text = as_markdown(result, list(pictures))
     return write_results(folder, "compare", as_json(result), text, pictures)
 
@@ -134,31 +136,3 @@ def _rows(
     if problems:
         raise ConfigError(problems, where=f"the comparison of {options.config}")
     return rows
-
-
-def _train(
-    rows: "Sequence[Row]",
-    corpus: "PreparedCorpus",
-    options: argparse.Namespace,
-    device_type: "DeviceType",
-    folder: Path,
-) -> "tuple[list[Row], bool]":
-    """The rows that ended, and whether the user stopped before the last one."""
-    from megaspeed.analysis.compare.rows import train_rows
-
-    done: list[Row] = []
-    with BarOrLines(len(rows)) as bar:
-        try:
-            for row in train_rows(
-                rows,
-                corpus,
-                steps=options.steps,
-                device_type=device_type,
-                folder=folder,
-                timeout_seconds=options.timeout,
-                on_row=lambda row: bar.show(len(done), row.label),
-            ):
-                done.append(row)
-        except KeyboardInterrupt:
-            return done, True
-    return done, False

@@ -74,6 +74,7 @@ def add_to(commands: Any) -> None:
     add_option(
         "--what-if", action="store_true", help="list every variant that fits, the fastest first"
     )
+    add_option("--all", action="store_true", help="show all rows of --what-if")
     add_option(
         "--largest-tensor",
         type=positive,
@@ -115,7 +116,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from megaspeed.analysis.planning.plan import plan
     from megaspeed.analysis.planning.report import report
     from megaspeed.analysis.planning.what_if import what_if
-    from megaspeed.analysis.planning.what_if_report import what_if_report
+    from megaspeed.analysis.planning.what_if_report import SHOWN_LAYOUTS, what_if_report
     from megaspeed.analysis.units import show
 
     stated = _stated_cluster(options)
@@ -138,7 +139,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if cluster is not None and (options.what_if or options.write):
         found = what_if(training, cluster, options.largest_tensor)
         figures["what_if"] = found.as_json()
-        show(what_if_report(found))
+        show(what_if_report(found, None if options.all else SHOWN_LAYOUTS))
         if options.write and found.best is not None:
             changes = [*options.overrides, *found.best.set_text]
             _write_config(options.write, options.config, changes)
@@ -166,8 +167,9 @@ def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
     wanted = next((name for name in wants if getattr(options, name)), None)
     if stated.device is None and wanted is not None:
         raise _wrong(f"--{wanted.replace('_', '-')} needs step times: add --device h100-80gb")
-    if options.largest_tensor and not (options.what_if or options.write):
-        raise _wrong("--largest-tensor limits the what-if: add --what-if")
+    for option in ("largest_tensor", "all"):
+        if getattr(options, option) and not (options.what_if or options.write):
+            raise _wrong(f"--{option.replace('_', '-')} is an option of the what-if: add --what-if")
     return stated
 
 

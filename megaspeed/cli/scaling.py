@@ -90,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
     from megaspeed.analysis.local_ranks import too_many_ranks
     from megaspeed.analysis.scaling import ScalingResult, scaled_runs
     from megaspeed.analysis.scaling_report import as_json, as_markdown, draw_chart
+    from megaspeed.analysis.turns import share_of_others
     from megaspeed.data.corpus import prepare_corpus
 
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,11 +106,18 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(problems, where=f"the scaling of {options.config}")
     corpus = prepare_corpus(base.config.data, base.config.model.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
+    share = share_of_others()
     rows, stopped = _train(runs, corpus, options, folder, device_type)
     if not rows:
         say(f"stopped before any of {len(runs)} rows; all ranks have ended", error=True)
         return EXIT_FAILED
-    result = ScalingResult(mode=mode, steps=options.steps, rows=rows, processors=processors())
+    result = ScalingResult(
+        mode=mode,
+        steps=options.steps,
+        rows=rows,
+        processors=processors(),
+        share_of_others=max(share, share_of_others()),
+    )
     pictures = {"scaling.png": partial(draw_chart, result)} if result.done else {}
     text = as_markdown(result, next(iter(pictures), None))
     files = write_results(folder, "scaling", as_json(result), text, pictures)

@@ -1,6 +1,6 @@
 """DeepSpeed's own keys, at the top level of the JSON, each with DeepSpeed's meaning.
 
-These are the keys of DeepSpeed 0.19.8 that work here. `refusals.py` lists those that do not.
+These are the keys of DeepSpeed 0.19.8 that work here. `foreign_keys.py` has the others.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,7 @@ from pydantic import BeforeValidator, Field
 from megaspeed.config.section import (
     LARGEST_ACCUMULATION,
     LARGEST_BATCH,
-    LARGEST_COUNT,
     ElementCount,
-    PathText,
     Section,
 )
 
@@ -41,8 +39,6 @@ class ZeroConfig(Section):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_boolean)] = 0
     """What is partitioned. 0: nothing; 1: optimizer states; 2: optimizer states and gradients; 3:
     optimizer states, gradients and parameters."""
-    contiguous_gradients: bool = True
-    """No effect: gradients are always reduced in contiguous memory."""
     reduce_scatter: bool = True
     """Average gradients with reduce-scatter instead of all-reduce."""
     reduce_bucket_size: Annotated[ElementCount, Field(gt=0)] | None = None
@@ -126,13 +122,15 @@ class ZeroConfig(Section):
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether optimizer states are kept in host memory."""
-        return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
+        """Whether optimizer states are kept in host memory. Stage 0 does not partition them."""
+        offload = self.offload_optimizer
+        return self.stage > 0 and offload is not None and offload.device != "none"
 
     @property
     def offloads_parameters(self) -> bool:
-        """Whether partitioned parameters are kept in host memory."""
-        return self.offload_param is not None and self.offload_param.device != "none"
+        """Whether partitioned parameters are kept in host memory. Only stage 3 has them."""
+        offload = self.offload_param
+        return self.stage == 3 and offload is not None and offload.device != "none"
 
 
 class Bf16Config(Section):
@@ -187,8 +185,6 @@ class AdamParams(Section):
     weight_decay: float = Field(default=0.01, ge=0)
     """In each step, matrices and embeddings shrink by this number times the learning rate; biases
     and norms do not."""
-    torch_adam: Literal[True] = True
-    """Use torch's AdamW, which needs no compiler. No other is available."""
 
 
 class OptimizerConfig(Section):
@@ -314,40 +310,6 @@ SchedulerConfig = Annotated[
 SCHEDULER_TYPES = ("cosine", "linear", "constant", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
-class CommsLoggerConfig(Section):
-    """DeepSpeed's log of its collectives."""
-
-    enabled: bool = False
-    """Record DeepSpeed's collectives."""
-    prof_all: bool = True
-    """Record every collective."""
-    prof_ops: tuple[str, ...] = Field(default=(), strict=False)
-    """Collectives to record if prof_all is false."""
-    verbose: bool = False
-    """Write a log line for every collective."""
-    debug: bool = False
-    """Name the calling function in the log."""
-
-
-class FlopsProfilerConfig(Section):
-    """DeepSpeed's FLOPs profiler, which is not available: its engine does not run the step."""
-
-    enabled: bool = False
-    """Profile one step."""
-    recompute_fwd_factor: float = Field(default=0.0, ge=0)
-    """Share of the forward FLOPs that recomputation adds."""
-    profile_step: int = Field(default=1, gt=0)
-    """Step that is profiled."""
-    module_depth: int = Field(default=-1, ge=-1)
-    """Depth of the modules that are reported; -1: the deepest."""
-    top_modules: int = Field(default=1, gt=0)
-    """Number of modules that are listed for each depth."""
-    detailed: bool = True
-    """Print the profile of each module."""
-    output_file: PathText | None = None
-    """File to write to. If omitted: the console."""
-
-
 class DeepSpeedKeys(Section):
     """The top level of the JSON, without megaspeed's sections."""
 
@@ -376,19 +338,7 @@ class DeepSpeedKeys(Section):
     """The optimizer."""
     scheduler: SchedulerConfig | None = None
     """The learning rate as a function of the step. If omitted: constant."""
-    steps_per_print: int | None = Field(default=None, gt=0, le=LARGEST_COUNT)
-    """No effect: see training.log_interval."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
     """Level of DeepSpeed's own log. If omitted: DeepSpeed's default."""
-    wall_clock_breakdown: bool = False
-    """Not available: DeepSpeed's engine does not run the step."""
-    memory_breakdown: bool = False
-    """Not available: DeepSpeed's engine does not run the step."""
-    dump_state: bool = False
-    """Log DeepSpeed's state at the start."""
     disable_python_gc: bool = False
     """Turn Python's garbage collector off while training."""
-    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
-    """Log of DeepSpeed's collectives."""
-    flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig)
-    """DeepSpeed's FLOPs profiler."""

@@ -85,7 +85,7 @@ def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
     origins: dict[KeyPath, str] = {}
     for origin, tree in trees:
         merged = merge(merged, tree)
-        origins |= dict.fromkeys(_paths_in(tree), origin)
+        origins |= dict.fromkeys(paths_in(tree), origin)
     return Document(merged, tuple(problems), origins, is_complete)
 
 
@@ -165,12 +165,12 @@ def _short(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _paths_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+def paths_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
     """The path of every value in a tree of objects, and of the objects."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield (*path, key)
-            yield from _paths_in(inner, (*path, key))
+            yield from paths_in(inner, (*path, key))
 
 
 def _read_values(file: Path, extended_by: Sequence[Path]) -> tuple[dict[str, Any], list[Problem]]:
@@ -212,8 +212,8 @@ class _Pairs(list[tuple[str, Any]]):
     """An object as a list of pairs, which can have the same key twice."""
 
 
-def parse_json(text: str) -> tuple[Any, list[Problem]]:
-    """Reads JSON and finds duplicate keys at any depth.
+def parse_json(text: str, *, allow_nan: bool = False) -> tuple[Any, list[Problem]]:
+    """Reads JSON, with Python's NaN and Infinity if they are allowed, and finds duplicate keys.
 
     Returns:
         The value, with the last of equal keys, and a problem for each duplicate.
@@ -223,7 +223,8 @@ def parse_json(text: str) -> tuple[Any, list[Problem]]:
     """
     duplicates: list[KeyPath] = []
     try:
-        pairs = json.loads(text, object_pairs_hook=_Pairs, parse_constant=_refuse_constant)
+        read_constant = float if allow_nan else _refuse_constant
+        pairs = json.loads(text, object_pairs_hook=_Pairs, parse_constant=read_constant)
         value = _with_dicts(pairs, (), duplicates)
     except json.JSONDecodeError as error:
         raise JsonSyntaxError(_describe_syntax_error(text, error)) from None
@@ -239,7 +240,7 @@ def parse_json(text: str) -> tuple[Any, list[Problem]]:
     ]
 
 
-def read_json_object(path: Path) -> tuple[dict[str, Any], list[Problem]]:
+def read_json_object(path: Path, **options: bool) -> tuple[dict[str, Any], list[Problem]]:
     """Reads a file that contains one JSON object, as `parse_json` does.
 
     Raises:
@@ -254,7 +255,7 @@ def read_json_object(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     except OSError as error:
         raise JsonSyntaxError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        value, problems = parse_json(text)
+        value, problems = parse_json(text, **options)
     except JsonSyntaxError as error:
         raise JsonSyntaxError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -58,6 +58,8 @@ class ConfigError(ValueError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
         listed = [f"{number}. {problem}" for number, problem in enumerate(problems, start=1)]
         lines = [f"{count} in {where}:", *shortened(listed, MOST_LISTED)]
+        if len(listed) > MOST_LISTED:
+            lines[-1] += "; megaspeed check --json FILE writes all of them"
         super().__init__("\n  ".join(lines))
 
 

@@ -37,6 +37,7 @@ class Family:
         fixed: other keys of the config.json -> the values that our model supports; the first is
             transformers' default.
         other_names: second names of keys that transformers accepts.
+        rope_types: the kinds of rotary scaling that its files may state.
         prefix: start of the name of every tensor but the head's. Files of the model without its
             head omit it.
         blocks: their name for the list of blocks.
@@ -51,6 +52,7 @@ class Family:
     keys: Mapping[str, Key]
     fixed: Mapping[str, tuple[Any, ...]]
     other_names: Mapping[str, str] = field(default_factory=dict)
+    rope_types: tuple[str, ...] = ("default", "llama3")
     prefix: str
     blocks: str
     modules: Mapping[str, tuple[str, ...]]
@@ -181,24 +183,16 @@ MISTRAL = replace(
     class_name="MistralForCausalLM",
     keys={
         **_SHARED_KEYS,
-        **_keys(
-            num_key_value_heads=8,
-            intermediate_size=14336,
-            max_position_embeddings=131072,
-            sliding_window=4096,
-        ),
+        **_keys(num_key_value_heads=8, intermediate_size=14336),
+        **_keys(max_position_embeddings=131072, sliding_window=4096),
     },
     fixed={"hidden_act": _SILU},
 )
 
 _QWEN_KEYS = {
     **_SHARED_KEYS,
-    **_keys(
-        vocab_size=151936,
-        num_key_value_heads=32,
-        intermediate_size=22016,
-        max_position_embeddings=32768,
-    ),
+    **_keys(vocab_size=151936, max_position_embeddings=32768),
+    **_keys(num_key_value_heads=32, intermediate_size=22016),
 }
 _QWEN_FIXED = {"hidden_act": _SILU, "use_sliding_window": (False,)}
 
@@ -220,12 +214,51 @@ QWEN3 = replace(
     fixed=_QWEN_FIXED,
 )
 
-FamilyName = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+# Abdin et al. 2024, also Phi-4: Mistral with fused matrices. In transformers, its config refuses
+# Llama 3's scaling, and its model ignores embd_pdrop.
+PHI3 = replace(
+    MISTRAL,
+    class_name="Phi3ForCausalLM",
+    keys={
+        **MISTRAL.keys,
+        **_keys(vocab_size=32064, hidden_size=3072, intermediate_size=8192, rms_norm_eps=1e-5),
+        **_keys(num_key_value_heads=None, max_position_embeddings=4096, sliding_window=None),
+        "residual_dropout": Key("resid_pdrop", 0.0),
+    },
+    rope_types=("default",),
+    modules={
+        **LLAMA.modules,
+        "attention.qkv": ("self_attn.qkv_proj",),
+        "mlp.gate_up": ("mlp.gate_up_proj",),
+    },
+)
+
+# Lozhkov et al. 2024: Llama's attention and names, GPT-2's norms, biases and feed-forward layer
+STARCODER2 = replace(
+    LLAMA,
+    features={**GPT2.features, "positions": "rotary"},
+    class_name="Starcoder2ForCausalLM",
+    keys={
+        **{name: key for name, key in _SHARED_KEYS.items() if name != "rms_norm_eps"},
+        **_keys(vocab_size=49152, hidden_size=3072, intermediate_size=12288),
+        **_keys(num_hidden_layers=30, num_attention_heads=24, num_key_value_heads=2),
+        **_keys(max_position_embeddings=4096, sliding_window=None, tie_word_embeddings=True),
+        **_keys(residual_dropout=0.0, embedding_dropout=0.0, initializer_range=0.018042),
+        **dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), Key("use_bias", True)),
+        "layer_norm_epsilon": Key("norm_epsilon", 1e-5),
+    },
+    fixed={"hidden_act": ("gelu_pytorch_tanh", "gelu_new")},
+    modules={**LLAMA.modules, "mlp.up": ("mlp.c_fc",), "mlp.down": ("mlp.c_proj",)},
+)
+
+FamilyName = Literal["gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2"]
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "starcoder2": STARCODER2,
 }

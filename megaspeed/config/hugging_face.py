@@ -5,7 +5,9 @@
 `families.py` has the tables: which of their keys are our fields, and which must have a certain
 value because our model supports only that one. If a file omits a key, transformers' default is
 used, which sometimes differs from ours. A key in no table is ignored, because it changes nothing in
-transformers' model of the family.
+transformers' model of the family. Files of other models, such as the draft heads of speculative
+decoding, may state one of our families, too. They are refused because of their class, or because
+of a key in `other_families.py`.
 
 Files write rotary positions in three ways:
 
@@ -19,6 +21,7 @@ transformers 4 and 5 both read it.
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +30,7 @@ from megaspeed.config.document import JsonSyntaxError, describe_value, read_json
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.families import FAMILIES, Family
 from megaspeed.config.model import DERIVED_FIELDS, ModelConfig
+from megaspeed.config.other_families import lacked_features
 from megaspeed.files.paths import expand_home, path_problem
 from megaspeed.files.reading import file_problem
 
@@ -34,20 +38,13 @@ CONFIG_FILE = "config.json"
 DAMAGED = "incomplete or damaged; fetch it again"
 """Part of the message about a model's file that cannot be read."""
 
-_FIXED = {
-    "quantization_config": (None,),
-    "auto_map": (None,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-}
-"""Keys of every family with the values that our model supports."""
-
 _NOT_EXPORTED = frozenset(
     {"preset", "from_hf", "embedding_dropout", "attention_dropout", "residual_dropout"}
 )
 """Fields that change nothing in what a trained model computes."""
 
 _ORIGINAL = "original_max_position_embeddings"
+_RANDOM_ONLY = "; to plan, or to train from random weights, copy the file and"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
@@ -89,6 +86,18 @@ def read_model_section(place: str) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or describes a model that our model does not support.
     """
+    fields, problems = model_section(read_keys(place))
+    if problems:
+        raise ConfigError(problems, where=str(_config_file(place)))
+    return fields
+
+
+def read_keys(place: str) -> dict[str, Any]:
+    """The keys of a config.json, named by its folder or its path.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     file = _config_file(place)
     problem = path_problem(place)
     if problem is None and (reason := file_problem(file)) is not None:
@@ -98,14 +107,12 @@ def read_model_section(place: str) -> dict[str, Any]:
         mend = "name a folder as save_pretrained writes it, or the file (nothing is downloaded)"
         raise ConfigError([f"{problem}; {mend}"], where=str(file))
     try:
-        keys, duplicates = read_json_object(file)
+        keys, duplicates = read_json_object(file, allow_nan=True)
     except JsonSyntaxError as error:
         raise ConfigError([f"{error}: {DAMAGED}"], where=str(file)) from error
-    fields, problems = model_section(keys)
-    problems = [*(duplicate.message for duplicate in duplicates), *problems]
-    if problems:
-        raise ConfigError(problems, where=str(file))
-    return fields
+    if duplicates:
+        raise ConfigError([duplicate.message for duplicate in duplicates], where=str(file))
+    return keys
 
 
 def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -115,22 +122,41 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         The fields, without those that are derived from others; and a sentence for each setting that
         our model does not support.
     """
-    model_type = keys.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        given = "missing" if model_type is None else describe_value(model_type)
+    name = family_of(keys)
+    if name is None:
+        stated = keys.get("model_type")
+        given = "missing; state that of the model" if stated is None else describe_value(stated)
+        lacks = ", ".join(lacked_features(keys))
+        given += f"; megaspeed lacks {lacks}" if lacks else ""
         return {}, [f"model_type must be {_alternatives(FAMILIES)}, but it is {given}"]
+    family = FAMILIES[name]
     keys, problems = _with_first_names(keys, family.other_names)
-    fields: dict[str, Any] = {"architecture": model_type}
-    for name, key in family.keys.items():
+    fields: dict[str, Any] = {"architecture": name}
+    for field, key in family.keys.items():
         value = keys.get(key.name, key.default)
         if value is not None or key.default is not None:
-            fields[name] = value
+            fields[field] = value
     problems += _unsupported_values(keys, family)
     if family.features["positions"] == "rotary":
-        problems += _rotary_problems(keys)
+        problems += _rotary_problems(keys, family)
         fields |= {} if problems else _rotary_fields(keys, fields["max_position_embeddings"])
     return fields, problems
+
+
+def family_of(keys: Mapping[str, Any]) -> str | None:
+    """The family of a config.json. None if it is not one of ours, or not known.
+
+    Old files of GPT-2 have no `model_type`. Then the class counts, or GPT-2's own keys.
+    """
+    stated = keys.get("model_type")
+    if stated is not None:
+        return stated if isinstance(stated, str) and stated in FAMILIES else None
+    if keys.get("architectures"):
+        return next((name for name in FAMILIES if not _other_classes(keys, FAMILIES[name])), None)
+    # GPT-1, GPT-J and CodeGen, GPT-BigCode, and CTRL have these keys, too, and each another one.
+    is_like_gpt2 = keys.keys() >= {"n_embd", "n_layer", "n_head"}
+    others = keys.keys() & {"afn", "rotary_dim", "multi_query", "dff"}
+    return "gpt2" if is_like_gpt2 and not others else None
 
 
 def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
@@ -143,6 +169,7 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
     keys = {
         "architectures": [family.class_name],
         "model_type": model.architecture,
+        "pad_token_id": None,  # Phi-3's default may exceed the vocabulary
         **{key.name: getattr(model, name) for name, key in family.keys.items()},
         **{key: values[0] for key, values in family.fixed.items() if values[0] is not None},
     }
@@ -182,8 +209,34 @@ def _with_first_names(
     return renamed, problems
 
 
+def _other_classes(keys: Mapping[str, Any], family: Family) -> list[str]:
+    """The classes that a file names for its model, without those that have the family's blocks.
+
+    Own code counts by the name of its class, because transformers uses the class it has itself.
+    """
+    architectures, code = keys.get("architectures") or [], keys.get("auto_map") or {}
+    if not isinstance(architectures, list) or not isinstance(code, dict):
+        return [describe_value(code if isinstance(architectures, list) else architectures)]
+    named = (*architectures, *(code[key] for key in code if key.startswith("AutoModel")))
+    classes = dict.fromkeys(str(name).rpartition(".")[2] for name in named)
+    heads = (
+        r"(Model|LMHeadModel|DoubleHeadsModel|For(CausalLM|\w+Classification|QuestionAnswering))"
+    )
+    pattern = "(?i)(TF|Flax|FSDP)?" + re.sub(f"{heads}$", "", family.class_name) + heads
+    return [name for name in classes if not re.fullmatch(pattern, name)]
+
+
 def _unsupported_values(keys: Mapping[str, Any], family: Family) -> Iterator[str]:
-    for key, allowed in {**_FIXED, **family.fixed}.items():
+    if others := _other_classes(keys, family):
+        yield (
+            f"architectures and auto_map must name {family.class_name} or a class that differs in "
+            f"its head, but they name {', '.join(others)}; write {family.class_name} if it is one"
+        )
+    for feature, key in lacked_features(keys).items():
+        if key is not None:
+            given = describe_value(keys[key])
+            yield f"{key} states {feature}; remove it if the model has none, but it is {given}"
+    for key, allowed in family.fixed.items():
         value = keys.get(key, allowed[0])
         # Types are compared because True == 1.
         if not any(value == one and type(value) is type(one) for one in allowed):
@@ -211,7 +264,7 @@ def _rotary_type(parameters: Mapping[str, Any]) -> Any:
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
-def _rotary_problems(keys: Mapping[str, Any]) -> Iterator[str]:
+def _rotary_problems(keys: Mapping[str, Any], family: Family) -> Iterator[str]:
     name, stated = _rotary_parameters(keys)
     if not isinstance(stated, dict):
         yield f"{name} must be an object or null, but it is {describe_value(stated)}"
@@ -222,9 +275,11 @@ def _rotary_problems(keys: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name} must be the same for all layers, but it differs by type ({types})"
         return
     rope_type = _rotary_type(stated)
-    if rope_type not in ("default", "llama3"):
-        given = describe_value(rope_type)
-        yield f'rope_type in {name} must be "default" or "llama3", but it is {given}'
+    if rope_type not in family.rope_types:
+        yield (
+            f"rope_type in {name} must be {_alternatives(family.rope_types)}, but it is "
+            f"{describe_value(rope_type)}{_RANDOM_ONLY} set {name} to null"
+        )
     elif rope_type == "llama3":
         missing = [key for key in _LLAMA3 if stated.get(key) is None]
         if missing:
@@ -242,7 +297,8 @@ def _rotary_problems(keys: Mapping[str, Any]) -> Iterator[str]:
         (f"{name}.partial_rotary_factor", stated.get("partial_rotary_factor")),
     ):
         if partial not in (None, 1.0):
-            yield f"{place} must be 1.0, but it is {describe_value(partial)}"
+            given = describe_value(partial)
+            yield f"{place} must be 1.0, but it is {given}{_RANDOM_ONLY} set it to 1.0"
 
 
 def _rotary_fields(keys: Mapping[str, Any], positions: Any) -> dict[str, Any]:

@@ -14,6 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megaspeed.config.foreign_keys import (
+    EFFECTIVE_STAGES,
+    NO_EFFECT,
+    REFUSED,
+    RENAMED,
+    SERVICES,
+)
 from megaspeed.config.run import RunConfig
 from megaspeed.config.section import Section
 
@@ -75,7 +82,24 @@ def key_tables() -> str:
         for name in (*own, *(name for name in sections if name not in own))
     ]
     single = {"properties": {name: top[name] for name in top if name not in sections}}
-    return "\n".join([_table("Top level", _rows([single], schema)), *tables])
+    return "\n".join([_table("Top level", _rows([single], schema)), *tables, _foreign_keys()])
+
+
+def _foreign_keys() -> str:
+    """DeepSpeed's keys that are not keys of megaspeed: a row for each reason."""
+    rows = [f"| `{old}` | read as `{new}` |" for old, new in RENAMED.items()]
+    rows += [f"| `{name}` | read as `training.report_to` |" for name in SERVICES]
+    for title, table in (("no effect", NO_EFFECT), ("refused", REFUSED)):
+        by_reason: dict[str, list[str]] = {}
+        for key, reason in table.items():
+            by_reason.setdefault(reason, []).append(f"`{key}`")
+        rows += [f"| {', '.join(keys)} | {title}: {why} |" for why, keys in by_reason.items()]
+    stages = (
+        f"| `zero_optimization.{key}` | effect at stage {', '.join(map(str, stages))} only |"
+        for key, stages in EFFECTIVE_STAGES.items()
+    )
+    head = ["### Other keys of DeepSpeed", "", "| key | here |", "|---|---|"]
+    return "\n".join([*head, *rows, *stages, ""])
 
 
 def _subclasses(section: type[Section]) -> Iterator[type[Section]]:

@@ -23,7 +23,8 @@ from megaspeed.config.deepspeed_keys import (
     OptimizerConfig,
 )
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.rules import check, divisors, listed, nearest, rule
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.rules import check, divisors, listed, rule, tensor_degrees
 from megaspeed.config.run import ParallelConfig, TrainingConfig
 from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_NUMBER
 from megaspeed.topology.grid import Grid
@@ -76,6 +77,11 @@ class StatedBatch:
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """The keys of a `StatedBatch`, in its order."""
+
+_UNDETERMINED = (
+    "the batch is not determined: write train_batch_size; the other two numbers follow from it, or "
+    "write one of them, too"
+)
 
 
 def violations(fields: Mapping[str, Any], world: World | None = None) -> list[str]:
@@ -130,10 +136,7 @@ def explain_batch(stated: StatedBatch, dp: int, equation: str) -> str:
     """
     train, micro, accumulation = stated.train, stated.micro, stated.accumulation
     if train is None:
-        return (
-            "the batch is not determined: state train_batch_size, and also "
-            "train_micro_batch_size_per_gpu or gradient_accumulation_steps"
-        )
+        return _UNDETERMINED
     if micro is not None:
         name, factor = "train_micro_batch_size_per_gpu", micro
         other = "gradient_accumulation_steps"
@@ -165,34 +168,64 @@ def explain_batch(stated: StatedBatch, dp: int, equation: str) -> str:
 
 
 @rule
-def degrees_fit_world(parallel: ParallelConfig, world: World) -> Iterator[str]:
+def degrees_fit_world(
+    model: ModelConfig, parallel: ParallelConfig, stated: StatedBatch, world: World
+) -> Iterator[str]:
     """The product of the degrees is the number of processes; at most, if ranks may be spare."""
-    data = 1 if parallel.data == "auto" else parallel.data
-    pp, tp = parallel.pipeline, parallel.tensor
+    pp, tp, data = parallel.pipeline, parallel.tensor, parallel.data
     group = pp * tp
-    if parallel.spare_ranks:
-        if world.size < data * group:
-            yield (
-                f"{world} is less than parallel.pipeline {pp} x data {data} x parallel.tensor "
-                f"{tp} = {data * group}; start at least {data * group} processes"
-            )
-    elif world.size % group:
-        yield (
-            f"{world} is not divisible by parallel.pipeline {pp} x parallel.tensor {tp} = "
-            f"{group}; start {nearest(world.size, group)} processes, or choose degrees whose "
-            f"product is one of {listed(divisors(world.size))}"
-        )
-    elif parallel.data not in ("auto", world.size // group):
-        yield (
+    quotient, rest = divmod(world.size, group)
+    if data == "auto":
+        dp, around = max(1, quotient), [range(quotient, 0, -1), range(quotient + 1, 2 * world.size)]
+        law = f"{world} is not divisible by parallel.pipeline {pp} x parallel.tensor {tp} = {group}"
+        fits = (parallel.spare_ranks and quotient > 0) or not rest
+    else:
+        dp, around = data, [range(data, data + 1)]
+        law = (
             f"parallel.data {data} x parallel.pipeline {pp} x parallel.tensor {tp} must be "
-            f"{world}, but it is {data * group}; set parallel.data to {world.size // group} or "
-            f'"auto", or start {data * group} processes'
+            f"{world}, but it is {data * group}"
         )
+        fits = data <= quotient if parallel.spare_ranks else data * group == world.size
+    if fits:
+        return
+    # Only what the batch and the model allow is proposed.
+    near = [next((n for n in each if solve_batch(stated, n)), 0) for each in around]
+    start = " or ".join(str(n * group) for n in near if n)
+    mends = []
+    if parallel.spare_ranks:
+        factors = f"parallel.pipeline {pp} x data {dp} x parallel.tensor {tp} = {dp * group}"
+        law = f"{world} is less than {factors}"
+        mends += [f"start at least {start} processes"] * bool(start)
+    else:
+        if not rest and solve_batch(stated, quotient):
+            mends.append(f'set parallel.data to {quotient} or "auto"')
+        mends += [f"start {start} processes"] * bool(start)
+        degrees = [n for n in divisors(world.size) if data in ("auto", n)]
+        products = [world.size // n for n in reversed(degrees) if solve_batch(stated, n)]
+        if products := [n for n in products if _has_degrees(model, n)]:
+            mends.append(f"choose parallel.pipeline x parallel.tensor = {listed(products)}")
+    batch = "" if mends else explain_batch(stated, dp, f"This is for parallel.data {dp}")
+    yield f"{law}; {', or '.join(mends) or batch}"
+
+
+def _has_degrees(model: ModelConfig, product: int) -> bool:
+    """Whether the model allows a pipeline and a tensor degree of this product."""
+    valid = tensor_degrees(model)
+    return any(tp in valid and product // tp <= model.num_hidden_layers for tp in divisors(product))
+
+
+@rule
+def batch_is_determined(stated: StatedBatch) -> Iterator[str]:
+    """The batch or the micro-batch is stated."""
+    if stated.train is None and stated.micro is None:
+        yield _UNDETERMINED
 
 
 @rule
 def batch_multiplies(parallel: ParallelConfig, stated: StatedBatch, world: World) -> Iterator[str]:
     """train_batch_size = micro-batch x accumulation steps x data degree, in whole numbers."""
+    if stated.train is None and stated.micro is None:
+        return
     grid = find_grid(parallel, stated, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     if grid is not None and batch is None:

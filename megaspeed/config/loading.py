@@ -1,5 +1,6 @@
 """Loads configs and runs from files, overrides and JSON values, and finds all mistakes at once."""
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
@@ -10,15 +11,15 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from megaspeed.config.acceptance import Accepted, accept, without
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.hugging_face import fill_from_hugging_face
 from megaspeed.config.layout import World, violations
-from megaspeed.config.refusals import refuse_foreign_keys, without
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.run import RunConfig
 from megaspeed.config.section import Section
-from megaspeed.config.validation import translate
+from megaspeed.config.validation import all_key_paths, translate
 
 
 def read_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -53,14 +54,12 @@ def load_run(
         ConfigError: with all problems.
     """
     world = World(world_size, world_source, device_type)
-    config = _checked(read_document(Path(path), overrides), world, where=str(path))
-    return resolve_run(
-        config,
-        name=Path(path).stem,
-        world_size=world_size,
-        world_source=world_source,
-        device_type=device_type,
-    )
+    document = read_document(Path(path), overrides)
+    config, problems, accepted = _check(document, world)
+    if problems or config is None:
+        raise ConfigError(problems, str(path))
+    run = _resolve(config, Path(path).stem, world)
+    return replace(run, notes=accepted.all_notes(config.to_json(), run.as_json()))
 
 
 def find_problems(document: Document, world: World | None) -> tuple[str, ...]:
@@ -68,20 +67,43 @@ def find_problems(document: Document, world: World | None) -> tuple[str, ...]:
     return _check(document, world)[1]
 
 
+def find_notes(document: Document, world: World | None) -> tuple[str, ...]:
+    """What a document without problems states that has another name or no effect here, and its
+    "auto" values.
+    """
+    config, problems, accepted = _check(document, world)
+    if problems or config is None:
+        return ()
+    resolved = None if world is None else _resolve(config, "run", world).as_json()
+    return accepted.all_notes(config.to_json(), resolved)
+
+
+def _resolve(config: RunConfig, name: str, world: World) -> Run:
+    return resolve_run(
+        config,
+        name=name,
+        world_size=world.size,
+        world_source=world.source,
+        device_type=world.device_type,
+    )
+
+
 def _checked(document: Document, world: World | None, where: str) -> RunConfig:
-    config, problems = _check(document, world)
+    config, problems, _ = _check(document, world)
     if problems or config is None:
         raise ConfigError(problems, where)
     return config
 
 
-def _check(document: Document, world: World | None) -> tuple[RunConfig | None, tuple[str, ...]]:
+def _check(
+    document: Document, world: World | None
+) -> tuple[RunConfig | None, tuple[str, ...], Accepted]:
     """The config and all problems. If keys are wrong, rules that read other keys still apply."""
+    accepted = accept(document.values, all_key_paths())
     if not document.is_complete:
-        return None, tuple(problem.message for problem in document.problems)
-    values, refused = refuse_foreign_keys(document.values)
-    values, file_origins, file_problems = fill_from_hugging_face(values)
-    found = [*refused, *file_problems]
+        return None, tuple(problem.message for problem in document.problems), accepted
+    values, file_origins, file_problems = fill_from_hugging_face(accepted.values)
+    found = [*accepted.problems, *file_problems]
     config: RunConfig | None = None
     try:
         config = RunConfig.model_validate(values)
@@ -99,7 +121,7 @@ def _check(document: Document, world: World | None) -> tuple[RunConfig | None, t
         wrong.add(("model", "intermediate_size"))  # it is computed from the other if omitted
     fields = _correct_fields(values, wrong) if config is None or wrong else dict(config)
     messages = [*(problem.message for problem in problems), *violations(fields, world)]
-    return config, tuple(dict.fromkeys(messages))
+    return config, tuple(dict.fromkeys(messages)), accepted
 
 
 def _correct_fields(values: Mapping[str, Any], wrong: Set[KeyPath]) -> dict[str, Any]:
@@ -128,6 +150,14 @@ def _without_indices(path: KeyPath) -> KeyPath:
 
 
 def _with_origin(problem: Problem, origins: Mapping[KeyPath, str]) -> Problem:
-    """Adds the origin to the message if the key is not in the config file itself."""
+    """Adds the origin to the message if the key is not in the config file itself.
+
+    The file that extends another one removes a key by null.
+    """
     origin = origins.get(_without_indices(problem.path))
-    return replace(problem, message=f"{problem.message} (from {origin})") if origin else problem
+    if not origin:
+        return problem
+    text = problem.message
+    if origin != "--set":
+        text = re.sub(r"\bremove it$", "set it to null", text)
+    return replace(problem, message=f"{text} (from {origin})")

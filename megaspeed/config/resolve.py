@@ -54,6 +54,8 @@ class Run:
     precision: Precision
     spare_ranks: int = 0
     """Number of processes that the grid does not use."""
+    notes: tuple[str, ...] = ()
+    """What the file states that has another name or no effect here, and its "auto" values."""
 
     def as_json(self) -> dict[str, Any]:
         """The resolved config as JSON values. A file with them gives the same run again."""

@@ -15,7 +15,6 @@ from megaspeed.config.deepspeed_keys import (
     Constant,
     DataTypesConfig,
     Decay,
-    FlopsProfilerConfig,
     Fp16Config,
     OptimizerConfig,
     SchedulerConfig,
@@ -147,11 +146,17 @@ def rope_factors_are_ordered(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def tensor_degrees(model: ModelConfig) -> list[int]:
+    """The tensor degrees that the heads allow."""
+    heads, shared = model.num_attention_heads, model.num_key_value_heads
+    return [d for d in divisors(heads) if shared % d == 0 or d % shared == 0]
+
+
 @rule
 def tensor_divides_heads(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """A tensor rank holds complete query heads, and complete or shared key/value heads."""
     heads, shared, tp = model.num_attention_heads, model.num_key_value_heads, parallel.tensor
-    valid = [d for d in divisors(heads) if shared % d == 0 or d % shared == 0]
+    valid = tensor_degrees(model)
     if heads % tp:
         yield (
             f"model.num_attention_heads {heads} must be divisible by parallel.tensor {tp}, because "
@@ -345,42 +350,6 @@ def compressed_matrices_have_no_copies(
 
 
 @rule
-def deepspeeds_engine_measures_nothing(
-    wall_clock_breakdown: bool, memory_breakdown: bool, flops_profiler: FlopsProfilerConfig
-) -> Iterator[str]:
-    """Forward, backward and step are not those of DeepSpeed's engine."""
-    instruments = {
-        "wall_clock_breakdown": wall_clock_breakdown,
-        "memory_breakdown": memory_breakdown,
-        "flops_profiler.enabled": flops_profiler.enabled,
-    }
-    for key, enabled in instruments.items():
-        if enabled:
-            yield (
-                f"{key} measures forward, backward and step of DeepSpeed's engine, which this run "
-                "does not use; set it to false (metrics.jsonl has step times, their parts, memory "
-                "and FLOP/s)"
-            )
-
-
-@rule
-def only_partitioned_states_are_offloaded(zero_optimization: ZeroConfig) -> Iterator[str]:
-    """What is moved to host memory is partitioned at this stage."""
-    zero = zero_optimization
-    if zero.offloads_parameters and zero.stage != 3:
-        yield (
-            "zero_optimization.offload_param moves partitioned parameters, which only stage 3 has, "
-            f"but zero_optimization.stage is {zero.stage}; set it to 3, or remove offload_param"
-        )
-    if zero.offloads_optimizer and zero.stage == 0:
-        yield (
-            "zero_optimization.offload_optimizer moves partitioned optimizer states, which stages "
-            "1, 2 and 3 have, but zero_optimization.stage is 0; raise it, or remove "
-            "offload_optimizer"
-        )
-
-
-@rule
 def warmup_ends_before_the_schedule(
     scheduler: SchedulerConfig | None, training: TrainingConfig
 ) -> Iterator[str]:
@@ -395,9 +364,12 @@ def warmup_ends_before_the_schedule(
         if scheduler.params.total_num_steps is not None:
             end, source = scheduler.params.total_num_steps, "scheduler.params.total_num_steps"
     if warmup >= end:
+        shorter = f"scheduler.params.warmup_num_steps={max(end // 10, 1)}"
+        if end == 1:  # DeepSpeed's schedules have at least one step of warmup
+            shorter = "scheduler=null"
         yield (
             f"scheduler.params.warmup_num_steps {warmup} must be less than {source} {end}, "
-            f"{reason}; shorten the warmup"
+            f"{reason}; shorten the warmup: --set {shorter}"
         )
 
 

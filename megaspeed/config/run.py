@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megaspeed.config.data import DataConfig
 from megaspeed.config.deepspeed_keys import DeepSpeedKeys
@@ -43,6 +43,16 @@ class PowerSgdCompression(Section):
 Compression = Int8Compression | PowerSgdCompression
 """The methods that need the complete gradient of a step."""
 
+_StatedCompression = (
+    Literal["none", "bf16", "int8", "powersgd"]
+    | Annotated[Compression, Field(discriminator="type")]
+)
+
+
+def _object_of_type(value: Any) -> Any:
+    """The object that a name of a method stands for."""
+    return {"type": value} if value in ("int8", "powersgd") else value
+
 
 class ParallelConfig(Section):
     """The degrees of the three axes. data x pipeline x tensor is the number of processes."""
@@ -68,12 +78,13 @@ class ParallelConfig(Section):
     """When gradients are reduced over dp: once a step (least traffic) or after every micro-batch
     (least memory). auto: per_step for ZeRO 0 and 1, and for gradient_compression int8 or powersgd;
     otherwise per_micro_batch."""
-    gradient_compression: (
-        Literal["none", "bf16"] | Annotated[Compression, Field(discriminator="type")]
-    ) = "none"
+    gradient_compression: Annotated[
+        Literal["none", "bf16"] | Annotated[Compression, Field(discriminator="type")],
+        BeforeValidator(_object_of_type, json_schema_input_type=_StatedCompression),
+    ] = "none"
     """How gradients are sent over the data axis. none: as they are. bf16: in bf16, as with
-    communication_data_type. {"type": "int8"} and {"type": "powersgd"} compress matrices, and send
-    vectors as they are. The training is then close to that of one process, but not equal."""
+    communication_data_type. int8 and powersgd compress matrices, and send vectors as they are. The
+    training is then close to that of one process, but not equal. "int8" means {"type": "int8"}."""
     activation_checkpointing: Recomputation = "none"
     """What a block computes again in the backward pass instead of keeping it. selective: norms,
     activation functions, rotary positions, and attention that has dropout; the block keeps its

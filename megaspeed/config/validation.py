@@ -38,11 +38,20 @@ _OTHER_NAMES = {
     "optimizer.params.lr": "learning_rate",
     "gradient_clipping": "max_grad_norm grad_clip",
     "zero_optimization.stage": "zero_stage",
+    "bf16.enabled": "precision dtype torch_dtype mixed_precision",
 }
 OTHER_NAMES: Mapping[str, str] = {
     other: key for key, others in _OTHER_NAMES.items() for other in others.split()
 }
 """Names in the configs of GPT-2, Megatron and nanoGPT -> the keys here."""
+
+_NOT_BUILT: Mapping[str, str] = {
+    "fp8": "training in fp8 is not built; set bf16.enabled",
+    "expert": "a mixture of experts is not built; remove it",
+    "context": "context parallelism is not built; see parallel.sequence_parallel",
+    "virtual_stages": "an interleaved schedule is not built; see parallel.schedule",
+}
+"""What a name in an unknown key is about, and what to write instead."""
 
 _TYPES: Mapping[str, tuple[str, ...]] = {
     "scheduler": SCHEDULER_TYPES,
@@ -139,7 +148,8 @@ def _message(path: KeyPath, details: list[ErrorDetails]) -> str:
     wanted = " or ".join(dict.fromkeys(map(_wanted, relevant)))
     if wanted.endswith("an object") and dotted(path) in _TYPES:
         wanted += f" with the type {_known_types(path)}"
-    return f"{dotted(path)}: given {describe_value(given)}, wanted {wanted}{_fix(given, details)}"
+    fix = _fix(path, given, details)
+    return f"{dotted(path)}: given {describe_value(given)}, wanted {wanted}{fix}"
 
 
 def _known_types(path: KeyPath) -> str:
@@ -168,14 +178,16 @@ def _wanted(detail: ErrorDetails) -> str:
     return template.format(**context) if template else detail["msg"]
 
 
-def _fix(given: Any, details: list[ErrorDetails]) -> str:
+def _fix(path: KeyPath, given: Any, details: list[ErrorDetails]) -> str:
     kinds = {detail["type"] for detail in details}
     if "string_type" in kinds and isinstance(given, int | float):
         return f'; write "{given}" in quotes'
+    if isinstance(given, bool) and "enabled" in keys_at(path):
+        return f'; write {{"enabled": {str(given).lower()}}}'
     if not isinstance(given, str):
         return ""
     if given == "auto":
-        return '; only Hugging Face\'s Trainer replaces "auto", so omit the key or write a value'
+        return "; omit the key or write a value"
     if given == "nvme":
         return '; state can only move to host memory, so write "cpu"'
     if kinds & {"int_type", "float_type"} and _is_number(given):
@@ -213,13 +225,17 @@ def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
             f"{name} belongs to another {owner}.type than this one; remove it (null removes an "
             "inherited key)",
         )
+    for part, message in _NOT_BUILT.items():
+        if str(path[-1]).startswith(part):
+            return Problem(path, f"{name} is an unknown key: {message}")
     nearest = _nearest(path, siblings)
     if nearest is not None:
         message = f"{name} is an unknown key; the nearest known key is {nearest}"
         return Problem(path, message, meant=tuple(nearest.split(".")))
-    section = dotted(path[:-1]) or "the top level"
+    if len(path) == 1:
+        return Problem(path, f"{name} is an unknown key; docs/configuration.md lists every key")
     known = ", ".join(sorted(siblings))
-    return Problem(path, f"{name} is an unknown key; the keys of {section} are {known}")
+    return Problem(path, f"{name} is an unknown key; the keys of {dotted(path[:-1])} are {known}")
 
 
 def keys_at(path: KeyPath) -> list[str]:
@@ -240,7 +256,7 @@ def _nearest(path: KeyPath, siblings: list[str]) -> str | None:
     if name in OTHER_NAMES:
         return OTHER_NAMES[name]
     elsewhere = [known for known in all_key_paths() if known.rpartition(".")[2] == name]
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6 if section else 0.5)
     is_typo = close and difflib.SequenceMatcher(None, name, close[0]).ratio() > 0.9
     if elsewhere and not is_typo:
         return elsewhere[0]

@@ -28,6 +28,7 @@ from megaspeed.files.durable import new_folder, refuse_existing
 from megaspeed.hugging_face.tokenizer import (
     ModelTokenizer,
     find_tokenizer,
+    generation_problem,
     json_file,
     read_generation,
     token_ids,
@@ -85,7 +86,11 @@ def export_model(
     vocabulary = find_tokenizer(
         checkpoint, model.vocab_size, named=tokenizer, mend="name another with --tokenizer"
     )
-    described = _described(checkpoint, vocabulary, tokenizer, config, precision)
+    generation = read_generation(checkpoint)
+    if problem := generation_problem(generation, model):
+        report(f"note: {GENERATION} of {checkpoint} is left out: {problem}")
+        generation = {}
+    described = _described(generation, vocabulary, tokenizer, config, precision)
     dtype: torch.dtype = getattr(torch, precision)
     parts = {part.theirs: part for part in parts_of(model)}
     split = _split(parts, dtype, max_shard_bytes)
@@ -117,7 +122,7 @@ def _split(parts: Mapping[str, Part], dtype: torch.dtype, max_shard_bytes: int) 
 
 
 def _described(
-    checkpoint: Path,
+    generation: Mapping[str, Any],
     vocabulary: ModelTokenizer,
     tokenizer: Path | None,
     config: dict[str, Any],
@@ -127,7 +132,7 @@ def _described(
     ids = vocabulary.ids()
     # If the user named a tokenizer, its ids replace those that the model came with.
     named = token_ids(ids) if tokenizer else {}
-    generation = {**ids, **read_generation(checkpoint), **named}
+    generation = {**ids, **generation, **named}
     # transformers 5 calls this key dtype, and reads torch_dtype as well.
     config = {**config, **ids, **token_ids(generation), "torch_dtype": precision}
     return {CONFIG_FILE: config, GENERATION: generation}

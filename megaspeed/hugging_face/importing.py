@@ -27,7 +27,9 @@ from megaspeed.checkpoint.tensors import (
     key,
 )
 from megaspeed.checkpoint.writing import write_checkpoint
+from megaspeed.config.document import describe_value
 from megaspeed.config.families import FAMILIES
+from megaspeed.config.hugging_face import read_keys
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.files.durable import new_folder, refuse_existing
@@ -74,6 +76,12 @@ def import_model(
     """
     refuse_existing(out)
     model = _model_of(folder)
+    quantized = read_keys(str(folder)).get("quantization_config")
+    if quantized:
+        raise HuggingFaceError(
+            f"imported weights must not be quantized, but quantization_config of {folder} is "
+            f"{describe_value(quantized)}; import the model that they were made from"
+        )
     special = next(special_files(folder), None)
     if special is not None:
         raise HuggingFaceError(f"{special}; remove it, or download the model again")
@@ -82,7 +90,7 @@ def import_model(
         mend = "name another with --tokenizer, or omit it with --no-tokenizer"
         vocabulary = find_tokenizer(folder, model.vocab_size, named=tokenizer, mend=mend)
     # If the user named a tokenizer, its ids replace those that the model came with.
-    generation = generation_files(folder, vocabulary.ids() if tokenizer else {})
+    generation = generation_files(folder, vocabulary.ids() if tokenizer else {}, model)
     stored = matching_tensors(model, open_tensors(folder))
     check_disk(out, _count(model) * BYTES_PER_ELEMENT)
     if verify:

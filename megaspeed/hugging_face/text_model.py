@@ -196,7 +196,14 @@ def _load_checkpoint(
         return _OwnModel(checkpoint, config, dtype).eval()
     with _temporary_folder() as temporary:
         folder = temporary / "model"
-        export_model(checkpoint, folder, tokenizer=tokenizer, precision=precision, verify=False)
+        export_model(
+            checkpoint,
+            folder,
+            tokenizer=tokenizer,
+            precision=precision,
+            verify=False,
+            report=lambda line: report(line) if line.startswith("note: ") else None,
+        )
         return load_transformers_model(folder, strict=True, dtype=dtype)
 
 

@@ -14,14 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers import AutoConfig, GenerationConfig
+
 from megaspeed.checkpoint.manifest import GENERATION, TOKENIZER, read_tokenizer_files
-from megaspeed.config.document import JsonSyntaxError, read_json_object
-from megaspeed.config.hugging_face import CONFIG_FILE, DAMAGED
+from megaspeed.config.document import JsonSyntaxError, describe_value, read_json_object
+from megaspeed.config.hugging_face import CONFIG_FILE, DAMAGED, hugging_face_config, read_keys
+from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer import (
     NoEndOfText,
     TextTokenizer,
     load_tokenizer,
+    quiet_transformers,
     special_tokens,
 )
 from megaspeed.hugging_face.weight_files import HuggingFaceError
@@ -117,18 +122,51 @@ def _read_tokenizer(source: Path, vocab_size: int, setting: str) -> ModelTokeniz
     )
 
 
-def generation_files(folder: Path, ids: Keys) -> dict[str, bytes]:
+def generation_files(folder: Path, ids: Keys, model: ModelConfig) -> dict[str, bytes]:
     """Name -> content of the generation_config.json that a checkpoint of a model carries, if any.
 
     Args:
         folder: the folder of the model.
         ids: ids that replace the model's own, because the user named another tokenizer.
+        model: the model.
 
     Raises:
-        HuggingFaceError: a file of the model is damaged.
+        HuggingFaceError: a file of the model is damaged, or transformers refuses a value.
     """
-    keys = {**token_ids(_read(folder / CONFIG_FILE)), **read_generation(folder), **token_ids(ids)}
+    keys = {**token_ids(read_keys(str(folder))), **read_generation(folder), **token_ids(ids)}
+    problem = generation_problem(keys, model)
+    if problem is not None:
+        is_other = generation_problem(read_generation(folder), model) is None
+        file = folder / (CONFIG_FILE if is_other else GENERATION)
+        raise HuggingFaceError(f"{file}: {problem}; mend or remove it, or no export can be loaded")
     return {GENERATION: json_file(keys)} if keys else {}
+
+
+def generation_problem(keys: Keys, model: ModelConfig) -> str | None:
+    """Why transformers refuses a model with these settings and token ids; None if it does not.
+
+    The reason names the key without which transformers accepts the others, if there is one.
+    """
+    reason = _refusal(keys, model)
+    if reason is None:
+        return None
+    rest = {key: {name: keys[name] for name in keys if name != key} for key in keys}
+    key = next((key for key in keys if _refusal(rest[key], model) is None), None)
+    what = "its values" if key is None else f"{key}, which is {describe_value(keys[key])}"
+    return f"transformers refuses {what} ({reason})"
+
+
+def _refusal(keys: Keys, model: ModelConfig) -> str | None:
+    """transformers' reason to refuse a model with these settings."""
+    with quiet_transformers():
+        try:
+            GenerationConfig.from_dict(dict(keys))
+            AutoConfig.for_model(**{**hugging_face_config(model), **token_ids(keys)})
+            if model.positions == "rotary":  # only GPT-2's embedding ignores padding
+                nn.Embedding(model.vocab_size, 1, keys.get("pad_token_id"), device="meta")
+        except Exception as error:  # transformers raises many kinds
+            return " ".join(str(error).split()) or type(error).__name__
+    return None
 
 
 def read_generation(folder: Path) -> Keys:
@@ -137,7 +175,11 @@ def read_generation(folder: Path) -> Keys:
     Raises:
         HuggingFaceError: the file is damaged.
     """
-    return _read(folder / GENERATION)
+    file = folder / GENERATION
+    try:
+        return read_json_object(file)[0] if file.exists() else {}
+    except JsonSyntaxError as error:
+        raise HuggingFaceError(f"{error}: {DAMAGED}") from error
 
 
 def token_ids(keys: Keys) -> dict[str, Any]:
@@ -148,12 +190,3 @@ def token_ids(keys: Keys) -> dict[str, Any]:
 def json_file(values: Keys) -> bytes:
     """JSON in the layout that transformers writes."""
     return (json.dumps(values, indent=2) + "\n").encode()
-
-
-def _read(file: Path) -> Keys:
-    if not file.exists():
-        return {}
-    try:
-        return read_json_object(file)[0]
-    except JsonSyntaxError as error:
-        raise HuggingFaceError(f"{error}: {DAMAGED}") from error

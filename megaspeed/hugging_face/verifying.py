@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from megaspeed.checkpoint.reading import load_model, model_config
 from megaspeed.checkpoint.tensors import expected_shapes
+from megaspeed.config.hugging_face import family_of, read_keys
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.tokenizer import quiet_transformers
 from megaspeed.hugging_face.weight_files import ComputationError, HuggingFaceError
@@ -175,8 +176,12 @@ def load_transformers_model(
     """
     with quiet_transformers():
         try:
+            keys = read_keys(str(folder))
+            # transformers refuses a file without a model_type.
+            known = {**keys, "model_type": family_of(keys)}
+            config = None if keys.get("model_type") else transformers.AutoConfig.for_model(**known)
             model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+                folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
         except Exception as error:  # transformers raises many kinds
             raise HuggingFaceError(f"transformers cannot load {folder}: {error}") from error

@@ -119,7 +119,8 @@ def device_named(name: str) -> Device:
     """
     device = DEVICES.get(name.lower())
     if device is None:
-        close = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.3)
+        close = [each for each in DEVICES if each.startswith(name.lower())]
+        close += difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.3)
         nearest = f"the nearest is {close[0]}; " if close else ""
         raise DeviceError(
             f"there is no device called {name!r}; {nearest}the names are {', '.join(DEVICES)}"

@@ -17,16 +17,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from megaspeed.config.resolve import Precision, Run, describe_recomputation, dropout_warning
 from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.parameters import layer_count, training_flops_per_token
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
-from megaspeed.topology.grid import Coordinates, Grid
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.console import COLUMNS
 from megaspeed.training.metrics import peak_flops_per_second
 
 PredictPeaks = Callable[[Run], Sequence[int]]
@@ -34,9 +34,6 @@ PredictPeaks = Callable[[Run], Sequence[int]]
 
 The function is in ``analysis``, which imports this folder. So the caller passes it.
 """
-
-BANNER_WIDTH = 120
-"""Columns of the banner if it does not go to a terminal."""
 
 _PRODUCT_SIZE = 384
 _WORTH_A_NOTE = 1.2
@@ -46,30 +43,32 @@ _MOST_DATA_RANKS = 4
 
 def banner(
     run: Run, device: torch.device, predict_peaks: PredictPeaks | None = None
-) -> Iterator[Text | Table]:
-    """The lines and the table that describe a run before its first step; at most 15 lines."""
+) -> Iterator[str | Table]:
+    """The lines and the table that describe a run before its first step: at most 15, if none has
+    more than 80 columns.
+    """
     grid, batch, parallel = run.grid, run.batch, run.config.parallel
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     micro_batches = batch.gradient_accumulation_steps
-    yield Text(
+    yield (
         f"{run.name}: {grid} = {_counted(grid.world_size, 'rank', 'ranks')} on {on}, "
         f"ZeRO-{run.zero_stage}, {run.precision}"
         + (", sequence parallelism" if run.sequence_parallel else "")
     )
-    yield Text(
+    yield (
         f"step: {batch.train_batch_size:,} samples of {run.config.data.sequence_length:,} tokens; "
         f"each data rank takes {_counted(micro_batches, 'micro-batch', 'micro-batches')} of "
         f"{batch.micro_batch_size:,}" + (f", {parallel.schedule}" if grid.pp > 1 else "")
     )
     yield _stage_table(run, None if predict_peaks is None else predict_peaks(run))
     if predict_peaks is not None:
-        yield Text("peak: predicted memory of one rank, as in megaspeed plan; only tensors")
-    yield Text(f"attention: {describe_attention(run, device)}")
+        yield "peak: predicted memory of one rank, as in megaspeed plan; only tensors"
+    yield f"attention: {describe_attention(run, device)}"
     if parallel.activation_checkpointing != "none":
-        yield Text(f"activations: {describe_recomputation(parallel)}")
-    yield Text(f"operations: {_describe_operations(run, device, on)}")
+        yield f"activations: {describe_recomputation(parallel)}"
+    yield f"operations: {_describe_operations(run, device, on)}"
     services = "".join(f", {service}" for service in run.config.training.report_to)
-    yield Text(f"files: {run.run_dir}{services}")
+    yield f"files: {run.run_dir}{services}"
 
 
 def describe_attention(run: Run, device: torch.device) -> str:
@@ -130,7 +129,17 @@ def time_of_products(precision: Precision) -> float:
 
 
 def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
-    """A row for each pipeline stage. If there are many, only the first ones and the last."""
+    """A row for each pipeline stage. If there are many, only the first ones and the last.
+
+    The last column has the ranks by data rank. If this is too wide, it has the first and the last.
+    """
+    table = _table(run, predicted_peaks, run.grid.dp <= _MOST_DATA_RANKS)
+    if Console(width=1000).measure(table).maximum > COLUMNS:
+        table = _table(run, predicted_peaks, False)
+    return table
+
+
+def _table(run: Run, predicted_peaks: Sequence[int] | None, by_data_rank: bool) -> Table:
     layers, parameters = layers_of_stages(run), parameters_of_stages(run)
     element = DTYPES[run.precision].itemsize
     table = Table(box=None, pad_edge=False, header_style="")
@@ -138,8 +147,9 @@ def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
     table.add_column("layers")
     for name in ("parameters", "weights", *(["peak"] if predicted_peaks is not None else [])):
         table.add_column(name, justify="right", no_wrap=True)  # a terminal never cuts a digit
-    data_ranks = _shown(run.grid.dp, _MOST_DATA_RANKS)
-    table.add_column(" | ".join("..." if dp is None else f"dp {dp}" for dp in data_ranks))
+    groups = run.grid.dp if by_data_rank else 1
+    size = run.grid.dp * run.grid.tp // groups
+    table.add_column(" | ".join(f"dp {dp}" for dp in range(groups)) if by_data_rank else "ranks")
     for stage in _shown(run.grid.pp, _MOST_STAGES):
         if stage is None:
             table.add_row("...")
@@ -151,23 +161,14 @@ def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
             f"{parameters[stage]:,}",
             _mebibytes(element * parameters[stage]),
             *peak,
-            _ranks_of(run.grid, stage),
+            " | ".join(_ranks((stage * groups + each) * size, size) for each in range(groups)),
         )
     return table
 
 
-def _ranks_of(grid: Grid, stage: int) -> str:
-    """The tensor ranks of each data rank: "0-3 | 4-7"."""
-    groups = []
-    for dp in _shown(grid.dp, _MOST_DATA_RANKS):
-        if dp is None:
-            groups.append("...")
-            continue
-        first = grid.rank_of(Coordinates(pp=stage, dp=dp, tp=0))
-        last = first + grid.tp - 1
-        between = " " if grid.tp == 2 else "-"
-        groups.append(str(first) if first == last else f"{first}{between}{last}")
-    return " | ".join(groups)
+def _ranks(first: int, count: int) -> str:
+    """Neighbouring ranks: "0-3"."""
+    return str(first) if count == 1 else f"{first}{' ' if count == 2 else '-'}{first + count - 1}"
 
 
 def _shown(count: int, most: int) -> list[int | None]:

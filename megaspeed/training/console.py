@@ -1,19 +1,23 @@
 """What rank 0 prints: a line for each log interval during a run, and a summary at its end.
 
 On a terminal, a progress bar with the remaining time is shown below the lines. A file or a pipe
-gets only the lines, without control characters.
+gets only the lines, without control characters. Its steps end with the time since the first step
+began and the time that is left.
 """
 
 import math
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
 import psutil
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -54,6 +58,10 @@ two steps.
 """
 
 
+COLUMNS = 80
+"""Lines that describe a run have at most this many columns."""
+
+
 def print_line(console: Console, line: str | Text) -> None:
     """Prints a line. The terminal wraps it. A string may have rich's markup."""
     console.print(line, highlight=False, soft_wrap=True)
@@ -62,6 +70,15 @@ def print_line(console: Console, line: str | Text) -> None:
 def print_warning(console: Console, text: str) -> None:
     """Prints a warning. Markup in its text is not interpreted."""
     print_line(console, f"[yellow]warning:[/yellow] {escape(text)}")
+
+
+def print_folded(console: Console, part: str | Table) -> None:
+    """Prints text or a table in 80 columns. A longer word, such as a path, stays in one piece."""
+    if isinstance(part, str):
+        fold = textwrap.TextWrapper(COLUMNS, subsequent_indent="  ", break_long_words=False).fill
+        print_line(console, Text(fold(part)))
+    else:
+        console.print(part, width=COLUMNS)
 
 
 def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
@@ -116,7 +133,7 @@ def describe_start_up(phases: Mapping[str, float]) -> str:
     total = _seconds_of_this_process()
     parts = {"imports and meeting": total - sum(phases.values()), **phases}
     named = [f"{phase} {seconds:.1f}" for phase, seconds in parts.items() if seconds >= 0.1]
-    return escape(f"start-up took {total:.1f} s: {', '.join(named)}")
+    return f"start-up took {total:.1f} s: {', '.join(named)}"
 
 
 def _seconds_of_this_process() -> float:
@@ -181,6 +198,12 @@ def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
     )
 
 
+def crowding(device_type: str, ranks: int) -> float:
+    """Threads of the ranks of this machine for each of its processors; 1 if each has its own."""
+    processors = len(os.sched_getaffinity(0))
+    return max(1.0, ranks * torch.get_num_threads() / processors) if device_type == "cpu" else 1.0
+
+
 def describe_late_save(save_seconds: float | None, environ: Mapping[str, str]) -> str | None:
     """A warning, with markup, if the launcher may kill the run before its last save is done.
 
@@ -221,8 +244,11 @@ class ConsoleObserver(Observer):
         records: Sequence[Record],
         parts: Record | None,
         begin: Progress,
+        crowding: float = 1.0,
     ) -> None:
         self._run = run
+        self._crowding = crowding
+        self._has_noted_crowding = False
         self._parts = parts
         self._log_interval = run.config.training.log_interval
         self._steps = run.config.training.steps
@@ -259,7 +285,7 @@ class ConsoleObserver(Observer):
         self._progress.update(self._task, completed=metrics.step)
         is_first = metrics.step == self._begin.step + 1
         if metrics.skipped or is_first or metrics.step % self._log_interval == 0:
-            self._print(describe_step(metrics))
+            self._print(describe_step(metrics) + self._times())
         if is_first and self._begin.step > 0:
             self._print(describe_resumed(self._begin, metrics))
 
@@ -268,11 +294,18 @@ class ConsoleObserver(Observer):
         self._print(f"compiled the blocks and the loss in {seconds:.1f} s, part of the first step")
 
     def parts(self, metrics: PartMetrics) -> None:
-        """Records the parts, and prints a line if one rank is much slower than the median rank."""
+        """Records the parts, and prints a line if one rank is much slower than the median rank.
+
+        If ranks share processors, the system's turns make some of them slower. This is noted once.
+        """
         if self._parts is not None:
             self._parts.write(metrics)
-        if metrics.slowest_rank_seconds > SLOW * metrics.median_rank_seconds:
+        slower = metrics.slowest_rank_seconds / max(metrics.median_rank_seconds, 1e-9)
+        if slower > SLOW * self._crowding:
             self._print(describe_slow_rank(metrics, self._run.grid))
+        elif slower > SLOW and not self._has_noted_crowding:
+            self._has_noted_crowding = True
+            self._print(f"step {metrics.step:>6}  ranks share processors, so some are slower")
 
     def profiled(self, step: int, trace: str) -> None:
         """Prints where the trace of the profiled steps is."""
@@ -299,6 +332,13 @@ class ConsoleObserver(Observer):
         """Prints that a checkpoint was saved, or why it was not."""
         self._print(describe_save(report))
 
+    def _times(self) -> str:
+        """For a log, which has no bar: the time since training started, and what is left."""
+        (task,) = self._progress.tasks
+        times = [] if self._console.is_terminal else [task.elapsed, task.time_remaining]
+        known = [str(timedelta(seconds=int(seconds))) for seconds in times if seconds]
+        return f"  {', '.join(known)}{' left' if len(known) > 1 else ''}" if known else ""
+
     def _write(self, metrics: Metrics) -> None:
         for record in self._records:
             record.write(metrics)
@@ -307,7 +347,7 @@ class ConsoleObserver(Observer):
         print_line(self._console, line)
 
 
-def summary_table(run: Run, summary: TrainingSummary) -> Table:
+def summary_table(run: Run, summary: TrainingSummary, device_type: str) -> Table:
     """The final figures of the run."""
     last = summary.last_step
     title = f"{escape(run.name)}: {last.step} steps"
@@ -326,5 +366,6 @@ def summary_table(run: Run, summary: TrainingSummary) -> Table:
     table.add_row("tokens/s", f"{summary.tokens / summary.seconds:,.0f}")
     table.add_row("skipped steps", str(summary.skipped_steps))
     peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in last.peak_memory_bytes)
-    table.add_row("peak memory by pipeline stage", f"{peaks} MiB")
+    what = " (whole process)" if device_type == "cpu" else ""
+    table.add_row("peak memory by pipeline stage", f"{peaks} MiB{what}")
     return table

@@ -30,14 +30,17 @@ from megaspeed.topology.failure import RankLog
 from megaspeed.topology.meeting import Meeting, RanksDisagree
 from megaspeed.topology.process_end import StopSignal
 from megaspeed.topology.watch import Watch
-from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner
+from megaspeed.training.banner import PredictPeaks, banner
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.compilation import CannotCompile
 from megaspeed.training.console import (
     ConsoleObserver,
+    crowding,
     describe_corpus,
+    describe_save,
     describe_start,
     describe_start_up,
+    print_folded,
     print_line,
     print_warning,
     summary_table,
@@ -167,7 +170,7 @@ class Job:
                     run.config.model.vocab_size,
                     reports_waits=self.meeting.launch.local_rank == 0,
                 )
-            print_line(self.console, describe_corpus(corpus, time.perf_counter() - start))
+            print_folded(self.console, describe_corpus(corpus, time.perf_counter() - start))
         with during("creating the process groups", timeouts=START_UP_TIMEOUTS):
             hang_timeout = run.config.training.hang_timeout_seconds
             context = ParallelContext.create(
@@ -183,7 +186,7 @@ class Job:
             summary = self._train_in(context, corpus)
         if summary is not None and context.rank == 0:
             with during("the loss curve", timeouts=math.inf):
-                self._print_summary(summary)
+                self._print_summary(summary, context.device.type)
         return summary
 
     def _train_in(self, context: ParallelContext, corpus: PreparedCorpus) -> TrainingSummary | None:
@@ -211,8 +214,7 @@ class Job:
                 return None
             if not self.console.quiet:
                 for part in banner(run, context.device, self.predict_peaks):
-                    width = None if self.console.is_terminal else BANNER_WIDTH
-                    self.console.print(part, width=width, soft_wrap=isinstance(part, Text))
+                    print_folded(self.console, part)
             with (
                 during("building the model", timeouts=START_UP_TIMEOUTS),
                 self._memory_explained(context, None),
@@ -273,6 +275,8 @@ class Job:
             # Otherwise a run that fails before its first save would restart at step 0.
             with self._during("saving the first checkpoint", timeouts=SAVE_TIMEOUTS):
                 checkpointing.save(begin)
+                for report in checkpointing.close():
+                    print_line(self.console, describe_save(report))
         return begin
 
     def _open_run_folder(self, start: Start) -> None:
@@ -289,18 +293,21 @@ class Job:
         self, begin: Progress, worker: Worker, corpus: PreparedCorpus, checkpointing: Checkpointing
     ) -> TrainingSummary:
         run, stop = self.run, self.stop
-        print_line(self.console, describe_start_up(self._seconds))
+        print_folded(self.console, describe_start_up(self._seconds))
         if worker.context.rank != 0:
             return Trainer(worker, corpus, checkpointing, stop, Observer()).train(begin)
+        crowded = crowding(worker.context.device.type, self.meeting.launch.local_world_size)
         with (
             Reporting(run, begin.step, partial(print_warning, self.console)) as reporting,
             MetricsFile(run.run_dir / METRICS) as metrics,
             MetricsFile(run.run_dir / PARTS) as parts,
-            ConsoleObserver(run, self.console, (metrics, reporting), parts, begin) as observer,
+            ConsoleObserver(
+                run, self.console, (metrics, reporting), parts, begin, crowded
+            ) as observer,
         ):
             return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
 
-    def _print_summary(self, summary: TrainingSummary) -> None:
+    def _print_summary(self, summary: TrainingSummary, device_type: str) -> None:
         """Draws the loss curve and prints the last figures."""
         metrics, picture = self.run.run_dir / METRICS, self.run.run_dir / LOSS_CURVE
         files = f"metrics: {metrics}   loss curve: {picture}"
@@ -313,5 +320,5 @@ class Job:
             files = f"metrics: {metrics}"
         if summary.profile is not None:
             print_line(self.console, Text(summary.profile))
-        self.console.print(summary_table(self.run, summary))
+        self.console.print(summary_table(self.run, summary, device_type))
         print_line(self.console, Text(files))

@@ -89,6 +89,8 @@ def main(
         rank = str(launch.rank)
         console = Console(stderr=False, quiet=launch.rank != 0)
         run = _checked_run(options, resume, launch, console)
+        for note in run.notes:
+            print_line(console, escape(f"note: {note}"))
         inject_into_process(activity, launch.rank)
     except (LaunchError, ConfigError, DataError, CheckpointError) as error:
         _wait_unless_rank_0(rank)

@@ -16,7 +16,8 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -206,13 +207,21 @@ def _numbers(record: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
                 yield (f"{name}/{index}" if isinstance(value, list) else name), float(number)
 
 
+def smoothed(values: Sequence[float], n: int) -> list[float]:
+    """The mean of each value and of up to ``n`` values before it and after it."""
+    sums = [0.0, *accumulate(values)]
+    ends = [(max(0, i - n), min(len(values), i + n + 1)) for i in range(len(values))]
+    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in ends]
+
+
 def draw_loss_curve(metrics_file: Path, picture: Path, *, title: str) -> None:
     """Draws the loss curve of a run: training and validation losses over tokens.
+
+    The training loss is also drawn smoothed: as the mean of a tenth of the steps around each.
 
     Lines that are no records, and validations whose step is not recorded, are skipped.
     """
     # Imported here, because the import takes long and only the end of a run needs it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     tokens: dict[int, int] = {}  # by step
@@ -228,12 +237,14 @@ def draw_loss_curve(metrics_file: Path, picture: Path, *, title: str) -> None:
                 points.append((tokens[step], record[name]))
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for points, style, label in zip(
-        losses.values(), ("-", "o-"), ("training", "validation"), strict=True
-    ):
-        axes.plot([x for x, _ in points], [y for _, y in points], style, lw=1, label=label)
+    training, validation = ([*zip(*each, strict=True)] or [(), ()] for each in losses.values())
+    n = len(losses["loss"]) // 20
+    axes.plot(*training, lw=0.8, alpha=0.4, label="training")
+    smooth = smoothed(training[1], n)
+    axes.plot(training[0], smooth, color="C0", label=f"training, mean of {1 + 2 * n} steps")
+    axes.plot(*validation, "o-", color="C1", lw=1, label="validation")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.set_title(title, parse_math=False)  # a "$" in the run's name is no formula
     axes.grid(alpha=0.3)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
 from megaspeed.config.deepspeed_keys import OptimizerConfig, SchedulerConfig
+from megaspeed.config.foreign_keys import NO_EFFECT
 from megaspeed.config.layout import violations
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
@@ -39,8 +40,7 @@ _FOLLOWING_KEYS = (
     "training.run_dir",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_",
-    "zero_optimization.memory_efficient_linear",
-    "zero_optimization.log_trace_cache_warnings",
+    *NO_EFFECT,
 )
 
 # What determines the weights after a given number of steps. training.steps is not among them: if it

@@ -149,7 +149,11 @@ class Trainer:
             if interval > 0 and (saves or step % interval == 0):
                 with activity.during(f"comparing copies after step {step}"):
                     replicas.check(step)
-            if len(self._validation) > 0 and self._is_due(config.eval_interval, step):
+            validates = len(self._validation) > 0 and self._is_due(config.eval_interval, step)
+            if (saves or validates) and self._is_timed(step):  # so that its times are shown first
+                with activity.during(f"exchanging the times of step {step}"):
+                    self._observe(self.worker.timelines_of_last_step())
+            if validates:
                 with activity.during(f"validation after step {step}"):
                     validation = self._validate(step)
             with activity.during(f"saving after step {step}", timeouts=SAVE_TIMEOUTS):
@@ -159,9 +163,6 @@ class Trainer:
                 if saves:
                     self._checkpointing.save(progress)
                 self._report(self._checkpointing.finished())
-        if self._is_timed(progress.step):
-            with activity.during(f"exchanging the times of step {progress.step}"):
-                self._observe(self.worker.timelines_of_last_step())
         self._inputs.close()
         with activity.during("waiting for the last save", timeouts=SAVE_TIMEOUTS):
             self._report(self._checkpointing.close())
@@ -189,8 +190,8 @@ class Trainer:
         timeline.end()
         progress = self._after(before, result)
         metrics = self._measure(progress, result, rate, time.perf_counter() - start)
+        self._observe(result.timelines)  # of an earlier step
         self._observer.step(metrics)
-        self._observe(result.timelines)
         if progress.skipped_in_a_row >= self._run.config.training.max_skipped_steps:
             self._give_up(metrics, progress)
         return progress, metrics, signal.Signals(result.stop_signal) if result.stop_signal else None

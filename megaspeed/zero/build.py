@@ -44,9 +44,8 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
     optimizer, scheduler         removed: the optimizer is passed as an object, and the learning
                                  rate is set in each step.
     zero_allow_untested_...      true: DeepSpeed does not know this package's AdamW by name.
-    comms_logger                 removed unless it is enabled: DeepSpeed 0.19.8
-                                 (comm/config.py:22) turns the logger on if the key exists, and
-                                 the logger waits for the device after every collective.
+    offload_param,               removed at a stage that does not partition what they move.
+    offload_optimizer
     timers.throughput            off: it waits for the device before every forward
                                  (utils/timer.py:238). The run measures its own step times.
     """
@@ -59,13 +58,15 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
     json["train_batch_size"] = run.batch.micro_batch_size * replicas
     json["zero_force_ds_cpu_optimizer"] = False
     json["zero_allow_untested_optimizer"] = True
-    if not run.config.comms_logger.enabled:
-        json.pop("comms_logger", None)
     json["timers"] = {"throughput": {"enabled": False}}
     zero = json["zero_optimization"]
     zero["stage"] = max(1, run.zero_stage)
     zero["memory_efficient_linear"] = False
     zero["contiguous_gradients"] = zero["overlap_comm"] = False
+    if not run.config.zero_optimization.offloads_parameters:
+        zero.pop("offload_param", None)
+    if not run.config.zero_optimization.offloads_optimizer:
+        zero.pop("offload_optimizer", None)
     return json
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megaspeed.config.document import merge
-from megaspeed.config.refusals import REFUSED_KEYS
+from megaspeed.config.foreign_keys import REFUSED
 from megaspeed.config.validation import all_key_paths
 
 Values = dict[str, Any]
@@ -63,7 +63,6 @@ _BAD_VALUES: dict[str, tuple[Any, ...]] = {
             "training.eval_batches",
             "training.keep_last",
             "training.max_skipped_steps",
-            "steps_per_print",
             "scheduler.params.warmup_num_steps",
         ),
         _COUNT,
@@ -89,7 +88,7 @@ _BAD_VALUES: dict[str, tuple[Any, ...]] = {
         (3, "x", [], True, 1.5),
     ),
     "zero_optimization.stage": (4, -1, "1", True, 1.5, []),
-    "zero_optimization.reduce_bucket_size": (0, -1, 2.5, "5e8", True, [], *_RAW),
+    "zero_optimization.reduce_bucket_size": (-1, 2.5, "5e8", True, [], *_RAW),
     "gradient_clipping": (-0.5, "x", True, [], *_RAW),
     "optimizer.params.betas": _RATES,
     "training.run_dir": _PATH,
@@ -245,7 +244,7 @@ _HF_KEYS: dict[str, Values] = {
     "NaN": {"rms_norm_eps": "<NaN>"},
     "infinity": {"rope_theta": "<1e999>"},
     "another activation": {"hidden_act": "relu"},
-    "quantized": {"quantization_config": {"bits": 4}},
+    "a draft head": {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},
     "with code": {"auto_map": {"AutoModel": "model.Model"}},
     "an unknown rope": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "a rope that is a list": {"rope_scaling": [1, 2]},
@@ -337,7 +336,7 @@ class Workshop:
             twice = inner[:-1] + f', "{name}": {json.dumps(self.good[section][name])}}}'
             text = json.dumps({**self.good, section: "<twice>"}).replace('"<twice>"', twice)
             yield self._of_bytes(f"{section}.{name} twice", text.encode())
-        for name in self._random.sample(sorted(REFUSED_KEYS), 8):
+        for name in self._random.sample(sorted(REFUSED), 8):
             yield self._bad(f"{name} of DeepSpeed", _replaced(self.good, name, {"enabled": 7}))
 
     def _misspelt(self, section: str, name: str) -> str:
@@ -354,7 +353,7 @@ class Workshop:
             else:
                 letters[at] = letters[at].upper()
             wrong = ".".join(filter(None, (section, "".join(letters))))
-            if wrong not in all_key_paths() and wrong not in REFUSED_KEYS:
+            if wrong not in all_key_paths() and wrong not in REFUSED:
                 return wrong
 
     def _relations(self) -> Iterator[Bad]:

@@ -64,7 +64,7 @@ def test_an_anchor_that_does_not_divide_offers_another_micro_batch() -> None:
 
 def test_an_undetermined_batch_asks_for_two_keys() -> None:
     message = only_problem(train_batch_size=None, train_micro_batch_size_per_gpu=None, world_size=2)
-    assert message.startswith("the batch is not determined: state train_batch_size, and also ")
+    assert message.startswith("the batch is not determined: write train_batch_size; ")
 
 
 def test_every_value_that_is_offered_is_valid() -> None:

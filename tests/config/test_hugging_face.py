@@ -6,17 +6,22 @@ from typing import Any
 
 import pytest
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Starcoder2Config,
 )
 
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.families import FAMILIES
 from megaspeed.config.hugging_face import hugging_face_config, model_section, read_model_section
 from megaspeed.config.model import PRESETS, ModelConfig
+from megaspeed.config.other_families import _LACKED
 from tests.config.small import load, only_problem, problems, small, write
 
 GPT2 = {
@@ -59,7 +64,15 @@ def refused(keys: dict[str, Any]) -> str:
     return problem
 
 
-STOCK = (GPT2Config(), LlamaConfig(), MistralConfig(), Qwen2Config(), Qwen3Config())
+STOCK = (
+    GPT2Config(),
+    LlamaConfig(),
+    MistralConfig(),
+    Phi3Config(),
+    Qwen2Config(),
+    Qwen3Config(),
+    Starcoder2Config(),
+)
 
 
 @pytest.mark.parametrize("stock", STOCK, ids=[stock.model_type for stock in STOCK])
@@ -129,6 +142,186 @@ def test_keys_that_transformers_own_models_do_not_read_are_ignored() -> None:
     assert section({**GPT2, **extra}) == section(GPT2)
 
 
+HARMLESS: dict[str, dict[str, Any]] = {
+    "the model without its head": {**GPT2, "architectures": ["GPT2Model"]},
+    "two heads": {**GPT2, "architectures": ["GPT2DoubleHeadsModel"]},
+    "a head for classes": {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
+    "an old way to write the name": {**LLAMA, "architectures": ["LLaMAForCausalLM"]},
+    "a class that FSDP made": {**LLAMA, "architectures": ["FSDPLlamaForCausalLM"]},
+    "no class": {**LLAMA, "architectures": None, "auto_map": None},
+    "own code with the class of transformers": {
+        **LLAMA,
+        "auto_map": {
+            "AutoModelForCausalLM": "someone/repo--modeling_flash_llama.LlamaForCausalLM",
+            "AutoTokenizer": ["tokenization.OwnTokenizer", None],
+        },
+    },
+    "quantized weights": {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "features that are switched off": {**LLAMA, "num_experts": 0, "vision_config": None},
+    "leftovers": {
+        **LLAMA,
+        "_name_or_path": "somewhere",
+        "is_llama_config": True,
+        "max_sequence_length": 2048,
+        "model_max_length": 2048,
+        "rope_interleaved": False,
+        "task_specific_params": {"text-generation": {"do_sample": True}},
+        "time_step_limit": [0.0, float("inf")],
+        "tokenizer_class": "LlamaTokenizer",
+        "torch_dtype": "float16",
+        "unsloth_version": "2024.9",
+    },
+    "GPT-2 without a kind": {k: v for k, v in GPT2.items() if k != "model_type"},
+    "GPT-2 with its class alone": {
+        **{k: v for k, v in GPT2.items() if k != "model_type"},
+        "architectures": ["GPT2LMHeadModel"],
+        "n_ctx": 1024,
+    },
+    "llama with its class alone": {**LLAMA, "model_type": None, "architectures": ["LlamaModel"]},
+}
+
+
+@pytest.mark.parametrize("keys", HARMLESS.values(), ids=HARMLESS.keys())
+def test_settings_that_do_not_change_the_model_are_accepted(keys: dict[str, Any]) -> None:
+    assert section(keys) == section(GPT2 if "n_embd" in keys else LLAMA)
+
+
+def test_a_number_that_only_python_writes_does_not_hide_the_reason(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for kind in ("mamba2", "llama"):
+        keys = {**LLAMA, "model_type": kind, "time_step_limit": [0.0, float("inf")]}
+        file.write_text(json.dumps({**keys, "unused": float("nan"), "other": -float("inf")}))
+        if kind == "llama":
+            assert read_model_section(str(tmp_path)) == section(LLAMA)
+            continue
+        with pytest.raises(ConfigError) as error:
+            read_model_section(str(tmp_path))
+        (problem,) = error.value.problems
+        assert problem.endswith('"mamba2" (a string); megaspeed lacks state-space layers')
+    write(file, {**LLAMA, "rms_norm_eps": float("nan"), "rope_theta": float("inf")})
+    values = {**small(), "model": {"from_hf": str(tmp_path)}}
+    with pytest.raises(ConfigError) as error:
+        load(write(tmp_path / "run.json", values))
+    rope, norm = sorted(error.value.problems, reverse=True)
+    assert rope.startswith("model.rope_theta: given Infinity (a decimal number), wanted a finite")
+    assert norm.startswith("model.rms_norm_eps: given NaN (a decimal number), wanted a finite")
+
+
+LACKED = {
+    "gemma2": "soft-capping, alternating windows, norms after attention and MLP, GeGLU, scaled "
+    "embeddings, norms that scale by 1 + weight",
+    "deepseek_v3": "mixture of experts, multi-head latent attention, rotated neighbours",
+    "phi": "partly rotated heads, attention beside the MLP, a bias of the head",
+    "bert": "attention to later tokens",
+    "internlm2": "its own code",
+}
+
+
+@pytest.mark.parametrize(("kind", "features"), LACKED.items(), ids=LACKED.keys())
+def test_a_refused_family_names_the_features_that_are_missing(kind: str, features: str) -> None:
+    assert refused({"model_type": kind}).endswith(f"(a string); megaspeed lacks {features}")
+
+
+def test_an_unknown_family_names_the_features_that_its_keys_state() -> None:
+    keys = {"model_type": "new", "n_routed_experts": 64, "kv_lora_rank": 512, "hidden_size": 96}
+    assert refused(keys).endswith(
+        '"new" (a string); megaspeed lacks mixture of experts, multi-head latent attention'
+    )
+    assert refused({"model_type": "new"}).endswith('"new" (a string)')
+
+
+def test_every_family_whose_features_are_named_is_one_of_transformers() -> None:
+    named = {
+        name for feature, names, _ in _LACKED if feature != "its own code" for name in names.split()
+    }
+    assert named <= set(CONFIG_MAPPING) and not named & FAMILIES.keys()
+
+
+PHI3_MINI = {
+    "_name_or_path": "Phi-3-mini-4k-instruct",
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+    "bos_token_id": 1,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.2",
+    "use_cache": True,
+    "vocab_size": 32064,
+}
+STARCODER2_3B = {
+    "activation_function": "gelu",
+    "architectures": ["Starcoder2ForCausalLM"],
+    "attention_dropout": 0.1,
+    "attention_softmax_in_fp32": True,
+    "bos_token_id": 0,
+    "embedding_dropout": 0.1,
+    "eos_token_id": 0,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 3072,
+    "initializer_range": 0.018042,
+    "intermediate_size": 12288,
+    "layer_norm_epsilon": 1e-05,
+    "max_position_embeddings": 16384,
+    "mlp_type": "default",
+    "model_type": "starcoder2",
+    "norm_epsilon": 1e-05,
+    "norm_type": "layer_norm",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 2,
+    "residual_dropout": 0.1,
+    "rope_theta": 999999.4420358813,
+    "scale_attention_softmax_in_fp32": True,
+    "scale_attn_weights": True,
+    "sliding_window": 4096,
+    "use_bias": True,
+    "use_cache": True,
+    "vocab_size": 49152,
+}
+
+
+def test_published_files_of_phi3_and_starcoder2_are_read_and_written_back() -> None:
+    phi3, starcoder2 = model(PHI3_MINI), model(STARCODER2_3B)
+    assert (phi3.mlp, phi3.norm, phi3.qkv_bias, phi3.sliding_window) == (
+        "swiglu",
+        "rms_norm",
+        False,
+        2047,
+    )
+    assert (starcoder2.mlp, starcoder2.norm, starcoder2.positions) == (
+        "gelu",
+        "layer_norm",
+        "rotary",
+    )
+    assert starcoder2.qkv_bias and starcoder2.attention_output_bias and starcoder2.mlp_bias
+    assert starcoder2.tie_word_embeddings and starcoder2.residual_dropout == 0.1
+    for found in (phi3, starcoder2):
+        assert model(hugging_face_config(found)) == found
+
+
 def test_biases_and_a_head_size_are_read_and_written_back() -> None:
     found = model({**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16})
     assert (found.qkv_bias, found.attention_output_bias, found.mlp_bias) == (True, True, True)
@@ -154,15 +347,81 @@ def test_features_that_the_family_lacks_cannot_be_exported(
     assert error.value.problems[0].startswith(message)
 
 
+ANY_FAMILY = f"model_type must be {' or '.join(map(json.dumps, FAMILIES))}, but it is "
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": (
         {"model_type": "bloom"},
-        'model_type must be "gpt2" or "llama" or "mistral" or "qwen2"',
+        f'{ANY_FAMILY}"bloom" (a string); megaspeed lacks ALiBi positions, a norm after the emb',
     ),
-    "no kind": (
-        {},
-        'model_type must be "gpt2" or "llama" or "mistral" or "qwen2" or "qwen3", but it is '
-        "missing",
+    "a kind that is no text": (
+        {"model_type": ["llama"]},
+        f'{ANY_FAMILY}["llama"] (a list)',
+    ),
+    "no kind": ({}, f"{ANY_FAMILY}missing; state that of the model"),
+    "no kind, with GPT-J's keys": (
+        {"n_embd": 96, "n_layer": 4, "n_head": 12, "rotary_dim": 64},
+        f"{ANY_FAMILY}missing; state that of the model",
+    ),
+    "no kind, with an unknown class": (
+        {"n_embd": 96, "n_layer": 4, "n_head": 12, "architectures": ["CTRLLMHeadModel"]},
+        f"{ANY_FAMILY}missing; state that of the model",
+    ),
+    "a draft head": (
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"]},
+        "architectures and auto_map must name LlamaForCausalLM or a class that differs in its "
+        "head, but they name LlamaForCausalLMEagle3; write LlamaForCausalLM if it is one",
+    ),
+    "attention to later tokens": (
+        {**LLAMA, "architectures": ["LlamaForCausalLM", "LlamaBiForMNTP"]},
+        "architectures and auto_map must name LlamaForCausalLM or a class that differs in its "
+        "head, but they name LlamaBiForMNTP;",
+    ),
+    "own code of another model": (
+        {**GPT2, "auto_map": {"AutoModelForCausalLM": "modeling.GPT2LMHeadCustomModel"}},
+        "architectures and auto_map must name GPT2LMHeadModel or a class that differs in its "
+        "head, but they name GPT2LMHeadCustomModel;",
+    ),
+    "a text for a list of classes": (
+        {**LLAMA, "architectures": "LlamaForCausalLM"},
+        "architectures and auto_map must name LlamaForCausalLM or",
+    ),
+    "a list for own code": (
+        {**LLAMA, "auto_map": ["LlamaForCausalLM"]},
+        "architectures and auto_map must name LlamaForCausalLM or",
+    ),
+    "a draft head without a class": (
+        {**LLAMA, "draft_vocab_size": 32000},
+        "draft_vocab_size states a draft head; remove it if the model has none,",
+    ),
+    "experts": (
+        {**LLAMA, "num_local_experts": 8},
+        "num_local_experts states mixture of experts; remove it if the model has none, but it is 8",
+    ),
+    "layers of different shapes": (
+        {**LLAMA, "per_layer_config": {"0": {"intermediate_size": 64}}},
+        "per_layer_config states layers of different shapes;",
+    ),
+    "one key/value head": (
+        {**GPT2, "multi_query": True},
+        "multi_query states a fused multi-query matrix;",
+    ),
+    "phi3 with longrope": (
+        {**LLAMA, "model_type": "phi3", "rope_scaling": {"type": "longrope", "long_factor": [1]}},
+        'rope_type in rope_scaling must be "default", but it is "longrope" (a string); to plan, or '
+        "to train from random weights, copy the file and set rope_scaling to null",
+    ),
+    "phi3 with llama3": (
+        {**LLAMA, "model_type": "phi3", "rope_scaling": SCALED},
+        'rope_type in rope_scaling must be "default", but it is "llama3"',
+    ),
+    "phi3 with part of a head": (
+        {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.75},
+        "partial_rotary_factor must be 1.0, but it is 0.75 (a decimal number); to plan, or to "
+        "train from random weights, copy the file and set it to 1.0",
+    ),
+    "starcoder2 with the exact gelu": (
+        {**LLAMA, "model_type": "starcoder2", "hidden_act": "gelu"},
+        'hidden_act must be "gelu_pytorch_tanh" or "gelu_new", but it is "gelu"',
     ),
     "exact gelu": (
         {**GPT2, "activation_function": "gelu"},
@@ -182,7 +441,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "cross attention": (
         {**GPT2, "add_cross_attention": True},
-        "add_cross_attention must be false, but it is true",
+        "add_cross_attention states cross-attention; remove it if the model has none, but it is t",
     ),
     "activation": (
         {**LLAMA, "hidden_act": "gelu"},
@@ -194,14 +453,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "window": ({**LLAMA, "sliding_window": 512}, "sliding_window must be null, but it is 512"),
     "sliced": ({**LLAMA, "pretraining_tp": 2}, "pretraining_tp must be 1 or null, but it is 2"),
-    "quantised": (
-        {**LLAMA, "quantization_config": {"bits": 4}},
-        "quantization_config must be null, but",
-    ),
-    "own code": (
-        {**LLAMA, "auto_map": {"AutoConfig": "x.Y"}},
-        "auto_map must be null, but it is {",
-    ),
     "rotary kind": (
         {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         'rope_type in rope_scaling must be "default" or "llama3", but it is "yarn"',

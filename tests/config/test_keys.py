@@ -97,7 +97,7 @@ def test_the_keys_of_a_section_do_not_depend_on_where_it_stands_in_a_list() -> N
 @pytest.mark.parametrize(
     ("stated", "wanted"),
     [
-        ("int8", '"none" or "bf16" or an object with the type "int8" or "powersgd"'),
+        ("int9", '"none" or "bf16" or an object with the type "int8" or "powersgd"'),
         ({"type": "int9"}, '"int8" or "powersgd"'),
         ({"rank": 3}, '"int8" or "powersgd"'),
         ({"type": "int8", "block": 3}, "at least 16"),

@@ -1,5 +1,8 @@
 """Rules for the number and kind of processes. Messages state where the number came from."""
 
+import itertools
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,7 @@ from tests.config.small import load, only_problem, problems, small, write
 def test_pipeline_and_tensor_divide_the_world() -> None:
     assert only_problem("parallel.pipeline=2", "parallel.tensor=4", world_size=12) == (
         "world size 12 (from WORLD_SIZE) is not divisible by parallel.pipeline 2 x parallel.tensor "
-        "4 = 8; start 8 or 16 processes, or choose degrees whose product is one of 1, 2, 3, 4, 6, "
-        "12"
+        "4 = 8; start 8 or 16 processes, or choose parallel.pipeline x parallel.tensor = 3, 6, 12"
     )
 
 
@@ -30,9 +32,50 @@ def test_stated_degrees_multiply_to_the_world() -> None:
     overrides = ("parallel.data=4", "parallel.pipeline=2", "parallel.tensor=2")
     assert only_problem(*overrides, world_size=8) == (
         "parallel.data 4 x parallel.pipeline 2 x parallel.tensor 2 must be world size 8 "
-        '(from WORLD_SIZE), but it is 16; set parallel.data to 2 or "auto", or start 16 processes'
+        '(from WORLD_SIZE), but it is 16; set parallel.data to 2 or "auto", or start 16 processes, '
+        "or choose parallel.pipeline x parallel.tensor = 2"
     )
     assert problems(*overrides, world_size=16, train_micro_batch_size_per_gpu=1) == []
+
+
+def mended(message: str, overrides: tuple[str, ...], world: int) -> Iterator[list[str]]:
+    """The problems that are left after each change that a message proposes."""
+    mends = message.partition("; ")[2]
+    for start in re.findall(r"start (?:at least )?([\d or]+) processes", mends):
+        for number in start.split(" or "):
+            yield problems(*overrides, world_size=int(number))
+    if data := re.search(r'set parallel.data to (\d+) or "auto"', mends):
+        for value in (data[1], "auto"):
+            yield problems(*overrides, f"parallel.data={value}", world_size=world)
+    if products := re.search(r"parallel.pipeline x parallel.tensor = ([\d, ]+)", mends):
+        for product in map(int, products[1].split(", ")):
+            degrees = [
+                (f"parallel.pipeline={product // tp}", f"parallel.tensor={tp}")
+                for tp in divisors(product)
+            ]
+            left = [problems(*overrides, *each, world_size=world) for each in degrees]
+            yield min(left, key=len)
+
+
+@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize("data", ["auto", 1, 2, 3, 4])
+@pytest.mark.parametrize("micro", [2, 3])
+def test_every_change_that_a_message_proposes_is_valid(
+    data: str | int, spare: bool, micro: int
+) -> None:
+    """48 samples in micro-batches of 2 or 3; 4 accumulation steps, or as many as it takes."""
+    batch = (f"train_micro_batch_size_per_gpu={micro}", "train_batch_size=48")
+    for world, (pp, tp), accumulation in itertools.product(
+        (1, 2, 3, 5, 6, 7, 8, 12), ((1, 2), (2, 2), (3, 4)), (None, 4)
+    ):
+        degrees = (f"parallel.pipeline={pp}", f"parallel.tensor={tp}", f"parallel.data={data}")
+        stated = (f"gradient_accumulation_steps={accumulation}",) * bool(accumulation)
+        run = (*batch, *stated, *degrees, f"parallel.spare_ranks={str(spare).lower()}")
+        for message in problems(*run, world_size=world):
+            if "x parallel.tensor" in message:
+                left = list(mended(message, run, world))
+                assert left or "Nearest: " in message
+                assert not any(left), (message, left)
 
 
 def test_auto_data_degree_is_what_remains() -> None:

@@ -157,24 +157,6 @@ def test_gradients_are_added_as_precisely_as_they_are_computed(
 
 
 @pytest.mark.parametrize(
-    "key", ["wall_clock_breakdown", "memory_breakdown", "flops_profiler.enabled"]
-)
-def test_instruments_of_deepspeeds_engine_are_refused(key: str) -> None:
-    assert problems(f"{key}=false") == []
-    assert f"{key} measures forward, backward and step" in only_problem(f"{key}=true")
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_offload_needs_what_the_zero_stage_partitions(stage: int) -> None:
-    zero = f"zero_optimization.stage={stage}"
-    parameters = problems(zero, "zero_optimization.offload_param.device=cpu")
-    optimizer = problems(zero, "zero_optimization.offload_optimizer.device=cpu")
-    assert (parameters == []) == (stage == 3)
-    assert (optimizer == []) == (stage >= 1)
-    assert problems(zero, "zero_optimization.offload_param.device=none") == []
-
-
-@pytest.mark.parametrize(
     "kind", ["cosine", "linear", "constant", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 )
 def test_warmup_is_shorter_than_the_run(kind: str) -> None:
@@ -182,6 +164,16 @@ def test_warmup_is_shorter_than_the_run(kind: str) -> None:
     assert problems(scheduler, "scheduler.params.warmup_num_steps=99") == []
     message = only_problem(scheduler, "scheduler.params.warmup_num_steps=100")
     assert "warmup_num_steps 100 must be less than training.steps 100" in message
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20])
+@pytest.mark.parametrize("kind", ["cosine", "constant", "WarmupLR", "WarmupDecayLR"])
+def test_the_warmup_that_the_message_names_is_valid(kind: str, steps: int) -> None:
+    scheduler = (f"scheduler.type={kind}", "scheduler.params.warmup_num_steps=100")
+    run = (*scheduler, f"training.steps={steps}")
+    message = only_problem(*run)
+    mend = message.partition("; shorten the warmup: --set ")[2]
+    assert problems(*run, mend) == [], message
 
 
 def test_warmup_is_shorter_than_the_stated_schedule() -> None:

@@ -37,8 +37,9 @@ def test_the_documented_keys_are_current() -> None:
 def test_every_key_is_documented() -> None:
     """A section within two others of the same table (offload_param, offload_optimizer) once."""
     leaves = {path.rpartition(".")[2] for path in all_key_paths()}
-    documented = re.findall(r"^\| `([^`]+)` \|", key_tables(), re.MULTILINE)
-    titles = re.findall(r"^### `(\w+)`", key_tables(), re.MULTILINE)
+    tables = key_tables().partition("### Other keys of DeepSpeed")[0]
+    documented = re.findall(r"^\| `([^`]+)` \|", tables, re.MULTILINE)
+    titles = re.findall(r"^### `(\w+)`", tables, re.MULTILINE)
     assert {name.rpartition(".")[2] for name in documented} | set(titles) == leaves | {"extends"}
 
 

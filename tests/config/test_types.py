@@ -28,7 +28,7 @@ from tests.config.small import only_problem, problems, small
             "bf16.enabled=True",
             'given "True" (a string), wanted true or false; write true without quotes',
         ),
-        ("bf16=true", "given true (a boolean), wanted an object"),
+        ("bf16=true", 'given true (a boolean), wanted an object; write {"enabled": true}'),
         ("model.rope_scaling=8", "given 8 (a whole number), wanted an object"),
         (
             "data.train=corpus.txt",
@@ -65,8 +65,6 @@ from tests.config.small import only_problem, problems, small
         ("optimizer.params.betas=[0.9]", "given [0.9] (a list), wanted a list of 2"),
         ("optimizer.params.betas=[]", "given [] (a list), wanted a list of 2"),
         ("optimizer.params.betas=[1,2,3]", "given [1, 2, 3] (a list), wanted a list of at most 2"),
-        ("optimizer.params.torch_adam=false", "given false (a boolean), wanted true"),
-        ("optimizer.type=SGD", 'given "SGD" (a string), wanted "AdamW" or "Adam"'),
     ],
 )
 def test_a_wrong_value_shows_what_was_given_and_what_is_wanted(override: str, message: str) -> None:
@@ -149,9 +147,9 @@ def test_a_config_cannot_be_changed() -> None:
 def test_all_problems_are_reported_at_once_and_numbered() -> None:
     wrong = small(
         gradient_cliping=1,  # 1 unknown key
-        activation_checkpointing={},  # 2 refused
-        train_batch_size="auto",  # 3 nothing fills it in
-        training={"steps": "many"},  # 4 type
+        amp={"enabled": True},  # 2 refused
+        train_batch_size="many",  # 3 type
+        training={"steps": "auto"},  # 4 nothing computes it
         data={"sequence_length": 65},  # 5 more than 64 positions
         parallel={"tensor": 5},  # 6 heads 12 % 5, 7 feed-forward 384 % 5
         fp16={"enabled": True},

@@ -16,6 +16,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -23,6 +25,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -74,6 +78,16 @@ def qwen3(*, random: bool = True, **changes: Any) -> PreTrainedModel:
     return _like_llama(Qwen3ForCausalLM, Qwen3Config, random, {"head_dim": 16, **changes})
 
 
+def phi3(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with fused matrices of q, k and v and of gate and up."""
+    return _like_llama(Phi3ForCausalLM, Phi3Config, random, {"pad_token_id": None, **changes})
+
+
+def starcoder2(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with the norms, the biases and the feed-forward layer of GPT-2, tied."""
+    return _like_llama(Starcoder2ForCausalLM, Starcoder2Config, random, changes)
+
+
 def _like_llama(
     model_class: type[PreTrainedModel],
     config_class: type[PreTrainedConfig],
@@ -105,10 +119,18 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama with biases": lambda: llama(attention_bias=True, mlp_bias=True, head_dim=10),
     "mistral": mistral,
     "mistral without a window": lambda: mistral(sliding_window=None, head_dim=12),
+    "phi3": phi3,
+    "phi3 with a window, tied": lambda: phi3(
+        sliding_window=12, tie_word_embeddings=True, num_key_value_heads=4
+    ),
     "qwen2": qwen2,
     "qwen2 tied": lambda: qwen2(tie_word_embeddings=True),
     "qwen3": qwen3,
     "qwen3 with biases": lambda: qwen3(attention_bias=True, tie_word_embeddings=True),
+    "starcoder2": starcoder2,
+    "starcoder2 with a window, without biases": lambda: starcoder2(
+        sliding_window=12, use_bias=False, tie_word_embeddings=False, norm_epsilon=1e-3
+    ),
 }
 
 

@@ -277,6 +277,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from typing import Any
+from transformers import LlamaConfig
 from megaspeed.hugging_face.weight_files import HuggingFaceError
 from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
@@ -289,6 +290,7 @@ def memory(name):
     return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
 
 folder, checkpoint, out = map(Path, sys.argv[1:4])
+LlamaConfig()  # loads modules, which stay
 grown = []
 for action in (
     lambda: import_model(folder, checkpoint, verify=False),

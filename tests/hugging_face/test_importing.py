@@ -27,6 +27,7 @@ from tests.hugging_face.models import (
     change_config,
     gpt2,
     llama,
+    phi3,
     same,
     saved,
     weights_in,
@@ -71,6 +72,41 @@ def imported(folder: Path, **options: Any) -> Weights:
     out = folder.parent / "out"
     import_model(folder, out, **options)
     return load_model(out).state_dict()
+
+
+def test_a_model_without_its_kind_is_imported_if_its_keys_state_one(
+    folder: Path, right: Weights, copy: Path
+) -> None:
+    keys = json.loads((folder / "config.json").read_text())
+    del keys["model_type"], keys["architectures"]
+    (copy / "config.json").write_text(json.dumps(keys))
+    assert same(imported(written(weights_in(folder), copy)), right)
+
+
+def test_own_code_by_the_name_of_transformers_class_is_not_needed(tmp_path: Path) -> None:
+    """Phi-3's published files name the code that was beside them before transformers had it."""
+    folder = saved(phi3(), tmp_path / "hf")
+    code = {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    }
+    change_config(folder, auto_map=code)
+    agreement = import_model(folder, tmp_path / "out")
+    assert agreement is not None and agreement.difference < agreement.tolerance
+
+
+def test_quantized_weights_are_refused_by_their_config(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_config(copy, quantization_config={"quant_method": "gptq", "bits": 4})
+    out = copy.parent / "out"
+    assert main(["import-hf", str(copy), str(out)]) == 2
+    assert capsys.readouterr().err == (
+        f"imported weights must not be quantized, but quantization_config of {copy} is "
+        '{"quant_method": "gptq", "bits": 4} (an object); import the model that they were made '
+        "from\n"
+    )
+    assert not out.exists()
 
 
 # --- kinds of files -------------------------------------------------------------------------------

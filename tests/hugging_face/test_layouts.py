@@ -27,7 +27,18 @@ from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from tests.hugging_face.imported_run import train_imported
-from tests.hugging_face.models import gpt2, llama, mistral, qwen2, qwen3, same, saved, weights_in
+from tests.hugging_face.models import (
+    gpt2,
+    llama,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+    same,
+    saved,
+    starcoder2,
+    weights_in,
+)
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
 
@@ -47,8 +58,13 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Layout]] = {
     ),
     "llama grouped, untied": (lambda: llama(num_hidden_layers=3), (2, 2, 1)),
     "mistral": (lambda: mistral(num_hidden_layers=3), (1, 1, 1)),
+    "phi3": (
+        lambda: phi3(num_hidden_layers=3, num_key_value_heads=1, sliding_window=12),
+        (1, 1, 1),
+    ),
     "qwen2": (lambda: qwen2(num_hidden_layers=3), (1, 2, 2)),
     "qwen3": (lambda: qwen3(num_hidden_layers=3, attention_bias=True), (1, 1, 1)),
+    "starcoder2": (lambda: starcoder2(num_hidden_layers=3), (1, 1, 1)),
 }
 
 

@@ -25,7 +25,7 @@ from megaspeed.hugging_face.verifying import Disagreement
 from megaspeed.hugging_face.weights import Part, parts_of
 from megaspeed.model import attention, gpt
 from megaspeed.model.parameters import Row
-from tests.hugging_face.models import gpt2, llama, saved
+from tests.hugging_face.models import gpt2, llama, phi3, saved, starcoder2
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +116,16 @@ def reordered(*order: int) -> Callable[[Patch], None]:
     return mutate
 
 
+def up_above_gate(patch: Patch) -> None:
+    """Takes the halves of the fused feed-forward projection in the other order."""
+
+    def swiglu(gate_up: Tensor) -> Tensor:
+        up, gate = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    patch.setattr(gpt, "_swiglu", swiglu)
+
+
 def another_base(patch: Patch) -> None:
     """A rotary base that differs by a tenth."""
     frequencies = attention.inverse_frequencies
@@ -129,14 +139,18 @@ def another_base(patch: Patch) -> None:
 
 
 def exact_gelu(patch: Patch) -> None:
-    """The exact GELU, unlike GPT-2's."""
-    gelu = torch.nn.functional.gelu
-    patch.setattr(torch.nn.functional, "gelu", lambda x, approximate="none": gelu(x))
+    """The exact GELU, unlike GPT-2's and StarCoder2's."""
+    patch.setattr(gpt, "_gelu", torch.nn.functional.gelu)
 
 
 def ungrouped(**changes: Any) -> PreTrainedModel:
     """q, k and v of one shape, so that their shapes do not distinguish them."""
     return llama(num_key_value_heads=4, **changes)
+
+
+def ungrouped_phi3(**changes: Any) -> PreTrainedModel:
+    """The same, in one matrix."""
+    return phi3(num_key_value_heads=4, **changes)
 
 
 Make = Callable[..., PreTrainedModel]
@@ -159,6 +173,11 @@ MUTATIONS: dict[str, tuple[Make, Callable[[Patch], None]]] = {
     "q, v, k, gpt2": (gpt2, reordered(0, 2, 1)),
     "another epsilon, gpt2": (gpt2, another_epsilon),
     "another gelu, gpt2": (gpt2, exact_gelu),
+    "k, q, v, phi3": (ungrouped_phi3, reordered(1, 0, 2)),
+    "up above gate, phi3": (phi3, up_above_gate),
+    "q, v, k, starcoder2": (starcoder2, mapped_by(exchanged(QKV, 0, 2, 1))),
+    "another gelu, starcoder2": (starcoder2, exact_gelu),
+    "another rotary base, starcoder2": (starcoder2, another_base),
 }
 
 

@@ -158,6 +158,7 @@ FAMILIES = {
     "mistral": {"architecture": "mistral", "sliding_window": 6},
     "qwen2": {"architecture": "qwen2", "num_key_value_heads": 1},
     "qwen3": {"architecture": "qwen3", "head_dim": 12},
+    "starcoder2": {"architecture": "starcoder2", "num_key_value_heads": 1},
     "gpt2 of other features": {"architecture": "gpt2", "qk_norm": True, "mlp_bias": False},
 }
 FAMILY_LAYOUTS: dict[tuple[int, int, int], dict[str, Any]] = {

@@ -1,5 +1,6 @@
 """The lines before the first step: the layout, what pipeline stages hold, the kernels."""
 
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -12,21 +13,21 @@ from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.training import banner as banner_module
 from megaspeed.training.banner import (
-    BANNER_WIDTH,
     PredictPeaks,
     banner,
     describe_attention,
     time_of_products,
 )
+from megaspeed.training.console import COLUMNS, print_folded
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
 def printed(run: Run, predict: PredictPeaks | None = predict_peaks) -> list[str]:
-    console = Console(file=StringIO(), width=BANNER_WIDTH)
+    console = Console(file=StringIO(), width=COLUMNS)
     for part in banner(run, torch.device("cpu"), predict):
-        console.print(part)
+        print_folded(console, part)
     assert isinstance(console.file, StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -71,9 +72,27 @@ def test_a_large_layout_takes_no_more_than_15_lines() -> None:
     run = tiny_run(TEXT, pp=16, dp=8, tp=4, train_batch_size=64, model={"num_hidden_layers": 20})
     lines = printed(run)
     assert len(lines) <= 15
-    assert lines[2].endswith("dp 0 | dp 1 | ... | dp 7")
-    assert lines[3].endswith("0-3 | 4-7 | ... | 28-31")
-    assert lines[8].split()[0] == "15" and lines[8].endswith("480-483 | 484-487 | ... | 508-511")
+    assert lines[2].endswith("ranks"), "its ranks by data rank would take more than 80 columns"
+    assert lines[3].endswith("0-31")
+    assert lines[8].split()[0] == "15" and lines[8].endswith("480-511")
+    fewer = printed(tiny_run(TEXT, pp=2, dp=3))
+    assert fewer[2].endswith("dp 0 | dp 1 | dp 2") and fewer[3].endswith("0 | 1 | 2")
+
+
+def test_no_line_is_wider_than_80_columns_but_a_path_stays_in_one_piece() -> None:
+    folder = "/scratch/" + "long/" * 20
+    run = tiny_run(
+        TEXT,
+        pp=16,
+        dp=8,
+        tp=8,
+        train_batch_size=64,
+        model={"num_hidden_layers": 20, "attention_dropout": 0.1, "num_attention_heads": 8},
+        training={"run_dir": folder},
+    )
+    *lines, path = printed(replace(run, name="a_name_of_a_run_that_is_rather_long"))
+    assert max(map(len, lines)) <= 80
+    assert path.strip() == str(Path(folder))
 
 
 def test_without_a_prediction_no_peak_is_shown() -> None:
@@ -98,7 +117,7 @@ def test_a_cpu_that_multiplies_faster_in_fp32_is_noted(monkeypatch: pytest.Monke
     assert 0.01 < time_of_products("bf16") < 100
     monkeypatch.setattr(banner_module, "time_of_products", lambda precision: 2.54)
     note = "a product takes 2.5 times as long in bf16 as in fp32 on this CPU, so fp32 would be"
-    assert any(note in line for line in printed(run))
-    assert not any("as long" in line for line in printed(tiny_run(TEXT)))
+    assert note in " ".join(" ".join(printed(run)).split())
+    assert "as long" not in " ".join(printed(tiny_run(TEXT)))
     monkeypatch.setattr(banner_module, "time_of_products", lambda precision: 0.4)
-    assert not any("as long" in line for line in printed(run))
+    assert "as long" not in " ".join(printed(run))

@@ -1,19 +1,27 @@
 """What rank 0 prints, word for word."""
 
 import json
+import os
 import re
 import signal
 from io import StringIO
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.pipeline.partition import parameters_of_stages
-from megaspeed.training.console import ConsoleObserver, describe_save, describe_step, summary_table
-from megaspeed.training.metrics import MetricsFile, ValidationMetrics
+from megaspeed.training.console import (
+    ConsoleObserver,
+    crowding,
+    describe_save,
+    describe_step,
+    summary_table,
+)
+from megaspeed.training.metrics import MetricsFile, PartMetrics, ValidationMetrics
 from megaspeed.training.trainer import TrainingSummary
 from tests.support.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics
@@ -62,6 +70,54 @@ def test_a_terminal_gets_a_bar_with_the_time_that_is_left(tmp_path: Path) -> Non
     assert re.search(r"steps\S* \S*0:00:0\d", drawn), "four steps at this pace"
 
 
+def test_a_log_has_the_elapsed_and_the_remaining_time_in_each_step() -> None:
+    """A step takes 1,500 s. The estimate needs two steps."""
+    run = tiny_run(TEXT, training={"steps": 10, "log_interval": 2})
+    output, now = StringIO(), 0.0
+    console = Console(file=output, width=80, get_time=lambda: now)
+    with ConsoleObserver(run, console, (), None, Progress()) as observer:
+        for step in range(1, 11):
+            now = 1500.0 * step
+            observer.step(step_metrics(step=step))
+    ends = [line.split("tok/s")[1].strip() for line in output.getvalue().splitlines()]
+    assert ends == [
+        *("0:25:00", "0:50:00, 3:20:00 left", "1:40:00, 2:30:00 left", "2:30:00, 1:40:00 left"),
+        *("3:20:00, 0:50:00 left", "4:10:00"),
+    ]
+
+
+def parts(step: int, slowest: float) -> PartMetrics:
+    return PartMetrics(
+        step=step,
+        parts_seconds={},
+        slowest_rank=1,
+        slowest_rank_seconds=slowest,
+        median_rank_seconds=1.0,
+    )
+
+
+def test_ranks_that_share_processors_get_one_remark_unless_a_rank_is_much_slower() -> None:
+    run, slow = tiny_run(TEXT, dp=2), [parts(1, 1.4), parts(2, 1.6), parts(3, 5.9), parts(4, 6.1)]
+    said = []
+    for crowded in (4.0, 1.0):
+        output = StringIO()
+        with ConsoleObserver(
+            run, Console(file=output, width=80), (), None, Progress(), crowded
+        ) as observer:
+            for each in slow:
+                observer.parts(each)
+        said.append([line[:19] for line in output.getvalue().splitlines()])
+    assert said[0] == ["step      2  ranks ", "step      4  slowes"]
+    assert said[1] == ["step      2  slowes", "step      3  slowes", "step      4  slowes"]
+
+
+def test_ranks_are_crowded_if_they_have_more_threads_than_there_are_processors() -> None:
+    processors, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    assert crowding("cpu", 3 * processors) == 3 * threads
+    assert crowding("cuda", 3 * processors) == 1
+    assert crowding("cpu", 1) == max(1, threads / processors)
+
+
 SAVE = SaveReport(
     step=8,
     checkpoint=Path("run/checkpoints/step-00000008"),
@@ -89,7 +145,7 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
         observer.saved(SAVE)
     said = [line.strip() for line in output.getvalue().splitlines() if "step" in line]
     assert said == [
-        describe_step(step_metrics(step=7)),
+        f"{describe_step(step_metrics(step=7))}  0:00:00",
         "resumed at step 7: loss 3.2500; 3.5000 when saved (step 6)",
         "step      8  stopped by SIGTERM after 8 of 10 steps",
         describe_save(SAVE),
@@ -116,9 +172,11 @@ def test_the_summary_gives_the_last_figures() -> None:
         last_save=SAVE,
     )
     rows = [
-        line.strip(" │|┃").split("│") for line in printed(summary_table(run, summary)).splitlines()
+        line.strip(" │|┃").split("│")
+        for line in printed(summary_table(run, summary, "cuda")).splitlines()
     ]
     figures = {row[0].strip(): row[1].strip() for row in rows if len(row) == 2}
+    assert " 1, 3 MiB (whole process) " in printed(summary_table(run, summary, "cpu"))
     assert figures == {
         "training loss (last step)": "2.5000",
         "validation loss": "3.0000",

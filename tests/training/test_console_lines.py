@@ -193,7 +193,7 @@ def test_a_save_that_may_outlast_the_launchers_patience_is_warned_of() -> None:
 
 
 def test_a_start_up_is_divided_into_its_phases() -> None:
-    line = shown(describe_start_up({"creating the process groups": 0.02, "loading [b]/x": 0.5}))
+    line = describe_start_up({"creating the process groups": 0.02, "loading [b]/x": 0.5})
     assert re.fullmatch(
         r"start-up took [0-9.]+ s: imports and meeting [0-9.]+, loading \[b\]/x 0\.5", line
     ), line

@@ -4,10 +4,11 @@ import math
 import struct
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 from megaspeed.training.metrics import MetricsFile, StepMetrics, ValidationMetrics
-from megaspeed.training.reporting import draw_loss_curve
+from megaspeed.training.reporting import draw_loss_curve, smoothed
 from tests.training.metrics_of_steps import step_metrics
 
 LEARNING = [step_metrics(step=s, tokens=192 * s, loss=6.0 / s) for s in range(1, 20)]
@@ -56,6 +57,22 @@ def test_half_a_line_and_a_validation_without_its_step_are_left_out(tmp_path: Pa
             file.write(record)
     draw_loss_curve(tmp_path / "whole.jsonl", whole, title="tiny")
     assert picture.read_bytes() == whole.read_bytes()
+
+
+def test_the_smoothed_loss_is_the_mean_of_the_steps_around_each_step() -> None:
+    assert smoothed([1.0, 2.0, 6.0, 4.0], 1) == [1.5, 3.0, 4.0, 5.0]
+    assert smoothed([1.0, 2.0], 0) == [1.0, 2.0] and smoothed([], 3) == []
+
+
+def test_the_curve_names_the_smoothed_line_and_separates_thousands(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        for step in range(1, 101):
+            file.write(step_metrics(step=step, tokens=4096 * step, loss=6.0 / step))
+    picture = tmp_path / "loss.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw_loss_curve(tmp_path / "metrics.jsonl", picture, title="tiny")
+    text = picture.read_text()
+    assert "training, mean of 11 steps" in text and "200,000" in text and "200000" not in text
 
 
 def assert_is_the_picture(picture: Path) -> None:

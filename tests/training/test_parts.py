@@ -66,6 +66,10 @@ def test_every_axis_has_its_part_and_the_slow_rank_is_named_on_all(
     corpus = tiny_corpus(run, tmp_path)
     records = pool.run(8, train, run, corpus, make_one_rank_slow)
     assert all(record.parts_of_steps == records[0].parts_of_steps for record in records)
+    assert records[0].events == [
+        *(("step", 1), ("step", 2), ("parts", 2), ("step", 3), ("step", 4), ("parts", 4)),
+        *(("step", 5), ("step", 6), ("parts", 6), ("checkpoint", 6)),
+    ], "in the order of time"
     first, slow, last = records[0].parts_of_steps
     assert (first.step, slow.step, last.step) == (2, SLOW_STEP, 6), "the last step of the run too"
     for name in ("data_loading", "compute", "tensor", "data", "pipeline", "world", "optimizer"):

@@ -384,6 +384,8 @@ def test_a_run_continues_in_a_folder_of_its_own_from_anothers_checkpoint(
     command = [steps(2), f"training.run_dir={branch}", "--resume", str(run_dir_of(config))]
     ((ending,),) = pool.run(1, endings, config, [command])
     assert ending[0] == 0 and "resumed at step 2" in ending[1]
+    copy, second = ending[1].index("step      1  checkpoint"), ending[1].index("step      2  loss")
+    assert copy < second, "its first checkpoint is written before its first step"
     lines = (branch / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2]
     assert files_in(run_dir_of(config)) == before

@@ -61,6 +61,7 @@ class Record(Observer):
 
     def parts(self, metrics: PartMetrics) -> None:
         self.parts_of_steps.append(metrics)
+        self.events.append(("parts", metrics.step))
 
     def validation(self, metrics: ValidationMetrics) -> None:
         self.validations.append(metrics)

@@ -11,9 +11,7 @@ narrow and its samples so short that a step takes as long as the host needs to l
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import product
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,8 @@ from megaspeed.analysis.bench.turn import (
     train_megaspeed,
     train_peer,
 )
-from megaspeed.analysis.local_ranks import DeviceType, RanksFailed, run_on_ranks
+from megaspeed.analysis.local_ranks import DeviceType, run_on_ranks
+from megaspeed.analysis.turns import take_turns
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.config.loading import parse_config
@@ -48,16 +47,9 @@ class Contestant:
     """megaspeed or a peer, and what its turns measured."""
 
     name: str
-    turns: dict[str, list[list[Turn]]] = field(default_factory=lambda: {RUN: [], HOST_BOUND: []})
-    """Workload -> turn -> rank."""
-    devices: list[Device] = field(default_factory=list)  # of each rank in each turn
+    turns: dict[str, list[list[Turn]]]  # workload -> turn -> rank
+    devices: list[Device]  # of each rank in each turn
     failure: str | None = None  # why a turn failed; the contestant takes no turn after it
-
-    def add(self, workloads: Sequence[str], ranks: Sequence[tuple[list[Turn], Device]]) -> None:
-        """Adds what the ranks measured in one turn: of each, its turns by workload."""
-        for index, workload in enumerate(workloads):
-            self.turns[workload].append([turns[index] for turns, _ in ranks])
-        self.devices += [device for _, device in ranks]
 
 
 def choose_peers(run: Run, names: Sequence[PeerName] | None) -> dict[PeerName, str | None]:
@@ -85,7 +77,7 @@ def _refusal(peer: PeerName, run: Run) -> str | None:
         return f"it has no tensor axis, but parallel.tensor is {grid.tp}; set it to 1"
     if run.precision == "fp16":
         return "it is run without a loss scale, but fp16.enabled is true; set bf16.enabled instead"
-    if zero.offload_optimizer is not None or zero.offload_param is not None:
+    if zero.offloads_optimizer or zero.offloads_parameters:
         return "it is run without offload; remove it from zero_optimization"
     if peer != "deepspeed-pipeline" and grid.pp > 1:
         return f"it has only a data axis, but parallel.pipeline is {grid.pp}; set it to 1"
@@ -156,7 +148,7 @@ def host_bound(run: Run, tokens: Path) -> Run:
     return _resolved(run, values)
 
 
-def take_turns(
+def hold_contest(
     run: Run,
     peers: Sequence[PeerName],
     *,
@@ -185,14 +177,7 @@ def take_turns(
     Raises:
         KeyboardInterrupt: they were stopped before any turn had ended.
     """
-    launch = partial(
-        run_on_ranks,
-        world_size=run.grid.world_size,
-        device_type=device_type,
-        timeout_seconds=timeout_seconds,
-    )
-    (folder / "logs").mkdir(exist_ok=True)
-    contestants = [Contestant(name) for name in (MEGASPEED, *peers)]
+    names = [MEGASPEED, *peers]
     with tempfile.TemporaryDirectory(prefix="turns-", dir=folder) as name:
         place = Path(name)
         both = {HOST_BOUND: host_bound(run, place / "tokens.bin"), RUN: run}
@@ -200,27 +185,35 @@ def take_turns(
         corpora = [
             prepare_corpus(each.config.data, each.config.model.vocab_size) for each in runs.values()
         ]
-        schedule = product(range(1, turns + 1), contestants)
-        for done, (number, contestant) in enumerate(schedule):
-            if contestant.failure is not None:
-                continue
-            on_turn(done, f"{contestant.name}, turn {number} of {turns}")
-            log = folder / "logs" / f"{contestant.name}-{number}.log"
-            log.write_text("")  # the ranks append to it
-            part: tuple[Any, ...] = (train_peer, contestant.name, [*runs.values()], corpora, steps)
-            if contestant.name == MEGASPEED:
+
+        def launch(name: str, number: int, log: Path) -> Sequence[tuple[list[Turn], Device]]:
+            part: tuple[Any, ...] = (train_peer, name, [*runs.values()], corpora, steps)
+            if name == MEGASPEED:
                 part = (train_megaspeed, _configs(runs, place, number), steps, run.precision)
-            try:
-                ranks = launch(*part, log=log)
-            except RanksFailed as failure:
-                contestant.failure = f"failed in turn {number}: {failure}; see {log}"
-            except KeyboardInterrupt:
-                if not any(each.turns[RUN] for each in contestants):
-                    raise
-                return contestants, runs, True
-            else:
-                contestant.add(list(runs), ranks)
-    return contestants, runs, False
+            return run_on_ranks(
+                *part,
+                world_size=run.grid.world_size,
+                device_type=device_type,
+                log=log,
+                timeout_seconds=timeout_seconds,
+            )
+
+        results, failures, stopped = take_turns(
+            names, turns, launch, folder=folder, on_turn=on_turn
+        )
+    contestants = [
+        Contestant(
+            name,
+            {
+                workload: [[turns[index] for turns, _ in ranks] for ranks in results[name]]
+                for index, workload in enumerate(runs)
+            },
+            [device for ranks in results[name] for _, device in ranks],
+            failures.get(name),
+        )
+        for name in names
+    ]
+    return contestants, runs, stopped
 
 
 def _benchmarked(run: Run, steps: int) -> Run:

@@ -176,11 +176,9 @@ def _workload_as_json(result: BenchResult, workload: str) -> dict[str, Any]:
 def draw_chart(result: BenchResult, picture: Path) -> None:
     """Writes a PNG: for each workload, the median step of each turn, and its median as a line."""
     # Imported here: matplotlib takes long to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, workload in zip(figure.subplots(1, 2), (RUN, HOST_BOUND), strict=True):
         rows = result.rows(workload)
         for x, row in enumerate(rows):
@@ -195,8 +193,8 @@ def draw_chart(result: BenchResult, picture: Path) -> None:
         axes.set_xticks(range(len(rows)), [row.name.replace("-", "-\n") for row in rows])
         axes.tick_params(labelsize=8)
         axes.set_ylabel("milliseconds a step: median and quartiles", fontsize=8)
-        axes.set_ylim(bottom=0)
         axes.margins(x=0.25, y=0.15)
+        axes.set_ylim(bottom=0)
         # parse_math is off because a "$" in the run's name is not a formula.
         title = "\n".join([workload, *describe_run(result.runs[workload], None)[1:]])
         axes.set_title(title, fontsize=7.5, loc="left", parse_math=False)

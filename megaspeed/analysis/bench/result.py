@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from megaspeed.analysis.bench.contest import HOST_BOUND, MEGASPEED, RUN, Contestant
 from megaspeed.analysis.bench.turn import Device, Turn
+from megaspeed.analysis.turns import busy_warning
 from megaspeed.analysis.units import Spread
 from megaspeed.analysis.verification.comparison import TOLERANCES, relative_difference
 from megaspeed.config.resolve import Run
@@ -49,6 +50,7 @@ class BenchResult:
     contestants: Sequence[Contestant]
     not_run: Mapping[str, str]  # peers that cannot train the run -> why
     stopped: bool = False  # by Ctrl-C or a signal, before the last turn
+    share_of_others: float = 0.0  # of the processors, see ``analysis/turns.py``
 
     @property
     def run(self) -> Run:
@@ -86,7 +88,10 @@ class BenchResult:
 
     @property
     def warnings(self) -> Iterator[str]:
-        """Whether the turns were stopped; each contestant that failed or trains another model."""
+        """Whether the turns were stopped, or the machine was busy; each contestant that failed or
+        trains another model.
+        """
+        yield from busy_warning(self.share_of_others)
         if self.stopped:
             of = self.turns * len(self.contestants)
             yield f"stopped after {self.turns_taken} of {of} turns; the figures are of these"

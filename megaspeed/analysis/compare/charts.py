@@ -20,8 +20,8 @@ _BAR_WIDTH = 0.38
 
 def draw_memory_chart(result: ComparisonResult, picture: Path) -> None:
     """Writes a PNG: the peak of each row's fullest stage by category, predicted beside measured."""
-    rows = result.done
-    unit = memory_unit(row.peak_bytes for row in rows)
+    rows = result.watched
+    unit = memory_unit(row.highest.measured.peak_bytes for row in rows)
     figure, axes = _new_figure(result, max(6.4, 0.8 + 0.95 * len(rows)))
     # (place, memory, predicted) of each bar; a row without prediction has one bar.
     bars = []
@@ -64,41 +64,36 @@ def draw_memory_chart(result: ComparisonResult, picture: Path) -> None:
 def draw_trade_off_chart(result: ComparisonResult, picture: Path) -> None:
     """Writes a PNG: the peak of each row's fullest rank against the bytes its busiest rank sends.
 
-    Markers are hollow, and each row's marker is larger than the one before. So all rows at the
-    same point can be seen.
+    Markers are hollow and of different shapes, so all rows at the same point can be seen.
     """
-    rows = result.done
-    memory = memory_unit(row.peak_bytes for row in rows)
-    traffic = memory_unit(row.sent_bytes for row in rows)
+    peaks = {row.label: row.highest.measured.peak_bytes for row in result.watched}
+    sent = {row.label: row.busiest.measured.sent_bytes for row in result.watched}
+    memory, traffic = memory_unit(peaks.values()), memory_unit(sent.values())
     figure, axes = _new_figure(result, 7.6)
-    for index, row in enumerate(rows):
+    for index, label in enumerate(peaks):
         axes.plot(
-            row.sent_bytes / traffic.size,
-            row.peak_bytes / memory.size,
+            sent[label] / traffic.size,
+            peaks[label] / memory.size,
             _MARKERS[index % len(_MARKERS)],
             color=f"C{index % 10}",
             fillstyle="none",
-            markersize=5 + 3 * index,
-            label=row.label,
+            markersize=11,
+            label=label,
         )
     axes.set_xlabel(f"sent by the busiest rank in one step ({traffic.name})")
     axes.set_ylabel(f"peak of the fullest rank ({memory.name})")
     axes.margins(0.15)
     axes.grid(alpha=0.3)
-    figure.legend(
-        loc="outside right upper", fontsize=8, frameon=False, labelspacing=1.2, markerscale=0.5
-    )
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=1.2)
     figure.savefig(picture, dpi=160)
 
 
 def _new_figure(result: ComparisonResult, width: float) -> tuple[Any, Any]:
     """A figure and its axes, with the layout, the batch and the model as the title."""
     # Imported here: matplotlib takes long to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     # parse_math is off because a "$" in the run's name is not a formula.
     axes.set_title("\n".join(result.heading), fontsize=7.5, loc="left", parse_math=False)

@@ -1,12 +1,10 @@
-"""The figures of a comparison as tables in the terminal, as Markdown, and as JSON."""
+"""The figures of a comparison as Markdown, whose first part goes to the terminal, and as JSON."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
-
-from rich.console import Console
-from rich.text import Text
 
 from megaspeed.analysis.compare.result import (
     ComparisonResult,
@@ -17,117 +15,77 @@ from megaspeed.analysis.compare.result import (
 )
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic, by_axis
-from megaspeed.analysis.units import Unit, memory_unit, table_of
+from megaspeed.analysis.turns import busy_warning
+from megaspeed.analysis.units import (
+    Unit,
+    counted,
+    markdown_table,
+    memory_unit,
+    three_digits,
+    wrapped,
+)
 
 NOTHING = "-"
 _REPORTS = "world"  # gradient norm and loss: a few bytes, shown only in the total
 
 
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """A table of text. A cell may have several lines."""
-
-    title: str  # what is shown, and in which unit
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]  # the cells of each row
-    names: int  # number of columns, from the left, with words; the others have numbers
+Table = tuple[list[str], list[list[str]]]
+"""Headings, and the cells of each row. The first column holds words."""
 
 
-def summary_grid(result: ComparisonResult) -> Grid:
-    """A line for each row, including those without figures."""
-    memory = memory_unit(row.peak_bytes for row in result.done)
-    traffic = memory_unit(row.sent_bytes for row in result.done)
-
-    def cells(row: Row) -> list[str]:
-        if row.status != "done":
-            return [_label(f"{row.label} {row.status}"), *[NOTHING] * 6]
-        names, peak = _stacked("measured", row.highest, lambda stage: [stage.peak_bytes], memory)
-        _, sent = _stacked("measured", row.busiest, lambda stage: [stage.sent_bytes], traffic)
-        time = f"{row.step_time.median_ms}\n{row.step_time.quartiles_ms}"
-        tokens, loss = f"{row.tokens_per_second:,.0f}", f"{row.loss:.6f}"
-        return [_label(row.label), names, peak, sent, time, tokens, loss]
-
-    figures = (f"peak\n{memory.name}", f"sent\n{traffic.name}", "step ms\nmedian\nquartiles")
-    return Grid(
-        title="summary: peak of the fullest rank, and what the busiest rank sends in one step",
-        headings=("row", "", *figures, "tokens/s", "loss"),
-        rows=[cells(row) for row in result.rows],
-        names=2,
-    )
-
-
-def memory_grid(result: ComparisonResult) -> Grid:
+def memory_table(result: ComparisonResult) -> Table:
     """Memory by category. "states": parameters, gradients, optimizer states between micro-batches.
 
     On a GPU, the categories are sums of tensors, and the peak is the allocator's.
     """
-    unit = memory_unit(row.peak_bytes for row in result.done)
 
     def sizes(stage: StageBytes) -> list[int]:
         states = stage.states
         held = states.parameters + states.gradients + states.optimizer_states
         return [*asdict(stage.peak).values(), stage.peak_bytes, held]
 
-    return _stage_grid(
-        result,
-        f"memory of a rank at its peak, {unit.name}; ratio: predicted / measured",
-        ("params", "grads", "optim.", "activ.", "buffers", "peak", "states"),
-        lambda stage: _stacked("measured", stage, sizes, unit),
-    )
+    headings = ["params", "grads", "optim.", "activ.", "buffers", "peak", "states"]
+    return _stage_table(result, headings, sizes, _units(result)[0])
 
 
-def traffic_grid(result: ComparisonResult) -> Grid:
+def traffic_table(result: ComparisonResult) -> Table:
     """Traffic by axis and collective. The total includes the traffic among all ranks."""
-    unit = memory_unit(row.sent_bytes for row in result.done)
-    found = {key for row in result.done for stage in row.stages for key in stage.measured.traffic}
-    kinds = sorted(key for key in found if key[0] != _REPORTS)
+    stages = [stage for row in result.watched for stage in row.stages]
+    found = {kind for stage in stages for kind in stage.measured.traffic}
+    kinds = sorted(kind for kind in found if kind[0] != _REPORTS)
 
     def sizes(stage: StageBytes) -> list[int]:
         return [*(stage.traffic.get(kind, 0) for kind in kinds), stage.sent_bytes]
 
-    headings = [f"{axis}\n{collective.replace('_', chr(10))}" for axis, collective in kinds]
-    return _stage_grid(
-        result,
-        f"sent by a rank in one step, {unit.name}; ratio: predicted / counted",
-        (*headings, "total"),
-        lambda stage: _stacked("counted", stage, sizes, unit),
-    )
+    headings = [*(f"{axis} {collective}" for axis, collective in kinds), "total"]
+    return _stage_table(result, headings, sizes, _units(result)[1])
 
 
-def _stage_grid(
+def _stage_table(
     result: ComparisonResult,
-    title: str,
     headings: Sequence[str],
-    cells: Callable[[Stage], list[str]],
-) -> Grid:
-    """A line for each row and pipeline stage. Without a pipeline, stages have no column."""
-    has_pipeline = result.run.grid.pp > 1
-    rows = [
-        [
-            _label(row.label) if stage.pipeline_stage == 0 else "",
-            *([str(stage.pipeline_stage)] if has_pipeline else []),
-            *cells(stage),
-        ]
-        for row in result.done
+    sizes: Callable[[StageBytes], Sequence[int]],
+    unit: Unit,
+) -> Table:
+    """A line for each row and pipeline stage: what was found and, if not 0, predicted / found."""
+
+    def cells(stage: Stage) -> Iterator[str]:
+        predicted = None if stage.predicted is None else sizes(stage.predicted)
+        for index, found in enumerate(sizes(stage.measured)):
+            ratio = None if predicted is None else _ratio(found, predicted[index])
+            yield unit.of(found) + ("" if ratio is None else f" ({ratio:.2f})")
+
+    return ["row", "stage", *headings], [
+        [row.label, str(stage.pipeline_stage), *cells(stage)]
+        for row in result.watched
         for stage in row.stages
     ]
-    names = ("row", "pp\nrank", "") if has_pipeline else ("row", "")
-    return Grid(title=title, headings=(*names, *headings), rows=rows, names=len(names))
 
 
-def _stacked(
-    found: str, stage: Stage, sizes: Callable[[StageBytes], Sequence[int]], unit: Unit
-) -> list[str]:
-    """Cells of three lines: what was found, what was predicted, and the ratio."""
-    measured = sizes(stage.measured)
-    if stage.predicted is None:
-        return [found, *map(unit.of, measured)]
-    cells = [f"{found}\npredicted\nratio"]
-    for one, two in zip(measured, sizes(stage.predicted), strict=True):
-        ratio = _ratio(one, two)
-        text = NOTHING if ratio is None else f"{ratio:.2f}"
-        cells.append(f"{unit.of(one)}\n{unit.of(two)}\n{text}")
-    return cells
+def _units(result: ComparisonResult) -> tuple[Unit, Unit]:
+    """Of memory and of traffic."""
+    peaks = (row.peak_bytes or 0 for row in result.done)
+    return memory_unit(peaks), memory_unit(row.sent_bytes or 0 for row in result.done)
 
 
 def _ratio(found: int, predicted: int) -> float | None:
@@ -135,81 +93,88 @@ def _ratio(found: int, predicted: int) -> float | None:
     return predicted / found if found else None
 
 
-def _label(text: str) -> str:
-    """The label, in two lines if it names a setting of gradient_reduction."""
-    return text.replace(" ", "\n", 1)
-
-
 def notes(result: ComparisonResult) -> Iterator[str]:
-    """A line for each thing that went wrong, and one if losses cannot be compared."""
-    if result.run.config.parallel.gradient_compression != "none":
-        yield "gradients are compressed, so the losses agree only approximately"
+    """A line for each thing that went wrong, and for what limits the figures."""
     for text in result.disagreements:
         yield f"THE LOSSES DISAGREE: {text}"
+    yield from busy_warning(result.share_of_others)
     for row in result.rows:
         label = row.label
         if row.status == "failed":
             yield f"{label} FAILED: {row.reason}"
         elif row.status == "refused":
             yield f"{label} was not run: {row.reason}"
-        elif skipped := row.ranks[0].skipped_steps:
+        elif skipped := row.turns[0][0].skipped_steps:
             yield (
-                f"{label} skipped {skipped} of {result.steps + 1} steps, because the loss or the "
+                f"{label} skipped {skipped} of {1 + result.steps} steps, because the loss or the "
                 "gradient norm was not finite"
             )
+        if row.unwatched is not None:
+            yield f"{label}: memory and traffic could not be counted: {row.unwatched}"
+    if result.run.config.parallel.gradient_compression != "none":
+        yield "gradients are compressed, so the losses agree only approximately"
+    device_type = "cpu" if result.device == "CPU" else "cuda"
+    if result.watched and result.run.config.training.compiles_on(device_type):
+        yield "memory by category and traffic are those of a step without compilation"
 
 
-def show(result: ComparisonResult, console: Console) -> None:
-    """Prints layout, batch, model, tables, and what went wrong."""
-    for line in result.heading:
-        console.print(line, highlight=False, markup=False)
-    for make_grid in (traffic_grid, memory_grid, summary_grid) if result.done else (summary_grid,):
-        for part in _parts(make_grid(result), console.width):
-            console.print()
-            console.print(Text(part.title, style="italic"))
-            table = table_of(left=part.headings[: part.names], right=part.headings[part.names :])
-            table.padding = 0  # the box puts one space between columns
-            for cells in part.rows:
-                table.add_row(*cells)
-            console.print(table)
-    console.print()
-    for note in notes(result):
-        style = "red" if "DISAGREE" in note or "FAILED" in note else ""
-        console.print(Text(note, style=style), soft_wrap=True)
+def on_screen(result: ComparisonResult, most_lines: int = 36) -> str:
+    """Verdict, summary and notes, in at most this number of lines."""
+    lines = [line for text in result.heading for line in wrapped(f"- {text}", indent="  ")]
+    lines += ["", *wrapped(f"verdict: {verdict(result)}"), ""]
+    lines += [*wrapped(_describe_noise(result)), "", *markdown_table(*_summary(result)), ""]
+    noted = [line for note in notes(result) for line in wrapped(f"- {note}", indent="  ")]
+    if len(lines) + len(noted) > most_lines:
+        noted = [*noted[: most_lines - len(lines) - 1], "... compare.md has all notes"]
+    return "\n".join([*lines, *noted]).rstrip()
 
 
-def _parts(grid: Grid, width: int) -> Iterator[Grid]:
-    """The grid. If it is too wide, several grids, each with the names and some of the columns."""
-    columns = list(zip(grid.headings, *grid.rows, strict=True))
-    widths = [
-        1 + max(len(line) for cell in column for line in cell.split("\n")) for column in columns
-    ]
-    free = width + 1 - sum(widths[: grid.names])
-    parts: list[list[int]] = [[]]
-    for index in range(grid.names, len(columns)):
-        if parts[-1] and sum(widths[i] for i in (*parts[-1], index)) > free:
-            parts.append([])
-        parts[-1].append(index)
-    for part in parts:
-        headings, *rows = zip(*(columns[i] for i in (*range(grid.names), *part)), strict=True)
-        yield replace(grid, headings=headings, rows=rows)
+def _describe_noise(result: ComparisonResult) -> str:
+    text = f"{counted(result.turns, 'turn')} of {counted(result.steps, 'timed step')} each. "
+    if result.noise is None:
+        return text + "The noise is not known, so all rows count as tied: raise --turns."
+    noise = f"{result.noise:.1%}" if result.noise < 1 else "over 100%"
+    return text + (
+        f"The noise is {noise} (99 % range of a difference, from how each row's turns differ "
+        "without what all rows share in a turn). Rows that are slower by less are tied; more "
+        "--turns lower it."
+    )
+
+
+def _summary(result: ComparisonResult) -> Table:
+    """A line for each row, also for those without figures."""
+    memory, traffic = _units(result)
+    fastest = min(result.done, key=lambda row: row.step_seconds, default=None)
+
+    def cells(row: Row) -> list[str]:
+        if row.status != "done" or fastest is None:
+            return [row.label, row.status, *[NOTHING] * 4]
+        tied = "tied" if result.is_tied(row, fastest) else f"+{result.slower(row, fastest):.1%}"
+        return [
+            row.label,
+            three_digits(1e3 * row.step_seconds),
+            "fastest" if row is fastest else tied,
+            f"{row.tokens_per_second:,.0f}",
+            NOTHING if row.peak_bytes is None else memory.of(row.peak_bytes),
+            NOTHING if row.sent_bytes is None else traffic.of(row.sent_bytes),
+        ]
+
+    headings = ["row", "step ms", "slower", "tokens/s"]
+    headings += [f"peak {memory.name}", f"sent {traffic.name}"]
+    return headings, [*map(cells, result.rows)]
 
 
 def as_markdown(result: ComparisonResult, pictures: Sequence[str]) -> str:
     """The result as Markdown, with links to the pictures, which are in the same folder."""
-    lines = [f"## {result.run.name}: ZeRO stages compared", ""]
-    lines += [f"- {line}" for line in result.heading]
-    lines.append("- ratio: predicted / measured. Baselines have no prediction.")
-    lines += [f"- **{note}**" for note in notes(result)]
-    for grid in (summary_grid(result), memory_grid(result), traffic_grid(result)):
-        rules = [":--" if index < grid.names else "--:" for index in range(len(grid.headings))]
-        lines += ["", f"**{grid.title[0].upper()}{grid.title[1:]}**", ""]
-        for cells in (grid.headings, rules, *grid.rows):
-            texts = [cell.strip().replace("|", "\\|").replace("\n", "<br>") for cell in cells]
-            lines.append(f"| {' | '.join(texts)} |")
+    lines = [f"# {result.run.name}: ZeRO stages compared", "", on_screen(result, sys.maxsize)]
+    lines += ["", "Peak: of the fullest rank. Sent: by the busiest rank in one step."]
+    if result.watched:
+        lines += ["", "Memory of a rank at its peak, in the unit above (predicted / measured)", ""]
+        lines += markdown_table(*memory_table(result))
+        lines += ["", "Sent by a rank in one step, in the unit above (predicted / counted)", ""]
+        lines += markdown_table(*traffic_table(result))
     for picture in pictures:
         lines += ["", f"![{picture}]({picture})"]
-    lines += ["", f"**Verdict: {verdict(result)}**"]
     return "\n".join(lines) + "\n"
 
 
@@ -225,7 +190,10 @@ def as_json(result: ComparisonResult) -> dict[str, Any]:
         "batch": asdict(run.batch),
         "sequence_length": run.config.data.sequence_length,
         "model": run.config.model.model_dump(mode="json", exclude_none=True),
+        "turns": result.turns,
         "steps": result.steps,
+        "noise": result.noise,
+        "share_of_others": result.share_of_others,
         "losses_agree": not result.disagreements,
         "disagreements": result.disagreements,
         "verdict": verdict(result),
@@ -241,25 +209,26 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         **head,
         "zero_stage": row.run.zero_stage if row.engine == "zero" else None,
         "gradient_reduction": row.run.gradient_reduction,
-        "step_time_seconds": row.step_time.median,
-        "step_time_quartiles_seconds": [row.step_time.lower, row.step_time.upper],
+        "step_time_seconds": row.step_seconds,
+        "turn_seconds": row.turn_seconds,
         "tokens_per_second": row.tokens_per_second,
         "loss": _finite(row.loss),
-        "grad_norm": _finite(row.ranks[0].grad_norm),
-        "skipped_steps": row.ranks[0].skipped_steps,
+        "grad_norm": _finite(row.turns[0][0].grad_norm),
+        "skipped_steps": row.turns[0][0].skipped_steps,
+        "peak_bytes": row.peak_bytes,
+        "unwatched": row.unwatched,
         "pipeline_stages": [_stage_as_json(stage) for stage in row.stages],
+        "losses": [_finite(loss) for loss in row.turns[0][0].losses],
+        "turns": [[list(rank.step_seconds) for rank in turn] for turn in row.turns],
         "ranks": [
             {
                 "rank": rank.rank,
                 "pipeline_stage": rank.pipeline_stage,
-                "losses": [_finite(loss) for loss in rank.losses],
-                "step_times_seconds": list(rank.step_times_seconds),
                 "states_bytes": _memory(rank.states),
                 "peak_bytes": _memory(rank.peak),
-                "allocator_peak_bytes": rank.allocator_peak_bytes,
                 "traffic_bytes": _traffic(rank.traffic),
             }
-            for rank in row.ranks
+            for rank in row.watched
         ],
     }
 

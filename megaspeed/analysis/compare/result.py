@@ -2,28 +2,34 @@
 
     row (ZeRO-2) -> pipeline stage 0: states, peak, traffic     of the rank with the most
                     pipeline stage 1: ...
-                    step time with its spread, tokens/s, loss
+                    the step of each turn, tokens/s, loss
 
-A row that failed or that the configuration does not allow has a reason instead of figures.
+A row that failed or that the configuration does not allow has a reason instead of figures. If only
+its memory and traffic could not be counted, it has times alone.
+
+    step of a turn   the median on the slowest rank, without the first step
+    step of a row    the geometric mean of its turns
+    tied             slower than the fastest row by less than the noise (``analysis/turns.py``)
 
 The verdict is the row to use here:
 
 1. The candidates are the rows of megaspeed's ZeRO that trained and fit into the memory of a rank.
-2. The fastest candidate has the shortest median step. A candidate counts as equally fast if the
-   quartiles of its step time overlap with those of the fastest.
-3. Of the candidates that are equally fast, the row with the lowest peak is recommended. If several
-   peaks are within 5 % of the lowest one, the row among these that sends the fewest bytes is
-   recommended.
+2. Those that are tied with the fastest candidate remain; if the noise is not known, all remain.
+3. Of these, the row with the lowest peak is recommended. If several peaks are within 5 % of the
+   lowest one, the row among these that sends the fewest bytes is recommended, and of several, the
+   one with the lowest stage.
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
-from megaspeed.analysis.units import Spread, readable_memory, three_digits
+from megaspeed.analysis.turns import noise_of
+from megaspeed.analysis.units import readable_memory, three_digits
 from megaspeed.analysis.verification.comparison import TOLERANCES, relative_difference
 from megaspeed.analysis.watched_step import RankMeasurement
 from megaspeed.config.resolve import Run
@@ -36,13 +42,15 @@ _SIMILAR = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankRecord(RankMeasurement):
-    """What one rank measured. The last step is the one that was watched."""
+class TimedRank:
+    """What one rank measured in one turn."""
 
+    pipeline_stage: int
     losses: Sequence[float]  # of each step, mean over its tokens, in nats
     grad_norm: float  # of the last step, before clipping
     skipped_steps: int  # skipped because the loss or the norm was not finite
-    step_times_seconds: Sequence[float]  # of each step but the last
+    step_seconds: Sequence[float]  # of each step; the first one warms up
+    allocator_peak_bytes: int | None  # of torch's CUDA allocator; None on a CPU
     device: str  # the GPU's name, or "CPU"
     device_memory_bytes: int  # on a CPU, this rank's share of the machine's memory
 
@@ -77,24 +85,6 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime(Spread):
-    """The time of a step, in seconds."""
-
-    @property
-    def median_ms(self) -> str:
-        """The median in milliseconds, without the unit."""
-        return three_digits(1e3 * self.median)
-
-    @property
-    def quartiles_ms(self) -> str:
-        """The quartiles in milliseconds, without the unit."""
-        return f"{three_digits(1e3 * self.lower)}-{three_digits(1e3 * self.upper)}"
-
-    def __str__(self) -> str:
-        return f"{self.median_ms} ms (quartiles {self.quartiles_ms})"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Row:
     """One way to train the run, and its figures once it has been trained."""
 
@@ -103,7 +93,9 @@ class Row:
     run: Run | None  # None if the configuration does not allow it
     reason: str | None = None  # why it is not allowed, or why the training failed
     predicted: Sequence[StageBytes] | None = None  # by pipeline stage; None for torch's engines
-    ranks: Sequence[RankRecord] = ()  # empty if the row has no figures
+    turns: Sequence[Sequence[TimedRank]] = ()  # turn -> rank; empty if the row has no figures
+    watched: Sequence[RankMeasurement] = ()  # by rank; empty if memory and traffic are not known
+    unwatched: str | None = None  # why they are not known although the row trained
 
     @property
     def status(self) -> Literal["done", "failed", "refused"]:
@@ -114,15 +106,31 @@ class Row:
 
     @property
     def stages(self) -> list[Stage]:
-        """The figures by pipeline stage."""
+        """Memory and traffic by pipeline stage; empty if they are not known."""
         return [
             Stage(
                 pipeline_stage=stage,
-                measured=_measured([rank for rank in self.ranks if rank.pipeline_stage == stage]),
+                measured=self._measured(stage),
                 predicted=None if self.predicted is None else self.predicted[stage],
             )
-            for stage in sorted({rank.pipeline_stage for rank in self.ranks})
+            for stage in sorted({rank.pipeline_stage for rank in self.watched})
         ]
+
+    def _measured(self, stage: int) -> StageBytes:
+        ranks = [rank for rank in self.watched if rank.pipeline_stage == stage]
+        fullest = max(ranks, key=lambda rank: rank.peak.total)
+        busiest = max(ranks, key=lambda rank: sum(rank.traffic.values()))
+        return StageBytes(
+            states=fullest.states,
+            peak=fullest.peak,
+            traffic=busiest.traffic,
+            allocator_peak_bytes=self._allocator_peak(stage),
+        )
+
+    def _allocator_peak(self, *stages: int) -> int | None:
+        """Of these pipeline stages; None on a CPU."""
+        ranks = [rank for turn in self.turns for rank in turn if rank.pipeline_stage in stages]
+        return max((rank.allocator_peak_bytes or 0 for rank in ranks), default=0) or None
 
     @property
     def highest(self) -> Stage:
@@ -135,43 +143,39 @@ class Row:
         return max(self.stages, key=lambda stage: stage.measured.sent_bytes)
 
     @property
-    def peak_bytes(self) -> int:
-        """The peak of the fullest rank."""
-        return self.highest.measured.peak_bytes
+    def peak_bytes(self) -> int | None:
+        """The peak of the fullest rank; None if it is not known."""
+        if self.watched:
+            return self.highest.measured.peak_bytes
+        return self._allocator_peak(*(rank.pipeline_stage for rank in self.turns[0]))
 
     @property
-    def sent_bytes(self) -> int:
-        """What the busiest rank sends in one step."""
-        return self.busiest.measured.sent_bytes
+    def sent_bytes(self) -> int | None:
+        """What the busiest rank sends in one step; None if it is not known."""
+        return self.busiest.measured.sent_bytes if self.watched else None
 
     @property
-    def step_time(self) -> StepTime:
-        """The time of a step on the slowest rank, without the first and the last step."""
-        times = (StepTime.of(rank.step_times_seconds[1:]) for rank in self.ranks)
-        return max(times, key=lambda time: time.median)
+    def turn_seconds(self) -> list[float]:
+        """The step of each turn."""
+        return [
+            max(statistics.median(rank.step_seconds[1:]) for rank in turn) for turn in self.turns
+        ]
+
+    @property
+    def step_seconds(self) -> float:
+        """The step of the row."""
+        return statistics.geometric_mean(self.turn_seconds)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks together, at the median step time."""
+        """Tokens per second of all ranks together."""
         assert self.run is not None
-        return self.run.tokens_per_step / self.step_time.median
+        return self.run.tokens_per_step / self.step_seconds
 
     @property
     def loss(self) -> float:
         """The loss of the last step."""
-        return self.ranks[0].losses[-1]
-
-
-def _measured(ranks: Sequence[RankRecord]) -> StageBytes:
-    fullest = max(ranks, key=lambda rank: rank.peak.total)
-    busiest = max(ranks, key=lambda rank: sum(rank.traffic.values()))
-    allocators = [r.allocator_peak_bytes for r in ranks if r.allocator_peak_bytes is not None]
-    return StageBytes(
-        states=fullest.states,
-        peak=fullest.peak,
-        traffic=busiest.traffic,
-        allocator_peak_bytes=max(allocators, default=None),
-    )
+        return self.turns[0][0].losses[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +183,10 @@ class ComparisonResult:
     """All rows of one run."""
 
     run: Run  # the layout, model, data and batch that the rows share
-    steps: int  # timed steps, including the first; one more step was watched
-    rows: Sequence[Row]  # in the order in which they ran
+    turns: int  # of each row
+    steps: int  # timed steps of a turn, after one that warms up
+    rows: Sequence[Row]  # in the order in which they take turns
+    share_of_others: float = 0.0  # of the processors, see ``analysis/turns.py``
 
     @property
     def done(self) -> list[Row]:
@@ -188,14 +194,19 @@ class ComparisonResult:
         return [row for row in self.rows if row.status == "done"]
 
     @property
+    def watched(self) -> list[Row]:
+        """Those whose memory and traffic are known."""
+        return [row for row in self.done if row.watched]
+
+    @property
     def device(self) -> str | None:
         """The GPU's name, or "CPU"; None if no row has figures."""
-        return self.done[0].ranks[0].device if self.done else None
+        return self.done[0].turns[0][0].device if self.done else None
 
     @property
     def device_memory_bytes(self) -> int | None:
         """The memory that one rank has; None if no row has figures."""
-        return self.done[0].ranks[0].device_memory_bytes if self.done else None
+        return self.done[0].turns[0][0].device_memory_bytes if self.done else None
 
     @property
     def heading(self) -> tuple[str, str, str]:
@@ -231,8 +242,23 @@ class ComparisonResult:
 
     @property
     def succeeded(self) -> bool:
-        """Whether no row failed and all rows that trained have the same loss."""
-        return not self.disagreements and all(row.status != "failed" for row in self.rows)
+        """Whether no row failed, all figures are known, and all losses are the same."""
+        complete = all(row.status != "failed" and row.unwatched is None for row in self.rows)
+        return complete and not self.disagreements
+
+    @property
+    def noise(self) -> float | None:
+        """The relative difference of two rows' steps that chance explains; None if not known."""
+        return noise_of([row.turn_seconds for row in self.done])
+
+    def slower(self, row: Row, than: Row) -> float:
+        """How much longer a row's step takes than another's in the same turns, as a fraction."""
+        pairs = zip(row.turn_seconds, than.turn_seconds, strict=False)
+        return statistics.geometric_mean(a / b for a, b in pairs) - 1
+
+    def is_tied(self, row: Row, fastest: Row) -> bool:
+        """Whether the noise explains by how much a row is slower."""
+        return self.noise is None or self.slower(row, fastest) <= self.noise
 
 
 def describe_run(run: Run, device: str | None) -> tuple[str, str, str]:
@@ -259,51 +285,46 @@ def verdict(result: ComparisonResult) -> str:
     trained = [row for row in result.done if row.engine == "zero"]
     if not trained:
         return "no row is recommended, because no ZeRO row was measured."
+    peaks = {row.label: row.peak_bytes for row in trained if row.peak_bytes is not None}
+    if not peaks:
+        return "no row is recommended, because no row's memory was measured."
     memory = result.device_memory_bytes or 0
-    candidates = [row for row in trained if row.peak_bytes <= memory]
+    candidates = [row for row in trained if peaks.get(row.label, math.inf) <= memory]
     if not candidates:
-        lowest = min(trained, key=lambda row: row.peak_bytes)
+        lowest = min(peaks, key=peaks.__getitem__)
         return (
             f"no row is recommended, because none fits into the {readable_memory(memory)} of a "
-            f"rank; {lowest.label} has the lowest peak, {readable_memory(lowest.peak_bytes)}."
+            f"rank; {lowest} has the lowest peak, {readable_memory(peaks[lowest])}."
         )
-    fastest = min(candidates, key=lambda row: row.step_time.median)
-    equal = [row for row in candidates if row.step_time.lower <= fastest.step_time.upper]
-    lowest = min(equal, key=lambda row: row.peak_bytes)
-    similar = [row for row in equal if row.peak_bytes <= _SIMILAR * lowest.peak_bytes]
-    best = min(similar, key=lambda row: row.sent_bytes)
-    reasons = [_why(best, fastest, lowest, equal)]
-    too_large = [row.label for row in trained if row not in candidates]
+    fastest = min(candidates, key=lambda row: row.step_seconds)
+    tied = [row for row in candidates if result.is_tied(row, fastest)]
+    lowest_peak = min(peaks[row.label] for row in tied)
+    similar = [row for row in tied if peaks[row.label] <= _SIMILAR * lowest_peak]
+    best = min(similar, key=lambda row: math.inf if row.sent_bytes is None else row.sent_bytes)
+    reasons = [_why(best, tied, peaks[best.label], lowest_peak)]
+    too_large = [label for label, peak in peaks.items() if peak > memory]
     if too_large:
         reasons.append(
             f"the peak of {', '.join(too_large)} exceeds the {readable_memory(memory)} of a rank"
         )
     reasons += [
-        f"torch's {row.label} is faster, {row.step_time}"
+        f"torch's {row.label} is faster, {three_digits(1e3 * row.step_seconds)} ms"
         for row in result.done
-        if row.engine != "zero" and row.step_time.upper < best.step_time.lower
+        if row.engine != "zero" and not result.is_tied(best, row)
     ]
-    if result.steps == 2:
-        reasons.append("only one step was measured after the first, so the spread is unknown")
     return f"use {best.label} here (--set {_settings(best)}): {'; '.join(reasons)}."
 
 
-def _why(best: Row, fastest: Row, lowest: Row, equal: Sequence[Row]) -> str:
-    if len(equal) == 1:
-        return f"it is the fastest row, with a median step of {best.step_time}"
-    *labels, last = [row.label for row in equal]
-    others = "" if best is fastest else f", {best.label} {best.step_time}"
-    text = (
-        f"{', '.join(labels)} and {last} are equally fast within their spread ({fastest.label} "
-        f"takes {fastest.step_time}{others}), and of these {best.label}"
-    )
-    peak = readable_memory(best.peak_bytes)
-    if best is lowest:
-        return f"{text} has the lowest peak, {peak}"
-    return (
-        f"{text} sends the fewest bytes, {readable_memory(best.sent_bytes)} a step, at a peak of "
-        f"{peak}, close to the lowest, {readable_memory(lowest.peak_bytes)}"
-    )
+def _why(best: Row, tied: Sequence[Row], peak: int, lowest_peak: int) -> str:
+    if len(tied) == 1:
+        return f"it is the fastest row, {three_digits(1e3 * best.step_seconds)} ms a step"
+    *labels, last = [row.label for row in tied]
+    text = f"{', '.join(labels)} and {last} are tied, and of these {best.label}"
+    if peak == lowest_peak:
+        return f"{text} has the lowest peak, {readable_memory(peak)}"
+    if best.sent_bytes is not None:
+        text += f" sends the fewest bytes, {readable_memory(best.sent_bytes)} a step, and"
+    return f"{text} has a peak of {readable_memory(peak)}; lowest {readable_memory(lowest_peak)}"
 
 
 def _settings(row: Row) -> str:

@@ -5,24 +5,29 @@ ZeRO-2, ZeRO-3    two rows if a step has several micro-batches: reducing after e
                   takes less memory, reducing once sends less
 DDP, FSDP2        DDP reduces once a step; FSDP2 has the same two rows as ZeRO-3
 
-step     1          2 ... K            K + 1
-         warms up   time is measured   memory and traffic are counted, which slows the step
+Rows take turns, and each turn starts new processes:
+
+turn 1    ZeRO-0, ZeRO-1, ...    step 1 warms up, the others are timed. Then other processes count
+                                 memory and traffic of a step that is not compiled.
+turn 2    ZeRO-0, ZeRO-1, ...    step 1 warms up, the others are timed
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 
 from megaspeed.analysis.compare.baselines import BaselineWorker
-from megaspeed.analysis.compare.result import Baseline, Engine, RankRecord, Row, StageBytes
+from megaspeed.analysis.compare.result import Baseline, Engine, Row, StageBytes, TimedRank
 from megaspeed.analysis.costs.stage_memory import predict_memory
 from megaspeed.analysis.costs.traffic import predict_traffic
 from megaspeed.analysis.local_ranks import DeviceType, RanksFailed, run_on_ranks
-from megaspeed.analysis.watched_step import WatchedZero, measure
+from megaspeed.analysis.turns import take_turns
+from megaspeed.analysis.watched_step import RankMeasurement, WatchedZero, measure
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import GradientReduction, Run, resolve_run
 from megaspeed.config.run import PowerSgdCompression
@@ -110,8 +115,15 @@ def _row(
         )
     except ConfigError as error:
         return Row(label=label, engine=engine, run=None, reason=" ".join(error.problems))
-    predicted = _predict(resolved, device_type) if engine == "zero" else None
+    # On a GPU, the peak is the allocator's in the timed steps.
+    watched = resolved if device_type == "cuda" else _uncompiled(resolved)
+    predicted = _predict(watched, device_type) if engine == "zero" else None
     return Row(label=label, engine=engine, run=resolved, predicted=predicted)
+
+
+def _uncompiled(run: Run) -> Run:
+    training = run.config.training.model_copy(update={"compile": False})
+    return replace(run, config=run.config.model_copy(update={"training": training}))
 
 
 def _predict(run: Run, device_type: DeviceType) -> list[StageBytes]:
@@ -127,44 +139,50 @@ def train_rows(
     rows: Sequence[Row],
     corpus: PreparedCorpus,
     *,
+    turns: int,
     steps: int,
     device_type: DeviceType,
     folder: Path,
     timeout_seconds: float,
-    on_row: Callable[[Row], None] = lambda row: None,
-) -> Iterator[Row]:
-    """Trains the rows, one after the other. Yields each with its figures or why it failed.
+    on_turn: Callable[[int, str], None] = lambda done, text: None,
+) -> tuple[list[Row], bool]:
+    """Trains the rows in turns, each of ``steps`` timed steps after one that warms up.
 
-    Args:
-        rows: from ``zero_rows`` and ``baseline_rows``.
-        corpus: the prepared training data.
-        steps: number of optimizer steps whose time is measured, at least 2.
-        device_type: "cpu" or "cuda".
-        folder: an existing folder. The output of each row's ranks goes to a file in its ``logs``.
-        timeout_seconds: time limit of one row.
-        on_row: called with each row before it starts.
+    ``folder`` exists; the output of each turn's ranks goes to a file in its ``logs``. The time
+    limit is that of one turn, and of counting memory and traffic. For ``on_turn``, see
+    ``take_turns``.
+
+    Returns the rows with their figures or why they failed, and whether Ctrl-C or a signal has
+    stopped them. If no turn had ended by then, KeyboardInterrupt is raised.
     """
-    for row in rows:
-        on_row(row)
-        if row.run is None:
-            yield row
-            continue
-        log = folder / "logs" / f"{row.label.lower().replace(' ', '-')}.log"
-        log.parent.mkdir(exist_ok=True)
-        log.write_text("")  # the ranks append to it
-        try:
-            records = run_on_ranks(
-                train_rank,
-                *(row.engine, row.run, corpus, steps, timeout_seconds),
-                world_size=row.run.grid.world_size,
-                device_type=device_type,
-                log=log,
-                timeout_seconds=timeout_seconds,
-            )
-        except RanksFailed as failure:
-            yield replace(row, reason=f"{failure}; see {log}")
-        else:
-            yield replace(row, ranks=records)
+    by_label = {row.label: row for row in rows}
+
+    def launch(label: str, number: int, log: Path) -> Sequence[TimedRank]:
+        row = by_label[label]
+        assert row.run is not None
+        run_all = partial(
+            run_on_ranks,
+            *(train_rank, row.engine, row.run, corpus, steps, timeout_seconds),
+            world_size=row.run.grid.world_size,
+            device_type=device_type,
+            log=log,
+            timeout_seconds=timeout_seconds,
+        )
+        timed: Sequence[TimedRank] = run_all(False)
+        if number == 1:
+            try:
+                by_label[label] = replace(row, watched=run_all(True))
+            except RanksFailed as failure:
+                by_label[label] = replace(row, unwatched=f"{failure}; see {log}")
+        return timed
+
+    names = [row.label for row in rows if row.run is not None]
+    results, failures, stopped = take_turns(names, turns, launch, folder=folder, on_turn=on_turn)
+    done = [
+        replace(row, turns=results.get(label, ()), reason=row.reason or failures.get(label))
+        for label, row in by_label.items()
+    ]
+    return [row for row in done if row.turns or row.reason], stopped
 
 
 def train_rank(
@@ -174,17 +192,25 @@ def train_rank(
     corpus: PreparedCorpus,
     steps: int,
     timeout_seconds: float,
-) -> RankRecord:
-    """Trains as one rank of a row, and measures the steps."""
+    watches: bool,
+) -> TimedRank | RankMeasurement:
+    """Trains as one rank of a row, and measures the time of the steps.
+
+    If ``watches``, returns memory and traffic of one more step instead. Then nothing is compiled.
+    """
+    if watches:
+        run = _uncompiled(run)
     with ParallelContext.create(run.grid, launch, timeout_seconds=timeout_seconds) as context:
         if engine == "zero":
             watched: WatchedZero | BaselineWorker = WatchedZero(Worker(run, context))
         else:
             watched = BaselineWorker(engine, run, context)
         inputs = StepInputs(run, corpus, context)
-        samples = run.batch.train_batch_size
+        samples, on_gpu = run.batch.train_batch_size, context.device.type == "cuda"
         losses, seconds, skipped = [], [], 0
-        for number in range(steps):
+        for number in range(1 + steps):
+            if on_gpu and number == 1:  # the first step also compiles
+                torch.cuda.reset_peak_memory_stats(context.device)
             start = time.perf_counter()
             # The step returns the loss as a number, so a GPU has finished the step by then.
             result = watched.train_step(
@@ -193,17 +219,18 @@ def train_rank(
             seconds.append(time.perf_counter() - start)
             losses.append(result.loss)
             skipped += result.skipped
-        result, measured = measure(
-            watched, inputs.load(steps * samples), inputs.learning_rate(steps - skipped)
-        )
+        peak = torch.cuda.max_memory_allocated(context.device) if on_gpu else None
+        load, rate = inputs.load((1 + steps) * samples), inputs.learning_rate(1 + steps - skipped)
+        measured = measure(watched, load, rate)[1] if watches else None
         inputs.close()
         device, memory = _device(context)
-    return RankRecord(
-        **vars(measured),
-        losses=[*losses, result.loss],
+    return measured or TimedRank(
+        pipeline_stage=context.pp_rank,
+        losses=losses,
         grad_norm=result.grad_norm,
-        skipped_steps=skipped + result.skipped,
-        step_times_seconds=seconds,
+        skipped_steps=skipped,
+        step_seconds=seconds,
+        allocator_peak_bytes=peak,
         device=device,
         device_memory_bytes=memory,
     )

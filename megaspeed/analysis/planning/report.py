@@ -152,6 +152,8 @@ def _stages(plan: Plan) -> Iterator[str | Table]:
         )
     yield table
     yield "on a rank: after the tensor split, before ZeRO; in flight: in the first stage"
+    if plan.run.grid.pp > 1 and plan.run.config.model.tie_word_embeddings:
+        yield "the last stage also holds a copy of the tied embedding, counted only on a rank"
 
 
 def _numbers(alike: AlikeStages) -> str:
@@ -263,7 +265,10 @@ def _time(plan: Plan) -> Iterator[str | Table]:
     yield ""
     yield f"Time in {unit} of one step"
     yield _by_zero_stage(plan, cells)
-    yield _CONFIGURED
+    has_no_head = any(
+        each.forecast is not None and not each.forecast.step.head for each in plan.zero_stages
+    )
+    yield _CONFIGURED + "; head and loss: 0 if the slowest stage has no head" * has_no_head
     yield from _throughput(plan.forecast)
 
 
@@ -325,7 +330,7 @@ def _training(training: TrainingTime) -> Iterator[str]:
     low, high = (hours / size * bound / forecast.seconds for bound in forecast.interval)
     yield f"{duration}, {_rounded(low)} to {_rounded(high)}"
     gpus = counted(training.gpus, "GPU")
-    cost = f"{training.gpu_hours:,.0f} hours of {gpus} together"
+    cost = f"{training.gpu_hours:,.0f} GPU-hours on {gpus}"
     if training.dollars is not None:
         cost += f", ${training.dollars:,.0f}"
     yield cost

@@ -9,22 +9,25 @@ from megaspeed.analysis.planning.what_if import Layout, WhatIf
 from megaspeed.analysis.units import counted, memory_unit, readable_memory, table_of
 
 SHOWN_LAYOUTS = 12
-"""Rows of each table. The JSON has all variants."""
+"""Rows of each table without ``--all``."""
 
 _SHOWN_PARTS = 3
 
 
-def what_if_report(found: WhatIf) -> Iterator[str | Table]:
-    """The fastest layouts, the Pareto front of time and memory, and why the best is the best."""
+def what_if_report(found: WhatIf, rows: int | None = SHOWN_LAYOUTS) -> Iterator[str | Table]:
+    """The fastest layouts, the Pareto front of time and memory, and why the best is the best.
+
+    Each table has at most ``rows`` rows; all if None.
+    """
     yield ""
     if found.layouts:
         grids = found.fastest_of_each_grid()
         yield f"What if: the fastest variant that fits, for each of {counted(len(grids), 'layout')}"
-        yield from _layouts(grids)
+        yield from _layouts(grids, rows)
         pareto = [layout for layout in found.layouts if layout.is_pareto]
         yield ""
         yield "What if: no other variant has both less time and less memory (Pareto-optimal)"
-        yield from _layouts(pareto)
+        yield from _layouts(pareto, rows)
         yield ""
         yield from _best(found)
     elif found.least_peak_bytes is not None:
@@ -35,8 +38,8 @@ def what_if_report(found: WhatIf) -> Iterator[str | Table]:
     )
 
 
-def _layouts(layouts: Sequence[Layout]) -> Iterator[str | Table]:
-    shown = layouts[:SHOWN_LAYOUTS]
+def _layouts(layouts: Sequence[Layout], rows: int | None) -> Iterator[str | Table]:
+    shown = layouts[:rows]
     memory = memory_unit(layout.peak_bytes for layout in shown)
     table = table_of(
         right=(
@@ -71,6 +74,8 @@ def _layouts(layouts: Sequence[Layout]) -> Iterator[str | Table]:
             "tight" if layout.verdict == "tight" else "",
         )
     yield table
+    if len(layouts) > len(shown):
+        yield f"and {len(layouts) - len(shown)} more: --all"
     if not all(layout.set_text for layout in shown):
         yield "* as configured"
 

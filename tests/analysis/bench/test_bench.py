@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 
+from megaspeed.analysis import turns
 from megaspeed.analysis.bench import contest
 from megaspeed.analysis.bench.contest import (
     HOST_BOUND,
@@ -18,7 +21,7 @@ from megaspeed.analysis.bench.contest import (
     choose_peers,
     host_bound,
 )
-from megaspeed.analysis.bench.report import as_json, as_markdown
+from megaspeed.analysis.bench.report import as_json, as_markdown, draw_chart
 from megaspeed.analysis.bench.result import BenchResult
 from megaspeed.analysis.bench.turn import Device, Turn
 from megaspeed.analysis.local_ranks import RanksFailed
@@ -63,6 +66,7 @@ def failing(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return pool.run(world_size, launched_alone, cache, free_port(), *part)
 
     monkeypatch.setattr(contest, "run_on_ranks", run)
+    monkeypatch.setattr(turns, "share_of_others", lambda: 0.0)
     return names
 
 
@@ -326,3 +330,18 @@ def test_tables_of_slow_steps_fit_80_columns() -> None:
     lines = as_markdown(result, "bench.png").splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.startswith("| deepspeed-pipeline |  2,000 |") for line in lines) == 1
+
+
+def test_the_figures_of_a_chart_do_not_touch_its_title(tmp_path: Path) -> None:
+    run = (MEGASPEED, [a_turn([1.0] * 3)]), ("ddp", [a_turn([1.9, 2.0, 2.1])])
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw_chart(a_result(*run), tmp_path / "bench.svg")
+    text = (tmp_path / "bench.svg").read_text()
+
+    def height(words: str) -> float:
+        """Of the text, in points from the upper edge of the picture."""
+        found = re.search(rf'<text [^>]*(?: y="|translate\([\d.]+ )([\d.]+)[^>]*>{words}', text)
+        assert found is not None
+        return float(found[1])
+
+    assert height("2,000 ms, ratio") > height("gpt2: ") + 10

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megaspeed.analysis.compare.result import ComparisonResult, RankRecord, Row, StageBytes
+from megaspeed.analysis.compare.result import ComparisonResult, Row, StageBytes, TimedRank
 from megaspeed.analysis.compare.rows import zero_rows
 from megaspeed.analysis.costs.memory import MemoryBytes
+from megaspeed.analysis.watched_step import RankMeasurement
 from megaspeed.config.resolve import Run
 from tests.support.tiny import tiny_run
 
@@ -19,36 +20,46 @@ def run() -> Run:
     return tiny_run(TEXT, pp=2, dp=2)
 
 
-def record(rank: int, *, activations: int, sent: int, loss: float = 2.5) -> RankRecord:
+def watched(rank: int, *, activations: int, sent: int) -> RankMeasurement:
     """A rank with 10 MiB of states, and this many MiB of other memory and of traffic."""
     states = MemoryBytes(parameters=2 * MIB, gradients=2 * MIB, optimizer_states=6 * MIB)
-    return RankRecord(
+    return RankMeasurement(
         rank=rank,
         pipeline_stage=rank // 2,
-        losses=[3.0, 2.75, loss],
-        grad_norm=1.5,
-        skipped_steps=0,
-        step_times_seconds=[9.0, 0.25 + 0.01 * rank, 0.125 + 0.01 * rank, 0.5 + 0.01 * rank],
         states=states,
         peak=replace(states, activations=activations * MIB),
-        allocator_peak_bytes=None,
         traffic={
             ("dp", "all_gather"): sent * MIB,
             ("pp", "send"): MIB,
             ("world", "all_reduce"): 24,
         },
-        device="CPU",
-        device_memory_bytes=64 * MIB,
     )
 
 
-def records(loss: float = 2.5) -> list[RankRecord]:
+def all_watched() -> list[RankMeasurement]:
     """Rank 1 is the fullest of pipeline stage 0, rank 2 of pipeline stage 1."""
     return [
-        record(0, activations=5, sent=3, loss=loss),
-        record(1, activations=6, sent=2, loss=loss),
-        record(2, activations=2, sent=1, loss=loss),
-        record(3, activations=1, sent=1, loss=loss),
+        watched(0, activations=5, sent=3),
+        watched(1, activations=6, sent=2),
+        watched(2, activations=2, sent=1),
+        watched(3, activations=1, sent=1),
+    ]
+
+
+def turn(*ms: float, loss: float = 2.5) -> list[TimedRank]:
+    """Four ranks, each 10 ms slower than the one before. The first step, of 9 s, warms up."""
+    return [
+        TimedRank(
+            pipeline_stage=rank // 2,
+            losses=[3.0, 2.75, loss],
+            grad_norm=1.5,
+            skipped_steps=0,
+            step_seconds=[9.0, *(each / 1000 + 0.01 * rank for each in ms)],
+            allocator_peak_bytes=None,
+            device="CPU",
+            device_memory_bytes=64 * MIB,
+        )
+        for rank in range(4)
     ]
 
 
@@ -72,7 +83,8 @@ def predictions() -> list[StageBytes]:
 
 def trained(row: Row, loss: float = 2.5) -> Row:
     """The row with the figures of its ranks and of the formulas."""
-    return replace(row, ranks=records(loss), predicted=predictions())
+    turns = [turn(250, 125, 500, loss=loss)]
+    return replace(row, turns=turns, watched=all_watched(), predicted=predictions())
 
 
 def zero_0() -> Row:
@@ -88,4 +100,4 @@ def zero_2() -> list[Row]:
 def result(*others: Row) -> ComparisonResult:
     """ZeRO-0 and these rows."""
     rows: Sequence[Row] = [trained(zero_0()), *others]
-    return ComparisonResult(run=run(), steps=4, rows=rows)
+    return ComparisonResult(run=run(), turns=1, steps=3, rows=rows)

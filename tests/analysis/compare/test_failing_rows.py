@@ -4,12 +4,17 @@ import multiprocessing
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megaspeed.analysis.compare import rows as rows_module
 from megaspeed.analysis.compare.result import Row
-from megaspeed.analysis.compare.rows import train_rows, zero_rows
+from megaspeed.analysis.compare.rows import train_rank, train_rows, zero_rows
+from megaspeed.analysis.local_ranks import RanksFailed
+from megaspeed.analysis.watched_step import RankMeasurement
 from megaspeed.config.resolve import Run
+from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
 
 # The pool starts the process that all ranks are forked from.
@@ -23,16 +28,17 @@ REFUSED = Row(label="ZeRO-3", engine="zero", run=None, reason="It may not.")
 def rows_of(run: Run, folder: Path, timeout_seconds: float = 200.0) -> list[Row]:
     """ZeRO-1 of ``run``, and a row that is refused."""
     rows = [*zero_rows(run, [1], "cpu"), REFUSED]
-    return list(
-        train_rows(
-            rows,
-            tiny_corpus(tiny_run(TEXT), folder / "cache"),
-            steps=2,
-            device_type="cpu",
-            folder=folder,
-            timeout_seconds=timeout_seconds,
-        )
+    done, stopped = train_rows(
+        rows,
+        tiny_corpus(tiny_run(TEXT), folder / "cache"),
+        turns=1,
+        steps=1,
+        device_type="cpu",
+        folder=folder,
+        timeout_seconds=timeout_seconds,
     )
+    assert not stopped
+    return done
 
 
 _SECONDS_TO_START = 60.0
@@ -43,9 +49,9 @@ def test_too_little_memory_is_recognised(tmp_path: Path) -> None:
     """The token embedding alone has 10^9 x 2^15 elements: 119 TiB."""
     failed, refused = rows_of(tiny_run(TEXT, dp=2, model=HUGE), tmp_path)
     assert failed.status == "failed" and failed.reason is not None
-    assert failed.reason.startswith("out of memory: RuntimeError: ")
+    assert failed.reason.startswith("failed in turn 1: out of memory: RuntimeError: ")
     assert "DefaultCPUAllocator: can't allocate memory" in failed.reason
-    log = tmp_path / "logs" / "zero-1.log"
+    log = tmp_path / "logs" / "zero-1-1.log"
     assert failed.reason.endswith(f"see {log}")
     assert "Traceback" in log.read_text(), "where it happened is in the log"
     assert refused.status == "refused"
@@ -59,7 +65,7 @@ def test_a_killed_rank_is_distinguished_from_one_that_fails(tmp_path: Path) -> N
     killer.join()
     assert killed.status == "failed" and killed.reason is not None
     assert killed.reason.startswith(
-        "a rank was killed by SIGKILL; the system does this if memory runs out; see "
+        "failed in turn 1: a rank was killed by SIGKILL; the system does this if memory runs out; "
     )
     assert refused.status == "refused"
 
@@ -79,5 +85,41 @@ def kill_a_rank() -> None:
 def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     late, refused = rows_of(tiny_run(TEXT), tmp_path, timeout_seconds=0.1)
     assert late.status == "failed" and late.reason is not None
-    assert late.reason.startswith("not finished after 0.1 s; raise --timeout")
+    assert late.reason.startswith("failed in turn 1: not finished after 0.1 s; raise --timeout")
     assert refused.status == "refused"
+
+
+@pytest.mark.timeout(300)
+def test_a_step_that_cannot_be_watched_leaves_the_times(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_on_pool(
+        function: Any, *arguments: Any, world_size: int, device_type: str, **_: Any
+    ) -> list[Any]:
+        if arguments[-1]:  # it watches
+            raise RanksFailed("RuntimeError: an operator is not known (rank 1)")
+        return pool.run(world_size, function, *arguments)
+
+    monkeypatch.setattr(rows_module, "run_on_ranks", run_on_pool)
+    row, refused = rows_of(tiny_run(TEXT, dp=2), tmp_path)
+    assert row.status == "done" and len(row.turn_seconds) == 1
+    log = tmp_path / "logs" / "zero-1-1.log"
+    assert row.unwatched == f"RuntimeError: an operator is not known (rank 1); see {log}"
+    assert row.stages == [] and refused.status == "refused"
+
+
+def test_memory_and_traffic_of_compiled_blocks_are_those_without_compilation(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """torch 2.13 refuses to compile while operations are watched."""
+    measured = []
+    for compiles in (True, False):
+        run = tiny_run(TEXT, dp=2, training={"compile": compiles})
+        corpus = tiny_corpus(run, tmp_path)
+        measured.append(pool.run(2, train_rank, "zero", run, corpus, 1, 60.0, True))
+    assert measured[0] == measured[1] and isinstance(measured[0][0], RankMeasurement)
+    compiled, plain = (
+        zero_rows(tiny_run(TEXT, dp=2, training={"compile": each}), [0], "cpu")[0].predicted
+        for each in (True, False)
+    )
+    assert compiled == plain, "the prediction is that of the step that is measured"

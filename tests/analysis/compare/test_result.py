@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megaspeed.analysis.compare.report import as_json
-from megaspeed.analysis.compare.result import Row, StepTime
-from tests.analysis.compare.figures import MIB, records, result, trained, zero_0, zero_2
+from megaspeed.analysis.compare.result import Row
+from tests.analysis.compare.figures import MIB, result, trained, turn, zero_0, zero_2
 
 
 def test_a_pipeline_stage_has_the_figures_of_its_fullest_and_of_its_busiest_rank() -> None:
@@ -21,23 +21,35 @@ def test_a_pipeline_stage_has_the_figures_of_its_fullest_and_of_its_busiest_rank
     assert row.highest == first and row.busiest == first
 
 
-def test_the_time_excludes_the_first_step_and_is_the_slowest_ranks() -> None:
-    row = trained(zero_0())
-    assert row.step_time.median == 0.28, "median of 0.28, 0.155 and 0.53 of rank 3"
-    assert row.step_time.lower == pytest.approx((0.155 + 0.28) / 2)
-    assert row.step_time.upper == pytest.approx((0.28 + 0.53) / 2)
-    assert (row.step_time.median_ms, row.step_time.quartiles_ms) == ("280", "218-405")
-    assert row.tokens_per_second == pytest.approx(24 * 16 / 0.28)
+def test_the_step_of_a_turn_is_the_slowest_ranks_median_without_the_first_step() -> None:
+    row = replace(trained(zero_0()), turns=[turn(250, 120, 500), turn(970), turn(180, 60)])
+    assert row.turn_seconds == pytest.approx([0.28, 1.0, 0.15]), "of rank 3, 30 ms slower"
+    assert row.step_seconds == pytest.approx((0.28 * 1.0 * 0.15) ** (1 / 3))
+    assert row.tokens_per_second == pytest.approx(24 * 16 / row.step_seconds)
 
 
-def test_the_peak_of_a_gpu_is_its_allocators() -> None:
-    on_gpu = [replace(r, allocator_peak_bytes=(20 + r.rank) * MIB) for r in records()]
-    row = replace(zero_0(), ranks=on_gpu)
-    assert [stage.measured.peak_bytes for stage in row.stages] == [21 * MIB, 23 * MIB]
+def test_the_peak_of_a_gpu_is_its_allocators_in_any_turn() -> None:
+    turns = [
+        [
+            replace(rank, allocator_peak_bytes=(20 + number + i) * MIB)
+            for i, rank in enumerate(turn(9))
+        ]
+        for number in (1, 0)
+    ]
+    row = replace(trained(zero_0()), turns=turns)
+    assert [stage.measured.peak_bytes for stage in row.stages] == [22 * MIB, 24 * MIB]
+    assert replace(row, watched=()).peak_bytes == 24 * MIB, "also if the tensors are not known"
 
 
-def test_one_step_has_no_spread() -> None:
-    assert StepTime.of([0.5]) == StepTime(median=0.5, lower=0.5, upper=0.5)
+def test_a_row_whose_memory_could_not_be_counted_keeps_its_times() -> None:
+    row = replace(trained(zero_2()[0]), watched=(), unwatched="out of memory; see log")
+    compared = result(row)
+    assert not compared.succeeded and row.step_seconds == pytest.approx(0.28)
+    assert (row.peak_bytes, row.sent_bytes) == (None, None)
+    assert [each.label for each in compared.watched] == ["ZeRO-0"]
+    written = as_json(compared)["rows"][1]
+    assert written["turn_seconds"] == pytest.approx([0.28]) and written["pipeline_stages"] == []
+    assert written["unwatched"] == "out of memory; see log"
 
 
 def test_rows_with_one_loss_agree() -> None:
@@ -94,7 +106,8 @@ def test_json_has_every_figure_of_rows_stages_and_ranks() -> None:
         "communication_buffers": None,
         "total": 1.2,
     }
-    assert zero["step_time_quartiles_seconds"] == pytest.approx([0.2175, 0.405])
+    assert zero["step_time_seconds"] == pytest.approx(0.28)
+    assert [ranks[0] for ranks in zero["turns"]] == [[9.0, 0.25, 0.125, 0.5]]
     assert written["device_memory_bytes"] == 64 * MIB
     assert written["verdict"] == "no row is recommended, because the losses disagree."
     assert stage["peak_bytes"]["measured"]["total"] == 16 * MIB
@@ -106,4 +119,4 @@ def test_json_has_every_figure_of_rows_stages_and_ranks() -> None:
         "total": 4 * MIB + 24,
     }
     assert [rank["peak_bytes"]["total"] // MIB for rank in zero["ranks"]] == [15, 16, 12, 11]
-    assert zero["ranks"][3]["losses"] == [3.0, 2.75, 2.5]
+    assert zero["losses"] == [3.0, 2.75, 2.5]

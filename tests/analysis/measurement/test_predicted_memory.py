@@ -193,6 +193,7 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
             merge(LONG, {"model": {**LLAMA, **LONG["model"], "architecture": "qwen3"}, **BF16}),
             merge(LONG, {"model": {**LLAMA, **LONG["model"], "sliding_window": 40}}),
             merge(LONG, {"model": {**LONG["model"], "qk_norm": True, "mlp_bias": False}}),
+            merge(LONG, {"model": {**LONG["model"], "architecture": "starcoder2"}}),
         ],
     ),
     "a pipeline of blocks with a window": (

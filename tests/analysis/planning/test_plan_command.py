@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,37 @@ def test_the_json_has_every_variant_of_a_what_if(
     ]
     assert own[0]["peak_bytes"] == written["zero_stages"][3]["peak_bytes"]
     assert own[0]["seconds"] == pytest.approx(written["zero_stages"][3]["time"]["seconds"], rel=0.1)
+
+
+def test_rows_that_are_not_shown_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megaspeed.analysis.planning.what_if_report.SHOWN_LAYOUTS", 2)
+    options = (*TWO_BY_TWO_BY_TWO, "--device", "a100-80gb", "--what-if")
+    shown = printed(capsys, *options).partition("What if")[2]
+    layouts = int(re.findall(r"for each of (\d+) layouts", shown)[0])
+    assert f"\nand {layouts - 2} more: --all\n" in shown
+    every = printed(capsys, *options, "--all").partition("What if")[2]
+    assert "--all" not in every
+    first, *_ = every.split("What if")
+    assert len(re.findall(r"^ *\d+ +\d+ +\d+ +[0-3] ", first, re.MULTILINE)) == layouts
+    assert main(["plan", *TWO_BY_TWO_BY_TWO, "--device", "a100-80gb", "--all"]) == 2
+    assert "--all is an option of the what-if: add --what-if" in capsys.readouterr().err
+
+
+def test_the_report_explains_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    device = ("--device", "h100-80gb")
+    out = printed(capsys, *TWO_BY_TWO_BY_TWO, *device, "--dollars-per-gpu-hour", "2")
+    assert re.search(r"^[\d,.]+ GPU-hours on 8 GPUs, \$", out, re.MULTILINE)
+    assert re.search(r"head and loss +0 +0 +0 +0\n", out)
+    assert "head and loss: 0 if the slowest stage has no head" in out
+    assert "the last stage also holds a copy of the tied embedding" in out
+    untied = printed(
+        capsys,
+        *TWO_BY_TWO_BY_TWO,
+        *("--set", "model.tie_word_embeddings=false", "parallel.pipeline=1", *device),
+    )
+    assert "tied embedding" not in untied and "the slowest stage has no head" not in untied
 
 
 def test_the_best_configuration_is_written_and_gives_the_run_that_was_predicted(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from megaspeed.analysis.run_charts import Chart, Series, draw
 from megaspeed.cli import main
 from tests.analysis.watching.written_runs import loss_at, written_run
 from tests.support.browser import open_page, photograph
@@ -96,6 +97,25 @@ def test_it_shows_resumptions_memory_predictions_and_the_difference(page: Path) 
     assert "<td>pp 2 x dp 2 x tp 1, ZeRO-0, fp32</td><td>20.0%</td>" in text, "1 / (4 + 1)"
     assert "<tr><td>optimizer.params.lr</td><td>0.001</td><td>0.002</td></tr>" in text
     assert "45 of 60, under way or interrupted" in text
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.1, 1.9), (0.72, 7.9), (3, 40), (0.01, 500)])
+def test_a_logarithmic_axis_has_at_least_two_labels(low: float, high: float) -> None:
+    line = Series(name="run", colour="red", points=[(1000, low), (2000, high)])
+    svg = draw(Chart(title="Gradient norm", unit="", series=[line], logarithmic=True))
+    labels = {float(label) for label in re.findall(r">([\d.e+-]+)</text>", svg)}
+    assert sum(low / 2 <= label <= 2 * high for label in labels) >= 2, "those of steps are higher"
+
+
+def test_the_lines_of_the_parts_of_a_step_are_named(tmp_path: Path) -> None:
+    run, file = written_run(tmp_path / "run", steps=4), tmp_path / "report.html"
+    parts = {"compute": 0.2, "tensor": 0.1, "data_loading": 0.01}
+    lines = [json.dumps({"step": step, "parts_seconds": parts}) for step in (2, 4)]
+    (run / "parts.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["report", str(run), "--output", str(file)]) == 0
+    chart = file.read_text().split("<figcaption>Parts of a step")[1].split("</figure>")[0]
+    drawn = re.findall(r"<text[^>]*>([a-z ]+)</text>", chart)
+    assert {"compute", "tensor", "data loading"} <= set(drawn)
 
 
 def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:

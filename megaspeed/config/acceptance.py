@@ -1,0 +1,263 @@
+"""Reads DeepSpeed's files as they are: separates megaspeed's keys from the others, and "auto".
+
+    values of the JSON -> `accept` -> values of megaspeed's keys, problems, notes
+
+A note names each key that is accepted without its effect. `foreign_keys.py` lists the keys.
+"""
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaspeed.config.deepspeed_keys import ZeroConfig
+from megaspeed.config.document import describe_value, paths_in
+from megaspeed.config.errors import KeyPath, Problem
+from megaspeed.config.foreign_keys import (
+    DISABLED_BY_DEFAULT,
+    EFFECTIVE_STAGES,
+    NO_EFFECT,
+    OFF,
+    REFUSED,
+    RENAMED,
+    SERVICES,
+)
+
+_OWN = ("model", "parallel", "data", "training")
+_ADAM = {"adam": "Adam", "adamw": "AdamW"}
+_WARMUP_MAX_LR = 0.001  # DeepSpeed's default
+
+_SIZES = ("zero_optimization.sub_group_size", "zero_optimization.reduce_bucket_size")
+"""Numbers of elements whose 0 would mean that each parameter is sent or updated by itself."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The values of megaspeed's keys, and what was found about the others.
+
+    Attributes:
+        values: the JSON without keys that megaspeed does not have.
+        problems: one for each key that is refused.
+        notes: a sentence for each group of keys that are renamed or have no effect.
+        auto: megaspeed's keys that are "auto", which `values` does not have.
+    """
+
+    values: dict[str, Any]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    auto: tuple[KeyPath, ...]
+
+    def all_notes(
+        self, stated: Mapping[str, Any], resolved: Mapping[str, Any] | None
+    ) -> tuple[str, ...]:
+        """The notes, and those about values that follow from other keys.
+
+        Args:
+            stated: the config's values with defaults.
+            resolved: the same, with the values that are computed for a number of processes; None
+                if that number is not known.
+        """
+        auto = ", ".join(
+            f"{'.'.join(map(str, path))} {_computed_value(stated, resolved, path)}"
+            for path in self.auto
+        )
+        notes = [f'"auto" is as if omitted: {auto}', *self.notes] if auto else list(self.notes)
+        highest: KeyPath = ("scheduler", "params", "warmup_max_lr")
+        rate = _at(resolved, highest)
+        if rate not in (None, _WARMUP_MAX_LR) and (
+            _at(stated, highest) is None and highest not in self.auto
+        ):
+            notes.append(
+                "scheduler.params.warmup_max_lr is omitted, so it is optimizer.params.lr "
+                f"{rate:g}; DeepSpeed's default is {_WARMUP_MAX_LR}"
+            )
+        return tuple(notes)
+
+
+def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
+    """Separates megaspeed's keys from DeepSpeed's others.
+
+    Args:
+        values: the JSON, which is not changed.
+        known: megaspeed's keys as dotted paths. A key that nobody knows stays, and is found later.
+    """
+    tree = copy.deepcopy(dict(values))
+    dropped: dict[str, list[str]] = defaultdict(list)
+    auto: list[KeyPath] = []
+    for path in [path for path in paths_in(tree) if path[0] not in _OWN]:
+        name = ".".join(map(str, path))
+        if str(path[-1]).startswith("_"):
+            dropped["the name of a comment begins with _"].append(name)
+        elif _at(tree, path) == "auto" and name in known:
+            auto.append(path)
+        elif name in _SIZES and _at(tree, path) == 0:
+            dropped["0 stands for the default"].append(name)
+    tree = _without_emptied(tree, auto)
+    renamed, problems = _rename(tree)
+    problems += _other_optimizers(tree)
+    foreign: list[KeyPath] = [tuple(name.split(".")) for keys in dropped.values() for name in keys]
+    for name, reason in {**NO_EFFECT, **REFUSED}.items():
+        path = tuple(name.split("."))
+        value = _at(tree, path, absent=...)
+        if value is ...:
+            continue
+        foreign.append(path)
+        if _is_off(name, value):
+            dropped["off"].append(name)
+        elif name in NO_EFFECT:
+            dropped[reason].append(name)
+        else:
+            problems.append(Problem(path, f"{name} cannot be used here: {reason}"))
+    kept = _without_emptied(tree, foreign)
+    notes = [
+        *renamed,
+        *(f"no effect here: {', '.join(names)}: {reason}" for reason, names in dropped.items()),
+        *_notes_of_stage(kept.get("zero_optimization")),
+    ]
+    return Accepted(kept, tuple(problems), tuple(notes), tuple(auto))
+
+
+def _rename(tree: dict[str, Any]) -> tuple[list[str], list[Problem]]:
+    """Gives old names in `tree` their new ones. Returns notes and problems."""
+    notes: list[str] = []
+    problems: list[Problem] = []
+    for old, new in RENAMED.items():
+        *section, name = old.split(".")
+        owner = _at(tree, tuple(section))
+        value = owner.pop(name, None) if isinstance(owner, dict) else None
+        if section and not owner:
+            tree.pop(section[0], None)
+        if value in (None, "auto") or value is False:
+            continue
+        value = {"device": "cpu"} if value is True else value
+        *section, key = new.split(".")
+        owner = tree.setdefault(section[0], {}) if section else tree
+        if not isinstance(owner, dict):
+            continue  # its type is a mistake that is found later
+        stated = owner.setdefault(key, value)
+        if _agree(stated, value):
+            notes.append(f"{old} is read as {new}")
+        else:
+            message = f"{old} means {new}, which is also stated, with another value; remove it"
+            problems.append(Problem(tuple(old.split(".")), message))
+    return notes + _report_to(tree), problems
+
+
+def _agree(stated: Any, value: Any) -> bool:
+    """Whether a key has the value of its old name, or if both are objects, all of its values."""
+    if isinstance(stated, dict) and isinstance(value, dict):
+        return all(stated.get(key) == each for key, each in value.items())
+    return bool(stated == value)
+
+
+def _report_to(tree: dict[str, Any]) -> list[str]:
+    """Replaces DeepSpeed's sections of services by `training.report_to`. Returns notes."""
+    notes = []
+    for service in SERVICES:
+        training = tree.get("training")
+        section = tree.pop(service, None)
+        is_on = isinstance(section, dict) and section.get("enabled") not in (None, False)
+        if is_on and isinstance(training, dict):
+            reported = training.get("report_to") or []
+            if isinstance(reported, list) and service not in reported:
+                training["report_to"] = [*reported, service]
+            notes.append(
+                f'{service} is read as training.report_to ["{service}"], which has no other keys'
+            )
+    return notes
+
+
+def _other_optimizers(tree: dict[str, Any]) -> list[Problem]:
+    """A problem if the optimizer is another one. Its section is removed, with all its parameters.
+
+    As in DeepSpeed, capital letters do not matter.
+    """
+    kind = _at(tree, ("optimizer", "type"))
+    if not isinstance(kind, str):
+        return []
+    if kind.lower() in _ADAM:
+        tree["optimizer"]["type"] = _ADAM[kind.lower()]
+        return []
+    del tree["optimizer"]
+    return [
+        Problem(
+            ("optimizer",),
+            f'optimizer.type {describe_value(kind)} is not available; write "AdamW" (or "Adam", '
+            "which means the same here) with the params lr, betas, eps and weight_decay",
+        )
+    ]
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Whether a value asks for nothing. A section does if each of its parts is off."""
+    if not isinstance(value, dict):
+        return value in (None, "auto", *OFF.get(name, (False,)))
+    if "enabled" in value or name in DISABLED_BY_DEFAULT:
+        return value.get("enabled") in (None, False, "auto")
+    return all(_is_off("", part) for part in value.values())
+
+
+def _notes_of_stage(zero: Any) -> Iterator[str]:
+    """A note about keys that have no effect at the stated ZeRO stage."""
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    names = [
+        f"zero_optimization.{name}"
+        for name, stages in EFFECTIVE_STAGES.items()
+        if isinstance(zero, dict) and stage not in stages and _changes(name, zero.get(name))
+    ]
+    if names:
+        yield f"no effect at zero_optimization.stage {stage}: {', '.join(names)}"
+
+
+def _changes(name: str, value: Any) -> bool:
+    """Whether a key of ZeRO has another value than its default."""
+    if isinstance(value, dict):
+        return value.get("device", "none") != "none"
+    return value not in (None, ZeroConfig.model_fields[name].default)
+
+
+def _computed_value(
+    stated: Mapping[str, Any], resolved: Mapping[str, Any] | None, path: KeyPath
+) -> str:
+    """The value of a key that was omitted, and where it comes from."""
+    default = _at(stated, path)
+    if isinstance(default, dict):
+        return "(default)"
+    if default is not None:
+        return f"{json.dumps(default)} (default)"
+    if resolved is None:
+        return "(depends on the number of processes)"
+    value = _at(resolved, path)
+    return "(not set)" if value is None else f"{json.dumps(value)} (computed)"
+
+
+def _at(tree: Any, path: KeyPath, absent: Any = None) -> Any:
+    """The value at a path of keys."""
+    for part in path:
+        tree = tree.get(part, absent) if isinstance(tree, dict) else absent
+    return tree
+
+
+def _without_emptied(tree: Mapping[str, Any], paths: Collection[KeyPath]) -> dict[str, Any]:
+    """`without`, and without the objects that have no other keys, because they state nothing."""
+    kept = without(tree, paths)
+    parents = {path[:length] for path in paths for length in range(1, len(path))}
+    for parent in sorted(parents, key=len, reverse=True):
+        if _at(kept, parent) == {}:
+            kept = without(kept, [parent])
+    return kept
+
+
+def without(values: Mapping[str, Any], paths: Collection[KeyPath]) -> dict[str, Any]:
+    """A copy of a tree without the values at these paths, if they exist."""
+    below: dict[str | int, list[KeyPath]] = defaultdict(list)
+    for path in paths:
+        below[path[0]].append(path[1:])
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = below.get(key, [])
+        if () not in inner:
+            kept[key] = without(value, inner) if inner and isinstance(value, dict) else value
+    return kept

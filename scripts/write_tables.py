@@ -1,0 +1,110 @@
+"""Writes the tables of figures into README and docs. A test fails if one of them is stale.
+
+    python scripts/write_tables.py
+
+A table stands between two lines, <!-- figures NAME --> and <!-- end -->. docs/figures/NAME.json has
+
+    command     what printed the figures; the page names it, too
+    measured    date and commit; absent if every figure is computed
+    rows        the cells, the header first
+
+After a command has run again, put its figures into the JSON file. Cells that can be computed from
+shapes are computed here: see COMPUTED.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from megaspeed.analysis.compare.rows import zero_rows
+from megaspeed.analysis.planning.prediction import Prediction, predict
+from megaspeed.analysis.units import GB, GIB, MIB
+from megaspeed.config.loading import load_run
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "docs" / "figures"
+PAGES = (ROOT / "README.md", ROOT / "ds_configs" / "README.md", *sorted(ROOT.glob("docs/*.md")))
+
+_TABLE = re.compile(r"(<!-- figures (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Rows = list[list[str]]
+
+
+def main() -> None:
+    """Writes every page that has a table."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        written = with_tables(text)
+        if written != text:
+            page.write_text(written, encoding="utf-8")
+            print(f"written: {page.relative_to(ROOT)}")
+
+
+def with_tables(page: str) -> str:
+    """The text of a page, with its tables written again."""
+    return _TABLE.sub(lambda found: found[1] + table(found[2]) + found[3], page)
+
+
+def table(name: str) -> str:
+    """The lines between the two marks."""
+    figures = json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+    header, *rows = COMPUTED.get(name, list)(figures["rows"])
+    lines = [[f" {cell} " if cell else " " for cell in cells] for cells in (header, *rows)]
+    lines.insert(1, ["---"] * len(header))
+    text = "".join(f"|{'|'.join(cells)}|\n" for cells in lines)
+    if "measured" in figures:
+        text += f"\nMeasured {figures['measured']}.\n"
+    return text
+
+
+def _memory(rows: Rows) -> Rows:
+    """Columns 1 and 3: the predicted peak and bytes of ds_configs/3d.json at each ZeRO stage."""
+    run = load_run(
+        ROOT / "ds_configs" / "3d.json", world_size=8, world_source="the table", device_type="cpu"
+    )
+    header, *measured = rows
+    for cells, row in zip(measured, zero_rows(run, range(4), "cpu"), strict=True):
+        assert row.predicted is not None
+        cells[1] = MIB.of(max(each.peak_bytes for each in row.predicted))
+        cells[3] = MIB.of(max(each.sent_bytes for each in row.predicted))
+    return [header, *measured]
+
+
+def _zero_paper(rows: Rows) -> Rows:
+    """The last two columns: model states of ds_configs/zero_7.5b.json, in GB and GiB."""
+    header, *paper = rows
+    for stage, cells in enumerate(paper):
+        states = _predicted("zero_7.5b", 64, f"zero_optimization.stage={stage}").heaviest
+        cells[2:] = [GB.of(states.state_bytes), GIB.of(states.state_bytes)]
+    return [header, *paper]
+
+
+def _micro_batches(rows: Rows) -> Rows:
+    """Peaks of ds_configs/gpt2_1.5b.json in GiB, by world size and micro-batch."""
+    header, *worlds = rows
+    for cells in worlds:
+        for column, name in enumerate(header[1:], start=1):
+            change = f"train_micro_batch_size_per_gpu={re.sub(r'[^0-9]', '', name)}"
+            peak = _predicted("gpt2_1.5b", int(cells[0]), change).fullest.peak_bytes
+            cells[column] = f"{peak / GIB.size:.1f}"
+    return rows
+
+
+def _predicted(name: str, world_size: int, *overrides: str) -> Prediction:
+    file = ROOT / "ds_configs" / f"{name}.json"
+    run = load_run(
+        file, overrides, world_size=world_size, world_source="the table", device_type="cuda"
+    )
+    return predict(run)
+
+
+COMPUTED: dict[str, Callable[[Rows], Rows]] = {
+    "memory": _memory,
+    "zero_paper": _zero_paper,
+    "micro_batches": _micro_batches,
+}
+"""Name of a table -> a function that replaces the cells that can be computed."""
+
+if __name__ == "__main__":
+    main()

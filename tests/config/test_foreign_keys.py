@@ -1,0 +1,329 @@
+"""Every key of DeepSpeed's works, is accepted with a note, or is refused with its reason."""
+
+import ast
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.cli import main
+from megaspeed.config.acceptance import without
+from megaspeed.config.deepspeed_keys import ZeroConfig
+from megaspeed.config.document import Document, merge, read_document
+from megaspeed.config.foreign_keys import EFFECTIVE_STAGES, NO_EFFECT, REFUSED, RENAMED
+from megaspeed.config.layout import BATCH_KEYS, World
+from megaspeed.config.loading import find_notes, find_problems, parse_config
+from megaspeed.config.validation import all_key_paths
+from tests.config.small import only_problem, small, write
+
+
+def deepspeed_source(name: str) -> ast.Module:
+    """A file of the installed DeepSpeed, parsed and not imported."""
+    spec = find_spec("deepspeed")
+    assert spec is not None and spec.origin is not None
+    return ast.parse((Path(spec.origin).parent / name).read_text())
+
+
+def json_names(file: str, class_name: str) -> Iterator[str]:
+    """The keys that a section of DeepSpeed's takes: a field's alias, or its name."""
+    tree = deepspeed_source(file)
+    (section,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name
+    )
+    for field in section.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            keywords = field.value.keywords if isinstance(field.value, ast.Call) else []
+            aliases = [word.value.value for word in keywords if word.arg == "alias"]  # type: ignore[attr-defined]
+            yield aliases[0] if aliases else field.target.id
+
+
+@pytest.mark.parametrize(
+    ("section", "file", "class_name"),
+    [
+        ("zero_optimization", "runtime/zero/config.py", "DeepSpeedZeroConfig"),
+        (
+            "zero_optimization.offload_param",
+            "runtime/zero/offload_config.py",
+            "DeepSpeedZeroOffloadParamConfig",
+        ),
+        (
+            "zero_optimization.offload_optimizer",
+            "runtime/zero/offload_config.py",
+            "DeepSpeedZeroOffloadOptimizerConfig",
+        ),
+        ("bf16", "runtime/precision_config.py", "DeepSpeedBF16Config"),
+        ("fp16", "runtime/precision_config.py", "DeepSpeedFP16Config"),
+    ],
+)
+def test_every_key_of_a_deepspeed_section_is_known_or_refused(
+    section: str, file: str, class_name: str
+) -> None:
+    theirs = {f"{section}.{name}" for name in json_names(file, class_name)}
+    ours = {path for path in all_key_paths() if path.rpartition(".")[0] == section}
+    foreign = {*REFUSED, *NO_EFFECT, *RENAMED}
+    assert theirs - ours - foreign == set(), "keys of DeepSpeed's that we say nothing about"
+    assert ours - theirs == set(), "keys that DeepSpeed does not have"
+    assert set(all_key_paths()) & foreign == set()
+
+
+def test_keys_that_deepspeed_removed_are_refused_unless_they_only_tune() -> None:
+    removed = {
+        ast.literal_eval(key)
+        for node in deepspeed_source("runtime/config.py").body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id == "_REMOVED_TOP_LEVEL_CONFIG_KEYS"
+        and isinstance(node.value, ast.Dict)
+        for key in node.value.keys
+        if key is not None
+    }
+    assert len(removed) > 5
+    assert removed - set(REFUSED) == {"sparse_gradients"} <= set(NO_EFFECT)
+
+
+@pytest.mark.parametrize(
+    ("patch", "mend"),
+    [
+        ({"pipeline": {"stages": 2}}, "set parallel.pipeline"),
+        ({"tensor_parallel": {"preset_model": "llama"}}, "set parallel.tensor"),
+        ({"compile": {"backend": "inductor", "disable": False}}, "set training.compile"),
+        ({"compile": {"deepcompile": True}}, "set training.compile"),
+        ({"optimizer": {"params": {"bias_correction": False}}}, "corrects the bias"),
+        ({"compression_training": {"a": {"b": {"enabled": True}}}}, "no longer supports it"),
+        ({"comet": {"enabled": True}}, "training.report_to"),
+        ({"amp": {"enabled": True}}, "use bf16"),
+        ({"sparse_attention": {"mode": "fixed"}}, "no longer supports it"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "with pipeline or tensor"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "with pipeline or tensor"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "no longer train the same model"),
+        ({"zero_optimization": {"enable_sanity_checks": True}}, "a deadlock"),
+        ({"gradient_allreduce_op": "sum"}, "means over the complete batch"),
+        ({"optimizer": {"params": {"max_grad_norm": 1.0}}}, "set gradient_clipping"),
+    ],
+)
+def test_a_key_that_cannot_work_here_is_refused_with_its_mend(patch: Any, mend: str) -> None:
+    message = only_problem(**patch)
+    assert " cannot be used here: " in message
+    assert mend in message
+
+
+OFF: tuple[dict[str, Any], ...] = (
+    {"amp": {}},
+    {"amp": {"enabled": False, "opt_level": "O1"}},
+    {"torch_autocast": {"dtype": "bfloat16"}},
+    {"elasticity": {"enabled": False}},
+    {"data_efficiency": {"enabled": False, "data_sampling": {"enabled": True}}},
+    {"curriculum_learning": {"enabled": False}},
+    {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
+    {"compile": {"deepcompile": False}},
+    {"sparse_attention": None},
+    {"prescale_gradients": False},
+    {"optimizer": {"params": {"bias_correction": True, "adam_w_mode": True, "amsgrad": False}}},
+    {"zero_optimization": {"zero_hpz_partition_size": 1, "mics_shard_size": -1}},
+    {"zero_optimization": {"cpu_offload": False, "round_robin_gradients": False}},
+    {"tensorboard": {"enabled": False, "output_path": "x"}},
+    {"wandb": {"project": "x"}},
+    {"comet": {"enabled": "auto"}},
+)
+
+
+@pytest.mark.parametrize("off", OFF, ids=str)
+def test_what_is_off_is_accepted(off: dict[str, Any]) -> None:
+    assert parse_config(small(**off)) == parse_config(small())
+
+
+def test_nvme_is_refused_in_one_message() -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local"}}
+    assert only_problem(zero_optimization=zero) == (
+        'zero_optimization.offload_param.device: given "nvme" (a string), wanted "none" or "cpu"; '
+        'state can only move to host memory, so write "cpu"'
+    )
+
+
+def notes(*, world_size: int | None = None, **keys: Any) -> tuple[str, ...]:
+    """The notes about the small config with these keys. It must have no problem."""
+    world = None if world_size is None else World(world_size, "--world-size")
+    document = Document(small(**keys))
+    assert find_problems(document, world) == ()
+    return find_notes(document, world)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """JSON values with this value at a dotted path."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.mark.parametrize("key", [*NO_EFFECT, "_comment", "bf16._why"])
+def test_a_key_without_effect_gives_the_same_run_and_a_note(key: str) -> None:
+    """A run depends on nothing but its config. `tests/zero/test_foreign_keys.py` trains one."""
+    values: tuple[Any, ...] = (True, 3, 0.5, "x", [], {"enabled": True, "a": 1})
+    for value in values:
+        changed = nested(key, value)
+        assert parse_config(small(**changed)) == parse_config(small())
+        assert any(key in note for note in notes(**changed)), value
+
+
+@pytest.mark.parametrize("key", ["sub_group_size", "reduce_bucket_size"])
+def test_a_size_of_0_is_the_default(key: str) -> None:
+    zero: dict[str, Any] = {"zero_optimization": {key: 0}}
+    assert parse_config(small(**zero)) == parse_config(small())
+    assert notes(**zero) == (f"no effect here: zero_optimization.{key}: 0 stands for the default",)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_is_read_as_its_new_one(old: str) -> None:
+    new = RENAMED[old]
+    kinds: dict[str, Any] = {"bf16": {"enabled": True}, "parallel.tensor": 2}
+    value = kinds.get(new, {"device": "cpu"} if "offload" in new else 7)
+    stated = True if "offload" in new else value
+    zero: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    old_values: dict[str, Any] = merge(zero, nested(old, stated))
+    assert parse_config(small(**old_values)) == parse_config(
+        small(**merge(zero, nested(new, value)))
+    )
+    assert f"{old} is read as {new}" in notes(**old_values)
+    if isinstance(value, dict):
+        off = {"enabled": False} if new == "bf16" else {"device": "none"}
+        another = merge(old_values, nested(new, off))
+        assert only_problem(**another) == (
+            f"{old} means {new}, which is also stated, with another value; remove it"
+        )
+
+
+@pytest.mark.parametrize("service", ["tensorboard", "wandb"])
+def test_an_enabled_service_is_read_as_report_to(service: str) -> None:
+    values: dict[str, Any] = {service: {"enabled": True, "output_path": "logs"}}
+    assert parse_config(small(**values)).training.report_to == (service,)
+    both = {**values, "training": {"report_to": [service]}}
+    assert parse_config(small(**both)).training.report_to == (service,)
+    assert notes(**values) == (
+        f'{service} is read as training.report_to ["{service}"], which has no other keys',
+    )
+
+
+def test_another_optimizer_is_one_message() -> None:
+    lamb = {"type": "Lamb", "params": {"lr": 0.01, "max_coeff": 0.3, "bias_correction": False}}
+    assert only_problem(optimizer=lamb) == (
+        'optimizer.type "Lamb" (a string) is not available; write "AdamW" (or "Adam", which means '
+        "the same here) with the params lr, betas, eps and weight_decay"
+    )
+    assert parse_config(small(optimizer={"type": "adamw"})).optimizer.type == "AdamW"
+
+
+def leaves_of_deepspeed() -> list[str]:
+    own = {"model", "parallel", "data", "training"}
+    paths = [path for path in all_key_paths() if path.split(".")[0] not in own]
+    sections = {path.rpartition(".")[0] for path in paths}
+    return [path for path in paths if path not in sections and path != "scheduler.type"]
+
+
+@pytest.mark.parametrize("key", leaves_of_deepspeed())
+def test_auto_is_as_if_omitted(key: str) -> None:
+    scheduler = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}
+    if "min_ratio" in key and "params.min" in key:
+        scheduler["type"] = "cosine"
+    if "_lr" in key:
+        scheduler["type"] = "WarmupDecayLR"
+    base = small(scheduler=scheduler) if key.startswith("scheduler") else small()
+    if key == "scheduler.params.warmup_num_steps":
+        base["training"]["steps"] = 2000
+    if key.startswith("train_micro"):
+        base["gradient_accumulation_steps"] = 1
+    omitted = without(base, [tuple(key.split("."))])
+    auto = merge(base, nested(key, "auto"))
+    assert parse_config(auto) == parse_config(omitted)
+    assert parse_config(auto).model_fields_set == parse_config(omitted).model_fields_set
+    (note, *_) = find_notes(Document(auto), World(2, "--world-size"))
+    assert note.startswith(f'"auto" is as if omitted: {key} ')
+
+
+def test_the_note_lists_each_auto_with_its_value() -> None:
+    """A file as Hugging Face's Trainer takes it."""
+    found = notes(
+        world_size=2,
+        train_micro_batch_size_per_gpu="auto",
+        gradient_accumulation_steps="auto",
+        gradient_clipping="auto",
+        bf16={"enabled": "auto"},
+        zero_optimization={"stage": 3, "reduce_bucket_size": "auto"},
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"}},
+    )
+    assert found == (
+        '"auto" is as if omitted: train_micro_batch_size_per_gpu 8 (computed), '
+        "gradient_accumulation_steps 1 (computed), gradient_clipping 1.0 (default), "
+        "bf16.enabled false (default), "
+        "zero_optimization.reduce_bucket_size 110592 (computed), optimizer.params.lr 0.001 "
+        "(default), optimizer.params.weight_decay 0.01 (default), "
+        "scheduler.params.warmup_max_lr 0.001 (computed)",
+    )
+
+
+def test_an_old_name_keeps_a_value_of_0() -> None:
+    zero = parse_config(small(zero_optimization={"max_live_parameters": 0})).zero_optimization
+    assert zero.stage3_max_live_parameters == 0
+
+
+def test_a_batch_that_nothing_determines_is_one_problem() -> None:
+    keys: dict[str, Any] = dict.fromkeys(BATCH_KEYS, "auto")
+    message = (
+        "the batch is not determined: write train_batch_size; the other two numbers follow from "
+        "it, or write one of them, too"
+    )
+    assert only_problem(**keys) == only_problem(**keys, world_size=2) == message
+
+
+def test_auto_in_an_unknown_key_or_in_a_section_of_megaspeed_is_a_mistake() -> None:
+    assert "unknown key" in only_problem(optimizer={"params": {"lrr": "auto"}})
+    assert only_problem(training={"steps": "auto"}).endswith("omit the key or write a value")
+
+
+@pytest.mark.parametrize(("key", "stages"), EFFECTIVE_STAGES.items())
+def test_a_key_of_another_stage_is_named(key: str, stages: tuple[int, ...]) -> None:
+    default = ZeroConfig.model_fields[key].default
+    value = (
+        {"device": "cpu"} if "offload" in key else not default if default in (True, False) else 7
+    )
+    for stage in range(4):
+        found = notes(zero_optimization={"stage": stage, key: value})
+        note = f"no effect at zero_optimization.stage {stage}: zero_optimization.{key}"
+        assert found == (() if stage in stages else (note,))
+        assert notes(zero_optimization={"stage": stage, key: default}) == ()
+    assert notes(zero_optimization={"stage": 0, "offload_param": {"device": "none"}}) == ()
+
+
+def test_the_maximum_of_warmup_is_named_if_deepspeeds_is_another() -> None:
+    warmup = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}
+    keys = {"scheduler": warmup, "optimizer": {"params": {"lr": 3e-4}}}
+    assert notes(world_size=1, **keys) == (
+        "scheduler.params.warmup_max_lr is omitted, so it is optimizer.params.lr 0.0003; "
+        "DeepSpeed's default is 0.001",
+    )
+    assert notes(world_size=1, scheduler=warmup) == ()
+
+
+def test_a_key_in_an_extended_file_is_removed_by_null(tmp_path: Path) -> None:
+    base = write(tmp_path / "base.json", small(pipeline={"stages": 2}, graph_harvesting=True))
+    file = write(tmp_path / "run.json", {"extends": "base.json"})
+    found = find_problems(read_document(file, ["hybrid_engine.enabled=true"]), None)
+    assert f"no longer supports it; set it to null (from {base})" in found[0]
+    assert found[1].endswith(f"set parallel.pipeline (from {base})")
+    assert found[2].endswith("it is not for pretraining; remove it (from --set)")
+    cleared = ["graph_harvesting=null", "pipeline=null"]
+    assert find_problems(read_document(file, cleared), None) == ()
+
+
+def test_check_prints_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "run.json", small(steps_per_print=2000, gradient_clipping="auto"))
+    report = tmp_path / "report.json"
+    assert main(["check", "--config", str(file), "--json", str(report)]) == 0
+    listed = json.loads(report.read_text())["notes"]
+    assert len(listed) == 2
+    lines = [f"note: {note}" for note in listed] + [f"{file}: no problem found", ""]
+    assert capsys.readouterr().out == "\n".join(lines)

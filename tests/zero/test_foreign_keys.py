@@ -1,0 +1,59 @@
+"""A run trains the same, to the bit, with DeepSpeed's keys that have no effect and without them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.analysis.verification.verify import ParallelRun, train_rank
+from megaspeed.config.foreign_keys import EFFECTIVE_STAGES, NO_EFFECT
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import merge, tiny_corpus
+from tests.zero.one_rank import small_run
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+
+VALUES: dict[str, Any] = {
+    "reduce_scatter": False,
+    "use_multi_rank_bucket_allreduce": True,
+    "allgather_partitions": False,
+    "allgather_bucket_size": 1000,
+    "offload_optimizer": {"device": "cpu"},
+    "offload_param": {"device": "cpu"},
+    "sub_group_size": 3000,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_param_persistence_threshold": 1000,
+    "stage3_model_persistence_threshold": 2000,
+    "stage3_max_live_parameters": 20_000,
+}
+"""Of keys that have an effect at some stages: values that are not the defaults."""
+
+
+def test_every_key_of_a_stage_has_a_value() -> None:
+    assert VALUES.keys() == EFFECTIVE_STAGES.keys()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_keys_without_effect_change_no_bit(stage: int, pool: RankPool, tmp_path: Path) -> None:
+    of_others = {key: VALUES[key] for key, at in EFFECTIVE_STAGES.items() if stage not in at}
+    without_effect: dict[str, Any] = {}
+    for key in NO_EFFECT:
+        value: Any = {"enabled": True}
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        without_effect = merge(without_effect, value)
+    plain: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    if stage < 3:  # tiny_run states one
+        plain["zero_optimization"]["stage3_param_persistence_threshold"] = None
+    changed = merge(merge(plain, without_effect), {"zero_optimization": of_others})
+    results = []
+    for values in (plain, changed):
+        run = small_run(TEXT, dp=2, **values)
+        first, _ = pool.run(2, train_rank, run, tiny_corpus(run, tmp_path), 2)
+        assert isinstance(first, ParallelRun)
+        results.append(first)
+    expected, found = results
+    assert found.losses == expected.losses and found.grad_norms == expected.grad_norms
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        assert found.weights[name].equal(weight), name
