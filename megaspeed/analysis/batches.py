@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
 from megaspeed.config.errors import shortened
 from megaspeed.data.cache import Cache
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.documents import ORIGINS
 from megaspeed.data.sampler import Rows, TrainingOrder
-from megaspeed.data.token_file import ORIGINS
+from megaspeed.data.token_file import TokenFile
 from megaspeed.data.tokenizer import load_tokenizer
 
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 300
 _DOCUMENTS_SHOWN = 4
-_SCANNED_AT_ONCE_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[Sho
     order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
     rows = Rows(corpus.train, corpus.sequence_length)
     tokenizer = None if corpus.tokenizer is None else load_tokenizer(str(corpus.tokenizer))
-    origins = cache(_Origins)
+    documents_of = cache(_documents)
     for sample in samples:
         place = order.place_of(sample)
         component = corpus.train.components[place.component]
@@ -58,6 +56,9 @@ def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[Sho
         text = None
         if tokenizer is not None:
             text = tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
+        ends, names = documents_of(file)
+        first_token = file.first_token + place.first_token
+        first, last = np.searchsorted(ends, [first_token, first_token + len(ids) - 1])
         yield ShownSample(
             sample=sample,
             source=component.name,
@@ -66,44 +67,22 @@ def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[Sho
             epoch=place.draw // order.samplers[place.component].sequences,
             sequence=place.sequence,
             file=str(file.path),
-            first_token=file.first_token + place.first_token,
-            documents=origins(file.path, file.index.dtype, file.index.end_of_text).between(
-                file.first_token + place.first_token, len(ids)
-            ),
+            first_token=first_token,
+            documents=names[first : last + 1],
             ids=ids,
             text=text,
         )
 
 
-class _Origins:
-    """The text from which the documents of a token file were made."""
-
-    def __init__(self, path: Path, dtype: str, end_of_text: int | None) -> None:
-        self._files: list[tuple[str, int, int]] = []
-        origins = path.with_suffix(ORIGINS)
-        ends = []
-        if Cache(path.parents[1]).read(origins) is not None:
-            self._files = [json.loads(line) for line in origins.read_bytes().splitlines()]
-            ids = np.memmap(path, dtype, "r")
-            for start in range(0, len(ids), _SCANNED_AT_ONCE_TOKENS):
-                block = ids[start : start + _SCANNED_AT_ONCE_TOKENS]
-                ends.append(start + np.flatnonzero(block == end_of_text))
-        self._ends = np.concatenate(ends or [np.empty(0, np.int64)])  # of each document
-        self._firsts = list(accumulate((count for _, _, count in self._files), initial=0))
-
-    def between(self, first_token: int, tokens: int) -> list[str]:
-        """The documents with these tokens, those of a file together."""
-        if not self._files:
-            return []
-        first, last = np.searchsorted(self._ends, [first_token, first_token + tokens - 1]).tolist()
-        named = []
-        for at in range(bisect_right(self._firsts, first) - 1, bisect_right(self._firsts, last)):
-            path, number, count = self._files[at]
-            start = number + 1 + max(0, first - self._firsts[at])
-            stop = number + 1 + min(count - 1, last - self._firsts[at])
-            numbers = f"document {start:,}" if start == stop else f"documents {start:,} to {stop:,}"
-            named.append(f"{path}, {numbers}")
-        return named
+def _documents(file: TokenFile) -> tuple[NDArray[np.int64], list[str]]:
+    """(the last token of each document, its file and number), of the whole file; or nothing."""
+    origins = file.path.with_suffix(ORIGINS)
+    if Cache(file.path.parent.parent).read(origins) is None:
+        return np.empty(0, np.int64), []
+    ids = np.memmap(file.path, file.index.dtype, "r")
+    listed = json.loads(origins.read_bytes())
+    names = [f"{path}, document {n + 1:,}" for path, numbers in listed for n in numbers]
+    return np.flatnonzero(ids == file.index.end_of_text), names
 
 
 def samples_table(samples: Iterable[ShownSample]) -> Table:
@@ -114,14 +93,12 @@ def samples_table(samples: Iterable[ShownSample]) -> Table:
     table.add_column("ids", ratio=3)
     table.add_column("text", ratio=5)
     for shown in samples:
+        documents = shown.documents or [f"token {shown.first_token:,} of {shown.file}"]
         table.add_row(
             str(shown.sample),
             Text(
                 f"{shown.source}\nepoch {shown.epoch}, sequence {shown.sequence:,}\n"
-                + (
-                    "\n".join(shortened(shown.documents, _DOCUMENTS_SHOWN))
-                    or f"token {shown.first_token:,} of {shown.file}"
-                ),
+                + "\n".join(shortened(documents, _DOCUMENTS_SHOWN)),
                 overflow="fold",
             ),
             Text(_cut_ids(shown.ids)),

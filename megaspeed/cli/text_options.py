@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from megaspeed.cli.options import utf8_text
 from megaspeed.config.data import Source
 from megaspeed.data.errors import raise_any
-from megaspeed.data.search import Found, find, on_standard_error
+from megaspeed.data.search import Found, find
 from megaspeed.data.sources import SourceFile, files_by_source
 from megaspeed.data.token_sources import token_paths
 from megaspeed.files.paths import path_problem
@@ -66,9 +66,9 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
         )
         for name in options.dataset
     ]
-    found = find([*paths, *datasets], "INPUT", on_standard_error)
+    found = find([*paths, *datasets], "INPUT", report=True)
     raise_any(_problems(options, found))
-    listed = files_by_source(found, "INPUT", on_standard_error)
+    listed = files_by_source(found, "INPUT", report=True)
     return [file for files in listed for file in files]
 
 
@@ -99,10 +99,10 @@ def _problems(options: argparse.Namespace, found: Sequence[Found]) -> Iterator[s
         )
     # A tokenization that is continued may find its own output beside its text.
     own = options.output.resolve() if "output" in options else None
-    for each in found:
-        tokens = [place for place in token_paths(each.paths) if place.resolve() != own]
+    for source, paths in found:
+        tokens = [place for place in token_paths(paths) if place.resolve() != own]
         if tokens:
             yield (
-                f"INPUT must be text, but '{each.source}' names {tokens[0]}, which holds token "
+                f"INPUT must be text, but '{source}' names {tokens[0]}, which holds token "
                 "ids; name only the text that they were made from"
             )

@@ -15,12 +15,10 @@ from pathlib import Path
 
 from megaspeed.config.data import DataConfig
 from megaspeed.data.cache import Cache, default_cache_dir
-from megaspeed.data.documents import Contents
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.hold_out import hold_out_tails, hold_out_tokens
 from megaspeed.data.mixture import Component, Mixture
 from megaspeed.data.prepared_text import Parts, PreparedText, build_text, recall_text
-from megaspeed.data.search import on_standard_error, silently
 from megaspeed.data.selection import Selection, Share, find_problems, first_ids, select_files
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_sources import open_tokens
@@ -38,8 +36,7 @@ class PreparedCorpus:
         sequence_length: S, tokens.
         seed: `data.seed`.
         reset_at_documents: whether attention and positions restart at every document.
-        contents: what is known of the documents of `data.train`; None if even their number is
-            unknown.
+        documents: describes the documents of `data.train`; None if even their number is unknown.
     """
 
     train: Mixture
@@ -48,7 +45,7 @@ class PreparedCorpus:
     sequence_length: int
     seed: int
     reset_at_documents: bool = False
-    contents: Contents | None = None
+    documents: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -167,7 +164,7 @@ def prepare_corpus(
     """
     cache = Cache((cache_dir or default_cache_dir(os.environ)).absolute(), reports_waits)
     try:
-        selection = select_files(data, on_standard_error if reports_waits else silently)
+        selection = select_files(data, report=reports_waits)
     except DataError as error:
         raise DataError(*(tuple(find_problems(data, vocab_size)) or error.problems)) from error
     raise_any(first_ids(selection.shares, vocab_size))
@@ -192,12 +189,11 @@ def _corpus_of(
     """Combines the token files of the text with the token sources into components."""
     open_share = partial(_open_tokens, cache)
     tokens = for_each(selection.train, open_share)
-    contents = text.contents
-    counts = [file.index.documents for files in tokens for file in files]
-    if counts:
-        counts += [contents.documents if contents else None] if any(text.train) else []
+    documents, described = text.documents or (None, None)
+    if counts := [file.index.documents for files in tokens for file in files]:
+        counts += [documents] if any(text.train) else []
         known = [count for count in counts if count is not None]
-        contents = Contents(sum(known)) if known == counts else None
+        described = f"{sum(known):,} documents" if known == counts else None
     if selection.validation is None:
         sides = [_hold_out(files, data) for files in tokens]
         tokens, held_out = [train for train, _ in sides], [held for _, held in sides]
@@ -213,7 +209,7 @@ def _corpus_of(
         sequence_length=data.sequence_length,
         seed=data.seed,
         reset_at_documents=data.reset_at_documents,
-        contents=contents,
+        documents=described,
     )
 
 

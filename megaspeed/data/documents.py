@@ -20,6 +20,9 @@ from megaspeed.data.errors import DataError, for_each
 from megaspeed.data.pieces import Piece, refuse
 from megaspeed.data.sources import SourceFile
 
+ORIGINS = ".origins.json"
+"""Suffix of a file in the cache that states where each document comes from (`origins_of`)."""
+
 _LARGEST_DOCUMENTS = 4
 
 
@@ -38,37 +41,6 @@ class Document:
     number: int
     size_bytes: int
     content: str
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """Figures about the documents of `data.train`.
-
-    Attributes:
-        copies: how many have the same text, to the byte, as an earlier one; None if unknown.
-        largest, share: how many documents have more than half of the text, and their part of it.
-            0 if that takes more than 4 documents, or more than a quarter of them.
-    """
-
-    documents: int
-    copies: int | None = None
-    largest: int = 0
-    share: float = 0.0
-
-    @classmethod
-    def of(cls, documents: Sequence[Document]) -> Contents:
-        sizes = [document.size_bytes for document in documents]
-        most = min(_LARGEST_DOCUMENTS, len(documents) // 4)
-        shares = [part / sum(sizes) for part in accumulate(nlargest(most, sizes))]
-        largest = next((n for n, share in enumerate(shares, start=1) if share > 0.5), 0)
-        copies = len(documents) - len({document.content for document in documents})
-        return cls(len(documents), copies, largest, shares[largest - 1] if largest else 0.0)
-
-    def __str__(self) -> str:
-        copies = "" if self.copies is None else f" ({self.copies or 'no'} exact copies of others)"
-        what = "largest is" if self.largest == 1 else f"{self.largest} largest are"
-        dominated = f", of which the {what} {self.share:.0%} of the text" if self.largest else ""
-        return f"{self.documents:,} documents{copies}{dominated}"
 
 
 class DocumentHash:
@@ -137,15 +109,27 @@ def corpus_fingerprint(documents: Iterable[Document]) -> str:
     return digest.hexdigest()
 
 
-def origins_of(documents: Iterable[Document]) -> Iterator[tuple[str, int, int]]:
-    """(path, number of the first, count) of documents that follow each other in a file."""
+def origins_of(documents: Iterable[Document]) -> bytes:
+    """JSON: the path of each file, and the numbers of its documents, in their order."""
+    files = groupby(documents, key=lambda document: document.file)
+    origins = [(str(file.path), [document.number for document in own]) for file, own in files]
+    return json.dumps(origins).encode()
 
-    def run(numbered: tuple[int, Document]) -> tuple[SourceFile, int]:
-        return numbered[1].file, numbered[1].number - numbered[0]
 
-    for (file, offset), group in groupby(enumerate(documents), run):
-        at = [place for place, _ in group]
-        yield str(file.path), at[0] + offset, len(at)
+def describe(documents: Sequence[Document]) -> str:
+    """How many there are, how many have the same text, to the byte, as an earlier one.
+
+    If at most 4 documents, and at most a quarter of all, have more than half of the text: these.
+    """
+    copies = len(documents) - len({document.content for document in documents})
+    said = f"{len(documents):,} documents ({copies or 'no'} exact copies of others)"
+    sizes = [document.size_bytes for document in documents]
+    large = nlargest(min(_LARGEST_DOCUMENTS, len(documents) // 4), sizes)
+    for count, size_bytes in enumerate(accumulate(large), start=1):
+        if (share := size_bytes / sum(sizes)) > 0.5:
+            what = "largest is" if count == 1 else f"{count} largest are"
+            return f"{said}, of which the {what} {share:.0%} of the text"
+    return said
 
 
 def document_line(file_name: str, size_bytes: int, content: str) -> bytes:

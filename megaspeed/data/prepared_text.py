@@ -9,7 +9,6 @@ change may be missed. Then delete the cache.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,9 +22,10 @@ import tokenizers
 from megaspeed.config.data import DataConfig
 from megaspeed.data.cache import Cache, cache_key
 from megaspeed.data.documents import (
-    Contents,
+    ORIGINS,
     Document,
     corpus_fingerprint,
+    describe,
     origins_of,
     read_documents,
     read_pieces,
@@ -42,7 +42,7 @@ from megaspeed.data.hold_out import (
 )
 from megaspeed.data.pieces import CUT_RULE, SKIP_BEFOREHAND
 from megaspeed.data.selection import Selection, Share
-from megaspeed.data.token_file import ORIGINS, TokenFile, TokenIndex, id_type
+from megaspeed.data.token_file import TokenFile, TokenIndex, id_type
 from megaspeed.data.tokenizer import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -75,13 +75,14 @@ class PreparedText:
         validation: those of each validation share; if a fraction is held out, of each training
             share.
         tokenizer: the tokenizer's folder; None if there is no text and no tokenizer is named.
-        contents: the documents of the training shares; None if an older version has read them.
+        documents: number and description of the documents of `data.train`; None if an older version
+            has read them.
     """
 
     train: Parts
     validation: Parts
     tokenizer: Path | None
-    contents: Contents | None
+    documents: tuple[int, str] | None
 
 
 def recall_text(
@@ -106,13 +107,13 @@ def build_text(
     tokenizer, folder = _provide_tokenizer(cache, vocab_size, selection, training)
     train = [_provide_tokens(cache, documents, tokenizer) for documents in training]
     validation = [_provide_tokens(cache, documents, tokenizer) for documents in validating]
-    held_out = validating if selection.validation is None else []
+    documents = list(chain(*training, *(validating if selection.validation is None else [])))
     recipe = {
         "train": [_name(cache, path) for path in train],
         "validation": [_name(cache, path) for path in validation],
         "held_out": [_span(cache, path, cut) for path, cut in zip(train, cuts, strict=True)],
         "tokenizer": _name(cache, folder),
-        "contents": asdict(Contents.of(list(chain(*training, *held_out)))),
+        "documents": (len(documents), describe(documents)),
     }
     if selection.is_settled():
         cache.write_index(_recipe_path(cache, data, vocab_size, selection), recipe)
@@ -158,8 +159,7 @@ def _open(cache: Cache, recipe: Facts) -> PreparedText | None:
             (file,) = train[share]
             train[share], part = hold_out_spans(file, [(span[0], span[1])])
             validation[share] += part
-    contents = recipe.get("contents")
-    return PreparedText(train, validation, folder, contents and Contents(**contents))
+    return PreparedText(train, validation, folder, recipe.get("documents"))
 
 
 def _span(cache: Cache, path: Path | None, cut: Cut | None) -> tuple[int, int] | None:
@@ -262,8 +262,7 @@ def _provide_tokens(
     )
     path = cache.root / "tokens" / f"{key}.bin"
     # Even if another corpus wrote the token file: this one may have the same text elsewhere.
-    lines = "".join(json.dumps(origin) + "\n" for origin in origins_of(documents))
-    cache.write(path.with_suffix(ORIGINS), partial(_write_content, lines.encode()))
+    cache.write(path.with_suffix(ORIGINS), partial(_write_content, origins_of(documents)))
     if TokenFile.open(cache, path) is None:
         logger.info("tokenizing %d documents", len(documents))
         cache.write(path, partial(_write_tokens, documents, tokenizer))

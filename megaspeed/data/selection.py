@@ -38,7 +38,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.pieces import SKIP_BEFOREHAND, refuse
-from megaspeed.data.search import Found, Report, find, silently
+from megaspeed.data.search import Found, find
 from megaspeed.data.sources import SourceFile, files_by_source, matched_twice
 from megaspeed.data.token_folder import is_token_folder, read_index
 from megaspeed.data.token_sources import text_beside_tokens, token_paths, why_not_tokens
@@ -104,7 +104,7 @@ class Selection:
         return are_settled((state for _, state in self.states), self.seen_at_seconds)
 
 
-def select_files(data: DataConfig, report: Report = silently) -> Selection:
+def select_files(data: DataConfig, report: bool = False) -> Selection:
     """Finds the files and reads their state. Does not read text. `report` is as in `list_files`.
 
     Raises:
@@ -217,7 +217,7 @@ def _first_records(shares: Sequence[Share]) -> Iterator[str]:
 
 
 def _find_both(
-    data: DataConfig, report: Report = silently
+    data: DataConfig, report: bool = False
 ) -> tuple[tuple[Share, ...], tuple[Share, ...] | None]:
     """(shares of training, of validation or None)."""
     listed = [(data.train_sources, "data.train")]
@@ -241,9 +241,7 @@ def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
     return text | {(str(place.resolve()), ""): str(place) for place in token_places(shares)}
 
 
-def find_shares(
-    sources: Sequence[Source], setting: str, report: Report = silently
-) -> tuple[Share, ...]:
+def find_shares(sources: Sequence[Source], setting: str, report: bool = False) -> tuple[Share, ...]:
     """The shares of a list of sources.
 
     Args:
@@ -255,17 +253,15 @@ def find_shares(
         DataError: every source that cannot be used.
     """
     found = find(sources, setting, report)
-    tokens = [tuple(token_paths(each.paths)) for each in found]
+    tokens = [tuple(token_paths(paths)) for _, paths in found]
     _check_tokens(found, tokens, setting)
     text = [each for each, paths in zip(found, tokens, strict=True) if not paths]
     listed = iter(files_by_source(text, setting, report) if text else [])
     shares = [
-        Share(
-            () if paths else tuple(next(listed)), paths, each.source.weight or 1.0, str(each.source)
-        )
-        for each, paths in zip(found, tokens, strict=True)
+        Share(() if paths else tuple(next(listed)), paths, source.weight or 1.0, str(source))
+        for (source, _), paths in zip(found, tokens, strict=True)
     ]
-    if found[0].source.weight is not None:
+    if sources[0].weight is not None:
         return tuple(shares)
     files = tuple(file for share in shares for file in share.files)
     name = ", ".join(share.name for share in shares)
@@ -281,8 +277,8 @@ def _check_tokens(found: Sequence[Found], tokens: Sequence[tuple[Path, ...]], se
     """Raises DataError if a source of tokens also matches text, or a file is matched twice."""
     first: dict[Path, tuple[Path, Source]] = {}
     problems: list[str] = []
-    for each, paths in zip(found, tokens, strict=True):
-        source, text = each.source, text_beside_tokens(each.paths) if paths else None
+    for (source, every), paths in zip(found, tokens, strict=True):
+        text = text_beside_tokens(every) if paths else None
         if text is not None:
             problems.append(
                 f"{setting}: a source is text or tokens, but '{source}' matches {text}, which is "

@@ -20,16 +20,17 @@ from __future__ import annotations
 
 import glob
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from megaspeed.config.data import BUNDLED_CORPUS, Source
 from megaspeed.data.errors import DataError, raise_any
 from megaspeed.data.pieces import OnBad, Piece, TextFormat, refuse
-from megaspeed.data.search import Found, Report, find, fixed_part, matches, silently
+from megaspeed.data.search import Found, find, fixed_part, matches
 from megaspeed.data.tables import NamedDataset, SavedDataset, Table, is_saved_dataset
 from megaspeed.data.text_files import ARCHIVES, JsonLines, PlainText
 from megaspeed.files.paths import expand_home
@@ -95,15 +96,13 @@ class SourceFile:
         return (str(self.path if is_named else self.path.resolve()), self.format.part())
 
 
-def list_files(
-    sources: Sequence[Source], setting: str, report: Report = silently
-) -> list[SourceFile]:
+def list_files(sources: Sequence[Source], setting: str, report: bool = False) -> list[SourceFile]:
     """The files of `sources`: sources in the given order, the files of each sorted by name.
 
     Args:
         sources: as in the configuration.
         setting: the key they come from, for messages: `data.train` or `data.validation`.
-        report: shows what was skipped, and a search that takes long.
+        report: whether to report skipped links, and a search that takes long, on standard error.
 
     Raises:
         DataError: a source matches nothing, cannot be read, has an unknown format, or a file is
@@ -113,9 +112,7 @@ def list_files(
     return [file for files in found for file in files]
 
 
-def files_by_source(
-    found: Sequence[Found], setting: str, report: Report = silently
-) -> list[list[SourceFile]]:
+def files_by_source(found: Sequence[Found], setting: str, report: bool) -> list[list[SourceFile]]:
     """Like `list_files`, with one list for each source. Globs skip links to files that are listed.
 
     If two links lead to one file, the first one is listed.
@@ -125,38 +122,32 @@ def files_by_source(
             f"{setting} must list at least one source, but lists none; "
             f'name a text file or a glob, or "{BUNDLED_CORPUS}"'
         )
-    listed = [[(file, file.place()) for file in _files_of(each)] for each in found]
-    named = [
-        (place, (file.path, each.source))
-        for each, files in zip(found, listed, strict=True)
-        for file, place in files
-    ]
-    first: dict[tuple[str, str], tuple[Path, Source]] = {}
-    for place, this in sorted(named, key=lambda each: each[0][0] != str(each[1][0])):
-        first.setdefault(place, this)  # a file before links to it
+    named = [[(f.place(), f, source) for f in _files_of(source, paths)] for source, paths in found]
+    first: dict[tuple[str, str], tuple[SourceFile, Source]] = {}
+    # A file before links to it.
+    for place, file, source in sorted(
+        chain(*named), key=lambda each: each[0][0] != str(each[1].path)
+    ):
+        first.setdefault(place, (file, source))
     problems: list[str | None] = []
-    kept: list[list[SourceFile]] = []
-    seen: set[tuple[str, str]] = set()
-    for each, files in zip(found, listed, strict=True):
-        is_glob = glob.has_magic(str(each.source.path))
-        problems.append(_broken_links(each, setting))
+    listed: list[list[SourceFile]] = []
+    for (source, paths), files in zip(found, named, strict=True):
+        listed.append([file for place, file, _ in files if first[place][0] is file])
+        skips_links = listed[-1] and glob.has_magic(str(source.path))
+        problems.append(_broken_links(source, paths, setting))
         if not files and not problems[-1]:
-            problems.append(_nothing_found(each.source, setting))
-        kept.append([])
-        for file, place in files:
-            is_first = first[place][0] == file.path
-            if is_first and place not in seen:
-                seen.add(place)
-                kept[-1].append(file)
-                problems.append(_unreadable(file, setting))
-            elif is_first or not is_glob or (file is files[-1][0] and not kept[-1]):
-                this = (file.path, each.source)
-                problems.append(matched_twice(setting, first[place], this))
-    links = len(named) - sum(map(len, kept))
+            problems.append(_nothing_found(source, setting))
+        problems += [_unreadable(file, setting) for file in listed[-1]]
+        for place, file, _ in files:
+            other, its_source = first[place]
+            if other is not file and (other.path == file.path or not skips_links):
+                this = (file.path, source)
+                problems.append(matched_twice(setting, (other.path, its_source), this))
     raise_any(problems)
-    if links:
-        report(f"{setting}: skipped links to files already listed: {links:,}")
-    return kept
+    links = sum(map(len, named)) - len(first)
+    if links and report:
+        sys.stderr.write(f"{setting}: skipped links to files already listed: {links:,}\n")
+    return listed
 
 
 def is_file_or_dataset(path: Path) -> bool:
@@ -178,12 +169,11 @@ def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, 
     )
 
 
-def _files_of(found: Found) -> list[SourceFile]:
-    source = found.source
+def _files_of(source: Source, paths: Sequence[Path]) -> list[SourceFile]:
     if source.dataset is not None:
         dataset = NamedDataset.of(source)
         return [SourceFile(source.dataset + dataset.part(), Path(source.dataset), dataset)]
-    return sorted(_files_at(source, found.paths), key=lambda file: file.name)
+    return sorted(_files_at(source, paths), key=lambda file: file.name)
 
 
 def _files_at(source: Source, paths: Sequence[Path]) -> Iterator[SourceFile]:
@@ -192,19 +182,18 @@ def _files_at(source: Source, paths: Sequence[Path]) -> Iterator[SourceFile]:
             yield SourceFile(path.relative_to(_library_folder()).as_posix(), path)
         return
     path = expand_home(str(source.path))
-    root = None if is_file_or_dataset(path) else fixed_part(path).absolute()
+    root = (path.parent if is_file_or_dataset(path) else fixed_part(path)).absolute()
     for match in filter(is_file_or_dataset, paths):
-        name = path.name if root is None else match.relative_to(root).as_posix()
-        yield SourceFile(name, match, _format_of(match, source))
+        yield SourceFile(match.relative_to(root).as_posix(), match, _format_of(match, source))
 
 
-def _broken_links(found: Found, setting: str) -> str | None:
+def _broken_links(source: Source, paths: Sequence[Path], setting: str) -> str | None:
     """The problem that a glob matches links to files that do not exist; None if there are none."""
-    broken = [path for path in found.paths if not os.path.exists(path) and path.is_symlink()]
+    broken = [path for path in paths if path.is_symlink() and not os.path.exists(path)]
     if not broken:
         return None
     return (
-        f"{setting}: a link must lead to a file, but of '{found.source}', {len(broken):,} "
+        f"{setting}: a link must lead to a file, but of '{source}', {len(broken):,} "
         f"are broken, the first {broken[0]}; restore their files, remove the links, or exclude "
         f'them with "!{broken[0]}"'
     )
@@ -281,8 +270,8 @@ def _nothing_found(source: Source, setting: str) -> str:
     path = expand_home(str(source.path))
     if path.is_dir():
         inside = Path(glob.escape(str(path)), "**")
-        files = filter(os.path.isfile, islice(matches(inside), 10_000))
-        readable = (file for file in files if not _why_refused(file))
+        files = filter(os.path.isfile, islice(chain.from_iterable(matches(inside)), 10_000))
+        readable = (file for file in map(Path, files) if not _why_refused(file))
         inside /= f"*{next((file.suffix for file in readable), '.txt')}"
         return (
             f"{setting}: a source must be a file, a glob or a folder that save_to_disk of datasets "

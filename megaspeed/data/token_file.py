@@ -25,9 +25,6 @@ TokenDtype = Literal["<u1", "<i1", "<u2", "<i2", "<i4", "<u4", "<i8"]
 IdType = Literal["<u2", "<u4"]
 """The types of ids that megaspeed writes."""
 
-ORIGINS = ".origins.jsonl"
-"""Suffix of a file in the cache that states where each document comes from (`origins_of`)."""
-
 _SCANNED_AT_ONCE_TOKENS = 1 << 24
 
 

@@ -82,10 +82,8 @@ def test_the_documents_of_a_sample_are_named_by_file_and_number(
         for sample in samples:
             named = []
             for place in sample["documents"]:
-                path, numbers = place.rsplit(", ", 1)
-                bounds = [int(number) for number in re.findall(r"\d+", numbers)]
-                text = words["ab".index(Path(path).stem)]
-                named += text[bounds[0] - 1 : bounds[-1]]
+                path, number = re.fullmatch(r"(.*), document (\d+)", place).groups()
+                named.append(words["ab".index(Path(path).stem)][int(number) - 1])
             parts = sample["text"].split("<|endoftext|>")
             assert len(parts) - (not parts[-1]) == len(named)
             assert all(part in text for part, text in zip(parts, named, strict=False))
@@ -93,7 +91,7 @@ def test_the_documents_of_a_sample_are_named_by_file_and_number(
         f"{texts}/a.jsonl",
         f"{texts}/b.txt",
     }
-    assert "documents " in capsys.readouterr().out
+    assert ", document " in capsys.readouterr().out
     run = load_run(config, world_size=1, world_source="test")
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
     for origins in config.with_name("cache").glob("tokens/*.origins.jsonl"):

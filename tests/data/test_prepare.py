@@ -16,7 +16,6 @@ import pytest
 
 from megaspeed.config.data import DataConfig
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
-from megaspeed.data.documents import Contents
 from megaspeed.data.errors import DataError
 from megaspeed.data.mixture import Mixture
 from megaspeed.data.selection import find_problems, select_files
@@ -121,16 +120,17 @@ def test_the_documents_are_counted_when_they_are_read_and_then_known(
     cache_dir, corpus = prepared
     files = [path for path in (*STDLIB.glob("json/*.py"), *STDLIB.glob("email/*.py"))]
     texts = [text for path in files if (text := path.read_bytes())]
-    assert corpus.contents == Contents(len(texts), len(texts) - len(set(texts)))
+    assert len(texts) == len(set(texts))
+    assert corpus.documents == f"{len(texts)} documents (no exact copies of others)"
     again = prepare_corpus(config(), 512, cache_dir=cache_dir)
-    assert again.contents == corpus.contents
+    assert again.documents == corpus.documents
     shutil.copytree(cache_dir, tmp_path / "old")
     (recipe,) = (tmp_path / "old" / "recipes").iterdir()
     facts = read_sealed(recipe)
-    assert facts is not None and facts.pop("contents")
+    assert facts is not None and facts.pop("documents")
     write_sealed(recipe, facts)
     old = prepare_corpus(config(), 512, cache_dir=tmp_path / "old")
-    assert old.contents is None and old.fingerprint == corpus.fingerprint
+    assert old.documents is None and old.fingerprint == corpus.fingerprint
 
 
 def test_copies_and_documents_that_dominate_are_named(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_copies_and_documents_that_dominate_are_named(tmp_path: Path) -> None:
     corpus = prepare_corpus(
         config(train=[f"{tmp_path}/a.txt"], sequence_length=4), 300, cache_dir=tmp_path / "cache"
     )
-    assert str(corpus.contents) == (
+    assert corpus.documents == (
         "19 documents (3 exact copies of others), of which the 3 largest are 66% of the text"
     )
 

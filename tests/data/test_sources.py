@@ -155,21 +155,23 @@ def problem_of(*sources: str) -> str:
     return problem
 
 
-def test_links_to_files_that_are_listed_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_links_to_files_that_are_listed_are_skipped_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each was a problem that ended the run: 47 of them in one folder."""
     touch(tmp_path, "b.txt", "c.txt", "links/d.txt")
     for number in range(46):
         (tmp_path / f"a{number:02}.txt").symlink_to("b.txt")
     (tmp_path / "links/c.txt").symlink_to("../c.txt")
-    lines: list[str] = []
     for order in (["*.txt", "links/*"], ["links/*", "*.txt"]):
         sources = [Source(path=f"{tmp_path}/{pattern}") for pattern in order]
-        listed = list_files(sources, "data.train", lines.append)
+        listed = list_files(sources, "data.train", report=True)
         assert {file.path.relative_to(tmp_path).as_posix() for file in listed} == {
             "b.txt",
             "c.txt",
             "links/d.txt",
         }
+    lines = capsys.readouterr().err.splitlines()
     assert lines == ["data.train: skipped links to files already listed: 47"] * 2
 
 
@@ -222,13 +224,12 @@ def test_globs_match_as_in_pythons_glob(tmp_path: Path) -> None:
 
 
 def test_a_search_that_takes_long_is_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     touch(tmp_path, "a.txt", "b.txt", "sub/c.txt", "sub/sub/d.txt")
     monkeypatch.setattr(search, "_REPORTED_AFTER_SECONDS", -1.0)
-    lines: list[str] = []
-    list_files([Source(path=f"{tmp_path}/**/*.txt")], "data.train", lines.append)
-    assert lines == [f"looking for files below {tmp_path}: 2 found so far"]
+    list_files([Source(path=f"{tmp_path}/**/*.txt")], "data.train", report=True)
+    assert capsys.readouterr().err == f"looking for files below {tmp_path}: 2 found so far\n"
 
 
 def test_an_exclusion_removes_files_from_the_sources_before_it(
