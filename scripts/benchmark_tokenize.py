@@ -37,7 +37,8 @@ from tokenizers import Tokenizer
 
 from megaspeed.config.data import Source
 from megaspeed.data.documents import read_documents
-from megaspeed.data.sources import list_files
+from megaspeed.data.search import find
+from megaspeed.data.sources import files_by_source
 from megaspeed.data.tokenizer import train_tokenizer
 
 DOCUMENTS_AT_ONCE = 1000
@@ -82,7 +83,8 @@ def powers_of_two() -> list[int]:
 
 def prepare(folder: Path, options: argparse.Namespace) -> Path:
     """Writes the text once and ten times, and a tokenizer for it."""
-    files = list_files([Source(path="python-stdlib")], "INPUT")[: options.files]
+    (files,) = files_by_source(find([Source(path="python-stdlib")], "INPUT"), "INPUT", report=False)
+    files = files[: options.files]
     train_tokenizer(read_documents(files), options.vocab_size).save(folder / "tokenizer")
     lines = [json.dumps({"text": file.path.read_text("utf-8")}) + "\n" for file in files]
     (folder / "text.jsonl").write_text("".join(lines) * options.copies)

@@ -10,10 +10,6 @@ BUNDLED_CORPUS = "python-stdlib"
 """A source that every machine has: the files of Python's standard library."""
 
 
-EXCLUDES = "!"
-"""A path that begins with it excludes files, as in .gitignore."""
-
-
 class Source(Section):
     """A source of text or of token ids, with its settings."""
 
@@ -42,7 +38,7 @@ class Source(Section):
         if (self.path is None) == (self.dataset is None):
             raise ValueError("an object that states either path or dataset")
         if self.excludes and self.model_fields_set != {"path"}:
-            raise ValueError(f'"{EXCLUDES}" and a path, without other keys, to exclude files')
+            raise ValueError('"!" and a path, without other keys, to exclude files')
         only = {"configuration": self.configuration, "revision": self.revision}
         stated = [name for name, value in only.items() if value is not None]
         stated += ["streaming"] if self.streaming else []
@@ -53,8 +49,8 @@ class Source(Section):
 
     @property
     def excludes(self) -> bool:
-        """Whether it removes files from the sources before it."""
-        return self.path is not None and self.path.startswith(EXCLUDES)
+        """Whether it removes files from the sources before it, as in .gitignore."""
+        return self.path is not None and self.path.startswith("!")
 
     def __str__(self) -> str:
         return str(self.path if self.dataset is None else self.dataset)

@@ -13,17 +13,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from heapq import nlargest
-from itertools import accumulate, chain, groupby
+from itertools import chain, groupby
 
 from megaspeed.data.errors import DataError, for_each
 from megaspeed.data.pieces import Piece, refuse
 from megaspeed.data.sources import SourceFile
-
-ORIGINS = ".origins.json"
-"""Suffix of a file in the cache that states where each document comes from (`origins_of`)."""
-
-_LARGEST_DOCUMENTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +101,6 @@ def corpus_fingerprint(documents: Iterable[Document]) -> str:
     for document in documents:
         digest.update(document_line(document.file.name, document.size_bytes, document.content))
     return digest.hexdigest()
-
-
-def origins_of(documents: Iterable[Document]) -> bytes:
-    """JSON: the path of each file, and the numbers of its documents, in their order."""
-    files = groupby(documents, key=lambda document: document.file)
-    origins = [(str(file.path), [document.number for document in own]) for file, own in files]
-    return json.dumps(origins).encode()
-
-
-def describe(documents: Sequence[Document]) -> str:
-    """How many there are, how many have the same text, to the byte, as an earlier one.
-
-    If at most 4 documents, and at most a quarter of all, have more than half of the text: these.
-    """
-    copies = len(documents) - len({document.content for document in documents})
-    said = f"{len(documents):,} documents ({copies or 'no'} exact copies of others)"
-    sizes = [document.size_bytes for document in documents]
-    large = nlargest(min(_LARGEST_DOCUMENTS, len(documents) // 4), sizes)
-    for count, size_bytes in enumerate(accumulate(large), start=1):
-        if (share := size_bytes / sum(sizes)) > 0.5:
-            what = "largest is" if count == 1 else f"{count} largest are"
-            return f"{said}, of which the {what} {share:.0%} of the text"
-    return said
 
 
 def document_line(file_name: str, size_bytes: int, content: str) -> bytes:

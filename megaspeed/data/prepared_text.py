@@ -13,7 +13,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
+from heapq import nlargest
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,15 +22,7 @@ import tokenizers
 
 from megaspeed.config.data import DataConfig
 from megaspeed.data.cache import Cache, cache_key
-from megaspeed.data.documents import (
-    ORIGINS,
-    Document,
-    corpus_fingerprint,
-    describe,
-    origins_of,
-    read_documents,
-    read_pieces,
-)
+from megaspeed.data.documents import Document, corpus_fingerprint, read_documents, read_pieces
 from megaspeed.data.encode import encode
 from megaspeed.data.errors import for_each, raise_any
 from megaspeed.data.hold_out import (
@@ -61,6 +54,9 @@ logger = logging.getLogger(__name__)
 _TOKENS_FORMAT = 2
 _TOKENIZER_FORMAT = 2
 _RECIPE_FORMAT = 4
+
+ORIGINS = ".origins.json"
+"""Suffix of the file beside a token file with each file of text and its documents' numbers."""
 
 Parts = list[tuple[TokenFile, ...]]
 """The token files of each share, or parts of them; empty if it has none."""
@@ -113,13 +109,29 @@ def build_text(
         "validation": [_name(cache, path) for path in validation],
         "held_out": [_span(cache, path, cut) for path, cut in zip(train, cuts, strict=True)],
         "tokenizer": _name(cache, folder),
-        "documents": (len(documents), describe(documents)),
+        "documents": (len(documents), _described(documents)),
     }
     if selection.is_settled():
         cache.write_index(_recipe_path(cache, data, vocab_size, selection), recipe)
     text = _open(cache, recipe)
     assert text is not None, recipe
     return text
+
+
+def _described(documents: Sequence[Document]) -> str:
+    """Their number, that of exact copies, and the largest: at most 4, and a quarter of all.
+
+    The largest are named only if they have more than half of the text.
+    """
+    copies = len(documents) - len({document.content for document in documents})
+    said = f"{len(documents):,} documents ({copies or 'no'} exact copies of others)"
+    sizes = [document.size_bytes for document in documents]
+    largest = accumulate(nlargest(min(4, len(documents) // 4), sizes))
+    for count, size_bytes in enumerate(largest, start=1):
+        if (share := size_bytes / sum(sizes)) > 0.5:
+            what = "largest is" if count == 1 else f"{count} largest are"
+            return f"{said}, of which the {what} {share:.0%} of the text"
+    return said
 
 
 def _name(cache: Cache, path: Path | None) -> str | None:
@@ -262,7 +274,9 @@ def _provide_tokens(
     )
     path = cache.root / "tokens" / f"{key}.bin"
     # Even if another corpus wrote the token file: this one may have the same text elsewhere.
-    cache.write(path.with_suffix(ORIGINS), partial(_write_content, origins_of(documents)))
+    by_file = groupby(documents, key=lambda document: document.file)
+    origins = [(str(file.path), [each.number for each in group]) for file, group in by_file]
+    cache.write_index(path.with_suffix(ORIGINS), {"documents": origins})
     if TokenFile.open(cache, path) is None:
         logger.info("tokenizing %d documents", len(documents))
         cache.write(path, partial(_write_tokens, documents, tokenizer))

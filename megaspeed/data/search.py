@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from itertools import takewhile
 from pathlib import Path
 
-from megaspeed.config.data import BUNDLED_CORPUS, EXCLUDES, Source
+from megaspeed.config.data import BUNDLED_CORPUS, Source
 from megaspeed.data.errors import raise_any
 from megaspeed.files.paths import expand_home
 
@@ -37,7 +37,7 @@ def find(sources: Sequence[Source], setting: str, report: bool = False) -> list[
             is_path = source.path not in (None, BUNDLED_CORPUS)
             found.append((source, paths_at(str(source.path), report) if is_path else []))
             continue
-        pattern, before = _exclusion(str(source.path)), found
+        pattern, before = _exclusion(str(source.path)[1:]), found
         found = [
             (each, [path for path in paths if not _excludes(pattern, path.parts)])
             for each, paths in before
@@ -115,7 +115,6 @@ def fixed_part(pattern: Path) -> Path:
 
 
 def _exclusion(text: str) -> tuple[str, ...]:
-    text = text.removeprefix(EXCLUDES)
     if "/" not in text.rstrip("/"):  # a name in any folder, as in .gitignore
         return ("**", text.rstrip("/"))
     return Path(os.path.abspath(expand_home(text))).parts

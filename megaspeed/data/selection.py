@@ -105,7 +105,7 @@ class Selection:
 
 
 def select_files(data: DataConfig, report: bool = False) -> Selection:
-    """Finds the files and reads their state. Does not read text. `report` is as in `list_files`.
+    """Finds the files and reads their state. Does not read text. `report` is as in `find_shares`.
 
     Raises:
         DataError: every problem with the sources, or with the choice of the tokenizer.
@@ -241,13 +241,13 @@ def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
     return text | {(str(place.resolve()), ""): str(place) for place in token_places(shares)}
 
 
-def find_shares(sources: Sequence[Source], setting: str, report: bool = False) -> tuple[Share, ...]:
+def find_shares(sources: Sequence[Source], setting: str, report: bool) -> tuple[Share, ...]:
     """The shares of a list of sources.
 
     Args:
         sources: at least one; all of them have a weight or none has.
         setting: the key they come from, for messages: `data.train` or `data.validation`.
-        report: as in `list_files`.
+        report: whether to report on standard error what was skipped, and a search that takes long.
 
     Raises:
         DataError: every source that cannot be used.

@@ -30,7 +30,7 @@ from pathlib import Path
 from megaspeed.config.data import BUNDLED_CORPUS, Source
 from megaspeed.data.errors import DataError, raise_any
 from megaspeed.data.pieces import OnBad, Piece, TextFormat, refuse
-from megaspeed.data.search import Found, find, fixed_part, matches
+from megaspeed.data.search import Found, fixed_part, matches
 from megaspeed.data.tables import NamedDataset, SavedDataset, Table, is_saved_dataset
 from megaspeed.data.text_files import ARCHIVES, JsonLines, PlainText
 from megaspeed.files.paths import expand_home
@@ -96,26 +96,19 @@ class SourceFile:
         return (str(self.path if is_named else self.path.resolve()), self.format.part())
 
 
-def list_files(sources: Sequence[Source], setting: str, report: bool = False) -> list[SourceFile]:
-    """The files of `sources`: sources in the given order, the files of each sorted by name.
+def files_by_source(found: Sequence[Found], setting: str, report: bool) -> list[list[SourceFile]]:
+    """The files of each source, sorted by name. Globs skip links to files that are listed.
+
+    If two links lead to one file, the first one is listed.
 
     Args:
-        sources: as in the configuration.
+        found: from `find`.
         setting: the key they come from, for messages: `data.train` or `data.validation`.
-        report: whether to report skipped links, and a search that takes long, on standard error.
+        report: whether to report on standard error how many links were skipped.
 
     Raises:
         DataError: a source matches nothing, cannot be read, has an unknown format, or a file is
             matched twice; all such problems at once.
-    """
-    found = files_by_source(find(sources, setting, report), setting, report)
-    return [file for files in found for file in files]
-
-
-def files_by_source(found: Sequence[Found], setting: str, report: bool) -> list[list[SourceFile]]:
-    """Like `list_files`, with one list for each source. Globs skip links to files that are listed.
-
-    If two links lead to one file, the first one is listed.
     """
     if not found:
         raise DataError(
@@ -134,8 +127,14 @@ def files_by_source(found: Sequence[Found], setting: str, report: bool) -> list[
     for (source, paths), files in zip(found, named, strict=True):
         listed.append([file for place, file, _ in files if first[place][0] is file])
         skips_links = listed[-1] and glob.has_magic(str(source.path))
-        problems.append(_broken_links(source, paths, setting))
-        if not files and not problems[-1]:
+        broken = [path for path in paths if path.is_symlink() and not os.path.exists(path)]
+        if broken:
+            problems.append(
+                f"{setting}: a link must lead to a file, but of '{source}', {len(broken):,} are "
+                f"broken, the first {broken[0]}; restore their files, remove the links, or exclude "
+                f'them with "!{broken[0]}"'
+            )
+        elif not files:
             problems.append(_nothing_found(source, setting))
         problems += [_unreadable(file, setting) for file in listed[-1]]
         for place, file, _ in files:
@@ -185,18 +184,6 @@ def _files_at(source: Source, paths: Sequence[Path]) -> Iterator[SourceFile]:
     root = (path.parent if is_file_or_dataset(path) else fixed_part(path)).absolute()
     for match in filter(is_file_or_dataset, paths):
         yield SourceFile(match.relative_to(root).as_posix(), match, _format_of(match, source))
-
-
-def _broken_links(source: Source, paths: Sequence[Path], setting: str) -> str | None:
-    """The problem that a glob matches links to files that do not exist; None if there are none."""
-    broken = [path for path in paths if path.is_symlink() and not os.path.exists(path)]
-    if not broken:
-        return None
-    return (
-        f"{setting}: a link must lead to a file, but of '{source}', {len(broken):,} "
-        f"are broken, the first {broken[0]}; restore their files, remove the links, or exclude "
-        f'them with "!{broken[0]}"'
-    )
 
 
 def _library_folder() -> Path:

@@ -12,7 +12,7 @@ from megaspeed.config.data import Source
 from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import PIECE_BYTES, SKIP_BEFOREHAND, BadRecord
-from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.sources import SourceFile
 from tests.data.written_formats import (
     json_lines,
     own_datasets_cache,
@@ -23,6 +23,7 @@ from tests.data.written_formats import (
     write_table,
     zst,
 )
+from tests.support.text import list_files
 
 __all__ = ["own_datasets_cache"]
 

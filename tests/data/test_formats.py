@@ -8,7 +8,7 @@ import pytest
 from megaspeed.config.data import Source
 from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
 from megaspeed.data.pieces import PIECE_BYTES
-from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.sources import SourceFile
 from tests.data.written_formats import (
     FORMATS,
     json_lines,
@@ -17,6 +17,7 @@ from tests.data.written_formats import (
     write_table,
     written,
 )
+from tests.support.text import list_files
 
 __all__ = ["own_datasets_cache"]
 

@@ -12,9 +12,10 @@ from megaspeed.config.data import Source
 from megaspeed.data import search
 from megaspeed.data.errors import DataError
 from megaspeed.data.search import paths_at
-from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.sources import SourceFile
 from megaspeed.data.tables import Table
 from megaspeed.data.text_files import JsonLines, PlainText
+from tests.support.text import list_files
 
 
 def names(*sources: str | Source) -> list[str]:

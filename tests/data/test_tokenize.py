@@ -22,7 +22,7 @@ from megaspeed.data.cache import Cache
 from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
 from megaspeed.data.encode import encode
 from megaspeed.data.errors import DataError
-from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.sources import SourceFile
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_folder import Progress, TokenFolderIndex, open_token_folder, read_index
 from megaspeed.data.token_sources import token_paths
@@ -30,6 +30,7 @@ from megaspeed.data.tokenize import tokenize
 from megaspeed.data.tokenizer import TextTokenizer
 from tests.data.watching import Record, contents
 from tests.data.words import WORDS, documents
+from tests.support.text import list_files
 
 TEXTS = list(documents(40_000))
 

@@ -20,12 +20,13 @@ from megaspeed.config.data import Source
 from megaspeed.data import encode as encode_module
 from megaspeed.data import tokenize as module
 from megaspeed.data.errors import DataError
-from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.sources import SourceFile
 from megaspeed.data.tokenize import tokenize
 from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.files.json_values import write_sealed
 from tests.data.watching import Record, Stop, contents
 from tests.data.words import documents, write_json_lines
+from tests.support.text import list_files
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from megaspeed.config.data import Source
 from megaspeed.data import tokenizer as tokenizer_module
 from megaspeed.data.documents import Document, read_documents
 from megaspeed.data.errors import DataError
-from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.sources import SourceFile
 from megaspeed.data.tokenizer import (
     END_OF_TEXT,
     TextTokenizer,
@@ -28,6 +28,7 @@ from megaspeed.data.tokenizer import (
 )
 from megaspeed.files.durable import new_folder
 from tests.data import words
+from tests.support.text import list_files
 
 LIBRARY = Source(path=f"{sysconfig.get_path('stdlib')}/json/*.py")
 

@@ -13,7 +13,8 @@ from pyarrow import parquet
 
 from megaspeed.config.data import Source
 from megaspeed.data.pieces import Piece
-from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.sources import SourceFile
+from tests.support.text import list_files
 
 Texts = Sequence[str | None]
 

@@ -19,9 +19,9 @@ from megaspeed.cli.bar_or_lines import BarOrLines
 from megaspeed.cli.evaluate import EvaluationProgress
 from megaspeed.cli.model_options import add_model_options
 from megaspeed.config.data import Source
-from megaspeed.data.sources import list_files
 from megaspeed.hugging_face.perplexity import Score
 from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
+from tests.support.text import list_files
 
 TEXT = LICENSE.read_text()[:700]
 OPENS = "a document begins with <|endoftext|> (id 0); --opening changes this\n"
