@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -12,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from megaspeed.config.errors import shortened
+from megaspeed.data.cache import Cache
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.prepared_text import ORIGINS
 from megaspeed.data.sampler import Rows, TrainingOrder
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.tokenizer import load_tokenizer
-from megaspeed.files.json_values import read_sealed
 
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 300
@@ -75,12 +76,12 @@ def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[Sho
 
 def _documents(file: TokenFile) -> tuple[NDArray[np.int64], list[str]]:
     """(the last token of each document, its file and number), of the whole file; or nothing."""
-    origins = read_sealed(file.path.with_suffix(ORIGINS))
-    if origins is None:
+    origins = file.path.with_suffix(ORIGINS)
+    if Cache(file.path.parent.parent).read(origins) is None:
         return np.empty(0, np.int64), []
     ids = np.memmap(file.path, file.index.dtype, "r")
-    listed = ((path, number) for path, numbers in origins["documents"] for number in numbers)
-    names = [f"{path}, document {number + 1:,}" for path, number in listed]
+    listed = json.loads(origins.read_bytes())
+    names = [f"{path}, document {n + 1:,}" for path, numbers in listed for n in numbers]
     return np.flatnonzero(ids == file.index.end_of_text), names
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from megaspeed.cli.options import utf8_text
 from megaspeed.config.data import Source
@@ -68,8 +69,7 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
     ]
     found = find([*paths, *datasets], "INPUT", report=True)
     raise_any(_problems(options, found))
-    listed = files_by_source(found, "INPUT", report=True)
-    return [file for files in listed for file in files]
+    return list(chain(*files_by_source(found, "INPUT", report=True)))
 
 
 def _not_empty(text: str) -> str:

@@ -9,6 +9,7 @@ change may be missed. Then delete the cache.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -276,7 +277,8 @@ def _provide_tokens(
     # Even if another corpus wrote the token file: this one may have the same text elsewhere.
     by_file = groupby(documents, key=lambda document: document.file)
     origins = [(str(file.path), [each.number for each in group]) for file, group in by_file]
-    cache.write_index(path.with_suffix(ORIGINS), {"documents": origins})
+    content = json.dumps(origins).encode()
+    cache.write(path.with_suffix(ORIGINS), partial(_write_content, content))
     if TokenFile.open(cache, path) is None:
         logger.info("tokenizing %d documents", len(documents))
         cache.write(path, partial(_write_tokens, documents, tokenizer))

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 from megaspeed.config.data import BUNDLED_CORPUS, Source
@@ -38,10 +38,7 @@ def find(sources: Sequence[Source], setting: str, report: bool = False) -> list[
             found.append((source, paths_at(str(source.path), report) if is_path else []))
             continue
         pattern, before = _exclusion(str(source.path)[1:]), found
-        found = [
-            (each, [path for path in paths if not _excludes(pattern, path.parts)])
-            for each, paths in before
-        ]
+        found = [(s, [p for p in paths if not _excludes(pattern, p.parts)]) for s, paths in before]
         if found == before:
             problems.append(
                 f"{setting}: an exclusion must remove a file of the sources before it, but "
@@ -82,11 +79,11 @@ def matches(pattern: Path) -> Iterator[list[str]]:
 
     `**` enters each folder once, so links in a circle end.
     """
-    above = list(takewhile("**".__ne__, pattern.parts))
-    below = pattern.parts[len(above) + 1 :] or ("*",)
-    if len(above) == len(pattern.parts):
+    if "**" not in pattern.parts:
         yield glob.glob(str(pattern))
         return
+    above = list(takewhile("**".__ne__, pattern.parts))
+    below = pattern.parts[len(above) + 1 :] or ("*",)
     for top in glob.glob(str(Path(*above))):
         for folder in _folders_from(top):
             yield from matches(Path(glob.escape(folder), *below))
@@ -97,16 +94,14 @@ def _folders_from(top: str) -> Iterator[str]:
 
     So a file is found below its real folder if possible. A link to a folder above leads nowhere.
     """
-    entered = set(map(str, Path(top).resolve().parents))
-    starts = [top]
-    for start in starts:
-        for folder, names, _ in os.walk(start):
-            real = os.path.realpath(folder)
-            names[:] = [] if real in entered else sorted(n for n in names if n[0] != ".")
-            if real not in entered:
-                entered.add(real)
-                starts += filter(os.path.islink, (os.path.join(folder, name) for name in names))
-                yield folder
+    entered, starts = set(map(str, Path(top).resolve().parents)), [top]
+    for folder, names, _ in chain.from_iterable(map(os.walk, starts)):  # its links become starts
+        real = os.path.realpath(folder)
+        names[:] = [] if real in entered else sorted(n for n in names if n[0] != ".")
+        if real not in entered:
+            entered.add(real)
+            starts += filter(os.path.islink, (os.path.join(folder, name) for name in names))
+            yield folder
 
 
 def fixed_part(pattern: Path) -> Path:

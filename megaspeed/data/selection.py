@@ -184,7 +184,7 @@ def find_problems(data: DataConfig, vocab_size: int) -> Iterator[str]:
     """Every problem that can be found without reading the corpus, as soon as it is found."""
     shares: Sequence[Share] = ()
     try:
-        train, validation = _find_both(data)
+        train, validation = _find_both(data, report=False)
         shares = (*train, *(validation or ()))
     except DataError as error:
         yield from error.problems
@@ -217,7 +217,7 @@ def _first_records(shares: Sequence[Share]) -> Iterator[str]:
 
 
 def _find_both(
-    data: DataConfig, report: bool = False
+    data: DataConfig, report: bool
 ) -> tuple[tuple[Share, ...], tuple[Share, ...] | None]:
     """(shares of training, of validation or None)."""
     listed = [(data.train_sources, "data.train")]

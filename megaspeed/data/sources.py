@@ -97,14 +97,10 @@ class SourceFile:
 
 
 def files_by_source(found: Sequence[Found], setting: str, report: bool) -> list[list[SourceFile]]:
-    """The files of each source, sorted by name. Globs skip links to files that are listed.
+    """The files of each source, sorted by name. If `report`, skipped links are reported.
 
-    If two links lead to one file, the first one is listed.
-
-    Args:
-        found: from `find`.
-        setting: the key they come from, for messages: `data.train` or `data.validation`.
-        report: whether to report on standard error how many links were skipped.
+    Globs skip links to files that are listed. If two links lead to one file, the first one is
+    listed. `setting` is the key that the sources come from: `data.train` or `data.validation`.
 
     Raises:
         DataError: a source matches nothing, cannot be read, has an unknown format, or a file is
@@ -117,10 +113,8 @@ def files_by_source(found: Sequence[Found], setting: str, report: bool) -> list[
         )
     named = [[(f.place(), f, source) for f in _files_of(source, paths)] for source, paths in found]
     first: dict[tuple[str, str], tuple[SourceFile, Source]] = {}
-    # A file before links to it.
-    for place, file, source in sorted(
-        chain(*named), key=lambda each: each[0][0] != str(each[1].path)
-    ):
+    in_order = sorted(chain(*named), key=lambda each: each[0][0] != str(each[1].path))
+    for place, file, source in in_order:  # a file before links to it
         first.setdefault(place, (file, source))
     problems: list[str | None] = []
     listed: list[list[SourceFile]] = []
@@ -181,9 +175,10 @@ def _files_at(source: Source, paths: Sequence[Path]) -> Iterator[SourceFile]:
             yield SourceFile(path.relative_to(_library_folder()).as_posix(), path)
         return
     path = expand_home(str(source.path))
-    root = (path.parent if is_file_or_dataset(path) else fixed_part(path)).absolute()
+    root = None if is_file_or_dataset(path) else fixed_part(path).absolute()
     for match in filter(is_file_or_dataset, paths):
-        yield SourceFile(match.relative_to(root).as_posix(), match, _format_of(match, source))
+        name = path.name if root is None else match.relative_to(root).as_posix()
+        yield SourceFile(name, match, _format_of(match, source))
 
 
 def _library_folder() -> Path:

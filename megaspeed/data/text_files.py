@@ -37,7 +37,6 @@ ARCHIVES = {".gz": "gzip", ".zst": "zstd"}
 
 DOCUMENT_SEPARATOR = b"<|endoftext|>"
 _BYTE_ORDER_MARK = "\ufeff"  # ignored at the beginning of a file
-_BOM_BYTES = _BYTE_ORDER_MARK.encode()
 _READ_BYTES = 1 << 16
 # Longer than any document worth having. Reading such a line takes three times as much memory.
 _LONGEST_LINE_BYTES = 1 << 30
@@ -79,16 +78,13 @@ class ByteStream:
         return bytes(found)
 
     def line(self) -> bytes:
-        """The next line with its line end; empty at the end of the file, or before damage.
-
-        Of a line that is too long, at most a byte more than its limit.
-        """
+        """The next line and its end, or the start of one that is too long; empty after the last."""
         self.lines += 1
         return self._next(self._bytes.readline, _LONGEST_LINE_BYTES + 1)
 
     def skip_line(self) -> None:
         """Reads on to the end of a line, and keeps nothing of it."""
-        while (rest := self._next(self._bytes.readline, _READ_BYTES)) and rest[-1:] != b"\n":
+        while self._next(self._bytes.readline, _READ_BYTES)[-1:] not in (b"", b"\n"):
             pass
 
     def report_damage(self, on_bad: OnBad) -> None:
@@ -226,7 +222,9 @@ class JsonLines(TextFormat):
             while line := stream.line():
                 text = ""
                 try:
-                    text = self._text_of(line if start else line.removeprefix(_BOM_BYTES))
+                    text = self._text_of(
+                        line if start else line.removeprefix(_BYTE_ORDER_MARK.encode())
+                    )
                 except _NoText as wrong:
                     where = f"line {stream.lines:,} (byte {start:,})"
                     hint = stream.damage_hint if wrong.may_be_damage else ""
