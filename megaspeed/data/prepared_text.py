@@ -120,10 +120,7 @@ def build_text(
 
 
 def _described(documents: Sequence[Document]) -> str:
-    """Their number, that of exact copies, and the largest: at most 4, and a quarter of all.
-
-    The largest are named only if they have more than half of the text.
-    """
+    """Their number, exact copies, and the at most 4 largest if they have more than half of all."""
     copies = len(documents) - len({document.content for document in documents})
     said = f"{len(documents):,} documents ({copies or 'no'} exact copies of others)"
     sizes = [document.size_bytes for document in documents]

@@ -39,9 +39,9 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.pieces import SKIP_BEFOREHAND, refuse
 from megaspeed.data.search import Found, find
-from megaspeed.data.sources import SourceFile, files_by_source, matched_twice
+from megaspeed.data.sources import SourceFile, files_by_source, is_file_or_dataset, matched_twice
 from megaspeed.data.token_folder import is_token_folder, read_index
-from megaspeed.data.token_sources import text_beside_tokens, token_paths, why_not_tokens
+from megaspeed.data.token_sources import token_paths, why_not_tokens
 from megaspeed.data.tokenizer import (
     TOKENIZER_FILE,
     TRAIN,
@@ -278,7 +278,8 @@ def _check_tokens(found: Sequence[Found], tokens: Sequence[tuple[Path, ...]], se
     first: dict[Path, tuple[Path, Source]] = {}
     problems: list[str] = []
     for (source, every), paths in zip(found, tokens, strict=True):
-        text = text_beside_tokens(every) if paths else None
+        others = [path for path in every if not token_paths([path])] if paths else []
+        text = next(filter(is_file_or_dataset, others), None)
         if text is not None:
             problems.append(
                 f"{setting}: a source is text or tokens, but '{source}' matches {text}, which is "

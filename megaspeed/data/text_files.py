@@ -36,7 +36,7 @@ ARCHIVES = {".gz": "gzip", ".zst": "zstd"}
 """Suffix -> name of the compression."""
 
 DOCUMENT_SEPARATOR = b"<|endoftext|>"
-_BYTE_ORDER_MARK = "\ufeff"  # ignored at the beginning of a file
+_BOM = "\ufeff"  # ignored at the beginning of a file
 _READ_BYTES = 1 << 16
 # Longer than any document worth having. Reading such a line takes three times as much memory.
 _LONGEST_LINE_BYTES = 1 << 30
@@ -154,7 +154,7 @@ class PlainText(TextFormat):
                     is_bad = True
                     on_bad(_not_utf8(path, start, content[error.start], error, stream.damage_hint))
                 if start == 0:
-                    text = text.removeprefix(_BYTE_ORDER_MARK)
+                    text = text.removeprefix(_BOM)
                 if text or (ends_document and has_text):
                     yield Piece(text, ends_document, stream.disk_bytes)
                 has_text = not ends_document and (has_text or bool(text))
@@ -222,15 +222,12 @@ class JsonLines(TextFormat):
             while line := stream.line():
                 text = ""
                 try:
-                    text = self._text_of(
-                        line if start else line.removeprefix(_BYTE_ORDER_MARK.encode())
-                    )
+                    text = self._text_of(line if start else line.removeprefix(_BOM.encode()))
                 except _NoText as wrong:
                     where = f"line {stream.lines:,} (byte {start:,})"
                     hint = stream.damage_hint if wrong.may_be_damage else ""
                     on_bad(BadRecord(path, where, wrong.problem + hint, wrong.mend))
                 if len(line) > _LONGEST_LINE_BYTES and not line.endswith(b"\n"):
-                    line = b""  # its memory is freed
                     stream.skip_line()
                 if text:
                     yield from pieces_of(text, stream.disk_bytes)

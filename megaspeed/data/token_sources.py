@@ -14,16 +14,9 @@ from pathlib import Path
 from megaspeed.data.cache import Cache, index_path
 from megaspeed.data.errors import DataError
 from megaspeed.data.foreign_tokens import open_megatron, open_nanogpt, why_not_16_bit, with_suffix
-from megaspeed.data.sources import is_file_or_dataset
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_folder import INDEX, SHARDS, is_token_folder, open_token_folder
 from megaspeed.files.reading import special_among
-
-
-def text_beside_tokens(paths: Iterable[Path]) -> Path | None:
-    """The first path that is read as text; None if there is none."""
-    beside = (path for path in paths if not _is_tokens(path))
-    return next(filter(is_file_or_dataset, beside), None)
 
 
 def token_paths(paths: Iterable[Path]) -> list[Path]:

@@ -13,7 +13,6 @@ from megaspeed.data.foreign_tokens import MegatronIndex
 from megaspeed.data.search import paths_at
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_sources import (
-    text_beside_tokens,
     token_paths,
 )
 from tests.data.foreign_tokens import write_megatron, write_nanogpt
@@ -163,8 +162,6 @@ def test_text_and_folders_of_text_are_not_tokens(tmp_path: Path) -> None:
     assert not token_paths(paths_at(str(tmp_path)))
     assert not token_paths(paths_at(str(tmp_path / "missing.bin")))
     assert token_paths(paths_at(str(tmp_path / "t*")))  # text and tokens
-    assert text_beside_tokens(paths_at(str(tmp_path / "t*"))) == tmp_path / "text.txt"
-    assert text_beside_tokens(paths_at(str(tmp_path / "*.bin"))) is None
     assert token_paths(paths_at(str(tmp_path / "*.bin")))
 
 
