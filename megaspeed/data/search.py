@@ -1,6 +1,6 @@
 """Finds what sources name: a file, a folder, a prefix of token files, or the matches of a glob.
 
-books/**/*.txt  !books/drafts  !README*      `!` excludes from the sources before it
+`!books/drafts` or `!README*` excludes files from the sources before it.
 """
 
 from __future__ import annotations
