@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megaspeed.analysis.local_ranks import ended_on_termination
 from megaspeed.cli import main
+from megaspeed.topology.process_end import ended_on_termination
 from tests.support.tiny import GPT2, merge
 
 pytestmark = pytest.mark.ranks
