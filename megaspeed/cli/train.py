@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, load, world_size
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
+from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchError, read_launch_environment
 from megaspeed.topology.process_end import STOP_SIGNALS, end_with_parent, launcher_processes
 
@@ -145,7 +146,13 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from megaspeed.topology.process_settings import allow_open_files
+
     run = load(options, "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        allow_open_files(0, ranks)  # torch's launcher needs some, and shows its stack
+    except TopologyError as error:
+        raise ConfigError([str(error)], "this machine") from error
     logging.disable(logging.CRITICAL)  # torch's launcher logs what the ranks have reported
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
 
@@ -158,7 +165,7 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, forward)
-    logs = tempfile.TemporaryDirectory(prefix="megaspeed-train-")  # torch would not remove its own
+    logs = tempfile.TemporaryDirectory(prefix="megaspeed-")  # torch would not remove its own
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
