@@ -29,7 +29,6 @@ from megaspeed.topology.launch import LaunchEnvironment, free_port
 from megaspeed.topology.process_end import end_process, end_with_starter, ended_on_termination
 
 _RANKS_PER_PROCESSOR = 16
-_FIRST_IMPORT = "megaspeed.topology.fork_server"
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -81,9 +80,8 @@ def run_on_ranks(
         try:
             with children_on(device_type):
                 # Imports take seconds, so one process does them, and all ranks are forked from it.
-                context.set_forkserver_preload(
-                    [_FIRST_IMPORT, "torch._dynamo", function.__module__]
-                )
+                imports = ["megaspeed.topology.fork_server", "torch._dynamo", function.__module__]
+                context.set_forkserver_preload(imports)
                 # That process may have started in another environment.
                 environment = dict(os.environ)
                 given = (function, arguments, world_size, free_port(), folder, log, environment)

@@ -1,8 +1,4 @@
-"""Ends the fork server of multiprocessing with the process that started it, even if it is killed.
-
-The server itself looks for this only after its imports, which take seconds. So it imports this
-module first. No other process may import it.
-"""
+"""The first import of a fork server, which ends it with its parent, even during further imports."""
 
 import os
 

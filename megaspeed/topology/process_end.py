@@ -89,33 +89,30 @@ class StopSignal:
 
 @contextlib.contextmanager
 def ended_on_termination() -> Iterator[None]:
-    """Raises KeyboardInterrupt on SIGTERM and SIGHUP too, so that a command cleans up.
+    """Raises KeyboardInterrupt on SIGTERM and SIGHUP too; for the main thread.
 
-    It must enclose the start of each process and the creation of each temporary folder. Call it in
-    the main thread.
+    It must enclose the start of every process, and the creation of every temporary folder.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before = {number: old for number, old in before.items() if old is not signal.SIG_IGN}  # nohup
     try:
-        for number in before:
-            signal.signal(number, stop)
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # nohup
+                signal.signal(number, stop)
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler)
 
 
 def end_with_parent(parent: int) -> None:
     """Makes the kernel send SIGTERM to this process if its parent ends, even if it is killed.
 
-    More precisely, if the thread of the parent ends that started this process.
-
-    Args:
-        parent: the process number of the parent, which may have ended already.
+    ``parent`` is the process number of the parent, which may have ended already. The end of the
+    thread that started this process counts, too.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
@@ -125,8 +122,7 @@ def end_with_parent(parent: int) -> None:
 def end_with_starter() -> None:
     """Ends this process of multiprocessing if the process that started it ends, even if killed.
 
-    Not by `end_with_parent`, because the parent of a forked process is the fork server, which lives
-    as long as its children.
+    Not `end_with_parent`: the parent may be a fork server, which lives as long as its children.
     """
     starter = parent_process()
     assert starter is not None, "multiprocessing has started this process"
