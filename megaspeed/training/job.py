@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import Console
@@ -45,7 +44,7 @@ from megaspeed.training.console import (
     print_warning,
     summary_table,
 )
-from megaspeed.training.metrics import MetricsFile, last_step
+from megaspeed.training.metrics import MetricsFile, device_name, last_step
 from megaspeed.training.replicas import ReplicasDiffer
 from megaspeed.training.reporting import Reporting, draw_loss_curve
 from megaspeed.training.resume import (
@@ -270,7 +269,7 @@ class Job:
             with self._during(f"loading {start.checkpoint}", timeouts=SAVE_TIMEOUTS):
                 allowed = options.allow_data_change
                 begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
-        broadcast(context.checkpoint_group, lambda: self._open_run_folder(start))
+        broadcast(context.checkpoint_group, lambda: self._open_run_folder(start, context))
         if start.checkpoint is not None and not start.in_place:
             # Otherwise a run that fails before its first save would restart at step 0.
             with self._during("saving the first checkpoint", timeouts=SAVE_TIMEOUTS):
@@ -279,13 +278,13 @@ class Job:
                     print_line(self.console, describe_save(report))
         return begin
 
-    def _open_run_folder(self, start: Start) -> None:
-        moved: Path | None
+    def _open_run_folder(self, start: Start, context: ParallelContext) -> None:
+        moved, device = None, device_name(context.device)
         if start.in_place:
-            moved = continue_run_folder(self.run, start.step)
+            moved = continue_run_folder(self.run, start.step, device)
             what = f"the records after step {start.step}"
         else:
-            moved, what = start_run_folder(self.run), "an earlier run's files"
+            moved, what = start_run_folder(self.run, device), "an earlier run's files"
         if moved is not None:
             print_line(self.console, Text(f"{what} are now in {moved}"))
 

@@ -120,8 +120,10 @@ def checkpoint_folder(run: Run) -> CheckpointFolder:
     return CheckpointFolder(run.run_dir / CHECKPOINTS)
 
 
-def start_run_folder(run: Run) -> Path | None:
+def start_run_folder(run: Run, device: str) -> Path | None:
     """Makes the folder and writes the resolved configuration. Only rank 0 calls this.
+
+    ``device`` is the ``metrics.device_name`` of rank 0, which is recorded.
 
     Returns:
         Where an earlier run's files were moved, a folder inside this one; None if there were none.
@@ -133,11 +135,11 @@ def start_run_folder(run: Run) -> Path | None:
     for name in (CHECKPOINTS, *files):
         _move(run.run_dir / name, run.run_dir, earlier)
     _write_config(run)
-    _record_start(run, 0)
+    _record_start(run, 0, device)
     return earlier if earlier.exists() else None
 
 
-def continue_run_folder(run: Run, step: int) -> Path | None:
+def continue_run_folder(run: Run, step: int, device: str) -> Path | None:
     """Restores the folder to its state after ``step``. Only rank 0 calls this.
 
     Checkpoints of later steps are moved away, so that a later start does not resume from them.
@@ -152,7 +154,7 @@ def continue_run_folder(run: Run, step: int) -> Path | None:
     for name in (METRICS, PARTS):
         _cut_records(run.run_dir / name, step, earlier / name)
     _write_config(run)
-    _record_start(run, step)
+    _record_start(run, step, device)
     return earlier if earlier.exists() else None
 
 
@@ -203,13 +205,14 @@ def _cut_records(file: Path, step: int, copy: Path) -> None:
         write_file(file, lambda stream: stream.write(kept))
 
 
-def _record_start(run: Run, step: int) -> None:
+def _record_start(run: Run, step: int, device: str) -> None:
     """Writes a line for this start, because metrics.jsonl does not show interruptions."""
     start = {
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         **dataclasses.asdict(run.grid),
         "zero_stage": run.zero_stage,
+        "device": device,
     }
     with (run.run_dir / STARTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(start) + "\n")
