@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -220,8 +220,10 @@ class ConsoleObserver(Observer):
         records: Sequence[Record],
         parts: Record | None,
         begin: Progress,
+        check_folder: Callable[[], object] = bool,
     ) -> None:
         self._run = run
+        self._check_folder = check_folder
         self._parts = parts
         self._log_interval = run.config.training.log_interval
         self._steps = run.config.training.steps
@@ -294,11 +296,16 @@ class ConsoleObserver(Observer):
         if stopped_by is not signal.SIGUSR1 and warning is not None:  # no launcher sends SIGUSR1
             self._print(warning)
 
+    def saving(self) -> None:
+        """Checks the run folder, as before each record."""
+        self._check_folder()
+
     def saved(self, report: SaveReport) -> None:
         """Prints that a checkpoint was saved, or why it was not."""
         self._print(describe_save(report))
 
     def _write(self, metrics: Metrics) -> None:
+        self._check_folder()
         for record in self._records:
             record.write(metrics)
 
