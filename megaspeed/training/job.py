@@ -59,6 +59,7 @@ from megaspeed.training.run_folder import (
     LOSS_CURVE,
     METRICS,
     PARTS,
+    RunFolderLost,
     check_shared_folder,
     checkpoint_folder,
     continue_run_folder,
@@ -72,7 +73,7 @@ from megaspeed.zero.engine import ZeroEngine
 STOPPED = (RanksDisagree, CannotCompile, TrainingDiverged, ReplicasDiffer, NoProgress)
 """Exceptions that all ranks raise, with a message for the user."""
 
-EXPECTED = (*STOPPED, CheckpointError, OSError)
+EXPECTED = (*STOPPED, CheckpointError, RunFolderLost, OSError)
 """Exceptions with a message for the user. Any other is reported here, with its traceback."""
 
 ExplainMemory = Callable[[Run, ParallelContext, ZeroEngine | None], str]
@@ -196,7 +197,7 @@ class Job:
             check_shared_folder(run.run_dir, context)
         self.log.open()
         waited = _SECONDS_TO_WAIT_FOR_LOCK if restarts.number else 0.0
-        with run_lock(run.run_dir, context, wait_seconds=waited):
+        with run_lock(run.run_dir, context, wait_seconds=waited) as check_folder:
             problem = broadcast(group, lambda: restarts.problem(last_step(run.run_dir / METRICS)))
             if problem is not None:
                 raise NoProgress(problem)
@@ -232,7 +233,7 @@ class Job:
             ):
                 begin = self._begin(start, options, checkpointing, context)
                 restarts.note_opened()
-                return self._train_from(begin, worker, corpus, checkpointing)
+                return self._train_from(begin, worker, corpus, checkpointing, check_folder)
 
     @contextmanager
     def _during(self, phase: str, *, timeouts: float) -> Iterator[None]:
@@ -289,7 +290,12 @@ class Job:
             print_line(self.console, Text(f"{what} are now in {moved}"))
 
     def _train_from(
-        self, begin: Progress, worker: Worker, corpus: PreparedCorpus, checkpointing: Checkpointing
+        self,
+        begin: Progress,
+        worker: Worker,
+        corpus: PreparedCorpus,
+        checkpointing: Checkpointing,
+        check_folder: Callable[[], object],
     ) -> TrainingSummary:
         run, stop = self.run, self.stop
         print_folded(self.console, describe_start_up(self._seconds))
@@ -301,7 +307,7 @@ class Job:
             MetricsFile(run.run_dir / METRICS) as metrics,
             MetricsFile(run.run_dir / PARTS) as parts,
             ConsoleObserver(
-                run, self.console, (metrics, reporting), parts, begin, crowded
+                run, self.console, (metrics, reporting), parts, begin, crowded, check_folder
             ) as observer,
         ):
             return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)

@@ -62,6 +62,10 @@ from tests.config.small import only_problem, problems, small
             "training.hang_timeout_seconds=1e300",
             "given 1e+300 (a decimal number), wanted at most 10,000,000",
         ),
+        (
+            "training.hang_timeout_seconds=1e-300",
+            "given 1e-300 (a decimal number), wanted at least 5",
+        ),
         ("optimizer.params.betas=[0.9]", "given [0.9] (a list), wanted a list of 2"),
         ("optimizer.params.betas=[]", "given [] (a list), wanted a list of 2"),
         ("optimizer.params.betas=[1,2,3]", "given [1, 2, 3] (a list), wanted a list of at most 2"),

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import socket
 import threading
 from dataclasses import replace
@@ -23,6 +24,7 @@ from megaspeed.topology.meeting import RanksDisagree
 from megaspeed.training import run_folder
 from megaspeed.training.run_folder import (
     LOCK,
+    RunFolderLost,
     check_run_folder,
     check_shared_folder,
     continue_run_folder,
@@ -249,6 +251,48 @@ def test_a_restart_waits_for_the_lock_of_a_dead_host(pool: RankPool, tmp_path: P
     later.start()
     assert pool.run(2, use, tmp_path, 30.0) == [None, None]
     later.join()
+
+
+def lose_it(launch: LaunchEnvironment, run_dir: Path, how: str) -> str:
+    """What the check before a write reports after the folder has changed."""
+    with (
+        ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
+        run_lock(run_dir, context) as check,
+    ):
+        (run_dir / "checkpoints" / "step-00000007").mkdir(parents=True)
+        check()
+        if how in ("renamed", "replaced"):
+            run_dir.rename(run_dir.with_name("other"))
+        if how == "removed":
+            shutil.rmtree(run_dir)
+        if how == "unlinked":
+            (run_dir / LOCK).unlink()
+        if how == "replaced":
+            run_dir.mkdir()
+            (run_dir / LOCK).touch()
+        with pytest.raises(RunFolderLost) as lost:
+            check()
+    return str(lost.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "checkpoints"),
+    [
+        ("renamed", "was renamed to {root}/other", "other"),
+        ("replaced", "was renamed to {root}/other", "other"),
+        ("unlinked", "has lost its file .lock", "run"),
+        ("removed", "was removed", None),
+    ],
+)
+def test_a_folder_that_is_lost_is_reported_with_the_newest_checkpoint(
+    pool: RankPool, tmp_path: Path, how: str, what: str, checkpoints: str | None
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (said,) = pool.run(1, lose_it, run_dir, how)
+    assert f"the run folder {run_dir} {what.format(root=tmp_path)}. Another run can use" in said
+    newest = f"newest checkpoint is {tmp_path}/{checkpoints}/checkpoints/step-00000007"
+    assert said.endswith(newest if checkpoints else "It has no complete checkpoint")
 
 
 def die_with_it(launch: LaunchEnvironment, run_dir: Path) -> None:
