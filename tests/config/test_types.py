@@ -29,6 +29,10 @@ from tests.config.small import only_problem, problems, small
             'given "True" (a string), wanted true or false; write true without quotes',
         ),
         ("bf16=true", 'given true (a boolean), wanted an object; write {"enabled": true}'),
+        (
+            "optimizer=adamw",
+            'given "adamw" (a string), wanted an object; write {"type": "adamw"}',
+        ),
         ("model.rope_scaling=8", "given 8 (a whole number), wanted an object"),
         (
             "data.train=corpus.txt",
