@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megaspeed.analysis.local_ranks import ended_on_termination
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
@@ -43,6 +42,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.topology.devices import peak_by_name
 from megaspeed.topology.grid import Grid
+from megaspeed.topology.process_end import ended_on_termination
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGASPEED = Path(sys.executable).with_name("megaspeed")

@@ -122,8 +122,12 @@ def test_a_problem_is_mended_with_set(wrong: Path, capsys: pytest.CaptureFixture
         ("data.tokenizer=~nosuchuser/t", "data.tokenizer is "),
         (f"training.steps={'1' * 5000}", "training.steps: given "),
         ("model.vocab_size=256", "a byte-level BPE has at least 257 entries"),
+        (
+            "training.run_dir=/proc/x",
+            "training.run_dir /proc/x cannot be written to: /proc forbids",
+        ),
     ],
-    ids=["text of nobody", "tokenizer of nobody", "5,000 digits", "vocabulary"],
+    ids=["text of nobody", "tokenizer of nobody", "5,000 digits", "vocabulary", "proc"],
 )
 def test_what_cannot_be_used_is_one_problem_and_no_traceback(
     change: str, said: str, capsys: pytest.CaptureFixture[str]
@@ -261,3 +265,14 @@ def test_check_takes_less_than_2_seconds() -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+def test_too_few_open_files_are_one_message_with_the_limit() -> None:
+    command = [sys.executable, "-m", "megaspeed.cli", "train", "--world-size", "2"]
+    command += ["--config", str(FOLDER / "base.json")]
+    limited = ["sh", "-c", 'ulimit -n 20; exec "$@"', "sh", *command]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    first, line = done.stderr.splitlines()
+    assert first == "1 problem in this machine:"
+    assert "but this system allows 20: raise the hard limit (ulimit -Hn" in line

@@ -19,6 +19,7 @@ from typing import Literal
 import psutil
 import pytest
 
+from megaspeed.checkpoint.folders import CheckpointFolder
 from tests.support.forked import Forked
 from tests.support.launched import free_port
 from tests.support.tiny import GPT2
@@ -255,6 +256,8 @@ def test_a_run_that_hangs_names_who_is_missing(
     )
     assert "in the world group of ranks 0, 1" in ended.err
     assert "File " in ended.log(0) and "collectives.py" in ended.log(0), "stacks"
+    if kind == "stop":  # its last heartbeat was before step 1, and nothing newer was reported
+        assert re.search(r"rank 1 .*, last known phase: step [34]\b", ended.err), ended.err
 
 
 def test_a_pipeline_stage_that_hangs_is_named_by_the_message_that_does_not_come(
@@ -327,6 +330,46 @@ def test_a_spare_rank_ends_as_the_run_does(tmp_path: Path) -> None:
     ended = [rank.ended() for rank in ranks]
     assert [one.code for one in ended] == [1, 1, 1]
     assert "step 4, Forward(micro_batch=0)] RuntimeError: an injected fault" in ended[1].err
+
+
+@pytest.mark.parametrize("launcher", ["agent", "forked"])
+def test_a_spare_rank_that_is_stopped_does_not_keep_a_run_that_ends(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    """Its launcher waited for it forever, also if rank 0 keeps the store and waited 45 s."""
+    fault = "slow rank=0 step=4 work=Forward(micro_batch=0 seconds=2"
+    changes = ("parallel.spare_ranks=true", "training.steps=4")
+    job = Job(tmp_path, launcher, *changes, fault=fault, ranks=3)
+    job.wait_until_training()
+    job.launcher.ranks()[2].suspend()
+    ended = job.ended()
+    assert (ended.code, ended.err) == (0, "") and ended.saved
+
+
+def test_a_spare_rank_that_is_stopped_is_missed_during_the_run(tmp_path: Path) -> None:
+    fault = "slow rank=0 step=4 work=Forward seconds=2"
+    job = Job(tmp_path, "agent", "parallel.spare_ranks=true", fault=fault, ranks=3)
+    job.wait_until_training()
+    job.launcher.ranks()[2].suspend()
+    ended = job.ended()
+    assert ended.code != 0 and ended.seconds < HANG_SECONDS + SECONDS_TO_END
+    assert re.search(r"^no progress for \d+ s: rank 2 did not answer", ended.err), ended.err
+    assert f"[{HOST}, rank 2 (spare), last known phase: " in ended.err
+
+
+def test_a_run_whose_folder_was_renamed_ends_before_it_writes_to_another(tmp_path: Path) -> None:
+    """Two runs wrote to one folder, deleted each other's checkpoints, and ended with 0."""
+    job = Job(tmp_path, "agent", "training.save_interval=2", fault="slow rank=0 step=4 seconds=2")
+    job.wait_until_training()
+    job.run_dir.rename(tmp_path / "renamed")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    ended = job.ended()
+    assert ended.code == 1 and ended.seconds < SECONDS_TO_END
+    renamed = tmp_path / "renamed"
+    newest = CheckpointFolder(renamed / "checkpoints").newest_first()[0]
+    said = f"the run folder {job.run_dir} was renamed to {renamed}. Another run can use "
+    assert said in ended.err and f"Its newest checkpoint is {newest}\n" in ended.err
+    assert "Traceback" not in ended.err and not ended.saved
 
 
 @pytest.mark.parametrize(
@@ -499,7 +542,10 @@ def test_ranks_with_other_degrees_are_named_before_they_wait(tmp_path: Path) -> 
     assert all(one.seconds < SECONDS_TO_END for one in ended)
     message = ended[0].err
     assert "All ranks must have one configuration" in message
-    assert "rank 1: " in message and "parallel.data 1 -> 2, parallel.tensor 2 -> 1" in message
+    assert (
+        f"rank 1 on {HOST}: " in message
+        and "parallel.data 1 -> 2, parallel.tensor 2 -> 1" in message
+    )
     assert ended[1].err == "" and "Traceback" not in message
 
 

@@ -285,7 +285,7 @@ from pathlib import Path
 from megaspeed.topology.process_end import end_process
 from megaspeed.training import restarts
 
-restarts._SECONDS_TO_END = 1.0
+restarts._SECONDS_TO_END = {seconds_to_end}
 rank, folder = int(os.environ["RANK"]), Path(__file__).parent
 
 
@@ -305,10 +305,11 @@ end_process(restarts.run_supervised(train))
 class CheapRanks:
     """Two supervisors whose children do not train, started one by one without a launcher."""
 
-    def __init__(self, folder: Path, body: str, hang_timeout_seconds: float = 5) -> None:
+    def __init__(self, folder: Path, body: str, seconds_to_end: float = 1) -> None:
         self.folder = folder
-        (folder / "ranks.py").write_text(CHEAP.replace("{body}", body))
-        training = {"steps": 1, "restart": 3, "hang_timeout_seconds": hang_timeout_seconds}
+        text = CHEAP.replace("{body}", body).replace("{seconds_to_end}", str(seconds_to_end))
+        (folder / "ranks.py").write_text(text)
+        training = {"steps": 1, "restart": 3, "hang_timeout_seconds": 5}
         (folder / "tiny.json").write_text(json.dumps({**CONFIG, "training": training}))
         place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -355,7 +356,7 @@ def test_a_late_start_and_a_late_end_of_rank_0_are_no_failures(tmp_path: Path) -
 
 
 def test_a_supervisor_without_rank_0_says_which_address_does_not_answer(tmp_path: Path) -> None:
-    ranks = CheapRanks(tmp_path, "", hang_timeout_seconds=1)
+    ranks = CheapRanks(tmp_path, "")
     ranks.start(1)
     ((code, said),) = ranks.ended(1)
     assert code == 1 and said.startswith("rank 1 has not reached the store of rank 0 at 127.0.0.1:")
@@ -395,6 +396,32 @@ def test_a_stop_signal_to_one_rank_before_training_ends_all(tmp_path: Path) -> N
     ended = ranks.ended(0, 1)
     assert [code for code, _ in ended] == [143, 143]
     assert all("attempt 1" not in said and "restart 1" not in said for _, said in ended)
+
+
+MEETING = """
+    from megaspeed.topology.launch import read_launch_environment
+    from megaspeed.topology.meeting import check_in, wait_for_keys
+
+    number = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if rank == 1 and number == "0":
+        return 3
+    store = check_in(read_launch_environment(os.environ), {}, 60).store
+    store.set(f"number of {rank}", number)
+    wait_for_keys(store, ["number of 0", "number of 1"], 60)
+    print(*(store.get(f"number of {other}").decode() for other in range(2)), flush=True)
+"""
+
+
+def test_a_rank_does_not_meet_one_of_an_earlier_attempt(tmp_path: Path) -> None:
+    """Rank 0 of attempt 0 waits for rank 1, which has failed. Its supervisor lets it live for some
+    seconds, in which the new rank 1 met it. They trained, until the supervisor killed its rank.
+    """
+    ranks = CheapRanks(tmp_path, MEETING, seconds_to_end=8)
+    ranks.start(0, 1)
+    ranks.go()
+    ended = ranks.ended(0, 1)
+    assert [code for code, _ in ended] == [0, 0]
+    assert all(said.endswith("\n1 1\n") for _, said in ended), ended
 
 
 def elastic(folder: Path, port: int, ranks: int, *changes: str, fault: str) -> Job:

@@ -49,6 +49,7 @@ from megaspeed.model.gpt import DTYPES, Block
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.process_end import end_with_parent, ended_on_termination
 from megaspeed.training.rank_model import make_optimizer
 from megaspeed.training.worker import Worker
 from megaspeed.zero.reductions import sum_of_squares
@@ -70,12 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the speed of this machine's processors")
     add_config_options(parser)
     parser.add_argument("--ranks", type=int, required=True, help="processes at the same time")
+    parser.add_argument("--parent", type=int, help="end with this parent process")
     options = parser.parse_args(arguments)
+    if options.parent is not None:
+        end_with_parent(options.parent)
     try:
         run = load_run(
             options.config, options.overrides, world_size=options.ranks, world_source="--ranks"
         )
-        with tempfile.TemporaryDirectory(prefix="megaspeed-cpu-") as folder:
+        with ended_on_termination(), tempfile.TemporaryDirectory(prefix="megaspeed-cpu-") as folder:
             figures = run_on_ranks(
                 measure_rank,
                 run,
@@ -84,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 log=Path(folder) / "log",
                 timeout_seconds=_TIMEOUT_SECONDS,
             )
+    except KeyboardInterrupt:
+        return 1
     except (ConfigError, RanksFailed) as error:
         sys.stderr.write(f"{error}\n")
         return 2 if isinstance(error, ConfigError) else 1

@@ -4,7 +4,8 @@
                             rank 1   ...                       which run_on_ranks reads
                             ...
 
-All ranks are ended if one of them fails, if they take too long, and on Ctrl-C.
+All ranks are ended if one of them fails, if they take too long, and on Ctrl-C, SIGTERM and SIGHUP.
+They end themselves if the process that started them is killed.
 """
 
 import os
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -26,11 +26,13 @@ import torch.multiprocessing as mp
 
 from megaspeed.files.durable import write_file
 from megaspeed.topology.launch import LaunchEnvironment, free_port
-from megaspeed.topology.process_end import end_process
+from megaspeed.topology.process_end import end_process, end_with_starter, ended_on_termination
 
 _RANKS_PER_PROCESSOR = 16
 
 DeviceType = Literal["cpu", "cuda"]
+
+_LONGEST_WAIT_SECONDS = 86_400.0  # of one system call, which limits it
 
 # When one rank fails, the others usually fail too. This is the time for them to write why.
 _SECONDS_FOR_OTHER_FAILURES = 2.0
@@ -70,32 +72,32 @@ def run_on_ranks(
     Raises:
         RanksFailed: a rank raised an exception or was killed, or the time limit was exceeded.
     """
-    with tempfile.TemporaryDirectory(prefix="megaspeed-ranks-") as name, ended_on_termination():
+    # A fork of a process that has looked for GPUs cannot use them.
+    context = mp.get_context("forkserver") if device_type == "cpu" else mp.get_context("spawn")
+    ranks: list[BaseProcess] = []
+    with ended_on_termination(), tempfile.TemporaryDirectory(prefix="megaspeed-ranks-") as name:
         folder = Path(name)
-        port = free_port()
-        with children_on(device_type):
-            if device_type == "cpu":
-                # Imports take seconds, so one process does them, and all ranks are forked from it.
-                mp.set_forkserver_preload(["torch._dynamo", function.__module__])
-            # That process may have started in another environment.
-            environment = dict(os.environ)
-            rank_arguments = (function, arguments, world_size, port, folder, log, environment)
-            ranks = mp.start_processes(
-                _rank_main,
-                rank_arguments,
-                nprocs=world_size,
-                join=False,
-                daemon=True,
-                # A fork of a process that has looked for GPUs cannot use them.
-                start_method="forkserver" if device_type == "cpu" else "spawn",
-            ).processes
         try:
+            with children_on(device_type):
+                # Imports take seconds, so one process does them, and all ranks are forked from it.
+                imports = ["megaspeed.topology.fork_server", "torch._dynamo", function.__module__]
+                context.set_forkserver_preload(imports)
+                # That process may have started in another environment.
+                environment = dict(os.environ)
+                given = (function, arguments, world_size, free_port(), folder, log, environment)
+                for rank in range(world_size):
+                    process = context.Process(None, _rank_main, None, (rank, *given), daemon=True)
+                    ranks.append(process)
+                    process.start()
             finished = _wait(ranks, timeout_seconds)
             codes = [rank.exitcode for rank in ranks]
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
+            # A start may have been interrupted. Such a rank ends with this process.
+            started = [each for each in ranks if each.pid is not None]
+            for each in started:
+                each.kill()
+            for each in started:
+                each.join()
         files = [folder / f"rank{rank}" for rank in range(world_size)]
         outcomes = [torch.load(file, weights_only=False) for file in files if file.exists()]
     failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
@@ -121,7 +123,7 @@ def _wait(ranks: Sequence[BaseProcess], timeout_seconds: float | None) -> bool:
         left = deadline - time.monotonic()
         if left <= 0:
             return False
-        wait([rank.sentinel for rank in running], None if timeout_seconds is None else left)
+        wait([rank.sentinel for rank in running], min(left, _LONGEST_WAIT_SECONDS))
         running = [rank for rank in running if rank.exitcode is None]
         if running and any(rank.exitcode for rank in ranks):
             deadline_of_others = time.monotonic() + _SECONDS_FOR_OTHER_FAILURES
@@ -150,6 +152,7 @@ def _rank_main(
     log: Path | None,
     environment: Mapping[str, str],
 ) -> None:
+    end_with_starter()
     # On Ctrl-C, a rank ends without a message. The process that started it reports the end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if log is not None:
@@ -215,21 +218,6 @@ def children_on(device_type: DeviceType) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextmanager
-def ended_on_termination() -> Iterator[None]:
-    """Raises KeyboardInterrupt on SIGTERM and SIGHUP too, so that started processes are ended."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def too_many_ranks(

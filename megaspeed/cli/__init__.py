@@ -1,17 +1,20 @@
 """The ``megaspeed`` command. ``megaspeed --help`` lists its subcommands.
 
 Each file of this folder that has a function ``add_to`` adds one or two commands.
-Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong, 3 the run hung.
+Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong, 3 the run hung,
+128 + the number of the signal that stopped the command (Ctrl-C: 130).
 """
 
-import argparse
-import os
 import sys
-from collections.abc import Sequence
-
-import megaspeed
 
 try:
+    import argparse
+    import os
+    import signal
+    from collections.abc import Sequence
+    from contextlib import nullcontext
+
+    import megaspeed
     from megaspeed.cli import (
         bench,
         check,
@@ -33,8 +36,10 @@ try:
     from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, say
     from megaspeed.config.errors import ConfigError
     from megaspeed.data.errors import DataError
-except KeyboardInterrupt:  # Ctrl-C during the imports, which take seconds
-    sys.exit("megaspeed: stopped")
+    from megaspeed.topology.process_end import ended_on_termination
+except KeyboardInterrupt:  # Ctrl-C during the imports
+    sys.stderr.write("megaspeed: stopped\n")
+    sys.exit(130)
 
 COMMANDS = (
     train,
@@ -58,9 +63,13 @@ COMMANDS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    options = parse(arguments)
+    command = "megaspeed"
     try:
-        code: int = options.run(options)
+        options = parse(arguments)
+        command += f" {options.command}"
+        # A run saves after a signal.
+        with nullcontext() if options.command == "train" else ended_on_termination():
+            code: int = options.run(options)
     except (ConfigError, DataError) as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
@@ -68,11 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except OSError as error:  # a full disk, a folder that was deleted
-        say(f"megaspeed {options.command}: {error}", error=True)
+        say(f"{command}: {error}", error=True)
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        say(f"megaspeed {options.command}: stopped", error=True)
-        return EXIT_FAILED
+    except KeyboardInterrupt as stop:
+        say(f"{command}: stopped", error=True)
+        return 128 + signal.Signals[str(stop) or "SIGINT"]
     return code
 
 

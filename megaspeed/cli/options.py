@@ -14,6 +14,7 @@ from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
 from megaspeed.data.selection import load_run_and_data
+from megaspeed.files.durable import write_file
 from megaspeed.files.paths import path_argument
 from megaspeed.files.reading import file_problem
 
@@ -136,8 +137,8 @@ def write_results(
         pictures: name of each file -> the function that draws it.
     """
     json_file, markdown = folder / f"{name}.json", folder / f"{name}.md"
-    json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    markdown.write_text(text, encoding="utf-8")
+    _write_text(json_file, json.dumps(figures, indent=2) + "\n")
+    _write_text(markdown, text)
     for picture, draw in pictures.items():  # last, so that an error in drawing loses no figures
         draw(folder / picture)
     return [json_file, markdown, *(folder / picture for picture in pictures)]
@@ -146,4 +147,8 @@ def write_results(
 def write_json(options: argparse.Namespace, figures: Any) -> None:
     """Writes the figures to the file of ``--json``, if it was given."""
     if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        _write_text(options.json, json.dumps(figures, indent=2) + "\n")
+
+
+def _write_text(file: Path, text: str) -> None:
+    write_file(file, lambda stream: stream.write(text.encode()))

@@ -220,6 +220,8 @@ def _cluster(
         return cluster, None
     calibration = calibrate(options.calibrate, cluster)
     say(str(calibration))
+    for warning in calibration.warnings:
+        say(f"warning: {warning}")
     return replace(cluster, calibration=calibration.factor), calibration
 
 

@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
 from types import FrameType
@@ -24,8 +25,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, load, world_size
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
+from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchError, read_launch_environment
-from megaspeed.topology.process_end import STOP_SIGNALS, launcher_processes
+from megaspeed.topology.process_end import STOP_SIGNALS, end_with_parent, launcher_processes
 
 if TYPE_CHECKING:
     from megaspeed.config.resolve import Run
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 _NEVER_SECONDS = 10**9
 _STOPPED = "MEGASPEED_STOPPED"
 """The variable with the stop signal after which torch's launcher must not restart ranks."""
+_STARTER = "MEGASPEED_STARTER"
+"""The variable with the process number of the command that has started this rank."""
 
 
 def add_to(commands: Any) -> None:
@@ -88,6 +92,8 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
     """
     if _STOPPED in os.environ:
         sys.exit(128 + int(os.environ[_STOPPED]))
+    if _STARTER in os.environ:
+        end_with_parent(int(os.environ[_STARTER]))
     _silence_torch()
     gc.disable()  # the objects that imports make live as long as the process
     launchers = launcher_processes()  # one that ends while torch is loaded would not be found later
@@ -136,11 +142,17 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     _silence_torch()
     import psutil
     import torch
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from megaspeed.topology.process_settings import allow_open_files
+
     run = load(options, "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        allow_open_files(0, ranks)  # torch's launcher needs some, and shows its stack
+    except TopologyError as error:
+        raise ConfigError([str(error)], "this machine") from error
     logging.disable(logging.CRITICAL)  # torch's launcher logs what the ranks have reported
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
 
@@ -153,6 +165,7 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, forward)
+    logs = tempfile.TemporaryDirectory(prefix="megaspeed-")  # torch would not remove its own
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -162,13 +175,16 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=run.config.training.restart,
+        logs_specs=DefaultLogsSpecs(log_dir=logs.name),
         signals_to_handle="SIGQUIT",  # by default it would end the ranks 30 s after a stop signal
     )
     # Set after `config` has read it. A rank reads it to warn if its launcher may kill it in a save.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_NEVER_SECONDS)
+    os.environ[_STARTER] = str(os.getpid())
     command = ("-u", "-m", "megaspeed.cli", "train", *arguments)
     try:
-        elastic_launch(config, sys.executable)(*command)
+        with logs:
+            elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
         codes = [failure.exitcode for failure in failures if failure.exitcode > 0]

@@ -153,10 +153,11 @@ class TrainingConfig(Section):
     max_skipped_steps: int = Field(default=20, gt=0)
     """The run stops after this many steps in a row were skipped because the loss or the gradient
     norm was not finite."""
-    hang_timeout_seconds: float = Field(default=300.0, gt=0, le=LARGEST_SECONDS)
+    hang_timeout_seconds: float = Field(default=300.0, ge=5, le=LARGEST_SECONDS)
     """If there is no progress for this long, every rank writes its stacks, the ranks that did not
     arrive are named, and the run ends with exit code 3. Start-up and the first step may take four
-    times as long, compilation 12 times, saving and loading 24 times."""
+    times as long, compilation 12 times, saving and loading 24 times. At least 5: ranks answer every
+    second, and a process that pauses for less than 5 s on a busy machine has not failed."""
     restart: int = Field(default=0, ge=0)
     """How many times the ranks are started again after a failure, under deepspeed, srun, mpirun or
     plain python. torchrun does this by itself (--max-restarts)."""

@@ -188,6 +188,8 @@ def _fix(path: KeyPath, given: Any, details: list[ErrorDetails]) -> str:
         return ""
     if given == "auto":
         return "; omit the key or write a value"
+    if given.lower() in ("adam", "adamw") or given in SCHEDULER_TYPES:
+        return f'; write {{"type": "{given}"}}'
     if given == "nvme":
         return '; state can only move to host memory, so write "cpu"'
     if kinds & {"int_type", "float_type"} and _is_number(given):

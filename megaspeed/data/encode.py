@@ -28,10 +28,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
+from multiprocessing import get_context
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +37,7 @@ from numpy.typing import NDArray
 from megaspeed.data.pieces import Piece
 from megaspeed.data.token_file import id_type
 from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.topology.process_end import end_with_starter
 
 BATCH_CHARACTERS = 1 << 18
 """Characters in a batch. Encoding one takes a fraction of a second and about 25 MB of memory."""
@@ -194,12 +193,4 @@ def _interrupts_blocked() -> Iterator[None]:
 def _start_worker() -> None:
     # One thread each: the processes share the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Ends a worker if its parent was killed. Otherwise it would wait for work forever."""
-    parent = parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+    end_with_starter()  # otherwise it would wait for work forever

@@ -11,7 +11,7 @@ After a loss of power, the new name exists only if its folder was flushed too.
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -29,16 +29,25 @@ def write_file(path: Path, fill: Callable[[BinaryIO], T]) -> T:
     """Writes ``path`` with ``fill``, which gets the open file. Replaces an existing file.
 
     If ``path`` is a link, the file that it points to is replaced. Only one process may write
-    ``path`` at a time. If ``fill`` raises, the temporary file stays. Returns what ``fill`` returns.
+    ``path`` at a time. Returns what ``fill`` returns.
+
+    If ``fill`` raises, or the disk is full, no temporary file stays, and an OSError names ``path``.
     """
     path = path.resolve()
     temporary = path.with_name(path.name + TEMPORARY)
-    with temporary.open("wb") as stream:
-        filled = fill(stream)
-        stream.flush()
-        # Without this, a machine that loses power may keep the new name and lose the bytes.
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as stream:
+            filled = fill(stream)
+            stream.flush()
+            # Without this, a machine that loses power may keep the new name and lose the bytes.
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
     return filled
 
 

@@ -66,7 +66,7 @@ def lock(
     except OSError as error:
         if required or error.errno not in _NO_LOCKS:
             raise
-    outermost = file_lock.lock_counter <= 1
+    outermost, held = file_lock.lock_counter <= 1, identity(path)
     # filelock writes the content of a marker file itself.
     names_holder = outermost and file_lock.is_locked and not isinstance(file_lock, SoftFileLock)
     try:
@@ -74,9 +74,21 @@ def lock(
             _write(path, f"{socket.gethostname()} {os.getpid()}\n")
         yield outermost
     finally:
-        if names_holder:
+        if names_holder and identity(path) == held:
             _write(path, "")  # another process may get the same number later
         file_lock.release()
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """The device and the inode of what is at ``path``; None if nothing is there.
+
+    If they change while a lock on ``path`` is held, another process can lock the path, too.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _acquire(

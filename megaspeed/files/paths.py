@@ -9,6 +9,8 @@ from megaspeed.files.reading import file_problem
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 """Limits of Linux and its file systems, in bytes."""
 
+_VIRTUAL = (("proc",), ("sys",))  # nobody can create files there, although root seems to be allowed
+
 
 def nearest_existing(path: Path) -> Path:
     """``path``, or the nearest folder above it that exists."""
@@ -25,7 +27,7 @@ def folder_problem(name: str, folder: Path) -> str | None:
     if not os.path.isdir(existing):
         why = file_problem(existing) or "is a file"
         problem = f"{name} {folder} cannot be a folder, because {existing} {why}"
-    elif not os.access(existing, os.W_OK | os.X_OK):
+    elif not os.access(existing, os.W_OK | os.X_OK) or existing.resolve().parts[1:2] in _VIRTUAL:
         problem = f"{name} {folder} cannot be written to: {existing} forbids it"
     else:
         return None

@@ -39,6 +39,8 @@ class Activity:
     def __init__(self) -> None:
         self.progress = 0
         """Grows with every phase and every piece of work."""
+        self.steps = 0
+        """The last step that this rank has completed. All ranks have computed its gradients."""
         self.timeouts = START_UP_TIMEOUTS
         """How many hang timeouts the current phase may take without progress."""
         self.pending: Callable[[], list[str]] = list
@@ -77,9 +79,10 @@ class Activity:
             self.on_begin(self._phases[-1] if self._phases else "", work)
 
     def __str__(self) -> str:
-        """Such as "step 12, Backward(micro_batch=1)"."""
+        """Such as "step 12, Backward(micro_batch=1)", or between two phases "after step 12"."""
         work = () if self._work is None else (repr(self._work),)
-        return ", ".join((*self._phases, *work)) or "start-up"
+        between = f"after step {self.steps}" if self.steps else "start-up"
+        return ", ".join((*self._phases, *work)) or between
 
 
 Part = Literal[

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -182,8 +182,15 @@ class Failures:
     """
 
     def __init__(
-        self, store: dist.Store, grid: Grid, rank: int, log: RankLog, period: float
+        self,
+        store: dist.Store,
+        grid: Grid,
+        rank: int,
+        log: RankLog,
+        period: float,
+        own_steps: Callable[[], int],
     ) -> None:
+        self._own_steps = own_steps
         self._store = store
         self._grid = grid
         self._rank = rank
@@ -225,8 +232,12 @@ class Failures:
         return str(json.loads(self._store.get(f"rank {rank}"))["host"])
 
     def last_known_place(self, rank: int) -> str:
-        """Where ``rank`` was at its last heartbeat. Raises RuntimeError without a store."""
-        phase = json.loads(self._store.get(f"heartbeat {rank}"))[1]
+        """Where ``rank`` was at its last heartbeat, or in the last step that this rank completed,
+        in which it took part. Raises RuntimeError without a store.
+        """
+        _, phase, *_, steps = json.loads(self._store.get(f"heartbeat {rank}"))
+        if steps < self._own_steps() and rank < self._grid.world_size:
+            phase = f"step {self._own_steps()} or later"
         return place_of(self._grid, rank, f"last known phase: {phase}", self.host_of(rank))
 
     @contextmanager

@@ -1,6 +1,6 @@
 """Hangs: whether the run makes no progress, and which ranks the others wait for.
 
-    each rank, every second   heartbeat [number, activity, progress, timeouts]  -> the store
+    each rank, every second   heartbeat [number, activity, progress, timeouts, steps]  -> store
     rank 0                    reads the heartbeats of all ranks
     other ranks               read the heartbeats of rank 0
 
@@ -66,7 +66,7 @@ class Survey:
         heartbeats = store.multi_get([f"heartbeat {rank}" for rank in self._ranks])
         now, timeouts = time.monotonic(), 1.0
         for rank, heartbeat in zip(self._ranks, heartbeats, strict=True):
-            number, _, progress, own_timeouts = json.loads(heartbeat)
+            number, _, progress, own_timeouts, _ = json.loads(heartbeat)
             if self._heartbeats.get(rank, (-1, now))[0] != number:
                 self._heartbeats[rank] = (number, now)
             if self._progress.get(rank) != progress:
@@ -88,7 +88,7 @@ class RankState(NamedTuple):
 
 def write_heartbeat(store: dist.Store, rank: int, number: int, activity: Activity) -> None:
     """Write that this rank responds, and how far it has come."""
-    heartbeat = [number, str(activity), activity.progress, activity.timeouts]
+    heartbeat = [number, str(activity), activity.progress, activity.timeouts, activity.steps]
     store.set(f"heartbeat {rank}", json.dumps(heartbeat))
 
 

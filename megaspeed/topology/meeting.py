@@ -2,11 +2,11 @@
 
     rank 0       listens at MASTER_ADDR:MASTER_PORT (torchrun's agent does so in its place)
     others       connect
-    every rank   checks in: host, process, and how its configuration differs from rank 0's
+    every rank   checks in: host, process, and how configuration and code differ from rank 0's
     rank 0       writes the result: all ranks continue, or all raise the same error
 
-Missing ranks, a wrong address and different configurations are detected here, and the error names
-them. Without these checks, each would be a silent hang in a process group.
+Missing ranks, a wrong address, and different configurations or code are detected here, and the
+error names them. Without these checks, each would be a silent hang or a mixture of two models.
 """
 
 import dataclasses
@@ -29,7 +29,9 @@ import torch.distributed as dist
 from megaspeed.files.json_values import leaves
 from megaspeed.topology.failure import print_error
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.process_end import SUPERVISOR
 from megaspeed.topology.process_settings import allow_open_files
+from megaspeed.topology.software import software
 
 _SECONDS_UNTIL_MESSAGE = 10.0
 """A rank waits this long before its first message, and three times as long before later ones."""
@@ -83,19 +85,21 @@ class Meeting:
 
         ``store`` is a connection that no other thread uses. Raises RuntimeError if it is lost.
         """
+        # A stopped spare rank must see the end of the run. Otherwise its launcher waits for it.
+        self.kill_local_ranks(self.spare_ranks, signal.SIGCONT)
         store.set(f"ended {self.launch.rank}", "")
         if self.launch.rank == 0 and not agent_keeps_the_store():
             others = {*range(self.launch.world_size), *self.spare_ranks} - dead
             wait_for_keys(store, [f"ended {rank}" for rank in others], seconds)
 
-    def kill_local_ranks(self, ranks: Sequence[int]) -> None:
+    def kill_local_ranks(self, ranks: Sequence[int], number: int = signal.SIGKILL) -> None:
         """Kill those of ``ranks`` that run on this host. A stopped process ignores SIGTERM, so a
         launcher would wait for it for half a minute.
         """
         for one in self.local_ranks:
             if one.rank in ranks:
                 with suppress(OSError):
-                    os.kill(one.process, signal.SIGKILL)
+                    os.kill(one.process, number)
 
 
 def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
@@ -114,11 +118,11 @@ def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
 def check_in(
     launch: LaunchEnvironment, configuration: Mapping[str, Any], timeout_seconds: float
 ) -> Meeting:
-    """Meet all ranks, and compare their configurations with rank 0's. All ranks call this.
+    """Meet all ranks, and compare configurations and software with rank 0's. All ranks call this.
 
     Raises:
         GroupError: names the ranks that did not check in.
-        RanksDisagree: on every rank; names the keys that differ.
+        RanksDisagree: on every rank; names the ranks, their hosts, and what differs.
     """
     allow_open_files(launch.rank, launch.world_size)
     kept = attempt = None
@@ -129,6 +133,7 @@ def check_in(
         alone = dist.HashStore()
         _write_record(alone, 0, "")
         return Meeting(alone, launch, between_attempts=kept)
+    compared = {"software": software(), **configuration}
     waiting = _Waiting(launch, timeout_seconds)
     if kept is None:
         store = dist.PrefixStore("meeting", open_store(launch, timeout_seconds))
@@ -136,11 +141,11 @@ def check_in(
         attempt = _Attempt.join(connection, launch, waiting)
         store = dist.PrefixStore(f"meeting {attempt.name}", connection)
     if launch.rank == 0:
-        store.set("configuration", json.dumps(configuration))
+        store.set("configuration", json.dumps(compared))
     else:
         waiting.wait_for_keys(store, ["configuration"], lambda: [0])
     reference = json.loads(store.get("configuration"))
-    _write_record(store, launch.rank, _differences(reference, dict(configuration)))
+    _write_record(store, launch.rank, _differences(reference, compared))
     if launch.rank == 0:
         _write_result(store, launch.world_size, waiting, attempt)
     else:
@@ -216,7 +221,8 @@ class _Attempt:
 
     The number of restarts does not name an attempt: torchrun does not count the restarts after
     which nodes have joined or left, so it may differ from node to node, or be that of an earlier
-    attempt, whose keys are still in the store.
+    attempt, whose keys are still in the store. Supervisors count every attempt, and one may keep a
+    rank of an earlier attempt for a while, so there only ranks with the same number meet.
     """
 
     def __init__(self, store: dist.Store, name: str) -> None:
@@ -227,7 +233,8 @@ class _Attempt:
     @classmethod
     def join(cls, connection: dist.Store, launch: LaunchEnvironment, waiting: "_Waiting") -> Self:
         """All ranks call this. Ranks other than 0 wait for the name from rank 0."""
-        store, word = dist.PrefixStore("attempts", connection), secrets.token_hex(8)
+        number = os.environ["TORCHELASTIC_RESTART_COUNT"] if SUPERVISOR in os.environ else ""
+        store, word = dist.PrefixStore(f"attempts{number}", connection), secrets.token_hex(8)
         if launch.rank == 0:
             store.append("words", "")  # type: ignore[attr-defined]  # not in stubs
             return cls(store, word)
@@ -333,7 +340,7 @@ def _write_record(store: dist.Store, rank: int, differences: str) -> None:
         "differences": differences,
     }
     # Other ranks may read the heartbeat as soon as they have read the record.
-    store.set(f"heartbeat {rank}", json.dumps([0, "start-up", 0, 1.0]))
+    store.set(f"heartbeat {rank}", json.dumps([0, "start-up", 0, 1.0, 0]))
     store.set(f"rank {rank}", json.dumps(record))
 
 
@@ -371,11 +378,13 @@ def _write_result(
     ranks_by_difference: dict[str, list[int]] = {}
     for rank, record in enumerate(records):
         if record["differences"]:
-            ranks_by_difference.setdefault(record["differences"], []).append(rank)
-    lines = [f"  {ranks_named(ranks)}: {own}\n" for own, ranks in ranks_by_difference.items()]
+            own = f"{record['host']}: {record['differences']}"
+            ranks_by_difference.setdefault(own, []).append(rank)
+    lines = [f"  {ranks_named(ranks)} on {own}\n" for own, ranks in ranks_by_difference.items()]
     problem = (
-        "All ranks must have one configuration. These differ from rank 0's (rank 0 -> theirs):\n"
-        f"{''.join(lines)}Give every node the same files and the same command line."
+        "All ranks must have one configuration and one installation. These differ (rank 0, on "
+        f"{records[0]['host']} -> theirs):\n"
+        f"{''.join(lines[:_MOST_NAMED])}Give every node the same code, files and command line."
     )
     store.set("result", json.dumps(problem if lines else None))
 

@@ -20,13 +20,18 @@ A signal that arrives later in a step, or during validation, stops the run after
 
 import atexit
 import contextlib
+import ctypes
 import errno
 import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 from typing import Any, NoReturn, Self, TextIO
 
@@ -42,6 +47,7 @@ SUPERVISOR = "MEGASPEED_SUPERVISOR"
 _SECONDS_FOR_EXIT_FUNCTIONS = 60.0
 _SECONDS_TO_FLUSH = 5.0
 _STANDARD_ERROR = 2
+_PR_SET_PDEATHSIG = 1
 _READER_GONE = (errno.EPIPE, errno.EIO)
 _LAUNCHER_PROGRAMS = {"deepspeed", "torchrun", "megaspeed"}
 _LAUNCHER_MODULES = {
@@ -79,6 +85,53 @@ class StopSignal:
 
     def _store(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def ended_on_termination() -> Iterator[None]:
+    """Raises KeyboardInterrupt on SIGTERM and SIGHUP too; for the main thread.
+
+    It must enclose the start of every process, and the creation of every temporary folder.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # nohup
+                signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_with_parent(parent: int) -> None:
+    """Makes the kernel send SIGTERM to this process if its parent ends, even if it is killed.
+
+    ``parent`` is the process number of the parent, which may have ended already. The end of the
+    thread that started this process counts, too.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_with_starter() -> None:
+    """Ends this process of multiprocessing if the process that started it ends, even if killed.
+
+    Not `end_with_parent`: the parent may be a fork server, which lives as long as its children.
+    """
+    starter = parent_process()
+    assert starter is not None, "multiprocessing has started this process"
+
+    def end() -> None:
+        wait([starter.sentinel])
+        os._exit(EXIT_FAILED)
+
+    Thread(target=end, daemon=True).start()
 
 
 def end_process(code: int) -> NoReturn:

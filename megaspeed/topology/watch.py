@@ -89,20 +89,22 @@ class Watch:
     ) -> None:
         self._meeting = meeting
         self._rank = meeting.launch.rank
-        self._world = grid.world_size
+        self._all_ranks = grid.world_size + len(meeting.spare_ranks)
         self._grid = grid
         self._activity = activity
         self._stop = stop
         self._log = log
         self._hang_timeout = hang_timeout_seconds
         # The store answers a few thousand requests a second, on the same processors as rank 0.
-        self._period = min(_PERIOD_SECONDS * (1 + self._world / 1024), hang_timeout_seconds / 8)
+        self._period = min(_PERIOD_SECONDS * (1 + self._all_ranks / 1024), hang_timeout_seconds / 8)
         self._launchers = launchers
         # A connection to the store handles one call at a time, and a call may block.
         self._heartbeats = meeting.own_connection()
         self._store = meeting.own_connection()
         self._memory_kills = processes_killed_for_memory()
-        self.failures = Failures(self._store, grid, self._rank, log, self._period)
+        self.failures = Failures(
+            self._store, grid, self._rank, log, self._period, own_steps=lambda: activity.steps
+        )
         self._host_of_rank_0 = self.failures.host_of(0)
         self._closing = threading.Event()
         self._dead: set[int] = set()  # ranks that ended without a report
@@ -320,7 +322,7 @@ class Watch:
     # The second thread.
 
     def _exchange_heartbeats(self) -> None:
-        ranks = range(self._world if self._rank == 0 else 1)
+        ranks = range(self._all_ranks if self._rank == 0 else 1)
         survey = Survey(ranks, sees_all=self._rank == 0, period=self._period)
         number, store = 0, self._heartbeats
         while not self._closing.wait(self._period if number else 0):
@@ -348,7 +350,11 @@ class Watch:
             self._store.set(f"state {self._rank}", json.dumps(state))
             self._log.write_stacks(self._activity, calls)
             if self.failures.by == self._rank:
-                states = wait_for_states(self._store, self._world, seconds)
+                states = wait_for_states(self._store, self._all_ranks, seconds)
+                # A spare rank that answers never waits for others, and none waits for it.
+                for rank in self._meeting.spare_ranks:
+                    if states[rank] is not None:
+                        del states[rank]
                 silent = [rank for rank, state in states.items() if state is None]
                 lines = [explain_hang(states, self._seconds_without_progress)]
                 lines += [f"  {self.failures.last_known_place(rank)}" for rank in silent[:8]]

@@ -27,7 +27,7 @@ from megaspeed.model.parameters import layer_count, training_flops_per_token
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.console import COLUMNS
-from megaspeed.training.metrics import peak_flops_per_second
+from megaspeed.training.metrics import device_name, peak_flops_per_second
 
 PredictPeaks = Callable[[Run], Sequence[int]]
 """Predicted peak memory, in bytes, of a rank of each pipeline stage during a step.
@@ -48,7 +48,7 @@ def banner(
     more than 80 columns.
     """
     grid, batch, parallel = run.grid, run.batch, run.config.parallel
-    on = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    on = device_name(device)
     micro_batches = batch.gradient_accumulation_steps
     yield (
         f"{run.name}: {grid} = {_counted(grid.world_size, 'rank', 'ranks')} on {on}, "

@@ -11,7 +11,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Self
@@ -245,10 +245,12 @@ class ConsoleObserver(Observer):
         parts: Record | None,
         begin: Progress,
         crowding: float = 1.0,
+        check_folder: Callable[[], object] = bool,
     ) -> None:
         self._run = run
         self._crowding = crowding
         self._has_noted_crowding = False
+        self._check_folder = check_folder
         self._parts = parts
         self._log_interval = run.config.training.log_interval
         self._steps = run.config.training.steps
@@ -328,6 +330,10 @@ class ConsoleObserver(Observer):
         if stopped_by is not signal.SIGUSR1 and warning is not None:  # no launcher sends SIGUSR1
             self._print(warning)
 
+    def saving(self) -> None:
+        """Checks the run folder, as before each record."""
+        self._check_folder()
+
     def saved(self, report: SaveReport) -> None:
         """Prints that a checkpoint was saved, or why it was not."""
         self._print(describe_save(report))
@@ -340,6 +346,7 @@ class ConsoleObserver(Observer):
         return f"  {', '.join(known)}{' left' if len(known) > 1 else ''}" if known else ""
 
     def _write(self, metrics: Metrics) -> None:
+        self._check_folder()
         for record in self._records:
             record.write(metrics)
 

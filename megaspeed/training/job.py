@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import Console
@@ -45,7 +44,7 @@ from megaspeed.training.console import (
     print_warning,
     summary_table,
 )
-from megaspeed.training.metrics import MetricsFile, last_step
+from megaspeed.training.metrics import MetricsFile, device_name, last_step
 from megaspeed.training.replicas import ReplicasDiffer
 from megaspeed.training.reporting import Reporting, draw_loss_curve
 from megaspeed.training.resume import (
@@ -60,6 +59,7 @@ from megaspeed.training.run_folder import (
     LOSS_CURVE,
     METRICS,
     PARTS,
+    RunFolderLost,
     check_shared_folder,
     checkpoint_folder,
     continue_run_folder,
@@ -73,7 +73,7 @@ from megaspeed.zero.engine import ZeroEngine
 STOPPED = (RanksDisagree, CannotCompile, TrainingDiverged, ReplicasDiffer, NoProgress)
 """Exceptions that all ranks raise, with a message for the user."""
 
-EXPECTED = (*STOPPED, CheckpointError, OSError)
+EXPECTED = (*STOPPED, CheckpointError, RunFolderLost, OSError)
 """Exceptions with a message for the user. Any other is reported here, with its traceback."""
 
 ExplainMemory = Callable[[Run, ParallelContext, ZeroEngine | None], str]
@@ -197,7 +197,7 @@ class Job:
             check_shared_folder(run.run_dir, context)
         self.log.open()
         waited = _SECONDS_TO_WAIT_FOR_LOCK if restarts.number else 0.0
-        with run_lock(run.run_dir, context, wait_seconds=waited):
+        with run_lock(run.run_dir, context, wait_seconds=waited) as check_folder:
             problem = broadcast(group, lambda: restarts.problem(last_step(run.run_dir / METRICS)))
             if problem is not None:
                 raise NoProgress(problem)
@@ -233,7 +233,7 @@ class Job:
             ):
                 begin = self._begin(start, options, checkpointing, context)
                 restarts.note_opened()
-                return self._train_from(begin, worker, corpus, checkpointing)
+                return self._train_from(begin, worker, corpus, checkpointing, check_folder)
 
     @contextmanager
     def _during(self, phase: str, *, timeouts: float) -> Iterator[None]:
@@ -270,7 +270,7 @@ class Job:
             with self._during(f"loading {start.checkpoint}", timeouts=SAVE_TIMEOUTS):
                 allowed = options.allow_data_change
                 begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
-        broadcast(context.checkpoint_group, lambda: self._open_run_folder(start))
+        broadcast(context.checkpoint_group, lambda: self._open_run_folder(start, context))
         if start.checkpoint is not None and not start.in_place:
             # Otherwise a run that fails before its first save would restart at step 0.
             with self._during("saving the first checkpoint", timeouts=SAVE_TIMEOUTS):
@@ -279,18 +279,23 @@ class Job:
                     print_line(self.console, describe_save(report))
         return begin
 
-    def _open_run_folder(self, start: Start) -> None:
-        moved: Path | None
+    def _open_run_folder(self, start: Start, context: ParallelContext) -> None:
+        moved, device = None, device_name(context.device)
         if start.in_place:
-            moved = continue_run_folder(self.run, start.step)
+            moved = continue_run_folder(self.run, start.step, device)
             what = f"the records after step {start.step}"
         else:
-            moved, what = start_run_folder(self.run), "an earlier run's files"
+            moved, what = start_run_folder(self.run, device), "an earlier run's files"
         if moved is not None:
             print_line(self.console, Text(f"{what} are now in {moved}"))
 
     def _train_from(
-        self, begin: Progress, worker: Worker, corpus: PreparedCorpus, checkpointing: Checkpointing
+        self,
+        begin: Progress,
+        worker: Worker,
+        corpus: PreparedCorpus,
+        checkpointing: Checkpointing,
+        check_folder: Callable[[], object],
     ) -> TrainingSummary:
         run, stop = self.run, self.stop
         print_folded(self.console, describe_start_up(self._seconds))
@@ -302,7 +307,7 @@ class Job:
             MetricsFile(run.run_dir / METRICS) as metrics,
             MetricsFile(run.run_dir / PARTS) as parts,
             ConsoleObserver(
-                run, self.console, (metrics, reporting), parts, begin, crowded
+                run, self.console, (metrics, reporting), parts, begin, crowded, check_folder
             ) as observer,
         ):
             return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)

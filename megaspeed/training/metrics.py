@@ -163,6 +163,11 @@ def _step_of(line: bytes) -> int:
     return step if isinstance(step, int) else -1
 
 
+def device_name(device: torch.device) -> str:
+    """The GPU as its driver calls it, such as "NVIDIA H100 80GB HBM3"; "cpu" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
 def peak_flops_per_second(device: torch.device, precision: Precision) -> float | None:
     """The device's dense peak in a run's precision, for model FLOPs utilization (MFU).
 

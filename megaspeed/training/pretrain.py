@@ -7,7 +7,6 @@ A mistake in the configuration is reported before any rank waits for another.
 """
 
 import argparse
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -49,7 +48,7 @@ from megaspeed.training.resume import (
     keep_split,
     restart_number,
 )
-from megaspeed.training.run_folder import check_run_folder
+from megaspeed.training.run_folder import RunFolderLost, check_run_folder
 
 _SECONDS_FOR_RANK_0_TO_PRINT = 5.0
 """Launchers end the whole job if one process fails. Only rank 0 prints errors that all ranks have,
@@ -206,7 +205,7 @@ def _run(job: Job) -> int:
             prints = False
         _report(error, str(launch.rank), prints=prints)
         code = _exit_code(error)
-        if code == EXIT_WRONG_INPUT:
+        if code == EXIT_WRONG_INPUT or isinstance(error, RunFolderLost):
             Restarts(job.meeting).give_up(code)
         return code
     except Exception:  # reported with its traceback
@@ -218,7 +217,7 @@ def _run(job: Job) -> int:
 def _wait_as_spare(job: Job) -> int:
     """Waits on a spare rank until the run ends. Returns the exit code."""
     job.stop.can_save = True  # the ranks that train get the signal, too, and save
-    with job.activity.during("waiting as a spare rank", timeouts=math.inf):
+    with job.activity.during("waiting as a spare rank"):
         try:
             while not job.watch.has_failed and not job.watch.rank_0_has_ended():
                 time.sleep(_SPARE_PERIOD_SECONDS)

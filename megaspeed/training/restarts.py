@@ -32,7 +32,6 @@ Others restart them.
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -65,6 +64,7 @@ from megaspeed.topology.process_end import (
     EXIT_WRONG_INPUT,
     STOP_SIGNALS,
     SUPERVISOR,
+    end_with_parent,
 )
 from megaspeed.topology.process_settings import allow_open_files
 
@@ -73,7 +73,6 @@ _SECONDS_TO_END = 20.0
 """After a failure, the other children have this time to end and to report what they know."""
 _SECONDS_TO_SEE_THE_END = 10.0
 _NOT_STARTED = "0"
-_PR_SET_PDEATHSIG = 1
 
 FINAL_CODE = "final code"
 """The key of the store with the exit code after which no attempt may follow."""
@@ -93,7 +92,8 @@ def run_supervised(train: Callable[[], int]) -> int:
                 supervisor = _Supervisor(read_launch_environment(os.environ), training)
     if supervisor is not None:
         return supervisor.run()
-    _end_with_the_supervisor()
+    if SUPERVISOR in os.environ:
+        end_with_parent(int(os.environ[SUPERVISOR]))
     return train()
 
 
@@ -110,15 +110,6 @@ def _read_training(arguments: Sequence[str]) -> TrainingConfig:
     add_config_options(parser)
     options, _ = parser.parse_known_args(arguments)
     return read_config(options.config, options.overrides).training
-
-
-def _end_with_the_supervisor() -> None:
-    """Make the kernel send SIGTERM to this process if its supervisor ends."""
-    supervisor = os.environ.get(SUPERVISOR)
-    if supervisor is not None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(supervisor):
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class _State(NamedTuple):

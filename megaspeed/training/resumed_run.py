@@ -79,8 +79,8 @@ def model_changes(saved: RunState, run: Run) -> list[str]:
     Shapes are not enough: 4 heads of size 8 have the same matrices as 8 heads of size 4.
     """
     # Parsed, so fields that did not exist in the saved version have their defaults.
-    before = ModelConfig.model_validate(saved.config["model"]).model_dump(mode="json")
-    now = run.config.model.model_dump(mode="json")
+    parsed = ModelConfig.model_validate(saved.config["model"])
+    before, now = (dict(leaves(m.model_dump(mode="json"))) for m in (parsed, run.config.model))
     return [
         f"model.{name} was {before.get(name)} and is {now.get(name)}; set it back, or start a new "
         "run"
@@ -98,10 +98,13 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
     compared = saved.config if saved.imported_from is not None else run.as_json()
     now = dict(leaves({key: value for key, value in run.as_json().items() if key in compared}))
     return [
-        f"{name}: {_text(before, name)} -> {_text(now, name)}"
+        f"{key}: {_text(old, key)} -> {_text(new, key)}"
         for name in sorted(before.keys() | now.keys())
         if not name.startswith(_FOLLOWING_KEYS)
         and before.get(name, _default_of(name)) != now.get(name, _default_of(name))
+        for old, new in [(_elements(before, name), _elements(now, name))]
+        for key in dict.fromkeys([*old, *new])
+        if _text(old, key) != _text(new, key)
     ]
 
 
@@ -205,6 +208,13 @@ def _default_of(name: str) -> Any:
     return field.get_default(call_default_factory=True)
 
 
+def _elements(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The value of a key; for a list, such as the sources of a mixture, its elements by key."""
+    if not isinstance(values.get(name), list):
+        return {name: values[name]} if name in values else {}
+    return dict(leaves({f"{name}[{i}]": value for i, value in enumerate(values[name])}))
+
+
 def _text(values: Mapping[str, Any], name: str) -> str:
     return json.dumps(values[name]) if name in values else "none"
 
@@ -229,9 +239,15 @@ def _rate_mend(before: _Schedule, now: _Schedule, run: Run) -> str:
     words = [f"optimizer.params.lr={before.optimizer.params.lr}"]
     if run.config.training.lr_scaling != "none":  # the saved rates are scaled already
         words = ["training.lr_scaling=none", "training.base_batch_size=null", *words]
-    if now.scheduler is not None:  # otherwise its keys would be kept, too
-        words.append("scheduler=null")
-    if before.scheduler is not None:
-        section = before.scheduler.model_dump(mode="json", exclude_none=True)
-        words.append(shlex.quote(f"scheduler={json.dumps(section)}"))
+    saved, own = (
+        {} if each.scheduler is None else each.scheduler.model_dump(mode="json", exclude_none=True)
+        for each in (before, now)
+    )
+    if saved and saved["type"] == own.get("type") and run.config.training.lr_scaling == "none":
+        old, new = dict(leaves(saved, "scheduler")), dict(leaves(own, "scheduler"))
+        changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+        words += [shlex.quote(f"{key}={json.dumps(old.get(key))}") for key in changed]
+    else:
+        words += ["scheduler=null"] if own else []  # otherwise its keys would be kept, too
+        words += [shlex.quote(f"scheduler={json.dumps(saved)}")] if saved else []
     return f"to keep the saved schedule, pass --set {' '.join(words)}"

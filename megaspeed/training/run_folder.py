@@ -14,16 +14,20 @@ checkpoints of later steps there. It also copies the metrics there, then removes
 from its own.
 
 Only one run may write to the folder, because a second run would delete the checkpoints of the
-first. All ranks must see the same folder, because each writes its part of a checkpoint to it.
+first. If the folder is removed or renamed, a second run can lock a new one at its path, so the
+first run ends before it writes again. All ranks must see the same folder, because each writes its
+part of a checkpoint to it.
 """
 
 import dataclasses
 import json
+import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
@@ -31,7 +35,7 @@ from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, step_nam
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.files.durable import flush_folder, write_file
-from megaspeed.files.lock import Locked, lock
+from megaspeed.files.lock import Locked, identity, lock
 from megaspeed.files.paths import folder_problem
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.meeting import RanksDisagree
@@ -48,6 +52,10 @@ LOCK = ".lock"
 # A network file system may show a new file to other nodes a little later.
 _SECONDS_TO_BE_SEEN = 10.0
 _POLL_SECONDS = 0.1
+
+
+class RunFolderLost(RuntimeError):
+    """The run folder was removed, renamed or replaced while the run wrote to it."""
 
 
 def check_run_folder(run: Run) -> None:
@@ -92,15 +100,20 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
 @contextmanager
 def run_lock(
     run_dir: Path, context: ParallelContext, *, wait_seconds: float = 0.0
-) -> Iterator[None]:
+) -> Iterator[Callable[[], object]]:
     """Holds the lock of an existing run folder. All ranks enter this context together.
 
     On a network file system without locks, the run continues without one. Raises CheckpointError on
     every rank if another run holds the lock or the lock cannot be created.
+
+    Yields a function to call before each write to the folder. On rank 0, it raises RunFolderLost if
+    the file of the lock is no longer at its path. This costs one ``os.stat``.
     """
     with ExitStack() as stack:
+        check: Callable[[], object] = bool  # does nothing
 
         def take() -> None:
+            nonlocal check
             file = run_dir / LOCK
             try:
                 stack.enter_context(lock(file, wait_seconds=wait_seconds, required=False))
@@ -110,9 +123,41 @@ def run_lock(
                     f"another run{other} is writing to {run_dir}; wait until it has ended, or set "
                     "another training.run_dir"
                 ) from error
+            folder = os.open(run_dir, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            check = partial(_check_lock, run_dir, identity(file), folder)
 
         broadcast(context.checkpoint_group, take)
-        yield
+        yield check
+
+
+def _check_lock(run_dir: Path, held: tuple[int, int] | None, folder: int) -> None:
+    """Raises RunFolderLost if the lock in ``run_dir``, open as ``folder``, is not ``held``."""
+    try:
+        if identity(run_dir / LOCK) == held:
+            return
+    except OSError:  # the disk or the network failed; the write reports it
+        return
+    now = _path_of(folder)
+    what, newest = "was removed", list[Path]()
+    if now is not None:
+        newest = CheckpointFolder(now / CHECKPOINTS).newest_first()
+        is_there = run_dir.exists() and run_dir.samefile(now)
+        what = f"has lost its file {LOCK}" if is_there else f"was renamed to {now}"
+    raise RunFolderLost(
+        f"training stopped: the run folder {run_dir} {what}. Another run can use {run_dir} now, so "
+        "this run writes nothing more. "
+        + (f"Its newest checkpoint is {newest[0]}" if newest else "It has no complete checkpoint")
+    )
+
+
+def _path_of(folder: int) -> Path | None:
+    """Where an open folder is now; None if it was removed, or if the system does not report it."""
+    with suppress(OSError):
+        path = Path(os.readlink(f"/proc/self/fd/{folder}"))
+        if os.path.samestat(path.stat(), os.fstat(folder)):
+            return path
+    return None
 
 
 def checkpoint_folder(run: Run) -> CheckpointFolder:
@@ -120,8 +165,10 @@ def checkpoint_folder(run: Run) -> CheckpointFolder:
     return CheckpointFolder(run.run_dir / CHECKPOINTS)
 
 
-def start_run_folder(run: Run) -> Path | None:
+def start_run_folder(run: Run, device: str) -> Path | None:
     """Makes the folder and writes the resolved configuration. Only rank 0 calls this.
+
+    ``device`` is the ``metrics.device_name`` of rank 0, which is recorded.
 
     Returns:
         Where an earlier run's files were moved, a folder inside this one; None if there were none.
@@ -133,11 +180,11 @@ def start_run_folder(run: Run) -> Path | None:
     for name in (CHECKPOINTS, *files):
         _move(run.run_dir / name, run.run_dir, earlier)
     _write_config(run)
-    _record_start(run, 0)
+    _record_start(run, 0, device)
     return earlier if earlier.exists() else None
 
 
-def continue_run_folder(run: Run, step: int) -> Path | None:
+def continue_run_folder(run: Run, step: int, device: str) -> Path | None:
     """Restores the folder to its state after ``step``. Only rank 0 calls this.
 
     Checkpoints of later steps are moved away, so that a later start does not resume from them.
@@ -152,7 +199,7 @@ def continue_run_folder(run: Run, step: int) -> Path | None:
     for name in (METRICS, PARTS):
         _cut_records(run.run_dir / name, step, earlier / name)
     _write_config(run)
-    _record_start(run, step)
+    _record_start(run, step, device)
     return earlier if earlier.exists() else None
 
 
@@ -203,13 +250,14 @@ def _cut_records(file: Path, step: int, copy: Path) -> None:
         write_file(file, lambda stream: stream.write(kept))
 
 
-def _record_start(run: Run, step: int) -> None:
+def _record_start(run: Run, step: int, device: str) -> None:
     """Writes a line for this start, because metrics.jsonl does not show interruptions."""
     start = {
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         **dataclasses.asdict(run.grid),
         "zero_stage": run.zero_stage,
+        "device": device,
     }
     with (run.run_dir / STARTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(start) + "\n")

@@ -68,6 +68,9 @@ class Observer:
         ``save_seconds`` is how long the previous save took; None if no save has ended yet.
         """
 
+    def saving(self) -> None:
+        """Called before each save. An exception ends the run."""
+
     def saved(self, report: SaveReport) -> None:
         """Called after each save, whether it succeeded or failed."""
 
@@ -138,6 +141,7 @@ class Trainer:
             step = progress.step + 1
             with activity.during(f"step {step}", timeouts=timeouts), self._profile.step(step):
                 progress, metrics, stopped_by = self._train_step(progress)
+            activity.steps = step
             if self._profile.ends_with(step, stops=stopped_by is not None):
                 with activity.during(f"writing the profile of step {step}", timeouts=SAVE_TIMEOUTS):
                     self._observer.profiled(step, self._profile.write(step))
@@ -161,6 +165,7 @@ class Trainer:
                     before = None if self._last_save is None else self._last_save.seconds
                     self._observer.stopping(stopped_by, step, before)
                 if saves:
+                    self._observer.saving()
                     self._checkpointing.save(progress)
                 self._report(self._checkpointing.finished())
         self._inputs.close()

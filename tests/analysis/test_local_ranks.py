@@ -34,7 +34,9 @@ def be_killed_on_rank_1(launch: LaunchEnvironment) -> None:
 
 def test_results_are_in_the_order_of_ranks_and_output_is_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    results = run_on_ranks(squared, 3, world_size=2, device_type="cpu", log=log)
+    results = run_on_ranks(
+        squared, 3, world_size=2, device_type="cpu", log=log, timeout_seconds=1e9
+    )
     assert results == [9, 10]
     assert {"rank 0 of 2", "rank 1 of 2"} <= set(log.read_text().splitlines())
 

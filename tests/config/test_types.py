@@ -29,6 +29,10 @@ from tests.config.small import only_problem, problems, small
             'given "True" (a string), wanted true or false; write true without quotes',
         ),
         ("bf16=true", 'given true (a boolean), wanted an object; write {"enabled": true}'),
+        (
+            "optimizer=adamw",
+            'given "adamw" (a string), wanted an object; write {"type": "adamw"}',
+        ),
         ("model.rope_scaling=8", "given 8 (a whole number), wanted an object"),
         (
             "data.train=corpus.txt",
@@ -61,6 +65,10 @@ from tests.config.small import only_problem, problems, small
         (
             "training.hang_timeout_seconds=1e300",
             "given 1e+300 (a decimal number), wanted at most 10,000,000",
+        ),
+        (
+            "training.hang_timeout_seconds=1e-300",
+            "given 1e-300 (a decimal number), wanted at least 5",
         ),
         ("optimizer.params.betas=[0.9]", "given [0.9] (a list), wanted a list of 2"),
         ("optimizer.params.betas=[]", "given [] (a list), wanted a list of 2"),

@@ -196,7 +196,7 @@ sys.meta_path.insert(0, Interrupt())
 import megaspeed.cli
 """
     ended = run([sys.executable, "-c", interrupted])
-    assert (ended.returncode, ended.stderr) == (1, "megaspeed: stopped\n")
+    assert (ended.returncode, ended.stderr) == (130, "megaspeed: stopped\n")
 
 
 @pytest.mark.timeout(300)

@@ -1,5 +1,6 @@
 """A file is there whole, or not at all."""
 
+import resource
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +28,17 @@ def test_a_write_that_fails_leaves_the_old_file_and_the_next_one_succeeds(tmp_pa
     write_file(path, lambda stream: stream.write(b"new"))
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_too_large_for_the_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    path, limits = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{path}'"):
+            write_file(path, lambda stream: stream.write(bytes(1 << 21)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:

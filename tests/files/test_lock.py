@@ -88,6 +88,15 @@ def test_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.Monk
         pass
 
 
+def test_the_lock_of_another_process_at_the_same_path_keeps_its_holder(tmp_path: Path) -> None:
+    """The first process emptied the file that it found when it ended."""
+    file = tmp_path / "lock"
+    with lock(file):
+        file.rename(tmp_path / "renamed")
+        file.write_text("another 4711\n")
+    assert file.read_text() == "another 4711\n"
+
+
 def test_a_lock_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError), lock(tmp_path / "file" / "lock", required=False):

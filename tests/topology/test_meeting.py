@@ -1,12 +1,19 @@
 """Ranks meet in a store: in one attempt and not in an earlier one, whatever the launcher counts."""
 
 import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+import megaspeed
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import GroupError, Meeting, RanksDisagree, check_in
 
@@ -69,8 +76,41 @@ def test_what_is_left_between_attempts_is_seen_by_the_next(agents_store: dist.St
 
 
 def test_ranks_that_differ_are_named_with_their_keys(agents_store: dist.Store) -> None:
-    with pytest.raises(RanksDisagree, match=r"ranks 1, 2: seed 1 -> 2"):
+    with pytest.raises(RanksDisagree, match=r"ranks 1, 2 on [^,:]+: seed 1 -> 2"):
         meet({"seed": 1}, {"seed": 2}, {"seed": 2})
+
+
+OTHER_RANK = """
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.meeting import RanksDisagree, check_in
+
+try:
+    check_in(LaunchEnvironment(1, 2, 1, 2, "a test"), {"seed": 1}, 120.0)
+except RanksDisagree as error:
+    print(error)
+"""
+
+
+def test_a_rank_with_other_code_is_named_with_its_host(
+    agents_store: dist.Store, tmp_path: Path
+) -> None:
+    """GELU on one rank and ReLU on the other trained one model, and nothing was reported."""
+    shutil.copytree(Path(megaspeed.__file__).parent, tmp_path / "megaspeed")
+    changed = tmp_path / "megaspeed" / "model" / "gpt.py"
+    changed.write_text(changed.read_text() + "\n")
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER_RANK], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    with pytest.raises(RanksDisagree) as disagree:
+        check_in(LaunchEnvironment(0, 2, 0, 2, "a test"), {"seed": 1}, 120.0)
+    said = str(disagree.value)
+    assert other.communicate(timeout=120)[0] == f"{said}\n"
+    (line,) = [line for line in said.splitlines() if line.startswith("  ")]
+    version = rf'"{re.escape(megaspeed.__version__)} \(code [0-9a-f]{{12}}\)"'
+    host = re.escape(socket.gethostname())
+    named = rf"  rank 1 on {host}: software\.megaspeed {version} -> {version}"
+    assert re.fullmatch(named, line), said
+    assert "Give every node the same code, files and " in said
 
 
 def test_missing_ranks_are_named_on_the_ranks_that_wait(agents_store: dist.Store) -> None:

@@ -1,11 +1,15 @@
 """A run hangs if a rank writes no heartbeats, or if no rank makes progress; clocks may jump."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from megaspeed.topology import hang as module
+from megaspeed.topology.activity import Activity
+from megaspeed.topology.failure import Failures, RankLog
+from megaspeed.topology.grid import Grid
 from megaspeed.topology.hang import Survey
 
 TIMEOUT = 12.0
@@ -29,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def write_heartbeats(store: dist.Store, *beats: tuple[int, int], timeouts: float = 1.0) -> None:
     """Of each rank its number and its progress."""
     for rank, (number, progress) in enumerate(beats):
-        store.set(f"heartbeat {rank}", json.dumps([number, "step 1", progress, timeouts]))
+        store.set(f"heartbeat {rank}", json.dumps([number, "step 1", progress, timeouts, 0]))
 
 
 @pytest.mark.parametrize("period", [1.0, 5.0, 17.0])
@@ -73,6 +77,34 @@ def test_a_process_that_was_stopped_forgets_what_it_saw_before(clock: Clock) -> 
     assert survey.seconds_of_a_hang(store, TIMEOUT) is None
     clock.now += 3600.0
     assert survey.seconds_of_a_hang(store, TIMEOUT) is None
+
+
+@pytest.mark.parametrize(
+    ("heartbeat", "own_steps", "phase"),
+    [
+        ([0, "start-up", 0, 1.0, 0], 0, "start-up"),
+        ([0, "start-up", 0, 1.0, 0], 10, "step 10 or later"),
+        ([7, "saving after step 9", 90, 24.0, 9], 9, "saving after step 9"),
+        ([7, "step 11, Forward()", 90, 1.0, 10], 9, "step 11, Forward()"),
+    ],
+)
+def test_a_rank_is_as_far_as_its_heartbeat_or_a_common_step(
+    tmp_path: Path, heartbeat: list[object], own_steps: int, phase: str
+) -> None:
+    """Ten quick steps after its first heartbeat, a rank that was killed "was in start-up"."""
+    store, grid = dist.HashStore(), Grid(pp=1, dp=2, tp=1)
+    store.set("rank 1", json.dumps({"host": "node1"}))
+    store.set("heartbeat 1", json.dumps(heartbeat))
+    failures = Failures(store, grid, 0, RankLog(tmp_path, 0), 1.0, own_steps=lambda: own_steps)
+    place = f"[node1, rank 1 (pp 0, dp 1, tp 0), last known phase: {phase}]"
+    assert failures.last_known_place(1) == place
+
+
+def test_between_two_phases_the_last_step_is_named() -> None:
+    activity = Activity()
+    assert str(activity) == "start-up"
+    activity.steps = 12
+    assert str(activity) == "after step 12"
 
 
 def test_a_rank_that_has_ended_is_not_missed(clock: Clock) -> None:

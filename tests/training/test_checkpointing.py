@@ -12,12 +12,18 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import LossScale, Progress, RunState
 from megaspeed.config.resolve import Run
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.resumed_run import config_changes, resumed_progress, training_changes
+from megaspeed.training.resumed_run import (
+    config_changes,
+    model_changes,
+    resumed_progress,
+    training_changes,
+)
 from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import Counters, load_loss_scale, read_loss_scale
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
+from tests.checkpoint.written import run_state
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import tiny_corpus
+from tests.support.tiny import LLAMA, tiny_corpus
 from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -142,6 +148,27 @@ def test_changes_of_the_configuration_are_reported(saved: Path) -> None:
     scheduled = small_run(TEXT, dp=2, scheduler=WARMUP)
     message = config_changes(RunState.read(saved), scheduled)
     assert 'scheduler.type: none -> "WarmupLR"' in message
+
+
+def test_a_change_within_a_list_or_an_object_is_named_alone() -> None:
+    """The complete mixture and the complete rope_scaling were shown, before and after."""
+    rope: dict[str, Any] = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    sources = [{"path": f"{n}.txt", "weight": n} for n in (1, 2)]
+
+    def run_with(**changes: Any) -> Run:
+        return small_run(TEXT, **changes, data={"train": sources})
+
+    saved = run_state(5, config=run_with(model={**LLAMA, "rope_scaling": rope}).as_json())
+    rope["factor"], sources[1]["weight"] = 4.0, 3
+    changed = run_with(model={**LLAMA, "rope_scaling": rope}, optimizer={"params": {"lr": 3e-4}})
+    assert config_changes(saved, changed) == [
+        "data.train[1].weight: 2.0 -> 3.0",
+        "model.rope_scaling.factor: 2.0 -> 4.0",
+        "optimizer.params.lr: 0.001 -> 0.0003",
+    ]
+    (problem,) = model_changes(saved, changed)
+    assert problem.startswith("model.rope_scaling.factor was 2.0 and is 4.0; ")
 
 
 def test_a_key_that_the_saved_version_did_not_have_is_no_change_at_its_default(

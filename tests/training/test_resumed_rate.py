@@ -49,7 +49,7 @@ def test_more_steps_stretch_the_cosine_and_both_rates_are_named() -> None:
     assert change == (
         f"the learning rate of step 61 is {next_rate(now):.3e}, but the saved schedule has "
         f"{next_rate(before):.3e}; to keep the saved schedule, pass --set "
-        f"optimizer.params.lr=0.001 scheduler=null {SAVED_COSINE}"
+        "optimizer.params.lr=0.001 scheduler.params.total_num_steps=100"
     )
     assert next_rate(now) > 1.5 * next_rate(before)
 
@@ -73,7 +73,11 @@ LR_2E_3: dict[str, Any] = {"optimizer": {"params": {"lr": 2e-3}}}
 @pytest.mark.parametrize(
     ("now", "mend"),
     [
-        (run_of(**LR_2E_3), f"optimizer.params.lr=0.001 scheduler=null {SAVED_COSINE}"),
+        (run_of(**LR_2E_3), "optimizer.params.lr=0.001"),
+        (
+            run_of(scheduler={"type": "cosine", "params": {"warmup_num_steps": 10}}),
+            f"optimizer.params.lr=0.001 scheduler=null {SAVED_COSINE}",
+        ),
         (run_of(scheduler=None), f"optimizer.params.lr=0.001 {SAVED_COSINE}"),
     ],
 )

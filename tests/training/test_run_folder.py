@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import socket
 import threading
 from dataclasses import replace
@@ -23,6 +24,7 @@ from megaspeed.topology.meeting import RanksDisagree
 from megaspeed.training import run_folder
 from megaspeed.training.run_folder import (
     LOCK,
+    RunFolderLost,
     check_run_folder,
     check_shared_folder,
     continue_run_folder,
@@ -58,7 +60,7 @@ def test_config_json_never_has_a_number_that_json_lacks(tmp_path: Path) -> None:
     optimizer = run.config.optimizer.model_copy(update={"params": params})
     infinite = replace(run, config=run.config.model_copy(update={"optimizer": optimizer}))
     with pytest.raises(ValueError, match="not JSON compliant"):
-        start_run_folder(infinite)
+        start_run_folder(infinite, "cpu")
     assert not (tmp_path / "config.json").exists()
 
 
@@ -83,7 +85,7 @@ def test_a_folder_that_this_user_may_not_write_to_is_refused(
 
 def test_the_resolved_configuration_is_written(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
-    assert start_run_folder(run) is None
+    assert start_run_folder(run, "cpu") is None
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == run.as_json()
 
 
@@ -103,11 +105,11 @@ def names(folder: Path) -> set[str]:
 def test_a_run_that_starts_anew_moves_what_is_there_and_loses_nothing(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     for number in (1, 2):
-        start_run_folder(run)
+        start_run_folder(run, "cpu")
         (tmp_path / "metrics.jsonl").write_text(f"run {number}")
         checkpoint(tmp_path, number)
     (tmp_path / "notes.txt").write_text("of the user")
-    assert start_run_folder(run) == tmp_path / "earlier-2"
+    assert start_run_folder(run, "cpu") == tmp_path / "earlier-2"
     for number in (1, 2):
         earlier = tmp_path / f"earlier-{number}"
         assert names(earlier) == {"config.json", "metrics.jsonl", "starts.jsonl", "checkpoints"}
@@ -128,33 +130,33 @@ def record(step: int, **values: float) -> str:
 
 def test_a_run_that_continues_from_its_last_step_leaves_all_as_it_is(tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    start_run_folder(run)
+    start_run_folder(run, "cpu")
     lines = record(1) + record(2) + json.dumps({"step": 2, "validation_loss": 3.0}) + "\n"
     (tmp_path / "metrics.jsonl").write_text(lines)
     kept = checkpoint(tmp_path, 2)
-    assert continue_run_folder(run, 2) is None
+    assert continue_run_folder(run, 2, "cpu") is None
     assert (tmp_path / "metrics.jsonl").read_text() == lines and kept.is_dir()
     assert names(tmp_path) == {"config.json", "metrics.jsonl", "starts.jsonl", "checkpoints"}
 
 
 def test_the_configuration_of_a_run_that_continues_is_its_new_one(tmp_path: Path) -> None:
-    start_run_folder(run_in(tmp_path))
+    start_run_folder(run_in(tmp_path), "cpu")
     changed = run_in(tmp_path, steps=50)
-    continue_run_folder(changed, 1)
+    continue_run_folder(changed, 1, "cpu")
     assert json.loads((tmp_path / "config.json").read_text()) == changed.as_json()
 
 
 def test_what_came_after_the_step_is_moved_and_cut(tmp_path: Path) -> None:
     """The run was killed in step 5, while it wrote that record; step 4 was saved but is broken."""
     run = run_in(tmp_path)
-    start_run_folder(run)
+    start_run_folder(run, "cpu")
     lines = [record(step) for step in range(1, 5)]
     torn = record(5)[:-9]
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + torn)
     for step in (1, 2, 4):
         checkpoint(tmp_path, step)
     earlier = tmp_path / "earlier-1"
-    assert continue_run_folder(run, 2) == earlier
+    assert continue_run_folder(run, 2, "cpu") == earlier
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2])
     assert (earlier / "metrics.jsonl").read_text() == "".join(lines) + torn
     assert names(tmp_path / "checkpoints") == {"step-00000001", "step-00000002", "latest"}
@@ -164,29 +166,29 @@ def test_what_came_after_the_step_is_moved_and_cut(tmp_path: Path) -> None:
 
 def test_a_torn_line_alone_is_cut_too(tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    start_run_folder(run)
+    start_run_folder(run, "cpu")
     (tmp_path / "metrics.jsonl").write_text(record(1) + '{"step": 1, "valid')
-    assert continue_run_folder(run, 7) == tmp_path / "earlier-1"
+    assert continue_run_folder(run, 7, "cpu") == tmp_path / "earlier-1"
     assert (tmp_path / "metrics.jsonl").read_text() == record(1)
 
 
 def test_every_start_leaves_a_line_with_its_step_and_layout(tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    start_run_folder(run)
+    start_run_folder(run, "cpu")
     for step in (5, 3):  # the second resumption is from an earlier step, and the first stays
-        continue_run_folder(run, step)
+        continue_run_folder(run, step, "cpu")
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert [start.pop("step") for start in starts] == [0, 5, 3]
     for start in starts:
         assert datetime.fromisoformat(start.pop("time")).tzinfo is not None
-        assert start == {"pp": 1, "dp": 1, "tp": 1, "zero_stage": 0}
+        assert start == {"pp": 1, "dp": 1, "tp": 1, "zero_stage": 0, "device": "cpu"}
 
 
 def test_what_services_wrote_is_moved_with_the_run(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     for service in ("tensorboard", "wandb"):
         (tmp_path / service).mkdir()
-    assert start_run_folder(run) == tmp_path / "earlier-1"
+    assert start_run_folder(run, "cpu") == tmp_path / "earlier-1"
     assert names(tmp_path / "earlier-1") == {"tensorboard", "wandb"}
 
 
@@ -249,6 +251,48 @@ def test_a_restart_waits_for_the_lock_of_a_dead_host(pool: RankPool, tmp_path: P
     later.start()
     assert pool.run(2, use, tmp_path, 30.0) == [None, None]
     later.join()
+
+
+def lose_it(launch: LaunchEnvironment, run_dir: Path, how: str) -> str:
+    """What the check before a write reports after the folder has changed."""
+    with (
+        ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
+        run_lock(run_dir, context) as check,
+    ):
+        (run_dir / "checkpoints" / "step-00000007").mkdir(parents=True)
+        check()
+        if how in ("renamed", "replaced"):
+            run_dir.rename(run_dir.with_name("other"))
+        if how == "removed":
+            shutil.rmtree(run_dir)
+        if how == "unlinked":
+            (run_dir / LOCK).unlink()
+        if how == "replaced":
+            run_dir.mkdir()
+            (run_dir / LOCK).touch()
+        with pytest.raises(RunFolderLost) as lost:
+            check()
+    return str(lost.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "checkpoints"),
+    [
+        ("renamed", "was renamed to {root}/other", "other"),
+        ("replaced", "was renamed to {root}/other", "other"),
+        ("unlinked", "has lost its file .lock", "run"),
+        ("removed", "was removed", None),
+    ],
+)
+def test_a_folder_that_is_lost_is_reported_with_the_newest_checkpoint(
+    pool: RankPool, tmp_path: Path, how: str, what: str, checkpoints: str | None
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (said,) = pool.run(1, lose_it, run_dir, how)
+    assert f"the run folder {run_dir} {what.format(root=tmp_path)}. Another run can use" in said
+    newest = f"newest checkpoint is {tmp_path}/{checkpoints}/checkpoints/step-00000007"
+    assert said.endswith(newest if checkpoints else "It has no complete checkpoint")
 
 
 def die_with_it(launch: LaunchEnvironment, run_dir: Path) -> None:

@@ -1,6 +1,5 @@
 """What a rank reports about itself and its machine, without the other ranks."""
 
-import hashlib
 import os
 import platform
 import resource
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-import megaspeed
 from megaspeed.analysis.doctor.checks import Result, call_with_timeout
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
@@ -25,8 +23,9 @@ from megaspeed.data.selection import load_run_and_data
 from megaspeed.files.json_values import leaves
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import open_files_of
+from megaspeed.topology.software import software
 
-_LIBRARIES = ("deepspeed", "transformers", "tokenizers", "safetensors", "numpy")
+_LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 _SHARED_MEMORY = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_GPU = Path("/dev/nvidia0")
@@ -126,8 +125,7 @@ def take_record(
 def _versions() -> dict[str, str]:
     found = {
         "python": platform.python_version(),
-        "megaspeed": f"{megaspeed.__version__} (code {_code_hash()})",
-        "torch": str(torch.__version__),
+        **software(),
         **{name: version(name) for name in _LIBRARIES},
     }
     if torch.cuda.is_available():
@@ -135,15 +133,6 @@ def _versions() -> dict[str, str]:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["driver"] = _driver_version()
     return found
-
-
-def _code_hash() -> str:
-    """Hash of this package's source, because two checkouts may have the same version number."""
-    root = Path(megaspeed.__file__).parent
-    total = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        total.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
-    return total.hexdigest()[:12]
 
 
 def _fingerprints(corpus: PreparedCorpus) -> dict[str, str]:

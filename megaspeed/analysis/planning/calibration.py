@@ -22,6 +22,7 @@ from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.section import LARGEST_SECONDS
 from megaspeed.files.json_values import read_records
+from megaspeed.topology.devices import Device, device_by_name
 
 CONFIG, METRICS, STARTS = "config.json", "metrics.jsonl", "starts.jsonl"
 """Files of a run's folder (``training/run_folder.py``)."""
@@ -32,9 +33,9 @@ WARM_UP_STEPS = 5
 FEWEST_STEPS = 10
 """Number of steps that a calibration needs."""
 
-_SAME_PEAK = 0.02
-"""The peak that follows from MFU and operations a second may differ by this fraction from the peak
-in the table."""
+_PLAUSIBLE = (0.5, 2.0)
+"""A factor outside this range has another reason than the machine. The factors of nine of ten
+published runs are between 0.88 and 1.12."""
 
 
 class CalibrationError(ConfigError):
@@ -55,6 +56,23 @@ class Calibration:
     steps: int  # number of measured steps
     measured_seconds: float  # their median
     predicted_seconds: float
+    device: str | None  # as the run has recorded it; None if it has not
+
+    @property
+    def warnings(self) -> Iterator[str]:
+        """Why the factor may be wrong."""
+        low, high = _PLAUSIBLE
+        if not low <= self.factor <= high:
+            yield (
+                f"a factor of {self.factor:.3g} is not plausible: on the same kind of machine it "
+                f"is between {low:g} and {high:g}; another program or the network may have slowed "
+                "the run, so find out why before you rely on this plan"
+            )
+        if self.device is None:
+            yield (
+                f"{self.folder} does not state the device, because a version before 0.3 has "
+                "written it; make sure that the run trained on that of the plan"
+            )
 
     def __str__(self) -> str:
         return (
@@ -66,7 +84,7 @@ class Calibration:
 
     def as_json(self) -> dict[str, Any]:
         """The figures as JSON values."""
-        return {**vars(self), "folder": str(self.folder)}
+        return {**vars(self), "folder": str(self.folder), "warnings": list(self.warnings)}
 
 
 def calibrate(folder: Path, cluster: Cluster) -> Calibration:
@@ -84,9 +102,10 @@ def calibrate(folder: Path, cluster: Cluster) -> Calibration:
         CalibrationError: the folder has no such run, or too few steps.
     """
     run = _run_of(folder, cluster.device_type)
-    begin, starts = _last_start(folder)
+    begin, starts, device = _last_start(folder)
     records = list(_steps(folder))
-    _check_device(folder, run, cluster, records)
+    if device is not None:
+        _check_device(folder, device, cluster.device)
     seconds = list(_counted(run, records, begin))
     if len(seconds) < FEWEST_STEPS:
         since = f" since its last start, after step {begin}" if starts > 1 else ""
@@ -108,6 +127,7 @@ def calibrate(folder: Path, cluster: Cluster) -> Calibration:
         steps=len(seconds),
         measured_seconds=median,
         predicted_seconds=predicted,
+        device=device,
     )
 
 
@@ -165,39 +185,34 @@ def _steps(folder: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _last_start(folder: Path) -> tuple[int, int]:
-    """The step after which the run last started, and how often it has started.
+def _last_start(folder: Path) -> tuple[int, int, str | None]:
+    """The step after which the run last started, how often it has started, and its device.
 
-    Runs before version 0.2 recorded no starts.
+    Runs before version 0.2 recorded no starts, and before 0.3 no device.
     """
     file = folder / STARTS
-    steps = [record["step"] for record in _records(file)] if file.is_file() else [0]
-    return (steps[-1] if steps else 0), len(steps)
+    starts = list(_records(file)) if file.is_file() else []
+    last = starts[-1] if starts else {"step": 0}
+    device = last.get("device")
+    return last["step"], len(starts), device if isinstance(device, str) else None
 
 
-def _check_device(folder: Path, run: Run, cluster: Cluster, records: list[dict[str, Any]]) -> None:
-    """Checks the peak of the run's device, which is operations a second / MFU.
+def _check_device(folder: Path, recorded: str, planned: Device) -> None:
+    """Raises CalibrationError if the run trained on another kind of device than the planned one.
 
-    The metrics state no MFU on a CPU, in fp32, and on a GPU whose peak is not known. Devices of the
-    same peak, such as H100 and H200, cannot be distinguished.
+    The driver's name does not always show the memory, so that may differ.
     """
-    device = cluster.device
-    rates = ((record.get("tflops_per_rank"), record.get("mfu")) for record in records)
-    peaks = [rate / mfu for rate, mfu in rates if _is_positive(rate) and _is_positive(mfu)]
-    if not peaks and (cluster.measured is not None or run.precision == "fp32" or not records):
-        return
-    if not peaks:
-        trained = "on a CPU, or on a GPU whose peak is not known"
-    else:
-        peak = statistics.median(peaks)
-        if cluster.measured is None and abs(peak / device.peak_16 - 1) < _SAME_PEAK:
-            return
-        trained = f"on a GPU with a peak of {peak:.0f} TFLOP/s"
-    peak_of_plan = "" if cluster.measured is not None else f" ({device.peak_16:.0f} TFLOP/s)"
-    raise CalibrationError(
-        f"the run in {folder} trained {trained}, but the plan is for {device.name}{peak_of_plan}; "
-        "name a run on the same device"
-    )
+    known = device_by_name(recorded)
+    same = planned.name == recorded if known is None else _kind(known) == _kind(planned)
+    if not same:
+        raise CalibrationError(
+            f"the run in {folder} trained on {recorded}, but the plan is for {planned.name}; name "
+            "a run on the same device"
+        )
+
+
+def _kind(device: Device) -> tuple[str, float]:
+    return device.name.partition("-")[0], device.peak_16
 
 
 def _is_positive(value: object) -> TypeGuard[float]:

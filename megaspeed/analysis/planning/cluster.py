@@ -15,7 +15,7 @@ from megaspeed.analysis.planning.machines import GPUS_PER_NODE
 from megaspeed.analysis.units import counted
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.section import LARGEST_WORLD, Section
+from megaspeed.config.section import LARGEST_WORLD, Bandwidth, Section
 from megaspeed.config.validation import translate
 from megaspeed.files.reading import file_problem
 from megaspeed.topology.devices import DeviceError, device_named
@@ -33,7 +33,7 @@ class ClusterConfig(Section):
     """Number of nodes. If omitted: as many as the ranks need."""
     gpus_per_node: int = Field(default=GPUS_PER_NODE, gt=0, le=LARGEST_WORLD)
     """Accelerators of one node."""
-    nic_gbps: float | None = Field(default=None, gt=0)
+    nic_gbps: Bandwidth | None = None
     """Network bandwidth of each accelerator, in Gb/s in one direction. If omitted: that of the
     vendor's own system."""
     dollars_per_gpu_hour: float | None = Field(default=None, ge=0)

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import Field
 
 from megaspeed.config.resolve import Run
-from megaspeed.config.section import Section
+from megaspeed.config.section import Bandwidth, Section
 from megaspeed.pipeline.partition import parameters_of_stages
 
 _SAVED_BYTES = 12
@@ -40,9 +40,9 @@ class Operations(Section):
     """Seconds from a failure to the next step, without loading: the failure is noticed, a node is
     replaced, ranks start and compile. An assumption. A rank that does not respond is noticed after
     ``training.hang_timeout_seconds``, by default 300."""
-    storage_bandwidth: float = Field(default=10.0, gt=0)
+    storage_bandwidth: Bandwidth = 10.0
     """GB/s at which all ranks together write or read a checkpoint. An assumption."""
-    copy_bandwidth: float = Field(default=20.0, gt=0)
+    copy_bandwidth: Bandwidth = 20.0
     """GB/s from a GPU to host memory, over PCIe. An assumption: 16 lanes of PCIe 4 have 32."""
 
 

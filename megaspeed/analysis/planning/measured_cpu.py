@@ -14,6 +14,7 @@ module states what is measured (``block_run``, ``small_runs``), and computes the
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -144,18 +145,23 @@ def measure_cpu(run: Run) -> tuple[Cluster, tuple[str, ...]]:
         file.write_text(json.dumps(run.as_json()), encoding="utf-8")
         ranks = run.grid.world_size
         command = [sys.executable, "-m", "megaspeed.analysis.cpu_speed"]
-        command += ["--config", str(file), "--ranks", str(ranks)]
+        command += ["--config", str(file), "--ranks", str(ranks), "--parent", str(os.getpid())]
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+            program = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
+            try:
+                output, errors = program.communicate(timeout=_TIMEOUT_SECONDS)
+            finally:  # it ends its ranks
+                program.terminate()
+                program.wait()
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CpuSpeedError(f"this machine's speed could not be measured: {error}") from error
-    lines = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
-    if done.returncode:
+    lines = errors.strip().splitlines() or [f"it ended with exit code {program.returncode}"]
+    if program.returncode:
         raise CpuSpeedError(f"this machine's speed could not be measured: {lines[-1]}")
     try:
-        figures = json.loads(done.stdout)
+        figures = json.loads(output)
     except ValueError as error:
         raise CpuSpeedError(f"the measurement printed no JSON: {lines[-1]}") from error
     notes = []

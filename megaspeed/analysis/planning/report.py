@@ -293,7 +293,7 @@ def _throughput(forecast: Forecast) -> Iterator[str]:
     if forecast.cluster.measured is not None:
         yield f"step: {forecast.seconds:.3g} s predicted from this machine's measured speed"
     elif forecast.cluster.calibration != 1.0:
-        yield f"step: {forecast.seconds:.3g} s, calibrated with a real run"
+        yield f"step: {forecast.seconds:.3g} s, {forecast.cluster.calibration:.2f} x the prediction"
     else:
         yield (
             f"step: {forecast.seconds:.3g} s; with the error of nine of ten published runs, "

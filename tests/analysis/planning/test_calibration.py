@@ -63,8 +63,9 @@ def write_run(
     return folder
 
 
-def starts(folder: Path, *steps: int) -> None:
-    lines = [json.dumps({"step": step, "time": "", "pp": 1, "dp": 1, "tp": 1}) for step in steps]
+def starts(folder: Path, *steps: int, **facts: str) -> None:
+    facts |= {"time": ""}
+    lines = [json.dumps({"step": step, "pp": 1, "dp": 1, "tp": 1, **facts}) for step in steps]
     (folder / run_folder.STARTS).write_text("\n".join(lines) + "\n")
 
 
@@ -171,12 +172,42 @@ def test_a_folder_without_a_usable_run_is_refused(tmp_path: Path) -> None:
     assert "does not state parallel.data" in refused(folder)
 
 
-def test_the_device_must_be_that_of_the_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recorded", "cluster", "is_same"),
+    [
+        ("cpu", CPU, True),
+        ("cpu", A100, False),
+        ("NVIDIA A100-SXM4-40GB", A100, True),  # the same kind with less memory
+        ("NVIDIA A100-SXM4-80GB", CPU, False),
+        ("NVIDIA H200", dataclasses.replace(A100, device=device_named("h100-80gb")), False),
+        ("NVIDIA H100 PCIe", dataclasses.replace(A100, device=device_named("h100-80gb")), False),
+        ("A device of next year", A100, False),
+    ],
+)
+def test_the_recorded_device_must_be_that_of_the_plan(
+    recorded: str, cluster: Cluster, is_same: bool, tmp_path: Path
+) -> None:
+    """In fp32 the metrics have no MFU, so only the record shows the device."""
+    run = tiny("training.steps=100").run
+    folder = write_run(tmp_path, run, steady(30), peak=None)
+    starts(folder, 0, device=recorded)
+    if is_same:
+        assert calibrate(folder, cluster).device == recorded
+    else:
+        why = f"trained on {recorded}, but the plan is for {cluster.device.name}; name a run on"
+        assert why in refused(folder, cluster)
+
+
+def test_what_may_be_wrong_with_a_factor_is_stated(tmp_path: Path) -> None:
     run = trained()
-    on_h100 = write_run(tmp_path / "h100", run, steady(30), peak=989.4)
-    assert "a peak of 989 TFLOP/s, but the plan is for a100-80gb (312 TFLOP/s)" in refused(on_h100)
-    assert "a peak of 989 TFLOP/s, but the plan is for cpu;" in refused(on_h100, CPU)
-    on_cpu = write_run(tmp_path / "cpu", run, steady(30), peak=None)
-    assert "trained on a CPU" in refused(on_cpu)
-    v100 = dataclasses.replace(A100, device=device_named("v100-32gb"))
-    assert "v100-32gb (125 TFLOP/s)" in refused(on_h100, v100)
+    predicted = predict_step_time(workload_of(run), A100).total
+    folder = write_run(tmp_path, run, steady(30, 1.2 * predicted))
+    (unknown,) = calibrate(folder, A100).warnings
+    assert "does not state the device, because a version before 0.3" in unknown
+    starts(folder, 0, device="NVIDIA A100-SXM4-80GB")
+    assert not list(calibrate(folder, A100).warnings)
+    found = calibrate(write_run(folder, run, steady(30, 9 * predicted)), A100)
+    assert found.factor == pytest.approx(9)
+    (implausible,) = found.warnings
+    assert "a factor of 9 is not plausible" in implausible and "0.5 and 2" in implausible
+    assert found.as_json()["warnings"] == [implausible]

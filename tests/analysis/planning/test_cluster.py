@@ -46,7 +46,8 @@ def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("storage_bandwidth", 0, "wanted more than 0"),
+        ("storage_bandwidth", 0, "wanted at least 1e-06"),
+        ("storage_bandwidth", 5e-324, "wanted at least 1e-06"),
         ("restart_seconds", -1, "wanted at least 0"),
         ("failures_per_gpu_hour", "often", "wanted a number"),
         ("failures", 1, "operations.failures is an unknown key"),

@@ -201,9 +201,10 @@ def test_no_file_is_replaced_that_the_written_one_extends(
         (("--nodes", "1", "--world-size", "16"), "16 ranks need more than the 8 devices of 1 node"),
         ((), "the number of ranks is missing: add --world-size, or --nodes"),
         (("--device", "h100", "--nodes", "1"), "there is no device called 'h100'"),
+        (("--nic-gbps", "5e-324", "--nodes", "1"), "nic_gbps: given 5e-324 (a decimal number), w"),
         (
             ("--nic-gbps", "0", "--nodes", "1"),
-            "nic_gbps: given 0.0 (a decimal number), wanted more than 0",
+            "nic_gbps: given 0.0 (a decimal number), wanted at least 1e-06",
         ),
         (("--cluster", "nowhere.json"), "nowhere.json does not exist"),
     ],

@@ -37,10 +37,10 @@ def written_run(
     """
     training = {"steps": 60, "run_dir": str(folder)}
     run = tiny_run(TEXT, **merge({"pp": 2, "dp": 2, "training": training}, changes))
-    start_run_folder(run)
+    start_run_folder(run, "cpu")
     if resumed_at is not None:
         _write(run, range(1, resumed_at + 3), factor_from)
-        continue_run_folder(run, resumed_at)
+        continue_run_folder(run, resumed_at, "cpu")
     _write(run, range((resumed_at or 0) + 1, steps + 1), factor_from)
     return folder
 
