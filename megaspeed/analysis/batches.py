@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from megaspeed.data.tokenizer import load_tokenizer
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 300
 _DOCUMENTS_SHOWN = 4
+_TOKENS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[Sho
         text = None
         if tokenizer is not None:
             text = tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
-        ends, names = documents_of(file)
         first_token = file.first_token + place.first_token
+        ends, origins = documents_of(file)
         first, last = np.searchsorted(ends, [first_token, first_token + len(ids) - 1])
         yield ShownSample(
             sample=sample,
@@ -68,21 +70,31 @@ def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[Sho
             sequence=place.sequence,
             file=str(file.path),
             first_token=first_token,
-            documents=names[first : last + 1],
+            documents=[
+                f"{path}, document {number + 1:,}"
+                for path, number in islice(origins(), first, last + 1)
+            ],
             ids=ids,
             text=text,
         )
 
 
-def _documents(file: TokenFile) -> tuple[NDArray[np.int64], list[str]]:
+def _documents(
+    file: TokenFile,
+) -> tuple[NDArray[np.int64], Callable[[], Iterator[tuple[str, int]]]]:
     """(the last token of each document, its file and number), of the whole file; or nothing."""
     origins = file.path.with_suffix(ORIGINS)
-    if Cache(file.path.parent.parent).read(origins) is None:
-        return np.empty(0, np.int64), []
+    listed: list[tuple[str, list[int]]] = []
+    if Cache(file.path.parent.parent).read(origins) is not None:
+        listed = json.loads(origins.read_bytes())
     ids = np.memmap(file.path, file.index.dtype, "r")
-    listed = json.loads(origins.read_bytes())
-    names = [f"{path}, document {n + 1:,}" for path, numbers in listed for n in numbers]
-    return np.flatnonzero(ids == file.index.end_of_text), names
+    starts = range(0, len(ids) if listed else 0, _TOKENS_AT_ONCE)
+    found = [
+        start + np.flatnonzero(ids[start : start + _TOKENS_AT_ONCE] == file.index.end_of_text)
+        for start in starts
+    ]
+    ends = np.concatenate([np.empty(0, np.int64), *found])
+    return ends, lambda: ((path, number) for path, numbers in listed for number in numbers)
 
 
 def samples_table(samples: Iterable[ShownSample]) -> Table:
