@@ -18,19 +18,9 @@ from html import escape
 from itertools import chain, cycle
 from statistics import median
 
-from megaspeed.analysis.planning.prediction import (
-    ideal_bubble,
-    predict,
-    predict_peaks,
-    sent_along,
-)
+from megaspeed.analysis.planning.prediction import ideal_bubble, predict, predict_peaks, sent_along
 from megaspeed.analysis.run_charts import Chart, Series, draw
-from megaspeed.analysis.run_record import (
-    Recorded,
-    RunRecord,
-    config_differences,
-    number,
-)
+from megaspeed.analysis.run_record import Recorded, RunRecord, config_differences, number
 from megaspeed.analysis.units import readable_memory, traffic_unit
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import parse_config

@@ -363,11 +363,7 @@ def train_rows(
 
 
 def train_rank(
-    launch: LaunchEnvironment,
-    run: Run,
-    corpus: PreparedCorpus,
-    steps: int,
-    timeout_seconds: float,
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int, timeout_seconds: float
 ) -> Record:
     """Trains as one rank of a row. Each rank returns the times of all ranks."""
     with ParallelContext.create(run.grid, launch, timeout_seconds=timeout_seconds) as context:

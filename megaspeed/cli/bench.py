@@ -2,8 +2,7 @@
 
 import argparse
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaspeed.cli.bar_or_lines import BarOrLines
 from megaspeed.cli.measuring import (
@@ -14,12 +13,6 @@ from megaspeed.cli.measuring import (
     write_results,
 )
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_command, load, positive, say
-
-if TYPE_CHECKING:
-    from megaspeed.analysis.bench.peers import PeerName
-    from megaspeed.analysis.bench.result import BenchResult
-    from megaspeed.analysis.local_ranks import DeviceType
-    from megaspeed.config.resolve import Run
 
 _PEERS = ("hf-deepspeed", "fsdp2", "ddp", "deepspeed-pipeline")
 
@@ -42,36 +35,16 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Lets the contestants take their turns, then shows and writes the figures."""
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
-    from megaspeed.analysis.bench.contest import choose_peers
+    from megaspeed.analysis.bench.contest import choose_peers, hold_contest
     from megaspeed.analysis.bench.report import as_json, as_markdown, draw_chart
+    from megaspeed.analysis.bench.result import BenchResult
+    from megaspeed.analysis.turns import share_of_others
 
     device_type = device_type_here()
     run = load(options, device_type)
     reasons = choose_peers(run, options.peers)
     folder = results_folder(options, run, device_type, command="bench", what="benchmark")
     folder.mkdir(parents=True, exist_ok=True)
-    result = _bench(run, reasons, options, folder, device_type)
-    pictures = {"bench.png": partial(draw_chart, result)} if result.device is not None else {}
-    text = as_markdown(result, next(iter(pictures), None))
-    files = write_results(folder, "bench", as_json(result), text, pictures)
-    show_results(options, as_json(result), as_markdown(result, None).rstrip(), files)
-    failed = any(each.failure is not None for each in result.contestants)
-    if result.stopped:
-        say(f"stopped after {result.turns_taken} turns; all ranks have ended", error=True)
-    return EXIT_FAILED if failed or result.stopped else EXIT_DONE
-
-
-def _bench(
-    run: "Run",
-    reasons: "dict[PeerName, str | None]",
-    options: argparse.Namespace,
-    folder: Path,
-    device_type: "DeviceType",
-) -> "BenchResult":
-    from megaspeed.analysis.bench.contest import hold_contest
-    from megaspeed.analysis.bench.result import BenchResult
-    from megaspeed.analysis.turns import share_of_others
-
     peers = [peer for peer, reason in reasons.items() if reason is None]
     share = share_of_others()
     with BarOrLines(options.turns * (1 + len(peers))) as bar:
@@ -85,7 +58,7 @@ def _bench(
             timeout_seconds=options.timeout,
             on_turn=bar.show,
         )
-    return BenchResult(
+    result = BenchResult(
         runs=runs,
         turns=options.turns,
         steps=options.steps,
@@ -94,3 +67,11 @@ def _bench(
         share_of_others=max(share, share_of_others()),
         not_run={peer: reason for peer, reason in reasons.items() if reason is not None},
     )
+    pictures = {"bench.png": partial(draw_chart, result)} if result.device is not None else {}
+    text = as_markdown(result, next(iter(pictures), None))
+    files = write_results(folder, "bench", as_json(result), text, pictures)
+    show_results(options, as_json(result), as_markdown(result, None).rstrip(), files)
+    failed = any(each.failure is not None for each in result.contestants)
+    if result.stopped:
+        say(f"stopped after {result.turns_taken} turns; all ranks have ended", error=True)
+    return EXIT_FAILED if failed or result.stopped else EXIT_DONE

@@ -66,11 +66,7 @@ def results_folder(
 
 
 def write_results(
-    folder: Path,
-    name: str,
-    figures: Any,
-    text: str,
-    pictures: Mapping[str, Callable[[Path], None]],
+    folder: Path, name: str, figures: Any, text: str, pictures: Mapping[str, Callable[[Path], None]]
 ) -> list[Path]:
     """Writes NAME.json, NAME.md and pictures to a folder. Returns the files.
 

@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megaspeed.analysis.compare.result import (
-    ComparisonResult,
-    Row,
-    Stage,
-    StageBytes,
-    verdict,
-)
+from megaspeed.analysis.compare.result import ComparisonResult, Row, Stage, StageBytes, verdict
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic, by_axis
 from megaspeed.analysis.turns import busy_warning

@@ -96,10 +96,7 @@ def train_shuffled(
 
 
 def compare(
-    run: Run,
-    parallel: ParallelRun,
-    reference: ReferenceRun,
-    again: Sequence[ReferenceRun] = (),
+    run: Run, parallel: ParallelRun, reference: ReferenceRun, again: Sequence[ReferenceRun] = ()
 ) -> Comparison:
     """Compares every number of the two trainings, with the tolerance of the run's precision.
 
