@@ -18,7 +18,7 @@ from megaspeed.analysis.planning.forecast import forecast
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import parse_config
-from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.config.resolve import Run, resolve_recorded
 from megaspeed.config.section import LARGEST_SECONDS
 from megaspeed.files.json_values import read_records
 from megaspeed.topology.devices import Device, device_by_name
@@ -135,21 +135,8 @@ def _run_of(folder: Path, device_type: str) -> Run:
         raise CalibrationError(f"{folder} is not a folder; name the folder of a run")
     try:
         values, _ = read_json_object(folder / CONFIG)
-        config = parse_config(values)
-        parallel = config.parallel
-        if parallel.data == "auto":
-            raise CalibrationError(
-                f"{folder / CONFIG} does not state parallel.data, so no run has written it; name "
-                "the folder of a run (training.run_dir)"
-            )
-        ranks = parallel.data * parallel.pipeline * parallel.tensor
-        return resolve_run(
-            config,
-            name=folder.name,
-            world_size=ranks,
-            world_source=str(folder / CONFIG),
-            device_type=device_type,
-        )
+        config, source = parse_config(values), str(folder / CONFIG)
+        run = resolve_recorded(config, name=folder.name, source=source, device_type=device_type)
     except JsonSyntaxError as error:
         raise CalibrationError(
             f"{folder} has no configuration of a run: {error}; name the folder of a run "
@@ -158,6 +145,12 @@ def _run_of(folder: Path, device_type: str) -> Run:
     except ConfigError as error:
         first = error.problems[0]
         raise CalibrationError(f"{folder / CONFIG} is not valid here: {first}") from error
+    if run is None:
+        raise CalibrationError(
+            f"{folder / CONFIG} does not state parallel.data, so no run has written it; name the "
+            "folder of a run (training.run_dir)"
+        )
+    return run
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
