@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from rich.table import Table
 
-from megaspeed.analysis.costs.reserved_memory import Verdict
 from megaspeed.analysis.planning.forecast import Forecast, TrainingTime
 from megaspeed.analysis.planning.machines import AxisMap
 from megaspeed.analysis.planning.plan import Plan, PlannedZero
@@ -22,12 +21,6 @@ from megaspeed.analysis.units import (
 )
 from megaspeed.config.resolve import GradientReduction, describe_recomputation, dropout_warning
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
-
-_SHORT_VERDICTS: Mapping[Verdict | None, str] = {
-    "fits": "fits",
-    "tight": "tight",
-    "does not fit": "too large",
-}
 
 _LONGEST_GROUP = 28
 _CONFIGURED = "* as configured"
@@ -195,7 +188,7 @@ def _memory(plan: Plan) -> Iterator[str | Table]:
             assert plan.cluster is not None, "memory is reserved on a device"
             share = (peak.total + reserved.total) / plan.cluster.device.memory_bytes
             figures["share of the device"] = f"{share:.0%}"
-            figures["verdict"] = _SHORT_VERDICTS[planned.verdict]
+            figures["verdict"] = str(planned.verdict).replace("does not fit", "too large")
         if len(kinds) > 1:
             for alike, stage in zip(kinds, prediction.stages, strict=True):
                 stages = "stages" if len(alike.pipeline_stages) > 1 else "stage"
