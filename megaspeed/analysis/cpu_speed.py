@@ -191,7 +191,6 @@ class _Block:
         return attend, lambda: torch.autograd.grad(mixed, (q, k, v), gradient, retain_graph=True)
 
     def _block(self) -> Callable[[], object]:
-        parallel = self.run.config.parallel
         block = Block(self.model, name="blocks.0", seed=0).to(self.dtype).train()
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)  # gradients are added to it
@@ -202,7 +201,6 @@ class _Block:
         if self.model.positions == "rotary":
             angles = RotaryAngles(self.model).of(None, shape[1], self.dtype, x.device)
         mask = self._mask()
-        assert parallel is not None
 
         def both() -> None:
             x.grad = None

@@ -18,23 +18,13 @@ from html import escape
 from itertools import chain, cycle
 from statistics import median
 
-from megaspeed.analysis.planning.prediction import (
-    ideal_bubble,
-    predict,
-    predict_peaks,
-    sent_along,
-)
+from megaspeed.analysis.planning.prediction import ideal_bubble, predict, predict_peaks, sent_along
 from megaspeed.analysis.run_charts import Chart, Series, draw
-from megaspeed.analysis.run_record import (
-    Recorded,
-    RunRecord,
-    config_differences,
-    number,
-)
+from megaspeed.analysis.run_record import Recorded, RunRecord, config_differences, number
 from megaspeed.analysis.units import readable_memory, traffic_unit
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import parse_config
-from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.config.resolve import Run, resolve_recorded
 from megaspeed.topology.activity import PARTS
 
 # Readable on white and on black.
@@ -290,17 +280,8 @@ def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
 def _resolved(shown: _Shown) -> Run | None:
     """The resolved run of the recorded configuration; None if this version does not accept it."""
     try:
-        parsed = parse_config(shown.run.config)
-        parallel = parsed.parallel
-        if not isinstance(parallel.data, int):
-            return None
-        return resolve_run(
-            parsed,
-            name=shown.name,
-            world_size=parallel.data * parallel.pipeline * parallel.tensor,
-            world_source="config.json",
-            device_type="cuda",
-        )
+        config = parse_config(shown.run.config)
+        return resolve_recorded(config, name=shown.name, source="config.json", device_type="cuda")
     except (ConfigError, OSError):
         return None
 

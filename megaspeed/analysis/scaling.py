@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -33,9 +33,7 @@ from megaspeed.analysis.turns import busy_warning
 from megaspeed.analysis.units import counted
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import BATCH_KEYS
-from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
-from megaspeed.config.run import PowerSgdCompression
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.activity import OWN_WORK, PARTS
 from megaspeed.topology.context import ParallelContext
@@ -288,24 +286,25 @@ def scaled_runs(base: Run, sizes: Sequence[int], mode: Mode, device_type: Device
         ConfigError: with the problems of all numbers of ranks.
     """
     runs, problems = [], []
-    changes: dict[str, Any] = {"data": "auto", "spare_ranks": False}
-    compression = base.config.parallel.gradient_compression
-    if isinstance(compression, PowerSgdCompression):
-        changes["gradient_compression"] = {**compression.model_dump(mode="json"), "start_step": 1}
+    train, _, accumulation = BATCH_KEYS
+    config = base.config.compressed_from_step_1().changed(
+        {
+            "parallel.data": "auto",
+            "parallel.spare_ranks": False,
+            accumulation if mode == "strong" else train: None,
+        }
+    )
+    mend = "; or use --weak: each rank keeps its micro-batches" if mode == "strong" else ""
     for size in sizes:
-        values = base.as_json()
-        values["parallel"] |= changes
-        values.pop(BATCH_KEYS[2] if mode == "strong" else BATCH_KEYS[0])
         try:
             run = resolve_run(
-                parse_config(values),
+                config,
                 name=base.name,
                 world_size=size,
                 world_source="--world-sizes",
                 device_type=device_type,
             )
         except ConfigError as error:
-            mend = "; or use --weak: each rank keeps its micro-batches" if mode == "strong" else ""
             problems += [each + mend for each in error.problems]
         else:
             runs.append(run)
@@ -323,53 +322,48 @@ def train_rows(
     folder: Path,
     timeout_seconds: float,
     predicts: bool = True,
-    on_row: Callable[[Run], None] = lambda run: None,
-) -> Iterator[Row]:
-    """Trains the runs, one after the other. Yields each with its figures or why it failed.
+    on_row: Callable[[int, str], None] = lambda done, text: None,
+) -> tuple[list[Row], bool]:
+    """Trains the runs, one after the other, each of ``steps`` timed steps after those that warm up.
 
-    Args:
-        runs: from ``scaled_runs``.
-        corpus: the prepared training data.
-        steps: number of timed steps, after those that warm up.
-        device_type: "cpu" or "cuda".
-        folder: an existing folder. The output of each row's ranks goes to a file in its ``logs``.
-        timeout_seconds: time limit of one row.
-        predicts: whether each row that has trained is also predicted. On a CPU this takes some 15
-            seconds, because the machine is measured.
-        on_row: called with each run before it starts.
+    ``folder`` exists; the output of each row's ranks goes to a file in its ``logs``. The time
+    limit is that of one row. If ``predicts``, each row that has trained is also predicted. On a CPU
+    this takes some 15 seconds, because the machine is measured. ``on_row`` is called before each
+    row, with the number of rows so far and a description.
+
+    Returns the rows with their figures or why they failed, and whether Ctrl-C or a signal has
+    stopped them.
     """
-    for run in runs:
-        on_row(run)
-        log = folder / "logs" / f"{run.grid.world_size}-ranks.log"
-        log.parent.mkdir(exist_ok=True)
-        log.write_text("")  # the ranks append to it
-        try:
-            records = run_on_ranks(
-                train_rank,
-                *(run, corpus, steps, timeout_seconds),
-                world_size=run.grid.world_size,
-                device_type=device_type,
-                log=log,
-                timeout_seconds=timeout_seconds,
-            )
-        except RanksFailed as failure:
-            yield Row(run=run, reason=f"{failure}; see {log}")
-            continue
-        row = Row(run=run, record=records[0])
-        if predicts:
+    rows: list[Row] = []
+    (folder / "logs").mkdir(exist_ok=True)
+    try:
+        for run in runs:
+            ranks = run.grid.world_size
+            on_row(len(rows), f"{ranks} ranks")
+            log = folder / "logs" / f"{ranks}-ranks.log"
+            log.write_text("")  # the ranks append to it
             try:
-                row = replace(row, predicted=predict(run, records[0].device))
-            except (CpuSpeedError, LookupError) as error:
-                row = replace(row, not_predicted=str(error))
-        yield row
+                records = run_on_ranks(
+                    train_rank,
+                    *(run, corpus, steps, timeout_seconds),
+                    world_size=ranks,
+                    device_type=device_type,
+                    log=log,
+                    timeout_seconds=timeout_seconds,
+                )
+            except RanksFailed as failure:
+                row = Row(run=run, reason=f"{failure}; see {log}")
+            else:
+                row = Row(run=run, record=records[0])
+                row = _predicted(row, records[0].device) if predicts else row
+            rows.append(row)
+    except KeyboardInterrupt:
+        return rows, True
+    return rows, False
 
 
 def train_rank(
-    launch: LaunchEnvironment,
-    run: Run,
-    corpus: PreparedCorpus,
-    steps: int,
-    timeout_seconds: float,
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int, timeout_seconds: float
 ) -> Record:
     """Trains as one rank of a row. Each rank returns the times of all ranks."""
     with ParallelContext.create(run.grid, launch, timeout_seconds=timeout_seconds) as context:
@@ -405,6 +399,14 @@ def train_rank(
         threads=torch.get_num_threads(),
         device=device,
     )
+
+
+def _predicted(row: Row, device: str) -> Row:
+    """The row with its prediction, or with why it has none."""
+    try:
+        return replace(row, predicted=predict(row.run, device))
+    except (CpuSpeedError, LookupError) as error:
+        return replace(row, not_predicted=str(error))
 
 
 def predict(run: Run, device: str) -> StepParts:

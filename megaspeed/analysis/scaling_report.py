@@ -70,8 +70,8 @@ def as_markdown(result: ScalingResult, picture: str | None) -> str:
 
 def _summary(result: ScalingResult) -> Iterator[str]:
     headings = ["ranks", "batch", "step ms", "tokens/s", "efficiency"]
-    predicts = _base_prediction(result) is not None
-    headings += ["predicted"] if predicts else []
+    base_prediction = _base_prediction(result)
+    headings += ["predicted"] if base_prediction is not None else []
     headings += ["at most"] if result.is_limited else []
 
     def cells(row: Row) -> list[str]:
@@ -83,8 +83,9 @@ def _summary(result: ScalingResult) -> Iterator[str]:
             return [*first, "failed", *[_NOTHING] * (len(headings) - 3)]
         figures = [three_digits(1e3 * step.seconds), f"{step.tokens_per_second:,.0f}"]
         figures.append(_percent(step.efficiency(base)))
-        if predicts:
-            figures.append(_predicted_efficiency(result, row))
+        if base_prediction is not None:
+            predicted = row.predicted and _percent(row.predicted.efficiency(base_prediction))
+            figures.append(predicted or _NOTHING)
         if result.is_limited:
             figures.append(_percent(result.most_efficiency(row)))
         return [*first, *figures]
@@ -179,13 +180,6 @@ def _used_parts(result: ScalingResult) -> list[str]:
 
 def _base_prediction(result: ScalingResult) -> StepParts | None:
     return None if result.base is None else result.base.predicted
-
-
-def _predicted_efficiency(result: ScalingResult, row: Row) -> str:
-    base = _base_prediction(result)
-    if row.predicted is None or base is None:
-        return _NOTHING
-    return _percent(row.predicted.efficiency(base))
 
 
 def _percent(share: float) -> str:

@@ -285,23 +285,20 @@ def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine
     ``engine`` is None if memory ran out before it was built.
     """
     predicted = predict_memory(run, context.pp_rank).peak
-    log = AllocationLog(context.device)
-    is_built = engine is not None
+    held: MemoryBytes | None = None
     if engine is not None:
+        log = AllocationLog(context.device)
         _claim(log, held_by(engine))
-    held = log.live()
+        held = log.live()
     on_gpu = context.device.type == "cuda"
     most = peak_memory(context.device)
     others = predicted.activations + predicted.communication_buffers
     rows: list[tuple[str, int, int | None]] = [
-        ("parameters", predicted.parameters, held.parameters if is_built else None),
-        ("gradients", predicted.gradients, held.gradients if is_built else None),
-        (
-            "optimizer states",
-            predicted.optimizer_states,
-            held.optimizer_states if is_built else None,
-        ),
-        ("activations and buffers", others, most - held.total if on_gpu and is_built else None),
+        (name.replace("_", " "), getattr(predicted, name), getattr(held, name, None))
+        for name in ("parameters", "gradients", "optimizer_states")
+    ]
+    rows += [
+        ("activations and buffers", others, most - held.total if on_gpu and held else None),
         ("total, at the peak", predicted.total, most),
     ]
     unit = memory_unit([predicted.total])

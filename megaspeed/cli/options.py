@@ -5,7 +5,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,35 +120,12 @@ def say(text: str, *, error: bool = False) -> None:
     (sys.stderr if error else sys.stdout).write(text + "\n")
 
 
-def write_results(
-    folder: Path,
-    name: str,
-    figures: Any,
-    text: str,
-    pictures: Mapping[str, Callable[[Path], None]],
-) -> list[Path]:
-    """Writes NAME.json, NAME.md and pictures to a folder. Returns the files.
-
-    Args:
-        folder: an existing folder.
-        name: of the first two files, without the suffix.
-        figures: for the JSON file.
-        text: Markdown.
-        pictures: name of each file -> the function that draws it.
-    """
-    json_file, markdown = folder / f"{name}.json", folder / f"{name}.md"
-    _write_text(json_file, json.dumps(figures, indent=2) + "\n")
-    _write_text(markdown, text)
-    for picture, draw in pictures.items():  # last, so that an error in drawing loses no figures
-        draw(folder / picture)
-    return [json_file, markdown, *(folder / picture for picture in pictures)]
-
-
 def write_json(options: argparse.Namespace, figures: Any) -> None:
     """Writes the figures to the file of ``--json``, if it was given."""
     if options.json is not None:
-        _write_text(options.json, json.dumps(figures, indent=2) + "\n")
+        write_text(options.json, json.dumps(figures, indent=2) + "\n")
 
 
-def _write_text(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
+    """Writes a file in UTF-8, or leaves it as it was."""
     write_file(file, lambda stream: stream.write(text.encode()))

@@ -2,32 +2,25 @@
 
 import argparse
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.bar_or_lines import BarOrLines
-from megaspeed.cli.options import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    new_file,
-    positive,
-    say,
-    world_size,
-    write_json,
+from megaspeed.cli.measuring import (
+    add_results_options,
+    device_type_here,
+    results_folder,
+    show_results,
     write_results,
 )
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, new_file, positive, say, world_size
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import read_config
 from megaspeed.data.selection import load_run_and_data
-from megaspeed.files.paths import folder_problem, path_argument
 
 if TYPE_CHECKING:
-    from megaspeed.analysis.local_ranks import DeviceType
-    from megaspeed.analysis.scaling import Mode, Row
-    from megaspeed.config.resolve import Run
-    from megaspeed.data.corpus import PreparedCorpus
+    from megaspeed.analysis.scaling import Mode
 
 _SIZES = "--world-sizes"
 
@@ -70,13 +63,7 @@ def add_to(commands: Any) -> None:
         help="do not predict; on a CPU, each prediction measures the machine for some 15 seconds",
     )
     add_option("--json", type=new_file, metavar="FILE", help="write the figures there too")
-    add_option(
-        "--output",
-        type=path_argument,
-        metavar="DIR",
-        help="folder for the results (runs/<name>-scaling)",
-    )
-    add_option("--timeout", type=positive, default=1800, help="seconds for each training (1800)")
+    add_results_options(parser, "scaling", each="training")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,30 +71,34 @@ def run(options: argparse.Namespace) -> int:
     sizes = sorted(set(options.world_sizes))
     _refuse_other_multiples(options, sizes)
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
-    import torch
-
     from megaspeed.analysis.cpu_speed import processors
-    from megaspeed.analysis.local_ranks import too_many_ranks
-    from megaspeed.analysis.scaling import ScalingResult, scaled_runs
+    from megaspeed.analysis.scaling import ScalingResult, scaled_runs, train_rows
     from megaspeed.analysis.scaling_report import as_json, as_markdown, draw_chart
     from megaspeed.analysis.turns import share_of_others
     from megaspeed.data.corpus import prepare_corpus
 
-    device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = device_type_here()
     mode: Mode = options.mode
     overrides = [*options.overrides, "parallel.spare_ranks=false"]
     base = load_run_and_data(options.config, overrides, World(sizes[0], _SIZES, device_type))
     runs = scaled_runs(base, sizes, mode, device_type)
-    folder = options.output or Path("runs") / f"{base.name}-scaling"
-    problem = folder_problem("--output", folder)
-    problems = [] if problem is None else [problem]
-    problems += too_many_ranks(sizes[-1], device_type, _SIZES)
-    if problems:
-        raise ConfigError(problems, where=f"the scaling of {options.config}")
+    folder = results_folder(
+        options, runs[-1], device_type, command="scaling", what="scaling", size_option=_SIZES
+    )
     corpus = prepare_corpus(base.config.data, base.config.model.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     share = share_of_others()
-    rows, stopped = _train(runs, corpus, options, folder, device_type)
+    with BarOrLines(len(runs)) as bar:
+        rows, stopped = train_rows(
+            runs,
+            corpus,
+            steps=options.steps,
+            device_type=device_type,
+            folder=folder,
+            timeout_seconds=options.timeout,
+            predicts=not options.no_prediction,
+            on_row=bar.show,
+        )
     if not rows:
         say(f"stopped before any of {len(runs)} rows; all ranks have ended", error=True)
         return EXIT_FAILED
@@ -121,10 +112,7 @@ def run(options: argparse.Namespace) -> int:
     pictures = {"scaling.png": partial(draw_chart, result)} if result.done else {}
     text = as_markdown(result, next(iter(pictures), None))
     files = write_results(folder, "scaling", as_json(result), text, pictures)
-    say(as_markdown(result, None).rstrip())
-    write_json(options, as_json(result))
-    say("")
-    say("wrote " + ", ".join(map(str, files)))
+    show_results(options, as_json(result), as_markdown(result, None).rstrip(), files)
     if stopped:
         say(f"stopped after {len(rows)} of {len(runs)} rows; all ranks have ended", error=True)
     return EXIT_FAILED if stopped or len(result.done) < len(rows) else EXIT_DONE
@@ -144,32 +132,3 @@ def _refuse_other_multiples(options: argparse.Namespace, sizes: list[int]) -> No
             "--set parallel.pipeline=1 parallel.tensor=1"
         )
         raise ConfigError([problem], where=f"the scaling of {options.config}")
-
-
-def _train(
-    runs: "list[Run]",
-    corpus: "PreparedCorpus",
-    options: argparse.Namespace,
-    folder: Path,
-    device_type: "DeviceType",
-) -> "tuple[list[Row], bool]":
-    """The rows that ended, and whether the user stopped before the last one."""
-    from megaspeed.analysis.scaling import train_rows
-
-    done: list[Row] = []
-    with BarOrLines(len(runs)) as bar:
-        try:
-            for row in train_rows(
-                runs,
-                corpus,
-                steps=options.steps,
-                device_type=device_type,
-                folder=folder,
-                timeout_seconds=options.timeout,
-                predicts=not options.no_prediction,
-                on_row=lambda run: bar.show(len(done), f"{run.grid.world_size} ranks"),
-            ):
-                done.append(row)
-        except KeyboardInterrupt:
-            return done, True
-    return done, False

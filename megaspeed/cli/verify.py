@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(problems, where="verify --device cuda")
     compression = run.config.parallel.gradient_compression
     if compression != "none":
-        run = _without_compression(run)
+        config = run.config.changed({"parallel.gradient_compression": "none"})
+        run = replace(run, config=config)
         name = compression if isinstance(compression, str) else compression.type
         say(
             f'with parallel.gradient_compression "{name}", a run is close but not equal to one '
@@ -68,11 +69,6 @@ def run(options: argparse.Namespace) -> int:
     show([*widened_tolerances(comparison), verdict(comparison)])
     write_json(options, comparison.as_json())
     return EXIT_DONE if comparison.equal else EXIT_FAILED
-
-
-def _without_compression(run: Run) -> Run:
-    parallel = run.config.parallel.model_copy(update={"gradient_compression": "none"})
-    return replace(run, config=run.config.model_copy(update={"parallel": parallel}))
 
 
 def _problems_on_cuda(run: Run) -> list[str]:

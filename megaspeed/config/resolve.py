@@ -185,6 +185,20 @@ def resolve_run(
     return Run(resolved, name, grid, batch, reduction, _precision(config), spare)
 
 
+def resolve_recorded(config: RunConfig, *, name: str, source: str, device_type: str) -> Run | None:
+    """The run of a config that a run has recorded; None if it does not state the data degree.
+
+    Raises:
+        ConfigError: as ``resolve_run``. It names ``source`` as the origin of the world size.
+    """
+    pp, dp, tp = config.parallel.pipeline, config.parallel.data, config.parallel.tensor
+    if dp == "auto":
+        return None
+    return resolve_run(
+        config, name=name, world_size=pp * dp * tp, world_source=source, device_type=device_type
+    )
+
+
 def _gradient_reduction(config: RunConfig) -> GradientReduction:
     """auto depends on the ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not.
 

@@ -1,6 +1,7 @@
 """One JSON file as an immutable object: DeepSpeed's keys and megaspeed's four sections."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -201,6 +202,25 @@ class RunConfig(DeepSpeedKeys):
     """The corpus and how it is cut into samples."""
     training: TrainingConfig
     """The length of the run, what it reports and what it keeps."""
+
+    def changed(self, keys: Mapping[str, Any]) -> "RunConfig":
+        """A copy with other values of these dotted keys. They are not validated."""
+        config = self
+        for key, value in keys.items():
+            section, _, name = key.rpartition(".")
+            update = {name: value}
+            if section:
+                update = {section: getattr(config, section).model_copy(update=update)}
+            config = config.model_copy(update=update)
+        return config
+
+    def compressed_from_step_1(self) -> "RunConfig":
+        """A copy in which PowerSGD starts at step 1, for a run whose first steps are measured."""
+        compression = self.parallel.gradient_compression
+        if not isinstance(compression, PowerSgdCompression):
+            return self
+        started = compression.model_copy(update={"start_step": 1})
+        return self.changed({"parallel.gradient_compression": started})
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values with all defaults. They load as an equal config."""

@@ -267,8 +267,7 @@ def keep_split(options: ResumeOptions, run: Run) -> tuple[Run, str | None]:
     rule = None if _RULE in data.model_fields_set else _saved_rule(options, run)
     if rule in (None, data.hold_out_by):
         return run, None
-    kept = data.model_copy(update={_RULE: rule})
-    run = replace(run, config=run.config.model_copy(update={"data": kept}))
+    run = replace(run, config=run.config.changed({f"data.{_RULE}": rule}))
     if data.validation is not None or data.validation_fraction == 0:
         return run, None
     return run, f'validation data is held out as in the saved run (data.{_RULE} "{rule}")'

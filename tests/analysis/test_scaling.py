@@ -214,17 +214,17 @@ def test_gpus_are_predicted_from_the_table() -> None:
 
 def train(runs: list[Run], folder: Path) -> list[Row]:
     corpus = tiny_corpus(runs[0], folder / "cache")
-    return list(
-        train_rows(
-            runs,
-            corpus,
-            steps=4,
-            device_type="cpu",
-            folder=folder,
-            timeout_seconds=200.0,
-            predicts=False,
-        )
+    rows, stopped = train_rows(
+        runs,
+        corpus,
+        steps=4,
+        device_type="cpu",
+        folder=folder,
+        timeout_seconds=200.0,
+        predicts=False,
     )
+    assert not stopped
+    return rows
 
 
 @pytest.mark.timeout(300)

@@ -18,13 +18,7 @@ from typing import Any
 import numpy as np
 
 from megaspeed.analysis.bench.peers import PeerName
-from megaspeed.analysis.bench.turn import (
-    WARM_UP_STEPS,
-    Device,
-    Turn,
-    train_megaspeed,
-    train_peer,
-)
+from megaspeed.analysis.bench.turn import WARM_UP_STEPS, Device, Turn, train_megaspeed, train_peer
 from megaspeed.analysis.local_ranks import DeviceType, run_on_ranks
 from megaspeed.analysis.turns import take_turns
 from megaspeed.config.errors import ConfigError
@@ -159,23 +153,13 @@ def hold_contest(
     timeout_seconds: float,
     on_turn: Callable[[int, str], None] = lambda done, text: None,
 ) -> tuple[list[Contestant], dict[str, Run], bool]:
-    """Lets megaspeed and the peers take turns on ranks of this machine.
+    """Lets megaspeed and the peers take turns, each of ``steps`` timed steps of each workload.
 
-    Args:
-        run: the run, which each of the peers can train.
-        peers: from ``choose_peers``.
-        turns: number of turns of each contestant.
-        steps: number of timed steps of each turn and workload.
-        device_type: "cpu" or "cuda".
-        folder: an existing folder. What the ranks print goes to a file in its ``logs``.
-        timeout_seconds: time limit of one turn.
-        on_turn: called with the number of turns before, and a description, before a turn starts.
+    Each of the peers can train the run. ``folder`` exists; the output of each turn's ranks goes to
+    a file in its ``logs``. The time limit is that of one turn. For ``on_turn``, see ``take_turns``.
 
-    Returns:
-        The contestants, the run of each workload, and whether Ctrl-C or a signal has stopped them.
-
-    Raises:
-        KeyboardInterrupt: they were stopped before any turn had ended.
+    Returns the contestants, the run of each workload, and whether Ctrl-C or a signal has stopped
+    them. If no turn had ended by then, KeyboardInterrupt is raised.
     """
     names = [MEGASPEED, *peers]
     with tempfile.TemporaryDirectory(prefix="turns-", dir=folder) as name:

@@ -75,8 +75,9 @@ def _section(result: BenchResult, workload: str) -> Iterator[str]:
     )
     yield ""
     unit = memory_unit(row.peak_bytes for row in rows)
+    share = "MFU" if result.device and result.device.peak_flops is not None else "of matmul"
     yield from markdown_table(
-        ("contestant", f"peak {unit.name}", "TFLOP/s", _use(result), "causal", "loss of step 1"),
+        ("contestant", f"peak {unit.name}", "TFLOP/s", share, "causal", "loss of step 1"),
         [
             (
                 row.name,
@@ -114,11 +115,6 @@ def _formula(result: BenchResult, workload: str) -> Iterator[str]:
     yield f"Causal: attention counts half, so {flops - attention / 2:.4g} FLOPs a token."
     if device.name == "CPU":
         yield "The peak memory is that of the resident set, which includes all libraries."
-
-
-def _use(result: BenchResult) -> str:
-    known = result.device is not None and result.device.peak_flops is not None
-    return "MFU" if known else "of matmul"
 
 
 def _share(flops: float, result: BenchResult) -> str:

@@ -82,10 +82,6 @@ class BenchResult:
         """A row for each contestant that finished a turn."""
         return [self._row(each, workload) for each in self.contestants if each.turns[workload]]
 
-    def ratio(self, workload: str, name: str) -> Spread | None:
-        """The ratio of a peer's step time to megaspeed's; None if it was not measured."""
-        return next((row.ratio for row in self.rows(workload) if row.name == name), None)
-
     @property
     def warnings(self) -> Iterator[str]:
         """Whether the turns were stopped, or the machine was busy; each contestant that failed or

@@ -91,10 +91,7 @@ class _Clock(Checkpointing):
 
 
 def train_megaspeed(
-    launch: LaunchEnvironment,
-    configs: Sequence[tuple[Path, int]],
-    steps: int,
-    precision: Precision,
+    launch: LaunchEnvironment, configs: Sequence[tuple[Path, int]], steps: int, precision: Precision
 ) -> tuple[list[Turn], Device]:
     """Takes megaspeed's turn as one rank: the main job, once for each workload.
 

@@ -271,9 +271,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _complete_model(
-    run: Run,
-    device: torch.device,
-    on_layer_ready: Callable[[nn.Module], None] = lambda layer: None,
+    run: Run, device: torch.device, on_layer_ready: Callable[[nn.Module], None] = lambda layer: None
 ) -> GPT:
     """The model with all layers and megaspeed's initial values, in fp32."""
     config, seed = run.config.model, run.config.training.seed

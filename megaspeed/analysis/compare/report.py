@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megaspeed.analysis.compare.result import (
-    ComparisonResult,
-    Row,
-    Stage,
-    StageBytes,
-    verdict,
-)
+from megaspeed.analysis.compare.result import ComparisonResult, Row, Stage, StageBytes, verdict
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic, by_axis
 from megaspeed.analysis.turns import busy_warning
@@ -102,8 +96,6 @@ def notes(result: ComparisonResult) -> Iterator[str]:
         label = row.label
         if row.status == "failed":
             yield f"{label} FAILED: {row.reason}"
-        elif row.status == "refused":
-            yield f"{label} was not run: {row.reason}"
         elif skipped := row.turns[0][0].skipped_steps:
             yield (
                 f"{label} skipped {skipped} of {1 + result.steps} steps, because the loss or the "
@@ -203,7 +195,7 @@ def as_json(result: ComparisonResult) -> dict[str, Any]:
 
 def _row_as_json(row: Row) -> dict[str, Any]:
     head = {"label": row.label, "engine": row.engine, "status": row.status}
-    if row.status != "done" or row.run is None:
+    if row.status != "done":
         return {**head, "reason": row.reason}
     return {
         **head,

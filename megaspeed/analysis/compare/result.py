@@ -4,8 +4,8 @@
                     pipeline stage 1: ...
                     the step of each turn, tokens/s, loss
 
-A row that failed or that the configuration does not allow has a reason instead of figures. If only
-its memory and traffic could not be counted, it has times alone.
+A row that failed has a reason instead of figures. If only its memory and traffic could not be
+counted, it has times alone.
 
     step of a turn   the median on the slowest rank, without the first step
     step of a row    the geometric mean of its turns
@@ -90,18 +90,16 @@ class Row:
 
     label: str  # different for every row
     engine: Engine
-    run: Run | None  # None if the configuration does not allow it
-    reason: str | None = None  # why it is not allowed, or why the training failed
+    run: Run
+    reason: str | None = None  # why the training failed
     predicted: Sequence[StageBytes] | None = None  # by pipeline stage; None for torch's engines
     turns: Sequence[Sequence[TimedRank]] = ()  # turn -> rank; empty if the row has no figures
     watched: Sequence[RankMeasurement] = ()  # by rank; empty if memory and traffic are not known
     unwatched: str | None = None  # why they are not known although the row trained
 
     @property
-    def status(self) -> Literal["done", "failed", "refused"]:
-        """Whether the row has figures, failed, or is refused by the configuration."""
-        if self.run is None:
-            return "refused"
+    def status(self) -> Literal["done", "failed"]:
+        """Whether the row has figures or failed."""
         return "done" if self.reason is None else "failed"
 
     @property
@@ -169,7 +167,6 @@ class Row:
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of all ranks together."""
-        assert self.run is not None
         return self.run.tokens_per_step / self.step_seconds
 
     @property
@@ -329,7 +326,6 @@ def _why(best: Row, tied: Sequence[Row], peak: int, lowest_peak: int) -> str:
 
 def _settings(row: Row) -> str:
     """The settings for ``--set`` that select this row."""
-    assert row.run is not None
     settings = f"zero_optimization.stage={row.run.zero_stage}"
     if row.label != f"ZeRO-{row.run.zero_stage}":
         settings += f" parallel.gradient_reduction={row.run.gradient_reduction}"

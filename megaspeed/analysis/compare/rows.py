@@ -30,7 +30,6 @@ from megaspeed.analysis.turns import take_turns
 from megaspeed.analysis.watched_step import RankMeasurement, WatchedZero, measure
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import GradientReduction, Run, resolve_run
-from megaspeed.config.run import PowerSgdCompression
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
@@ -97,33 +96,29 @@ def _row(
     If ``reduction`` is None, gradients are reduced once a step. PowerSGD starts at step 1, because
     the first steps are measured.
     """
-    label = name if reduction is None else f"{name} {reduction}"
-    config = run.config
-    zero = config.zero_optimization.model_copy(update={"stage": zero_stage})
-    parallel = config.parallel.model_copy(update={"gradient_reduction": reduction or "per_step"})
-    compression = parallel.gradient_compression
-    if isinstance(compression, PowerSgdCompression):
-        compression = compression.model_copy(update={"start_step": 1})
-        parallel = parallel.model_copy(update={"gradient_compression": compression})
-    try:
-        resolved = resolve_run(
-            config.model_copy(update={"zero_optimization": zero, "parallel": parallel}),
-            name=run.name,
-            world_size=run.grid.world_size,
-            world_source="--world-size",
-            device_type=device_type,
-        )
-    except ConfigError as error:
-        return Row(label=label, engine=engine, run=None, reason=" ".join(error.problems))
+    keys = {
+        "zero_optimization.stage": zero_stage,
+        "parallel.gradient_reduction": reduction or "per_step",
+    }
+    resolved = resolve_run(
+        run.config.compressed_from_step_1().changed(keys),
+        name=run.name,
+        world_size=run.grid.world_size,
+        world_source="--world-size",
+        device_type=device_type,
+    )
     # On a GPU, the peak is the allocator's in the timed steps.
     watched = resolved if device_type == "cuda" else _uncompiled(resolved)
-    predicted = _predict(watched, device_type) if engine == "zero" else None
-    return Row(label=label, engine=engine, run=resolved, predicted=predicted)
+    return Row(
+        label=name if reduction is None else f"{name} {reduction}",
+        engine=engine,
+        run=resolved,
+        predicted=_predict(watched, device_type) if engine == "zero" else None,
+    )
 
 
 def _uncompiled(run: Run) -> Run:
-    training = run.config.training.model_copy(update={"compile": False})
-    return replace(run, config=run.config.model_copy(update={"training": training}))
+    return replace(run, config=run.config.changed({"training.compile": False}))
 
 
 def _predict(run: Run, device_type: DeviceType) -> list[StageBytes]:
@@ -159,7 +154,6 @@ def train_rows(
 
     def launch(label: str, number: int, log: Path) -> Sequence[TimedRank]:
         row = by_label[label]
-        assert row.run is not None
         run_all = partial(
             run_on_ranks,
             *(train_rank, row.engine, row.run, corpus, steps, timeout_seconds),
@@ -176,10 +170,11 @@ def train_rows(
                 by_label[label] = replace(row, unwatched=f"{failure}; see {log}")
         return timed
 
-    names = [row.label for row in rows if row.run is not None]
-    results, failures, stopped = take_turns(names, turns, launch, folder=folder, on_turn=on_turn)
+    results, failures, stopped = take_turns(
+        [*by_label], turns, launch, folder=folder, on_turn=on_turn
+    )
     done = [
-        replace(row, turns=results.get(label, ()), reason=row.reason or failures.get(label))
+        replace(row, turns=results[label], reason=failures.get(label))
         for label, row in by_label.items()
     ]
     return [row for row in done if row.turns or row.reason], stopped

@@ -18,11 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, count
 
-from megaspeed.analysis.costs.activations import (
-    Activations,
-    LayerMemory,
-    hidden_bytes,
-)
+from megaspeed.analysis.costs.activations import Activations, LayerMemory, hidden_bytes
 from megaspeed.analysis.costs.memory import (
     BYTES_OF,
     Bucket,

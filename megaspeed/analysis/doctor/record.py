@@ -80,8 +80,7 @@ def take_record(
     try:
         world = World(launch.world_size, launch.source, "cuda" if on_gpu else "cpu")
         run = limited(
-            "reading the configuration",
-            lambda: load_run_and_data(config, overrides, world),
+            "reading the configuration", lambda: load_run_and_data(config, overrides, world)
         )
         if run is not None:
             data, vocabulary = run.config.data, run.config.model.vocab_size

@@ -7,19 +7,18 @@ similar runs on the same machines. It includes all effects that the prediction d
 as a slow network.
 """
 
-import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any
 
 from megaspeed.analysis.costs.workload import Cluster
 from megaspeed.analysis.planning.forecast import forecast
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import parse_config
-from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.config.resolve import Run, resolve_recorded
 from megaspeed.config.section import LARGEST_SECONDS
 from megaspeed.files.json_values import read_records
 from megaspeed.topology.devices import Device, device_by_name
@@ -103,10 +102,9 @@ def calibrate(folder: Path, cluster: Cluster) -> Calibration:
     """
     run = _run_of(folder, cluster.device_type)
     begin, starts, device = _last_start(folder)
-    records = list(_steps(folder))
+    seconds = list(_counted(run, _steps(folder), begin))
     if device is not None:
         _check_device(folder, device, cluster.device)
-    seconds = list(_counted(run, records, begin))
     if len(seconds) < FEWEST_STEPS:
         since = f" since its last start, after step {begin}" if starts > 1 else ""
         raise CalibrationError(
@@ -137,21 +135,8 @@ def _run_of(folder: Path, device_type: str) -> Run:
         raise CalibrationError(f"{folder} is not a folder; name the folder of a run")
     try:
         values, _ = read_json_object(folder / CONFIG)
-        config = parse_config(values)
-        parallel = config.parallel
-        if parallel.data == "auto":
-            raise CalibrationError(
-                f"{folder / CONFIG} does not state parallel.data, so no run has written it; name "
-                "the folder of a run (training.run_dir)"
-            )
-        ranks = parallel.data * parallel.pipeline * parallel.tensor
-        return resolve_run(
-            config,
-            name=folder.name,
-            world_size=ranks,
-            world_source=str(folder / CONFIG),
-            device_type=device_type,
-        )
+        config, source = parse_config(values), str(folder / CONFIG)
+        run = resolve_recorded(config, name=folder.name, source=source, device_type=device_type)
     except JsonSyntaxError as error:
         raise CalibrationError(
             f"{folder} has no configuration of a run: {error}; name the folder of a run "
@@ -160,6 +145,12 @@ def _run_of(folder: Path, device_type: str) -> Run:
     except ConfigError as error:
         first = error.problems[0]
         raise CalibrationError(f"{folder / CONFIG} is not valid here: {first}") from error
+    if run is None:
+        raise CalibrationError(
+            f"{folder / CONFIG} does not state parallel.data, so no run has written it; name the "
+            "folder of a run (training.run_dir)"
+        )
+    return run
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
@@ -172,17 +163,20 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
         raise CalibrationError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _steps(folder: Path) -> Iterator[dict[str, Any]]:
+def _steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """Step -> its last record, because a step may have been repeated."""
     file = folder / METRICS
     if not file.is_file():
         raise CalibrationError(
             f"{folder} has no {METRICS}, so no run has started in it; name the folder of a run "
             "(training.run_dir)"
         )
+    steps = {}
     for record in _records(file):
-        seconds = record.get("step_time_seconds")
-        if _is_positive(seconds) and seconds < LARGEST_SECONDS:
-            yield record
+        seconds: Any = record.get("step_time_seconds")
+        if type(seconds) in (int, float) and 0 < seconds < LARGEST_SECONDS:
+            steps[record["step"]] = record
+    return steps
 
 
 def _last_start(folder: Path) -> tuple[int, int, str | None]:
@@ -215,26 +209,17 @@ def _kind(device: Device) -> tuple[str, float]:
     return device.name.partition("-")[0], device.peak_16
 
 
-def _is_positive(value: object) -> TypeGuard[float]:
-    return type(value) in (int, float) and 0 < cast(float, value) < math.inf
-
-
-def _counted(run: Run, records: list[dict[str, Any]], begin: int) -> Iterator[float]:
+def _counted(run: Run, records: dict[int, dict[str, Any]], begin: int) -> Iterator[float]:
     """Seconds of the steps that count."""
     training = run.config.training
     profile = training.profile
-    intervals = (
-        training.save_interval,
-        training.eval_interval,
-        training.check_replicas_interval,
-    )
+    intervals = (training.save_interval, training.eval_interval, training.check_replicas_interval)
 
     def is_disturbed(step: int) -> bool:
         is_profiled = profile is not None and 0 <= step - profile.start_step < profile.steps
         return is_profiled or any(each > 0 and step % each == 0 for each in intervals)
 
-    last = {record["step"]: record for record in records}  # a step may have been repeated
-    for step, record in sorted(last.items()):
+    for step, record in sorted(records.items()):
         if step <= begin + WARM_UP_STEPS or record.get("skipped") is True:
             continue
         if not (is_disturbed(step) or is_disturbed(step - 1)):

@@ -18,12 +18,10 @@ def draw_parts(plan: Plan, found: WhatIf | None, picture: Path) -> None:
     the run.
     """
     # Imported here: matplotlib takes long to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     bars = _bars(plan, found)
     figure = Figure(figsize=(8.4, 1.6 + 0.36 * len(bars)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for row, forecast in enumerate(bars.values()):
         left = 0.0

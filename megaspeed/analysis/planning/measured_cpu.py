@@ -23,13 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.analysis.costs.step_time import predict_block, predict_step_time
-from megaspeed.analysis.costs.workload import (
-    Cluster,
-    HostTime,
-    Measured,
-    Wire,
-    workload_of,
-)
+from megaspeed.analysis.costs.workload import Cluster, HostTime, Measured, Wire, workload_of
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.topology.devices import Device

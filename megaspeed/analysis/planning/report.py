@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from rich.table import Table
 
-from megaspeed.analysis.costs.reserved_memory import Verdict
 from megaspeed.analysis.planning.forecast import Forecast, TrainingTime
 from megaspeed.analysis.planning.machines import AxisMap
 from megaspeed.analysis.planning.plan import Plan, PlannedZero
@@ -22,17 +21,6 @@ from megaspeed.analysis.units import (
 )
 from megaspeed.config.resolve import GradientReduction, describe_recomputation, dropout_warning
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
-
-_VERDICTS: Mapping[Verdict | None, str] = {
-    "fits": "FITS",
-    "tight": "TIGHT",
-    "does not fit": "DOES NOT FIT",
-}
-_SHORT_VERDICTS: Mapping[Verdict | None, str] = {
-    "fits": "fits",
-    "tight": "tight",
-    "does not fit": "too large",
-}
 
 _LONGEST_GROUP = 28
 _CONFIGURED = "* as configured"
@@ -200,7 +188,7 @@ def _memory(plan: Plan) -> Iterator[str | Table]:
             assert plan.cluster is not None, "memory is reserved on a device"
             share = (peak.total + reserved.total) / plan.cluster.device.memory_bytes
             figures["share of the device"] = f"{share:.0%}"
-            figures["verdict"] = _SHORT_VERDICTS[planned.verdict]
+            figures["verdict"] = str(planned.verdict).replace("does not fit", "too large")
         if len(kinds) > 1:
             for alike, stage in zip(kinds, prediction.stages, strict=True):
                 stages = "stages" if len(alike.pipeline_stages) > 1 else "stage"
@@ -257,7 +245,7 @@ def _time(plan: Plan) -> Iterator[str | Table]:
 
     def cells(planned: PlannedZero) -> dict[str, str]:
         assert planned.forecast is not None, "every stage that is not refused has a forecast"
-        terms = {name: seconds for name, seconds in planned.forecast.step.terms.items()}
+        terms = planned.forecast.step.terms
         figures = {"step": planned.forecast.seconds}
         figures |= {f"  {TERMS[name]}": seconds for name, seconds in terms.items()}
         return {name: f"{seconds / size:,.4g}" for name, seconds in figures.items()}
@@ -334,11 +322,7 @@ def _training(training: TrainingTime) -> Iterator[str]:
     if training.dollars is not None:
         cost += f", ${training.dollars:,.0f}"
     yield cost
-    lost = {
-        "validation": goodput.validation,
-        "saves": goodput.saves,
-        "restarts": goodput.restarts,
-    }
+    lost = {"validation": goodput.validation, "saves": goodput.saves, "restarts": goodput.restarts}
     parts = ", ".join(f"{name} {1 - kept:.1%}" for name, kept in lost.items())
     yield f"goodput {goodput.total:.1%}; lost: {parts}"
     if goodput.best_save_interval is not None:
@@ -356,18 +340,18 @@ def _verdict(plan: Plan) -> Iterator[str]:
     """Whether the run fits; if not, the cheapest change that makes it fit."""
     own = plan.zero_stages[plan.run.zero_stage]
     peak = readable_memory(plan.prediction.fullest.peak_bytes)
-    if plan.cluster is None or own.reserved is None:
+    if plan.cluster is None or own.reserved is None or own.verdict is None:
         yield (
             f"predicted peak {peak} a rank; to see whether it fits and how long a step takes, add "
             "--device h100-80gb"
         )
         return
     device, reserved = plan.cluster.device, own.reserved
-    yield f"{_VERDICTS[plan.verdict]}: predicted peak {peak} a rank"
+    yield f"{own.verdict.upper()}: predicted peak {peak} a rank"
     beside = "with CUDA, NCCL and the allocator: " if reserved.total else ""
     total = GIB.named(plan.prediction.fullest.peak_bytes + reserved.total)
     yield f"{beside}{total} of {GIB.named(device.memory_bytes)} ({device.name})"
-    if plan.verdict == "tight":
+    if own.verdict == "tight":
         yield "tight: it fits only if torch's allocator leaves smaller holes than usual"
     if plan.change is not None:
         yield from _change(plan, plan.change)

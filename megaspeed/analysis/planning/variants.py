@@ -140,15 +140,8 @@ class Training:
 
     def _resolved(self, keys: Mapping[str, Any], world_size: int) -> Run:
         """The run if these dotted keys are changed, for GPUs even if this machine has none."""
-        config = self.stated
-        for key, value in keys.items():
-            section, _, name = key.rpartition(".")
-            update = {name: value}
-            if section:
-                update = {section: getattr(config, section).model_copy(update=update)}
-            config = config.model_copy(update=update)
         return resolve_run(
-            config,
+            self.stated.changed(keys),
             name=self.run.name,
             world_size=world_size,
             world_source="the plan",

@@ -31,7 +31,6 @@ from megaspeed.pipeline.schedules import SCHEDULES
 class Layout:
     """One variant, with its figures."""
 
-    settings: Settings
     forecast: Forecast
     peak_bytes: int  # predicted peak of the tensors of the fullest rank
     verdict: Verdict
@@ -130,7 +129,6 @@ def what_if(training: Training, cluster: Cluster, largest_tensor: int | None = N
                 break
             layouts.append(
                 Layout(
-                    settings=settings,
                     forecast=forecast(run, cluster),
                     peak_bytes=peak,
                     verdict=word,

@@ -54,7 +54,7 @@ def _layouts(layouts: Sequence[Layout], rows: int | None) -> Iterator[str | Tabl
             "step\ns",
             "MFU",
             f"peak\n{memory.name}",
-        ),
+        )
     )
     table.add_column("", no_wrap=True)
     for layout in shown:
@@ -89,9 +89,10 @@ def _best(found: WhatIf) -> Iterator[str]:
     if first.seconds < best.seconds:
         saved = best.seconds / first.seconds - 1
         yield f"  {first.run.grid} is {saved:.0%} faster, but fits tightly"
-    other = next((each for each in found.layouts if _is_slower(each, best)), None)
-    if other is not None:
-        yield f"  faster than {other.run.grid} " + _why(best.forecast, other.forecast)
+    for other in found.layouts:
+        if other.run.grid != best.run.grid and other.seconds >= best.seconds:
+            yield f"  faster than {other.run.grid} " + _why(best.forecast, other.forecast)
+            break
     if not best.set_text:
         yield "  it is the run as configured"
         return
@@ -99,10 +100,6 @@ def _best(found: WhatIf) -> Iterator[str]:
         if not own.set_text and own.seconds > best.seconds:
             yield "  faster than the run as configured " + _why(best.forecast, own.forecast)
     yield f"  --set {' '.join(best.set_text)}"
-
-
-def _is_slower(layout: Layout, best: Layout) -> bool:
-    return layout.run.grid != best.run.grid and layout.seconds >= best.seconds
 
 
 def _why(best: Forecast, other: Forecast) -> str:

@@ -68,8 +68,7 @@ def verify(
     constant. TF32 is turned off, because its rounding is a thousand times as large as the
     tolerance.
     """
-    training = run.config.training.model_copy(update={"allow_tf32": False})
-    run = replace(run, config=run.config.model_copy(update={"training": training}))
+    run = replace(run, config=run.config.changed({"training.allow_tf32": False}))
     device = torch.device(device_type)
     batches = functools.partial(whole_batch, run, corpus)
     reference = train_reference(run, batches, steps, device)
@@ -97,10 +96,7 @@ def train_shuffled(
 
 
 def compare(
-    run: Run,
-    parallel: ParallelRun,
-    reference: ReferenceRun,
-    again: Sequence[ReferenceRun] = (),
+    run: Run, parallel: ParallelRun, reference: ReferenceRun, again: Sequence[ReferenceRun] = ()
 ) -> Comparison:
     """Compares every number of the two trainings, with the tolerance of the run's precision.
 

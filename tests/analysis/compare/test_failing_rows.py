@@ -22,14 +22,12 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 HUGE = {"vocab_size": 10**8, "hidden_size": 2**15}
-REFUSED = Row(label="ZeRO-3", engine="zero", run=None, reason="It may not.")
 
 
-def rows_of(run: Run, folder: Path, timeout_seconds: float = 200.0) -> list[Row]:
-    """ZeRO-1 of ``run``, and a row that is refused."""
-    rows = [*zero_rows(run, [1], "cpu"), REFUSED]
-    done, stopped = train_rows(
-        rows,
+def row_of(run: Run, folder: Path, timeout_seconds: float = 200.0) -> Row:
+    """ZeRO-1 of ``run``."""
+    (row,), stopped = train_rows(
+        zero_rows(run, [1], "cpu"),
         tiny_corpus(tiny_run(TEXT), folder / "cache"),
         turns=1,
         steps=1,
@@ -38,7 +36,7 @@ def rows_of(run: Run, folder: Path, timeout_seconds: float = 200.0) -> list[Row]
         timeout_seconds=timeout_seconds,
     )
     assert not stopped
-    return done
+    return row
 
 
 _SECONDS_TO_START = 60.0
@@ -47,27 +45,25 @@ _SECONDS_TO_START = 60.0
 @pytest.mark.timeout(300)
 def test_too_little_memory_is_recognised(tmp_path: Path) -> None:
     """The token embedding alone has 10^9 x 2^15 elements: 119 TiB."""
-    failed, refused = rows_of(tiny_run(TEXT, dp=2, model=HUGE), tmp_path)
+    failed = row_of(tiny_run(TEXT, dp=2, model=HUGE), tmp_path)
     assert failed.status == "failed" and failed.reason is not None
     assert failed.reason.startswith("failed in turn 1: out of memory: RuntimeError: ")
     assert "DefaultCPUAllocator: can't allocate memory" in failed.reason
     log = tmp_path / "logs" / "zero-1-1.log"
     assert failed.reason.endswith(f"see {log}")
     assert "Traceback" in log.read_text(), "where it happened is in the log"
-    assert refused.status == "refused"
 
 
 @pytest.mark.timeout(300)
 def test_a_killed_rank_is_distinguished_from_one_that_fails(tmp_path: Path) -> None:
     killer = threading.Thread(target=kill_a_rank, daemon=True)
     killer.start()
-    killed, refused = rows_of(tiny_run(TEXT, dp=2), tmp_path)
+    killed = row_of(tiny_run(TEXT, dp=2), tmp_path)
     killer.join()
     assert killed.status == "failed" and killed.reason is not None
     assert killed.reason.startswith(
         "failed in turn 1: a rank was killed by SIGKILL; the system does this if memory runs out; "
     )
-    assert refused.status == "refused"
 
 
 def kill_a_rank() -> None:
@@ -83,10 +79,9 @@ def kill_a_rank() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    late, refused = rows_of(tiny_run(TEXT), tmp_path, timeout_seconds=0.1)
+    late = row_of(tiny_run(TEXT), tmp_path, timeout_seconds=0.1)
     assert late.status == "failed" and late.reason is not None
     assert late.reason.startswith("failed in turn 1: not finished after 0.1 s; raise --timeout")
-    assert refused.status == "refused"
 
 
 @pytest.mark.timeout(300)
@@ -101,11 +96,11 @@ def test_a_step_that_cannot_be_watched_leaves_the_times(
         return pool.run(world_size, function, *arguments)
 
     monkeypatch.setattr(rows_module, "run_on_ranks", run_on_pool)
-    row, refused = rows_of(tiny_run(TEXT, dp=2), tmp_path)
+    row = row_of(tiny_run(TEXT, dp=2), tmp_path)
     assert row.status == "done" and len(row.turn_seconds) == 1
     log = tmp_path / "logs" / "zero-1-1.log"
     assert row.unwatched == f"RuntimeError: an operator is not known (rank 1); see {log}"
-    assert row.stages == [] and refused.status == "refused"
+    assert row.stages == []
 
 
 def test_memory_and_traffic_of_compiled_blocks_are_those_without_compilation(

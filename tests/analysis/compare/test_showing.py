@@ -21,7 +21,6 @@ from megaspeed.analysis.units import memory_unit
 from megaspeed.cli.compare import write_files
 from tests.analysis.compare.figures import all_watched, result, run, trained, turn, zero_2
 
-REFUSED = Row(label="ZeRO-3", engine="zero", run=None, reason="It may not.")
 FAILED = replace(zero_2()[1], reason="out of memory: too much (rank 1)")
 BASELINE = Row(
     label="DDP", engine="ddp", run=run(), turns=[turn(250, 125, 500)], watched=all_watched()
@@ -63,7 +62,7 @@ def test_traffic_has_a_column_for_each_axis_and_collective() -> None:
 
 
 def test_markdown_has_complete_tables_under_the_verdict() -> None:
-    text = as_markdown(result(BASELINE, FAILED, REFUSED), ["memory.png"])
+    text = as_markdown(result(BASELINE, FAILED), ["memory.png"])
     lines = text.splitlines()
     assert lines[0] == "# tiny: ZeRO stages compared"
     assert lines[2] == "- tiny: pp 2 x dp 2 x tp 1 = 4 ranks (CPU), fp32"
@@ -71,10 +70,9 @@ def test_markdown_has_complete_tables_under_the_verdict() -> None:
     assert lines[4] == ("- gpt2: 48,576 parameters, 3 blocks x 32, 4 heads, vocabulary 301 (tied)")
     assert lines[6].startswith("verdict: use ZeRO-0 here (--set zero_optimization.stage=0): ")
     assert "- ZeRO-2 per_step FAILED: out of memory: too much (rank 1)" in lines
-    assert "- ZeRO-3 was not run: It may not." in lines
     assert lines[-1] == "![memory.png](memory.png)"
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
-    assert [len(table) for table in tables] == [2 + 4, 2 + 4, 2 + 4]
+    assert [len(table) for table in tables] == [2 + 3, 2 + 4, 2 + 4]
     for table in tables:
         assert len({line.count("|") for line in table}) == 1, "every line has every column"
 
@@ -82,7 +80,7 @@ def test_markdown_has_complete_tables_under_the_verdict() -> None:
 def test_the_screen_has_the_verdict_and_then_a_line_for_each_row() -> None:
     slow = replace(BASELINE, turns=[turn(250), turn(350), turn(300)])
     fast = replace(result().rows[0], turns=[turn(120), turn(170), turn(145)])
-    shown = on_screen(replace(result(FAILED, REFUSED, slow), rows=[fast, slow, FAILED, REFUSED]))
+    shown = on_screen(replace(result(), rows=[fast, slow, FAILED]))
     lines = shown.splitlines()
     assert lines[4].startswith("verdict: use ZeRO-0 here (--set zero_optimization.stage=0): ")
     rows = [line.split("|")[1:-1] for line in lines if line.startswith("|")]
@@ -91,7 +89,6 @@ def test_the_screen_has_the_verdict_and_then_a_line_for_each_row() -> None:
         ["ZeRO-0", "174", "fastest", "2,209", "16.00", "4.00"],
         ["DDP", "327", "+88.4%", "1,173", "16.00", "4.00"],
         ["ZeRO-2 per_step", "failed", "-", "-", "-", "-"],
-        ["ZeRO-3", "refused", "-", "-", "-", "-"],
     ]
     assert "- ZeRO-2 per_step FAILED: out of memory: too much (rank 1)" in lines
 

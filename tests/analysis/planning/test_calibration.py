@@ -169,7 +169,8 @@ def test_a_folder_without_a_usable_run_is_refused(tmp_path: Path) -> None:
     stated = run.as_json()
     stated["parallel"]["data"] = "auto"
     (folder / run_folder.CONFIG).write_text(json.dumps(stated))
-    assert "does not state parallel.data" in refused(folder)
+    file = folder / run_folder.CONFIG
+    assert refused(folder).startswith(f"{file} does not state parallel.data, so no run has")
 
 
 @pytest.mark.parametrize(
