@@ -49,12 +49,7 @@ def add_to(commands: Any) -> None:
     add_option = parser.add_argument
     add_option("--device", metavar="NAME", help="accelerator, such as h100-80gb, or cpu")
     add_option("--nodes", type=positive, metavar="N", help="nodes of the cluster")
-    add_option(
-        "--gpus-per-node",
-        type=positive,
-        metavar="K",
-        help="devices of one node (8)",
-    )
+    add_option("--gpus-per-node", type=positive, metavar="K", help="devices of one node (8)")
     add_option(
         "--nic-gbps",
         type=not_negative,

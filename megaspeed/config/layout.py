@@ -17,11 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaspeed.config.deepspeed_keys import (
-    DeepSpeedKeys,
-    Fp16Config,
-    OptimizerConfig,
-)
+from megaspeed.config.deepspeed_keys import DeepSpeedKeys, Fp16Config, OptimizerConfig
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.rules import check, divisors, listed, rule, tensor_degrees

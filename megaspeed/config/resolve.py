@@ -15,14 +15,7 @@ from megaspeed.config.deepspeed_keys import (
     ZeroConfig,
 )
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import (
-    Batch,
-    StatedBatch,
-    World,
-    find_grid,
-    solve_batch,
-    violations,
-)
+from megaspeed.config.layout import Batch, StatedBatch, World, find_grid, solve_batch, violations
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Compression, ParallelConfig, RunConfig, TrainingConfig
 from megaspeed.topology.grid import Grid
