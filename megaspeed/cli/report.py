@@ -12,6 +12,7 @@ from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_WRONG_INPUT,
+    add_parser,
     new_file,
     not_negative,
     say,
@@ -43,8 +44,7 @@ def add_to(commands: Any) -> None:
         help="the page's file (report.html)",
     )
     text = "find the first step and quantity in which two runs differ"
-    parser = commands.add_parser("compare-runs", help=text, description=text)
-    parser.set_defaults(run=run_compare_runs)
+    parser = add_parser(commands, "compare-runs", run_compare_runs, text)
     parser.add_argument(
         "runs", type=path_argument, nargs=2, metavar="RUN", help="the folder of a run"
     )
@@ -55,7 +55,6 @@ def add_to(commands: Any) -> None:
         metavar="T",
         help=f"largest relative difference that counts as equal ({_TOLERANCE}); 0: bitwise",
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
 
 def run_report(options: argparse.Namespace) -> int:
