@@ -33,6 +33,7 @@ from megaspeed.analysis.run_record import (
 )
 from megaspeed.analysis.units import readable_memory, traffic_unit
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.topology.activity import PARTS
@@ -296,10 +297,8 @@ def _resolved(shown: _Shown) -> Run | None:
             return None
         return resolve_run(
             parsed,
+            World(parallel.data * parallel.pipeline * parallel.tensor, "config.json", "cuda"),
             name=shown.name,
-            world_size=parallel.data * parallel.pipeline * parallel.tensor,
-            world_source="config.json",
-            device_type="cuda",
         )
     except (ConfigError, OSError):
         return None

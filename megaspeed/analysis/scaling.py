@@ -32,7 +32,7 @@ from megaspeed.analysis.planning.prediction import ideal_bubble
 from megaspeed.analysis.turns import busy_warning
 from megaspeed.analysis.units import counted
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import BATCH_KEYS
+from megaspeed.config.layout import BATCH_KEYS, World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.run import PowerSgdCompression
@@ -298,11 +298,7 @@ def scaled_runs(base: Run, sizes: Sequence[int], mode: Mode, device_type: Device
         values.pop(BATCH_KEYS[2] if mode == "strong" else BATCH_KEYS[0])
         try:
             run = resolve_run(
-                parse_config(values),
-                name=base.name,
-                world_size=size,
-                world_source="--world-sizes",
-                device_type=device_type,
+                parse_config(values), World(size, "--world-sizes", device_type), name=base.name
             )
         except ConfigError as error:
             mend = "; or use --weak: each rank keeps its micro-batches" if mode == "strong" else ""

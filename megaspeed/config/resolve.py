@@ -131,22 +131,17 @@ def default_run_dir(name: str) -> str:
     return f"runs/{name}"
 
 
-def resolve_run(
-    config: RunConfig, *, name: str, world_size: int, world_source: str, device_type: str = "cpu"
-) -> Run:
-    """Computes everything that depends on the number of processes.
+def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
+    """Computes everything that depends on the processes.
 
     Args:
         config: a config that may have "auto".
+        world: the processes.
         name: the run's name, which is the config file's name without its suffix.
-        world_size: number of processes.
-        world_source: where that number comes from, for error messages.
-        device_type: "cpu" or "cuda".
 
     Raises:
         ConfigError: with all problems, including those that do not depend on the processes.
     """
-    world = World(world_size, world_source, device_type)
     problems = violations(dict(config), world)
     if problems:
         raise ConfigError(problems, where=name)
@@ -165,7 +160,7 @@ def resolve_run(
                 update={
                     "data": grid.dp,
                     "gradient_reduction": reduction,
-                    "sequence_parallel": _splits_sequence(config, device_type),
+                    "sequence_parallel": _splits_sequence(config, world.device_type),
                 }
             ),
             "training": _resolve_training(config, name, batch),
@@ -174,7 +169,7 @@ def resolve_run(
             "zero_optimization": _resolve_zero(config.zero_optimization, config.model, grid.tp),
         }
     )
-    spare = world_size - grid.world_size
+    spare = world.size - grid.world_size
     return Run(resolved, name, grid, batch, reduction, _precision(config), spare)
 
 

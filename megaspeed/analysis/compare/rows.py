@@ -29,6 +29,7 @@ from megaspeed.analysis.local_ranks import DeviceType, RanksFailed, run_on_ranks
 from megaspeed.analysis.turns import take_turns
 from megaspeed.analysis.watched_step import RankMeasurement, WatchedZero, measure
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.resolve import GradientReduction, Run, resolve_run
 from megaspeed.config.run import PowerSgdCompression
 from megaspeed.data.corpus import PreparedCorpus
@@ -108,10 +109,8 @@ def _row(
     try:
         resolved = resolve_run(
             config.model_copy(update={"zero_optimization": zero, "parallel": parallel}),
+            World(run.grid.world_size, "--world-size", device_type),
             name=run.name,
-            world_size=run.grid.world_size,
-            world_source="--world-size",
-            device_type=device_type,
         )
     except ConfigError as error:
         return Row(label=label, engine=engine, run=None, reason=" ".join(error.problems))

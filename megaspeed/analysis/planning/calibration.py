@@ -18,6 +18,7 @@ from megaspeed.analysis.costs.workload import Cluster
 from megaspeed.analysis.planning.forecast import forecast
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.section import LARGEST_SECONDS
@@ -146,11 +147,7 @@ def _run_of(folder: Path, device_type: str) -> Run:
             )
         ranks = parallel.data * parallel.pipeline * parallel.tensor
         return resolve_run(
-            config,
-            name=folder.name,
-            world_size=ranks,
-            world_source=str(folder / CONFIG),
-            device_type=device_type,
+            config, World(ranks, str(folder / CONFIG), device_type), name=folder.name
         )
     except JsonSyntaxError as error:
         raise CalibrationError(
