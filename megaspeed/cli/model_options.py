@@ -76,21 +76,25 @@ def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel"
     )
 
 
-def exit_code(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """Runs a command that uses a model; prints its error, if any."""
+def exit_code(
+    command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace
+) -> int:
+    """Runs a command that reads a model; prints its error, if any.
+
+    Returns what the command returns; 0 if that is None.
+    """
     # Imported here, because torch takes seconds to load, and `check` does not need it.
     from megaspeed.checkpoint.errors import CheckpointError
     from megaspeed.hugging_face.weight_files import ComputationError, HuggingFaceError
 
     try:
-        command(options)
+        return command(options) or EXIT_DONE
     except ComputationError as error:
         say(str(error), error=True)
         return EXIT_FAILED
     except (CheckpointError, HuggingFaceError, FileExistsError) as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
-    return EXIT_DONE
 
 
 def _device(name: str) -> str:

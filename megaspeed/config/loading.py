@@ -28,7 +28,7 @@ def read_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Run
     Raises:
         ConfigError: with all problems that do not depend on the number of processes.
     """
-    return _checked(read_document(Path(path), overrides), where=str(path))
+    return _checked(read_document(Path(path), overrides), None, str(path))[0]
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -37,7 +37,7 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: with all problems that do not depend on the number of processes.
     """
-    return _checked(Document(dict(values)), where="the configuration")
+    return _checked(Document(dict(values)), None, "the configuration")[0]
 
 
 def load_run(path: str | PathLike[str], overrides: Sequence[str], world: World) -> Run:
@@ -46,10 +46,7 @@ def load_run(path: str | PathLike[str], overrides: Sequence[str], world: World) 
     Raises:
         ConfigError: with all problems.
     """
-    document = read_document(Path(path), overrides)
-    config, problems, accepted = _check(document, world)
-    if problems or config is None:
-        raise ConfigError(problems, str(path))
+    config, accepted = _checked(read_document(Path(path), overrides), world, str(path))
     run = resolve_run(config, world, name=Path(path).stem)
     return replace(run, notes=accepted.all_notes(config.to_json(), run.as_json()))
 
@@ -70,11 +67,12 @@ def find_notes(document: Document, world: World | None) -> tuple[str, ...]:
     return accepted.all_notes(config.to_json(), resolved)
 
 
-def _checked(document: Document, where: str) -> RunConfig:
-    config, problems, _ = _check(document, None)
+def _checked(document: Document, world: World | None, where: str) -> tuple[RunConfig, Accepted]:
+    """As `_check`. Raises ConfigError if there is a problem."""
+    config, problems, accepted = _check(document, world)
     if problems or config is None:
         raise ConfigError(problems, where)
-    return config
+    return config, accepted
 
 
 def _check(

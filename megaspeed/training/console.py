@@ -184,11 +184,9 @@ def describe_resumed(begin: Progress, first: StepMetrics) -> str:
 
 def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
     """A line, with markup: the rank that the others wait for."""
-    at = grid.coordinates_of(metrics.slowest_rank)
     return (
-        f"[yellow]step {metrics.step:>6}  slowest: rank {metrics.slowest_rank} (pp {at.pp}, "
-        f"dp {at.dp}, tp {at.tp}) worked {metrics.slowest_rank_seconds:.3g} s, median "
-        f"{metrics.median_rank_seconds:.3g} s[/yellow]"
+        f"[yellow]step {metrics.step:>6}  slowest: {grid.name_of(metrics.slowest_rank)} worked "
+        f"{metrics.slowest_rank_seconds:.3g} s, median {metrics.median_rank_seconds:.3g} s[/yellow]"
     )
 
 

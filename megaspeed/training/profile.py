@@ -364,11 +364,7 @@ def _describe_slowest(by_rank: Sequence[Sequence[float]], grid: Grid) -> list[st
     """The rank that works longest, and the part that makes it slower than the median rank."""
     work = [own_work(rank) for rank in by_rank]
     slowest = max(range(len(work)), key=work.__getitem__)
-    at = grid.coordinates_of(slowest)
-    line = (
-        f"slowest: rank {slowest} (pp {at.pp}, dp {at.dp}, tp {at.tp}) worked "
-        f"{work[slowest]:,.1f} ms"
-    )
+    line = f"slowest: {grid.name_of(slowest)} worked {work[slowest]:,.1f} ms"
     if len(work) == 1:
         return [line]
     longer = {

@@ -179,7 +179,6 @@ def start_run_folder(run: Run, device: str) -> Path | None:
     files = (METRICS, PARTS, STARTS, CONFIG, LOSS_CURVE, TENSORBOARD, WANDB, PROFILE)
     for name in (CHECKPOINTS, *files):
         _move(run.run_dir / name, run.run_dir, earlier)
-    _write_config(run)
     _record_start(run, 0, device)
     return earlier if earlier.exists() else None
 
@@ -198,7 +197,6 @@ def continue_run_folder(run: Run, step: int, device: str) -> Path | None:
     _move_later_checkpoints(run, step, earlier)
     for name in (METRICS, PARTS):
         _cut_records(run.run_dir / name, step, earlier / name)
-    _write_config(run)
     _record_start(run, step, device)
     return earlier if earlier.exists() else None
 
@@ -251,7 +249,9 @@ def _cut_records(file: Path, step: int, copy: Path) -> None:
 
 
 def _record_start(run: Run, step: int, device: str) -> None:
-    """Writes a line for this start, because metrics.jsonl does not show interruptions."""
+    """Writes the configuration, and a line for this start: metrics.jsonl shows no interruptions."""
+    text = json.dumps(run.as_json(), indent=2, allow_nan=False) + "\n"
+    write_file(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))
     start = {
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -261,8 +261,3 @@ def _record_start(run: Run, step: int, device: str) -> None:
     }
     with (run.run_dir / STARTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(start) + "\n")
-
-
-def _write_config(run: Run) -> None:
-    text = json.dumps(run.as_json(), indent=2, allow_nan=False) + "\n"
-    write_file(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))
