@@ -31,6 +31,7 @@ from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.grid import Grid
+from megaspeed.topology.process_settings import usable_processors
 from megaspeed.training.metrics import Metrics, PartMetrics, Record, StepMetrics, ValidationMetrics
 from megaspeed.training.resume import MOST_CHANGES, Start
 from megaspeed.training.trainer import Observer, TrainingSummary
@@ -192,8 +193,8 @@ def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
 
 def crowding(device_type: str, ranks: int) -> float:
     """Threads of the ranks of this machine for each of its processors; 1 if each has its own."""
-    processors = len(os.sched_getaffinity(0))
-    return max(1.0, ranks * torch.get_num_threads() / processors) if device_type == "cpu" else 1.0
+    threads = ranks * torch.get_num_threads()
+    return max(1.0, threads / usable_processors()) if device_type == "cpu" else 1.0
 
 
 def describe_late_save(save_seconds: float | None, environ: Mapping[str, str]) -> str | None:
@@ -236,8 +237,8 @@ class ConsoleObserver(Observer):
         records: Sequence[Record],
         parts: Record | None,
         begin: Progress,
-        crowding: float = 1.0,
-        check_folder: Callable[[], object] = bool,
+        crowding: float,
+        check_folder: Callable[[], object],
     ) -> None:
         self._run = run
         self._crowding = crowding
