@@ -10,6 +10,7 @@ from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     add_parser,
+    best_device,
     positive,
     say,
     world_size,
@@ -82,8 +83,6 @@ def run(options: argparse.Namespace) -> int:
     sizes = sorted(set(options.world_sizes))
     _refuse_other_multiples(options, sizes)
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
-    import torch
-
     from megaspeed.analysis.cpu_speed import processors
     from megaspeed.analysis.local_ranks import too_many_ranks
     from megaspeed.analysis.scaling import ScalingResult, scaled_runs
@@ -91,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     from megaspeed.analysis.turns import share_of_others
     from megaspeed.data.corpus import prepare_corpus
 
-    device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = best_device()
     mode: Mode = options.mode
     overrides = [*options.overrides, "parallel.spare_ranks=false"]
     base = load_run_and_data(options.config, overrides, World(sizes[0], _SIZES, device_type))

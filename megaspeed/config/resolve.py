@@ -145,7 +145,7 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
     problems = violations(dict(config), world)
     if problems:
         raise ConfigError(problems, where=name)
-    stated = StatedBatch.of(config)
+    stated = StatedBatch.of(dict(config))
     grid = find_grid(config.parallel, stated, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     assert grid is not None and batch is not None, "the rules found a grid and a batch"

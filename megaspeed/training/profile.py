@@ -344,11 +344,10 @@ def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid, bubbl
     ]
     for part, label in _LABELS.items():
         mean = statistics.fmean(by_part[part])
-        extremes = (
+        low, high = (
             f"{pick(by_part[part]):,.1f} ({by_part[part].index(pick(by_part[part]))})"
             for pick in (min, max)
         )
-        low, high = extremes
         lines.append(f"{label:26} {mean:10,.1f} {mean / total:7.1%}  {low:>16} {high:>16}")
     lines.append(f"{'step':26} {total:10,.1f} {1:7.1%}")
     if grid.pp > 1:
