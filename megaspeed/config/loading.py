@@ -57,9 +57,7 @@ def find_problems(document: Document, world: World | None) -> tuple[str, ...]:
 
 
 def find_notes(document: Document, world: World | None) -> tuple[str, ...]:
-    """What a document without problems states that has another name or no effect here, and its
-    "auto" values.
-    """
+    """The notes about a document: see `Run.notes`. Empty if the document has problems."""
     config, problems, accepted = _check(document, world)
     if problems or config is None:
         return ()

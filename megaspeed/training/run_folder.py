@@ -139,15 +139,15 @@ def _check_lock(run_dir: Path, held: tuple[int, int] | None, folder: int) -> Non
     except OSError:  # the disk or the network failed; the write reports it
         return
     now = _path_of(folder)
-    what, newest = "was removed", list[Path]()
+    what, newest = "was removed", None
     if now is not None:
-        newest = CheckpointFolder(now / CHECKPOINTS).newest_first()
+        newest = next(iter(CheckpointFolder(now / CHECKPOINTS).newest_first()), None)
         is_there = run_dir.exists() and run_dir.samefile(now)
         what = f"has lost its file {LOCK}" if is_there else f"was renamed to {now}"
     raise RunFolderLost(
         f"training stopped: the run folder {run_dir} {what}. Another run can use {run_dir} now, so "
         "this run writes nothing more. "
-        + (f"Its newest checkpoint is {newest[0]}" if newest else "It has no complete checkpoint")
+        + (f"Its newest checkpoint is {newest}" if newest else "It has no complete checkpoint")
     )
 
 
