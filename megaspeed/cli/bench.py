@@ -10,7 +10,6 @@ from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     add_command,
-    best_device,
     load,
     positive,
     say,
@@ -55,11 +54,13 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Lets the contestants take their turns, then shows and writes the figures."""
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
+    import torch
+
     from megaspeed.analysis.bench.contest import choose_peers
     from megaspeed.analysis.bench.report import as_json, as_markdown, draw_chart
     from megaspeed.analysis.local_ranks import too_many_ranks
 
-    device_type = best_device()
+    device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
     run = load(options, device_type)
     folder = options.output or Path("runs") / f"{run.name}-bench"
     reasons = choose_peers(run, options.peers)

@@ -10,7 +10,6 @@ from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     add_command,
-    best_device,
     load,
     positive,
     say,
@@ -64,13 +63,15 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Trains every row, then shows and writes the figures."""
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
+    import torch
+
     from megaspeed.analysis.compare.report import as_json, on_screen
     from megaspeed.analysis.compare.result import ComparisonResult
     from megaspeed.analysis.compare.rows import train_rows
     from megaspeed.analysis.turns import share_of_others
     from megaspeed.data.corpus import prepare_corpus
 
-    device_type = best_device()
+    device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
     run = load(options, device_type)
     folder = options.out or Path("runs") / f"{run.name}-compare"
     rows = _rows(run, options, folder, device_type)

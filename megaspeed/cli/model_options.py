@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, best_device, say
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, say
 from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel"
         tokenizer=options.tokenizer,
         opening=options.opening,
         always_open=always_open,
-        device=options.device or best_device(),
+        device=options.device or _best_device(),
         precision=options.dtype,
         report=lambda text: say(text, error=True),
     )
@@ -100,6 +100,12 @@ def exit_code(
 def _device(name: str) -> str:
     if name not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"it must be cpu or cuda, not {name!r}")
-    if name == "cuda" and best_device() != "cuda":
+    if name == "cuda" and _best_device() != "cuda":
         raise argparse.ArgumentTypeError("there is no GPU that torch can use; use cpu")
     return name
+
+
+def _best_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

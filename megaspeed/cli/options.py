@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megaspeed.config.document import add_config_options
 from megaspeed.config.layout import World
@@ -118,13 +118,6 @@ def new_file(text: str) -> Path:
     if os.path.exists(file) and (problem := file_problem(file)) is not None:
         raise argparse.ArgumentTypeError(f"{file} must be a file, but it {problem}; name a file")
     return file
-
-
-def best_device() -> Literal["cpu", "cuda"]:
-    """cuda if torch can use a GPU."""
-    import torch  # takes seconds, and `check` must not wait for it
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # What a command prints, and the same figures as JSON.

@@ -10,7 +10,6 @@ from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     add_parser,
-    best_device,
     positive,
     say,
     world_size,
@@ -83,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
     sizes = sorted(set(options.world_sizes))
     _refuse_other_multiples(options, sizes)
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
+    import torch
+
     from megaspeed.analysis.cpu_speed import processors
     from megaspeed.analysis.local_ranks import too_many_ranks
     from megaspeed.analysis.scaling import ScalingResult, scaled_runs
@@ -90,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     from megaspeed.analysis.turns import share_of_others
     from megaspeed.data.corpus import prepare_corpus
 
-    device_type = best_device()
+    device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
     mode: Mode = options.mode
     overrides = [*options.overrides, "parallel.spare_ranks=false"]
     base = load_run_and_data(options.config, overrides, World(sizes[0], _SIZES, device_type))

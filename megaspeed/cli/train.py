@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, best_device, load, world_size
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, load, world_size
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.topology.grid import TopologyError
@@ -141,13 +141,14 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     options, _ = parser.parse_known_args(arguments, argparse.Namespace(world_size=ranks))
     _silence_torch()
     import psutil
+    import torch
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from megaspeed.topology.process_settings import allow_open_files
 
-    run = load(options, best_device())
+    run = load(options, "cuda" if torch.cuda.is_available() else "cpu")
     try:
         allow_open_files(0, ranks)  # torch's launcher needs some, and shows its stack
     except TopologyError as error:
