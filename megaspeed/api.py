@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run, read_config
 from megaspeed.config.resolve import default_run_dir
 from megaspeed.config.run import RunConfig
@@ -66,9 +67,7 @@ def plan(
     if machines.device == CPU:
         problem = "only the command megaspeed plan measures the device cpu; name an accelerator"
         raise ConfigError([problem], "the cluster")
-    run = load_run(
-        path, settings, world_size=world_size, world_source="world_size", device_type="cuda"
-    )
+    run = load_run(path, settings, World(world_size, "world_size", "cuda"))
     training = Training(run=run, stated=read_config(path, settings))
     planned = plan(training, machines.cluster(), machines.gpus_per_node)
     figures: dict[str, Any] = planned.as_json()

@@ -55,6 +55,7 @@ from megaspeed.checkpoint.manifest import Checksum
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.checkpoint.writing import SaveReport
+from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.data.corpus import PreparedCorpus
@@ -204,7 +205,7 @@ def make_run(options: argparse.Namespace, zero_stage: int, world_size: int, fold
             "zero_optimization": {"stage": zero_stage},
         }
     )
-    return resolve_run(config, name="benchmark", world_size=world_size, world_source="launcher")
+    return resolve_run(config, World(world_size, "launcher"), name="benchmark")
 
 
 class Rank:

@@ -27,6 +27,7 @@ from megaspeed.analysis.local_ranks import RanksFailed, run_on_ranks
 from megaspeed.analysis.watched_step import TrafficLog
 from megaspeed.cli.options import not_negative, positive
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
@@ -154,7 +155,7 @@ def print_step_times(options: argparse.Namespace) -> None:
                 f"parallel.gradient_compression={json.dumps(how)}",
                 *options.overrides,
             ]
-            run = load_run(options.config, settings, world_size=DATA_RANKS, world_source="script")
+            run = load_run(options.config, settings, World(DATA_RANKS, "script"))
             corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
             speeds = [0.0, *options.megabytes_per_second]
             work = (step_times, run, corpus, speeds, options.steps)

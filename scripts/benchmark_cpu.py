@@ -38,6 +38,7 @@ from megaspeed.analysis.planning.calibration import (
 )
 from megaspeed.analysis.planning.measured_cpu import CpuSpeedError, measure_cpu
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 
 FOLDER = Path(__file__).parents[1]
@@ -74,9 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = FOLDER / "ds_configs" / f"zero{zero}.json"
             for name, (ranks, layout) in LAYOUTS.items():
                 overrides = (*MODEL, *options.set, *layout)
-                run = load_run(
-                    config, overrides, world_size=ranks, world_source=f"the layout {name}"
-                )
+                run = load_run(config, overrides, World(ranks, f"the layout {name}"))
                 if (ranks, zero) not in clusters:
                     clusters[ranks, zero], notes = measure_cpu(run)
                     for note in notes:

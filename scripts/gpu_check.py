@@ -37,6 +37,7 @@ import torch
 
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
@@ -437,13 +438,7 @@ def micro_batch_size(
 
 
 def load(file: Path, settings: list[str], layout: Grid) -> Run:
-    return load_run(
-        file,
-        settings,
-        world_size=layout.world_size,
-        world_source="--world-size",
-        device_type="cuda",
-    )
+    return load_run(file, settings, World(layout.world_size, "--world-size", "cuda"))
 
 
 def carry_out(section: Section, end: float | None) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from megaspeed.analysis.compare.rows import zero_rows
 from megaspeed.analysis.planning.prediction import Prediction, predict
 from megaspeed.analysis.units import GB, GIB, MIB
+from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 
 ROOT = Path(__file__).parents[1]
@@ -60,9 +61,7 @@ def table(name: str) -> str:
 
 def _memory(rows: Rows) -> Rows:
     """Columns 1 and 3: the predicted peak and bytes of ds_configs/3d.json at each ZeRO stage."""
-    run = load_run(
-        ROOT / "ds_configs" / "3d.json", world_size=8, world_source="the table", device_type="cpu"
-    )
+    run = load_run(ROOT / "ds_configs" / "3d.json", (), World(8, "the table"))
     header, *measured = rows
     for cells, row in zip(measured, zero_rows(run, range(4), "cpu"), strict=True):
         assert row.predicted is not None
@@ -93,9 +92,7 @@ def _micro_batches(rows: Rows) -> Rows:
 
 def _predicted(name: str, world_size: int, *overrides: str) -> Prediction:
     file = ROOT / "ds_configs" / f"{name}.json"
-    run = load_run(
-        file, overrides, world_size=world_size, world_source="the table", device_type="cuda"
-    )
+    run = load_run(file, overrides, World(world_size, "the table", "cuda"))
     return predict(run)
 
 

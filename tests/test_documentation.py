@@ -249,9 +249,7 @@ def test_a_command_prints_what_the_documentation_shows(
 
 @pytest.mark.parametrize(("page", "count"), [("README.md", 5), ("docs/watching.md", 9)])
 def test_the_first_lines_of_a_run_are_those_shown(page: str, count: int) -> None:
-    run = load_run(
-        ROOT / "ds_configs" / "3d.json", world_size=8, world_source="the test", device_type="cpu"
-    )
+    run = load_run(ROOT / "ds_configs" / "3d.json", (), World(8, "the test"))
     console = Console(file=StringIO(), width=COLUMNS)
     for part in banner(run, torch.device("cpu"), predict_peaks):
         print_folded(console, part)

@@ -42,6 +42,7 @@ from megaspeed.analysis.local_ranks import RanksFailed, run_on_ranks
 from megaspeed.analysis.planning.measured_cpu import block_run, small_runs
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.model.attention import RotaryAngles, window_mask
@@ -76,9 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.parent is not None:
         end_with_parent(options.parent)
     try:
-        run = load_run(
-            options.config, options.overrides, world_size=options.ranks, world_source="--ranks"
-        )
+        run = load_run(options.config, options.overrides, World(options.ranks, "--ranks"))
         with ended_on_termination(), tempfile.TemporaryDirectory(prefix="megaspeed-cpu-") as folder:
             figures = run_on_ranks(
                 measure_rank,

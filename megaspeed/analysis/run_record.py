@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaspeed.config.document import JsonSyntaxError, read_json_object
+from megaspeed.data.errors import DataError
 from megaspeed.files.json_values import leaves, read_records
 from megaspeed.training.run_folder import CONFIG, METRICS, PARTS, STARTS
 
@@ -18,7 +19,7 @@ _LARGEST, _LARGEST_STEP = 1e100, 10**12
 """A larger value is treated as damaged, because sums and axes would overflow."""
 
 
-class RunFolderError(ValueError):
+class RunFolderError(DataError):
     """A folder is not a run folder. The message names it."""
 
 

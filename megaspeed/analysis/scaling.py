@@ -32,7 +32,7 @@ from megaspeed.analysis.planning.prediction import ideal_bubble
 from megaspeed.analysis.turns import busy_warning
 from megaspeed.analysis.units import counted
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import BATCH_KEYS
+from megaspeed.config.layout import BATCH_KEYS, World
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.activity import OWN_WORK, PARTS
@@ -297,13 +297,7 @@ def scaled_runs(base: Run, sizes: Sequence[int], mode: Mode, device_type: Device
     mend = "; or use --weak: each rank keeps its micro-batches" if mode == "strong" else ""
     for size in sizes:
         try:
-            run = resolve_run(
-                config,
-                name=base.name,
-                world_size=size,
-                world_source="--world-sizes",
-                device_type=device_type,
-            )
+            run = resolve_run(config, World(size, "--world-sizes", device_type), name=base.name)
         except ConfigError as error:
             problems += [each + mend for each in error.problems]
         else:

@@ -8,13 +8,14 @@ DIR is a checkpoint, a folder of checkpoints, or the folder of a run.
 
 import argparse
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megaspeed.cli.model_options import exit_code
 from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
-    EXIT_WRONG_INPUT,
-    new_file,
+    add_parser,
     say,
     write_json,
 )
@@ -36,24 +37,9 @@ def add_to(commands: Any) -> None:
         ("show", _show, "show the content of the newest checkpoint"),
         ("verify", _verify, "check every byte of every checkpoint"),
     ):
-        parser = actions.add_parser(name, help=text, description=text)
-        parser.set_defaults(run=run, act=action)
+        parser = add_parser(actions, name, partial(exit_code, action), text)
         text = "a checkpoint, a folder of checkpoints, or the folder of a run"
         parser.add_argument("path", type=path_argument, metavar="DIR", help=text)
-        text = "also write the figures to FILE"
-        parser.add_argument("--json", type=new_file, metavar="FILE", help=text)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Runs one action; exit code 2 if DIR is none of the three."""
-    from megaspeed.checkpoint.errors import CheckpointError
-
-    try:
-        code: int = options.act(options)
-    except CheckpointError as error:
-        say(str(error), error=True)
-        return EXIT_WRONG_INPUT
-    return code
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_WRONG_INPUT,
-    new_file,
+    add_parser,
     positive,
     say,
     write_json,
@@ -28,13 +28,11 @@ from megaspeed.topology.launch import LaunchError, read_launch_environment
 def add_to(commands: Any) -> None:
     """Adds the command and its options."""
     text = "check, under the run's launcher, whether the run can start here"
-    parser: argparse.ArgumentParser = commands.add_parser("doctor", help=text, description=text)
-    parser.set_defaults(run=run)
+    parser = add_parser(commands, "doctor", run, text)
     add_config_options(parser)
     parser.add_argument(
         "--timeout", type=positive, default=30, metavar="SECONDS", help="time limit of a step (30)"
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
 
 def run(options: argparse.Namespace) -> int:

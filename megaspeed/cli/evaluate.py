@@ -6,12 +6,13 @@ none, an end-of-text is put there.
 
 import argparse
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.bar_or_lines import BarOrLines
 from megaspeed.cli.model_options import add_model_options, exit_code, load_model
-from megaspeed.cli.options import positive, say, write_json
+from megaspeed.cli.options import add_parser, positive, say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import Piece
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 def add_to(commands: Any) -> None:
     """Adds the command and its options."""
     text = "measure how well a model predicts text"
-    parser = commands.add_parser("evaluate", help=text, description=text)
-    parser.set_defaults(run=lambda options: exit_code(lambda: _evaluate(options)))
+    parser = add_parser(commands, "evaluate", partial(exit_code, _evaluate), text)
     add_model_options(parser)
     add_text_options(parser)
     parser.add_argument(

@@ -6,6 +6,7 @@ A prompt is the beginning of a document. Use ``--opening nothing`` for one from 
 import argparse
 import sys
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from megaspeed.cli.model_options import add_model_options, exit_code, load_model
-from megaspeed.cli.options import not_negative, positive, say, utf8_text, write_json
+from megaspeed.cli.options import add_parser, not_negative, positive, say, utf8_text, write_json
 
 if TYPE_CHECKING:
     from megaspeed.hugging_face.text_model import Continuation
@@ -28,8 +29,7 @@ _TITLE_CHARACTERS = 40
 def add_to(commands: Any) -> None:
     """Adds the command and its options."""
     text = "continue prompts with a model"
-    parser = commands.add_parser("generate", help=text, description=text)
-    parser.set_defaults(run=lambda options: exit_code(lambda: _generate(options)))
+    parser = add_parser(commands, "generate", partial(exit_code, _generate), text)
     add_model_options(parser, "nothing")
     parser.add_argument(
         "--prompt",

@@ -13,10 +13,11 @@ import argparse
 import math
 import re
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from megaspeed.cli.model_options import add_tokenizer, exit_code
-from megaspeed.cli.options import new_file, say, write_json
+from megaspeed.cli.options import add_parser, say, write_json
 from megaspeed.files.paths import path_argument
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -30,8 +31,7 @@ def add_to(commands: Any) -> None:
 
 def _add_import(commands: Any) -> None:
     text = "convert a Hugging Face model to a checkpoint"
-    parser = commands.add_parser("import-hf", help=text, description=text)
-    parser.set_defaults(run=lambda options: exit_code(lambda: _import(options)))
+    parser = add_parser(commands, "import-hf", partial(exit_code, _import), text)
     parser.add_argument("folder", type=path_argument, metavar="DIR", help="the model's folder")
     parser.add_argument("out", type=path_argument, metavar="OUT", help="the checkpoint to create")
     which = parser.add_mutually_exclusive_group()
@@ -47,8 +47,7 @@ def _add_import(commands: Any) -> None:
 
 def _add_export(commands: Any) -> None:
     text = "export a checkpoint as a Hugging Face model"
-    parser = commands.add_parser("export-hf", help=text, description=text)
-    parser.set_defaults(run=lambda options: exit_code(lambda: _export(options)))
+    parser = add_parser(commands, "export-hf", partial(exit_code, _export), text)
     parser.add_argument(
         "checkpoint",
         type=path_argument,
@@ -80,7 +79,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not compare logits and greedy tokens with transformers",
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the figures here")
 
 
 def byte_count(text: str) -> int:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file, say
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, say
 from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
-    """Adds the options that name the model and what it computes with, and ``--json``.
+    """Adds the options that name the model and what it computes with.
 
     Args:
         parser: parser of the command.
@@ -44,7 +44,6 @@ def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
         "a text, or (auto, the default) what preceded it in training: an end-of-text if the model "
         "was trained here, otherwise the template's",
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the figures here")
 
 
 def add_tokenizer(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
@@ -77,21 +76,25 @@ def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel"
     )
 
 
-def exit_code(action: Callable[[], None]) -> int:
-    """Runs a command that uses a model; prints its error, if any."""
+def exit_code(
+    command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace
+) -> int:
+    """Runs a command that reads a model; prints its error, if any.
+
+    Returns what the command returns; 0 if that is None.
+    """
     # Imported here, because torch takes seconds to load, and `check` does not need it.
     from megaspeed.checkpoint.errors import CheckpointError
     from megaspeed.hugging_face.weight_files import ComputationError, HuggingFaceError
 
     try:
-        action()
+        return command(options) or EXIT_DONE
     except ComputationError as error:
         say(str(error), error=True)
         return EXIT_FAILED
     except (CheckpointError, HuggingFaceError, FileExistsError) as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
-    return EXIT_DONE
 
 
 def _device(name: str) -> str:

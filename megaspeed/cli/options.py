@@ -21,6 +21,16 @@ from megaspeed.files.reading import file_problem
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 
 
+def add_parser(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    """A subcommand with ``--json``."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
+    return parser
+
+
 def add_command(
     commands: Any,
     name: str,
@@ -30,8 +40,7 @@ def add_command(
     needs_world_size: bool = True,
 ) -> argparse.ArgumentParser:
     """A subcommand with ``--config``, ``--world-size``, ``--set`` and ``--json``."""
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=run)
+    parser = add_parser(commands, name, run, text)
     add_config_options(parser)
     parser.add_argument(
         "--world-size",
@@ -39,7 +48,6 @@ def add_command(
         required=needs_world_size,
         help="number of processes of the run",
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
     return parser
 
 

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
-    EXIT_WRONG_INPUT,
+    add_parser,
     new_file,
     not_negative,
     say,
     write_json,
 )
+from megaspeed.data.errors import DataError
 from megaspeed.files.durable import write_file
 from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
-    from megaspeed.analysis.run_record import RunComparison, RunRecord
+    from megaspeed.analysis.run_record import RunComparison
 
 _TOLERANCE = 1e-5
 """About the difference between layouts of one run in fp32; see `megaspeed verify`."""
@@ -43,8 +44,7 @@ def add_to(commands: Any) -> None:
         help="the page's file (report.html)",
     )
     text = "find the first step and quantity in which two runs differ"
-    parser = commands.add_parser("compare-runs", help=text, description=text)
-    parser.set_defaults(run=run_compare_runs)
+    parser = add_parser(commands, "compare-runs", run_compare_runs, text)
     parser.add_argument(
         "runs", type=path_argument, nargs=2, metavar="RUN", help="the folder of a run"
     )
@@ -55,16 +55,14 @@ def add_to(commands: Any) -> None:
         metavar="T",
         help=f"largest relative difference that counts as equal ({_TOLERANCE}); 0: bitwise",
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
 
 def run_report(options: argparse.Namespace) -> int:
     """Writes the page: one file that needs no network."""
     from megaspeed.analysis.run_page import page
+    from megaspeed.analysis.run_record import read_run
 
-    records = _read(options.runs)
-    if records is None:
-        return EXIT_WRONG_INPUT
+    records = [read_run(folder) for folder in options.runs]
     # A lone surrogate, which JSON can write, has no UTF-8.
     text = page(records).encode("utf-8", errors="replace")
     write_file(options.output, lambda stream: stream.write(text))
@@ -80,20 +78,15 @@ def run_compare_runs(options: argparse.Namespace) -> int:
     code is 0 if they are equal, 1 if they differ or one run lacks a step or a validation, and 2 if
     a folder is not a run folder or the runs have no step in common.
     """
-    from megaspeed.analysis.run_record import compare_runs
+    from megaspeed.analysis.run_record import compare_runs, read_run
 
-    records = _read(options.runs)
-    if records is None:
-        return EXIT_WRONG_INPUT
-    one, two = records
+    one, two = records = [read_run(folder) for folder in options.runs]
     found = compare_runs(one, two, options.tolerance)
     if found.common_steps == 0:
-        say(
+        raise DataError(
             f"{one.folder} and {two.folder} have no step in common: they recorded "
-            f"{len(one.steps):,} and {len(two.steps):,} steps",
-            error=True,
+            f"{len(one.steps):,} and {len(two.steps):,} steps"
         )
-        return EXIT_WRONG_INPUT
     for line in _differences(found, (one.folder, two.folder), options.tolerance):
         say(line)
     for record in records:
@@ -109,17 +102,6 @@ def run_compare_runs(options: argparse.Namespace) -> int:
         {"runs": list(map(str, options.runs)), "tolerance": options.tolerance, **found.as_json()},
     )
     return EXIT_DONE if found.equal else EXIT_FAILED
-
-
-def _read(folders: list[Path]) -> "list[RunRecord] | None":
-    """The runs of these folders; if one is not a run folder, prints why and returns None."""
-    from megaspeed.analysis.run_record import RunFolderError, read_run
-
-    try:
-        return [read_run(folder) for folder in folders]
-    except RunFolderError as error:
-        say(str(error), error=True)
-        return None
 
 
 def _differences(

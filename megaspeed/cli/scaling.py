@@ -12,7 +12,7 @@ from megaspeed.cli.measuring import (
     show_results,
     write_results,
 )
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, new_file, positive, say, world_size
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_parser, positive, say, world_size
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
@@ -28,8 +28,7 @@ _SIZES = "--world-sizes"
 def add_to(commands: Any) -> None:
     """Adds the command and its options."""
     text = "tokens/s and efficiency at several numbers of ranks"
-    parser = commands.add_parser("scaling", help=text, description=text)
-    parser.set_defaults(run=run)
+    parser = add_parser(commands, "scaling", run, text)
     add_config_options(parser)
     add_option = parser.add_argument
     add_option(
@@ -62,7 +61,6 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="do not predict; on a CPU, each prediction measures the machine for some 15 seconds",
     )
-    add_option("--json", type=new_file, metavar="FILE", help="write the figures there too")
     add_results_options(parser, "scaling", each="training")
 
 

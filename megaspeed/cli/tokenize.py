@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.cli.bar_or_lines import BarOrLines
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, new_file, positive, say, write_json
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_parser, positive, say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.encode import WorkerDied
 from megaspeed.data.pieces import BadRecord
@@ -82,9 +82,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def add_to(commands: Any) -> None:
     """Adds the command and its options."""
-    text = "write text as a folder of token files"
-    parser = commands.add_parser("tokenize", help=text, description=text)
-    parser.set_defaults(run=run)
+    parser = add_parser(commands, "tokenize", run, "write text as a folder of token files")
     add_text_options(parser)
     parser.add_argument(
         "--tokenizer",
@@ -122,7 +120,6 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--fresh", action="store_true", help="remove what an earlier tokenization left in DIR"
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megaspeed.cli.options import EXIT_DONE, new_file, positive, say, write_json
+from megaspeed.cli.options import EXIT_DONE, add_parser, positive, say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
@@ -21,9 +21,7 @@ from megaspeed.files.paths import folder_problem, path_argument
 
 def add_to(commands: Any) -> None:
     """Adds the command and its options."""
-    text = "train a byte-level BPE on text"
-    parser = commands.add_parser("train-tokenizer", help=text, description=text)
-    parser.set_defaults(run=run)
+    parser = add_parser(commands, "train-tokenizer", run, "train a byte-level BPE on text")
     add_text_options(parser)
     parser.add_argument(
         "--vocab-size", required=True, type=positive, metavar="N", help="entries, at most"
@@ -35,7 +33,6 @@ def add_to(commands: Any) -> None:
         metavar="DIR",
         help="a new folder for the tokenizer",
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
 
 def run(options: argparse.Namespace) -> int:

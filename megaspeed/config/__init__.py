@@ -1,7 +1,7 @@
 """The JSON of a run: reads it strictly, checks it, and resolves it for a number of processes.
 
     read_config(path)                   -> RunConfig, which may have "auto"
-    load_run(path, world_size=8, ...)   -> Run, with every value resolved for 8 processes
+    load_run(path, overrides, world)    -> Run, with every value resolved for the processes
     find_problems(document, world)      -> all mistakes
 
 A value passes through these files:

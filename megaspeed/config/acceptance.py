@@ -10,11 +10,12 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.config.document import describe_value, paths_in
-from megaspeed.config.errors import KeyPath, Problem
+from megaspeed.config.errors import KeyPath, Problem, dotted
 from megaspeed.config.foreign_keys import (
     DISABLED_BY_DEFAULT,
     EFFECTIVE_STAGES,
@@ -60,8 +61,7 @@ class Accepted:
                 if that number is not known.
         """
         auto = ", ".join(
-            f"{'.'.join(map(str, path))} {_computed_value(stated, resolved, path)}"
-            for path in self.auto
+            f"{dotted(path)} {_computed_value(stated, resolved, path)}" for path in self.auto
         )
         notes = [f'"auto" is as if omitted: {auto}', *self.notes] if auto else list(self.notes)
         highest: KeyPath = ("scheduler", "params", "warmup_max_lr")
@@ -84,36 +84,38 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
         known: megaspeed's keys as dotted paths. A key that nobody knows stays, and is found later.
     """
     tree = copy.deepcopy(dict(values))
-    dropped: dict[str, list[str]] = defaultdict(list)
+    dropped: dict[str, list[KeyPath]] = defaultdict(list)
     auto: list[KeyPath] = []
-    for path in [path for path in paths_in(tree) if path[0] not in _OWN]:
-        name = ".".join(map(str, path))
+    for path in (path for path in paths_in(tree) if path[0] not in _OWN):
+        name = dotted(path)
         if str(path[-1]).startswith("_"):
-            dropped["the name of a comment begins with _"].append(name)
+            dropped["the name of a comment begins with _"].append(path)
         elif _at(tree, path) == "auto" and name in known:
             auto.append(path)
         elif name in _SIZES and _at(tree, path) == 0:
-            dropped["0 stands for the default"].append(name)
+            dropped["0 stands for the default"].append(path)
     tree = _without_emptied(tree, auto)
     renamed, problems = _rename(tree)
     problems += _other_optimizers(tree)
-    foreign: list[KeyPath] = [tuple(name.split(".")) for keys in dropped.values() for name in keys]
     for name, reason in {**NO_EFFECT, **REFUSED}.items():
         path = tuple(name.split("."))
         value = _at(tree, path, absent=...)
         if value is ...:
             continue
-        foreign.append(path)
         if _is_off(name, value):
-            dropped["off"].append(name)
+            dropped["off"].append(path)
         elif name in NO_EFFECT:
-            dropped[reason].append(name)
+            dropped[reason].append(path)
         else:
             problems.append(Problem(path, f"{name} cannot be used here: {reason}"))
-    kept = _without_emptied(tree, foreign)
+    refused = [problem.path for problem in problems]
+    kept = _without_emptied(tree, [*refused, *chain.from_iterable(dropped.values())])
     notes = [
         *renamed,
-        *(f"no effect here: {', '.join(names)}: {reason}" for reason, names in dropped.items()),
+        *(
+            f"no effect here: {', '.join(map(dotted, paths))}: {reason}"
+            for reason, paths in dropped.items()
+        ),
         *_notes_of_stage(kept.get("zero_optimization")),
     ]
     return Accepted(kept, tuple(problems), tuple(notes), tuple(auto))

@@ -8,12 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megaspeed.config.section import (
-    LARGEST_ACCUMULATION,
-    LARGEST_BATCH,
-    ElementCount,
-    Section,
-)
+from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_BATCH, ElementCount, Section
 
 
 def _no_boolean(value: Any) -> Any:

@@ -14,13 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megaspeed.config.foreign_keys import (
-    EFFECTIVE_STAGES,
-    NO_EFFECT,
-    REFUSED,
-    RENAMED,
-    SERVICES,
-)
+from megaspeed.config.foreign_keys import EFFECTIVE_STAGES, NO_EFFECT, REFUSED, RENAMED, SERVICES
 from megaspeed.config.run import RunConfig
 from megaspeed.config.section import Section
 

@@ -15,13 +15,9 @@ them.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from megaspeed.config.deepspeed_keys import (
-    DeepSpeedKeys,
-    Fp16Config,
-    OptimizerConfig,
-)
+from megaspeed.config.deepspeed_keys import Fp16Config, OptimizerConfig
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.rules import check, divisors, listed, rule, tensor_degrees
@@ -70,9 +66,9 @@ class StatedBatch:
     accumulation: int | None
 
     @classmethod
-    def of(cls, keys: DeepSpeedKeys) -> "StatedBatch":
-        """The batch keys of a config."""
-        return cls(*(getattr(keys, name) for name in BATCH_KEYS))
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """From the fields of a `RunConfig`."""
+        return cls(*(fields[key] for key in BATCH_KEYS))
 
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -91,7 +87,7 @@ def violations(fields: Mapping[str, Any], world: World | None = None) -> list[st
     """
     known = {**fields, **({} if world is None else {"world": world})}
     if fields.keys() >= set(BATCH_KEYS):
-        known["stated"] = StatedBatch(*(fields[key] for key in BATCH_KEYS))
+        known["stated"] = StatedBatch.of(fields)
     return check(known)
 
 

@@ -28,7 +28,7 @@ def read_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Run
     Raises:
         ConfigError: with all problems that do not depend on the number of processes.
     """
-    return _checked(read_document(Path(path), overrides), None, where=str(path))
+    return _checked(read_document(Path(path), overrides), None, str(path))[0]
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -37,28 +37,17 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: with all problems that do not depend on the number of processes.
     """
-    return _checked(Document(dict(values)), None, where="the configuration")
+    return _checked(Document(dict(values)), None, "the configuration")[0]
 
 
-def load_run(
-    path: str | PathLike[str],
-    overrides: Sequence[str] = (),
-    *,
-    world_size: int,
-    world_source: str,
-    device_type: str = "cpu",
-) -> Run:
-    """Reads a config file and resolves it for a number of processes. See `resolve_run`.
+def load_run(path: str | PathLike[str], overrides: Sequence[str], world: World) -> Run:
+    """Reads a config file, applies overrides and resolves it for the processes of a run.
 
     Raises:
         ConfigError: with all problems.
     """
-    world = World(world_size, world_source, device_type)
-    document = read_document(Path(path), overrides)
-    config, problems, accepted = _check(document, world)
-    if problems or config is None:
-        raise ConfigError(problems, str(path))
-    run = _resolve(config, Path(path).stem, world)
+    config, accepted = _checked(read_document(Path(path), overrides), world, str(path))
+    run = resolve_run(config, world, name=Path(path).stem)
     return replace(run, notes=accepted.all_notes(config.to_json(), run.as_json()))
 
 
@@ -68,31 +57,20 @@ def find_problems(document: Document, world: World | None) -> tuple[str, ...]:
 
 
 def find_notes(document: Document, world: World | None) -> tuple[str, ...]:
-    """What a document without problems states that has another name or no effect here, and its
-    "auto" values.
-    """
+    """The notes about a document: see `Run.notes`. Empty if the document has problems."""
     config, problems, accepted = _check(document, world)
     if problems or config is None:
         return ()
-    resolved = None if world is None else _resolve(config, "run", world).as_json()
+    resolved = None if world is None else resolve_run(config, world, name="run").as_json()
     return accepted.all_notes(config.to_json(), resolved)
 
 
-def _resolve(config: RunConfig, name: str, world: World) -> Run:
-    return resolve_run(
-        config,
-        name=name,
-        world_size=world.size,
-        world_source=world.source,
-        device_type=world.device_type,
-    )
-
-
-def _checked(document: Document, world: World | None, where: str) -> RunConfig:
-    config, problems, _ = _check(document, world)
+def _checked(document: Document, world: World | None, where: str) -> tuple[RunConfig, Accepted]:
+    """As `_check`. Raises ConfigError if there is a problem."""
+    config, problems, accepted = _check(document, world)
     if problems or config is None:
         raise ConfigError(problems, where)
-    return config
+    return config, accepted
 
 
 def _check(

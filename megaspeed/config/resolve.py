@@ -15,14 +15,7 @@ from megaspeed.config.deepspeed_keys import (
     ZeroConfig,
 )
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import (
-    Batch,
-    StatedBatch,
-    World,
-    find_grid,
-    solve_batch,
-    violations,
-)
+from megaspeed.config.layout import Batch, StatedBatch, World, find_grid, solve_batch, violations
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Compression, ParallelConfig, RunConfig, TrainingConfig
 from megaspeed.topology.grid import Grid
@@ -55,7 +48,7 @@ class Run:
     spare_ranks: int = 0
     """Number of processes that the grid does not use."""
     notes: tuple[str, ...] = ()
-    """What the file states that has another name or no effect here, and its "auto" values."""
+    """Sentences about keys of the file with another name or no effect here, and about "auto"."""
 
     def as_json(self) -> dict[str, Any]:
         """The resolved config as JSON values. A file with them gives the same run again."""
@@ -138,26 +131,21 @@ def default_run_dir(name: str) -> str:
     return f"runs/{name}"
 
 
-def resolve_run(
-    config: RunConfig, *, name: str, world_size: int, world_source: str, device_type: str = "cpu"
-) -> Run:
-    """Computes everything that depends on the number of processes.
+def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
+    """Computes everything that depends on the processes.
 
     Args:
         config: a config that may have "auto".
+        world: the processes.
         name: the run's name, which is the config file's name without its suffix.
-        world_size: number of processes.
-        world_source: where that number comes from, for error messages.
-        device_type: "cpu" or "cuda".
 
     Raises:
         ConfigError: with all problems, including those that do not depend on the processes.
     """
-    world = World(world_size, world_source, device_type)
     problems = violations(dict(config), world)
     if problems:
         raise ConfigError(problems, where=name)
-    stated = StatedBatch.of(config)
+    stated = StatedBatch.of(dict(config))
     grid = find_grid(config.parallel, stated, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     assert grid is not None and batch is not None, "the rules found a grid and a batch"
@@ -172,7 +160,7 @@ def resolve_run(
                 update={
                     "data": grid.dp,
                     "gradient_reduction": reduction,
-                    "sequence_parallel": _splits_sequence(config, device_type),
+                    "sequence_parallel": _splits_sequence(config, world.device_type),
                 }
             ),
             "training": _resolve_training(config, name, batch),
@@ -181,7 +169,7 @@ def resolve_run(
             "zero_optimization": _resolve_zero(config.zero_optimization, config.model, grid.tp),
         }
     )
-    spare = world_size - grid.world_size
+    spare = world.size - grid.world_size
     return Run(resolved, name, grid, batch, reduction, _precision(config), spare)
 
 
@@ -194,9 +182,7 @@ def resolve_recorded(config: RunConfig, *, name: str, source: str, device_type: 
     pp, dp, tp = config.parallel.pipeline, config.parallel.data, config.parallel.tensor
     if dp == "auto":
         return None
-    return resolve_run(
-        config, name=name, world_size=pp * dp * tp, world_source=source, device_type=device_type
-    )
+    return resolve_run(config, World(pp * dp * tp, source, device_type), name=name)
 
 
 def _gradient_reduction(config: RunConfig) -> GradientReduction:

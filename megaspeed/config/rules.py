@@ -336,11 +336,8 @@ def compressed_matrices_have_no_copies(
     model: ModelConfig, parallel: ParallelConfig
 ) -> Iterator[str]:
     """Copies of a key/value head on several tensor ranks must stay equal."""
-    compression, shared, tp = (
-        parallel.gradient_compression,
-        model.num_key_value_heads,
-        parallel.tensor,
-    )
+    compression, tp = parallel.gradient_compression, parallel.tensor
+    shared = model.num_key_value_heads
     if not isinstance(compression, str) and tp > shared:
         yield (
             f'parallel.gradient_compression "{compression.type}" compresses the part of a matrix '

@@ -128,13 +128,7 @@ def load_run_and_data(path: str | PathLike[str], overrides: Sequence[str], world
         ConfigError: with all problems.
     """
     try:
-        return load_run(
-            path,
-            overrides,
-            world_size=world.size,
-            world_source=world.source,
-            device_type=world.device_type,
-        )
+        return load_run(path, overrides, world)
     except ConfigError as error:
         others = find_problems_in_file(path, overrides)
         raise ConfigError([*error.problems, *others], error.where) from error

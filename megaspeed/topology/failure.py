@@ -51,11 +51,7 @@ def note_phase(error: Exception, phase: object) -> None:
 
 def place_of(grid: Grid, rank: int, doing: str = "", host: str | None = None) -> str:
     """Such as "[gpu17, rank 5 (pp 1, dp 0, tp 1), step 12]". ``host`` is this host if omitted."""
-    if rank < grid.world_size:
-        at = grid.coordinates_of(rank)
-        where = f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp})"
-    else:
-        where = f"rank {rank} (spare)"
+    where = grid.name_of(rank) if rank < grid.world_size else f"rank {rank} (spare)"
     return f"[{', '.join(part for part in (host or socket.gethostname(), where, doing) if part)}]"
 
 

@@ -89,6 +89,11 @@ class Grid:
         pp_rank, dp_rank = divmod(replica, self.dp)
         return Coordinates(pp=pp_rank, dp=dp_rank, tp=tp_rank)
 
+    def name_of(self, rank: int) -> str:
+        """Such as "rank 5 (pp 1, dp 0, tp 1)"."""
+        at = self.coordinates_of(rank)
+        return f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp})"
+
     def groups_along(self, axis: Axis) -> list[list[int]]:
         """All groups of ranks that differ in `axis` alone.
 

@@ -69,12 +69,15 @@ def compiler_threads(launch: LaunchEnvironment, environ: Mapping[str, str]) -> d
     """
     if "TORCHINDUCTOR_COMPILE_THREADS" in environ:
         return {}
-    processors = os.cpu_count() or 1
-    own = processors
-    if hasattr(os, "sched_getaffinity"):  # on Linux; a launcher may have divided them
-        own = len(os.sched_getaffinity(0))
-    share = min(32, own, max(1, processors // launch.local_world_size))
-    return {"TORCHINDUCTOR_COMPILE_THREADS": str(share)}
+    share = max(1, (os.cpu_count() or 1) // launch.local_world_size)
+    return {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, usable_processors(), share))}
+
+
+def usable_processors() -> int:
+    """How many processors this process may use. A launcher may have divided them."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def use_device(device: torch.device) -> None:

@@ -20,12 +20,7 @@ import psutil
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -36,6 +31,7 @@ from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.grid import Grid
+from megaspeed.topology.process_settings import usable_processors
 from megaspeed.training.metrics import Metrics, PartMetrics, Record, StepMetrics, ValidationMetrics
 from megaspeed.training.resume import MOST_CHANGES, Start
 from megaspeed.training.trainer import Observer, TrainingSummary
@@ -190,18 +186,16 @@ def describe_resumed(begin: Progress, first: StepMetrics) -> str:
 
 def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
     """A line, with markup: the rank that the others wait for."""
-    at = grid.coordinates_of(metrics.slowest_rank)
     return (
-        f"[yellow]step {metrics.step:>6}  slowest: rank {metrics.slowest_rank} (pp {at.pp}, "
-        f"dp {at.dp}, tp {at.tp}) worked {metrics.slowest_rank_seconds:.3g} s, median "
-        f"{metrics.median_rank_seconds:.3g} s[/yellow]"
+        f"[yellow]step {metrics.step:>6}  slowest: {grid.name_of(metrics.slowest_rank)} worked "
+        f"{metrics.slowest_rank_seconds:.3g} s, median {metrics.median_rank_seconds:.3g} s[/yellow]"
     )
 
 
 def crowding(device_type: str, ranks: int) -> float:
     """Threads of the ranks of this machine for each of its processors; 1 if each has its own."""
-    processors = len(os.sched_getaffinity(0))
-    return max(1.0, ranks * torch.get_num_threads() / processors) if device_type == "cpu" else 1.0
+    threads = ranks * torch.get_num_threads()
+    return max(1.0, threads / usable_processors()) if device_type == "cpu" else 1.0
 
 
 def describe_late_save(save_seconds: float | None, environ: Mapping[str, str]) -> str | None:
@@ -244,8 +238,8 @@ class ConsoleObserver(Observer):
         records: Sequence[Record],
         parts: Record | None,
         begin: Progress,
-        crowding: float = 1.0,
-        check_folder: Callable[[], object] = bool,
+        crowding: float,
+        check_folder: Callable[[], object],
     ) -> None:
         self._run = run
         self._crowding = crowding

@@ -47,14 +47,7 @@ from megaspeed.training.console import (
 from megaspeed.training.metrics import MetricsFile, device_name, last_step
 from megaspeed.training.replicas import ReplicasDiffer
 from megaspeed.training.reporting import Reporting, draw_loss_curve
-from megaspeed.training.resume import (
-    AUTO,
-    NoProgress,
-    Restarts,
-    ResumeOptions,
-    Start,
-    find_start,
-)
+from megaspeed.training.resume import AUTO, NoProgress, Restarts, ResumeOptions, Start, find_start
 from megaspeed.training.run_folder import (
     LOSS_CURVE,
     METRICS,

@@ -344,11 +344,10 @@ def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid, bubbl
     ]
     for part, label in _LABELS.items():
         mean = statistics.fmean(by_part[part])
-        extremes = (
+        low, high = (
             f"{pick(by_part[part]):,.1f} ({by_part[part].index(pick(by_part[part]))})"
             for pick in (min, max)
         )
-        low, high = extremes
         lines.append(f"{label:26} {mean:10,.1f} {mean / total:7.1%}  {low:>16} {high:>16}")
     lines.append(f"{'step':26} {total:10,.1f} {1:7.1%}")
     if grid.pp > 1:
@@ -364,11 +363,7 @@ def _describe_slowest(by_rank: Sequence[Sequence[float]], grid: Grid) -> list[st
     """The rank that works longest, and the part that makes it slower than the median rank."""
     work = [own_work(rank) for rank in by_rank]
     slowest = max(range(len(work)), key=work.__getitem__)
-    at = grid.coordinates_of(slowest)
-    line = (
-        f"slowest: rank {slowest} (pp {at.pp}, dp {at.dp}, tp {at.tp}) worked "
-        f"{work[slowest]:,.1f} ms"
-    )
+    line = f"slowest: {grid.name_of(slowest)} worked {work[slowest]:,.1f} ms"
     if len(work) == 1:
         return [line]
     longer = {

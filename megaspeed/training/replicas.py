@@ -23,12 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaspeed.model.parameters import (
-    EMBEDDING_WEIGHT,
-    HEAD_WEIGHT,
-    logical_name,
-    parameter_named,
-)
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, logical_name, parameter_named
 from megaspeed.tensor_parallel.plan import key_value_replicas
 from megaspeed.topology.meeting import ranks_named
 from megaspeed.training.worker import Worker

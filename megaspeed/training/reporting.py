@@ -98,10 +98,7 @@ def _stored_id(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-SERVICES: Mapping[ReportTo, Service] = {
-    "tensorboard": write_tensorboard,
-    "wandb": log_to_wandb,
-}
+SERVICES: Mapping[ReportTo, Service] = {"tensorboard": write_tensorboard, "wandb": log_to_wandb}
 
 
 def check_packages(run: Run) -> None:

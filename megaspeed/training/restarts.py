@@ -49,11 +49,7 @@ from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 from megaspeed.config.run import TrainingConfig
-from megaspeed.topology.activity import (
-    SAVE_TIMEOUTS,
-    START_UP_TIMEOUTS,
-    SUSPENDED_SECONDS,
-)
+from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, SUSPENDED_SECONDS
 from megaspeed.topology.failure import print_error
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment

@@ -139,15 +139,15 @@ def _check_lock(run_dir: Path, held: tuple[int, int] | None, folder: int) -> Non
     except OSError:  # the disk or the network failed; the write reports it
         return
     now = _path_of(folder)
-    what, newest = "was removed", list[Path]()
+    what, newest = "was removed", None
     if now is not None:
-        newest = CheckpointFolder(now / CHECKPOINTS).newest_first()
+        newest = next(iter(CheckpointFolder(now / CHECKPOINTS).newest_first()), None)
         is_there = run_dir.exists() and run_dir.samefile(now)
         what = f"has lost its file {LOCK}" if is_there else f"was renamed to {now}"
     raise RunFolderLost(
         f"training stopped: the run folder {run_dir} {what}. Another run can use {run_dir} now, so "
         "this run writes nothing more. "
-        + (f"Its newest checkpoint is {newest[0]}" if newest else "It has no complete checkpoint")
+        + (f"Its newest checkpoint is {newest}" if newest else "It has no complete checkpoint")
     )
 
 
@@ -179,7 +179,6 @@ def start_run_folder(run: Run, device: str) -> Path | None:
     files = (METRICS, PARTS, STARTS, CONFIG, LOSS_CURVE, TENSORBOARD, WANDB, PROFILE)
     for name in (CHECKPOINTS, *files):
         _move(run.run_dir / name, run.run_dir, earlier)
-    _write_config(run)
     _record_start(run, 0, device)
     return earlier if earlier.exists() else None
 
@@ -198,7 +197,6 @@ def continue_run_folder(run: Run, step: int, device: str) -> Path | None:
     _move_later_checkpoints(run, step, earlier)
     for name in (METRICS, PARTS):
         _cut_records(run.run_dir / name, step, earlier / name)
-    _write_config(run)
     _record_start(run, step, device)
     return earlier if earlier.exists() else None
 
@@ -251,7 +249,9 @@ def _cut_records(file: Path, step: int, copy: Path) -> None:
 
 
 def _record_start(run: Run, step: int, device: str) -> None:
-    """Writes a line for this start, because metrics.jsonl does not show interruptions."""
+    """Writes the configuration, and a line for this start: metrics.jsonl shows no interruptions."""
+    text = json.dumps(run.as_json(), indent=2, allow_nan=False) + "\n"
+    write_file(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))
     start = {
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -261,8 +261,3 @@ def _record_start(run: Run, step: int, device: str) -> None:
     }
     with (run.run_dir / STARTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(start) + "\n")
-
-
-def _write_config(run: Run) -> None:
-    text = json.dumps(run.as_json(), indent=2, allow_nan=False) + "\n"
-    write_file(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))

@@ -264,7 +264,7 @@ class Trainer:
             samples = [before + row for m in found.micro_batches for row in shape.rows(m)]
             more = ", ..." if len(samples) > _MOST_SAMPLES_NAMED else ""
             named.append(
-                f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp}) in micro-batch "
+                f"{self._run.grid.name_of(rank)} in micro-batch "
                 f"{', '.join(map(str, found.micro_batches))} (samples "
                 f"{', '.join(map(str, samples[:_MOST_SAMPLES_NAMED]))}{more})"
             )

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from megaspeed.analysis.batches import samples_table, show_samples
 from megaspeed.cli import main
+from megaspeed.config.layout import World
+from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.data.corpus import prepare_corpus
 from megaspeed.data.loader import LoaderShape, TrainingLoader
@@ -46,7 +48,7 @@ def test_a_step_shows_what_the_ranks_train_on_in_it(
 ) -> None:
     samples = shown(config, "--step", "3")["samples"]
     assert "step 3: samples 16 ... 23" in capsys.readouterr().out
-    run = load_run(config, world_size=2, world_source="test")
+    run = load_run(config, (), World(2, "test"))
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
     read: dict[int, list[int]] = {}
     for dp_rank in range(2):
@@ -91,7 +93,7 @@ def test_the_documents_of_a_sample_are_named_by_file_and_number(
         f"{texts}/b.txt",
     }
     assert ", document " in capsys.readouterr().out
-    run = load_run(config, world_size=1, world_source="test")
+    run = load_run(config, [], World(1, "test"))
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
     for origins in config.with_name("cache").glob("tokens/*.origins.json"):
         origins.unlink()  # as of an older version

@@ -18,6 +18,7 @@ from torch.distributed import checkpoint as dcp
 from megaspeed.analysis.verification.comparison import TOLERANCES
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import KINDS, expected_tensors
+from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
@@ -102,8 +103,7 @@ def run_of(name: str, changes: dict[str, Any], run_dir: Path) -> Run:
     return load_run(
         config,
         [f"{key}={json.dumps(value)}" for key, value in settings.items()],
-        world_size=dp * pp * tp,
-        world_source="test",
+        World(dp * pp * tp, "test"),
     )
 
 

@@ -66,4 +66,4 @@ def write(file: Path, values: dict[str, Any]) -> Path:
 
 def load(file: Path, *overrides: str, world_size: int = 1) -> Run:
     """The run of a file."""
-    return load_run(file, overrides, world_size=world_size, world_source="WORLD_SIZE")
+    return load_run(file, overrides, World(world_size, "WORLD_SIZE"))

@@ -169,6 +169,12 @@ def test_a_key_without_effect_gives_the_same_run_and_a_note(key: str) -> None:
         assert any(key in note for note in notes(**changed)), value
 
 
+def test_the_name_of_a_comment_may_have_a_dot() -> None:
+    """The name was read as a path, so the comment stayed and was refused as an unknown key."""
+    commented = small(**{"_see 5.2": "the reason", "bf16": {"_see 5.2": "the reason"}})
+    assert parse_config(commented) == parse_config(small())
+
+
 @pytest.mark.parametrize("key", ["sub_group_size", "reduce_bucket_size"])
 def test_a_size_of_0_is_the_default(key: str) -> None:
     zero: dict[str, Any] = {"zero_optimization": {key: 0}}

@@ -16,13 +16,7 @@ from tests.config.small import load, patch, small, write
 
 def resolve(*overrides: str, world_size: int = 1, device_type: str = "cpu") -> Run:
     config = parse_config(small(**patch(*overrides)))
-    return resolve_run(
-        config,
-        name="small",
-        world_size=world_size,
-        world_source="WORLD_SIZE",
-        device_type=device_type,
-    )
+    return resolve_run(config, World(world_size, "WORLD_SIZE", device_type), name="small")
 
 
 def test_auto_becomes_numbers() -> None:
@@ -106,14 +100,14 @@ def test_a_resolved_rate_is_not_scaled_again_but_follows_another_batch() -> None
         config = parse_config(
             {**scaled, "train_batch_size": batch, "gradient_accumulation_steps": None}
         )
-        again = resolve_run(config, name="small", world_size=1, world_source="x")
+        again = resolve_run(config, World(1, "x"), name="small")
         assert again.config.optimizer.params.lr == rate
 
 
 @pytest.mark.parametrize("kind", ["WarmupCosineLR", "cosine"])
 def test_a_resolved_config_resolves_to_itself(kind: str) -> None:
     run = resolve(f"scheduler.type={kind}", "scheduler.params.warmup_num_steps=5", world_size=4)
-    again = resolve_run(parse_config(run.as_json()), name="small", world_size=4, world_source="x")
+    again = resolve_run(parse_config(run.as_json()), World(4, "x"), name="small")
     assert again == run
 
 
@@ -154,7 +148,7 @@ def test_resolving_reports_the_problems_of_the_config_as_well() -> None:
     data = config.data.model_copy(update={"sequence_length": 99})
     broken = config.model_copy(update={"data": data})
     with pytest.raises(ConfigError) as caught:
-        resolve_run(broken, name="x", world_size=7, world_source="WORLD_SIZE")
+        resolve_run(broken, World(7, "WORLD_SIZE"), name="x")
     assert len(caught.value.problems) == 2
 
 
@@ -168,6 +162,6 @@ def test_thousands_of_ranks_resolve_in_milliseconds(world_size: int, pp: int, tp
         )
     )
     start = time.perf_counter()
-    run = resolve_run(config, name="big", world_size=world_size, world_source="SLURM_NTASKS")
+    run = resolve_run(config, World(world_size, "SLURM_NTASKS"), name="big")
     assert time.perf_counter() - start < 0.1
     assert run.grid.dp == world_size // (pp * tp)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.model.documents import Documents
@@ -58,7 +59,7 @@ def paper_run(*, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
         "bf16": {"enabled": True},
     }
     config = parse_config(merge(values, changes))
-    return resolve_run(config, name="paper", world_size=pp * dp * tp, world_source="test")
+    return resolve_run(config, World(pp * dp * tp, "test"), name="paper")
 
 
 def batches(run: Run) -> Callable[[int], MicroBatch]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
@@ -77,13 +78,7 @@ def tiny_run(
         "zero_optimization": {"stage": 0, "stage3_param_persistence_threshold": 0},
     }
     config = parse_config(merge(values, changes))
-    return resolve_run(
-        config,
-        name="tiny",
-        world_size=pp * dp * tp,
-        world_source="test",
-        device_type=device_type,
-    )
+    return resolve_run(config, World(pp * dp * tp, "test", device_type), name="tiny")
 
 
 def tiny_corpus(run: Run, cache: Path) -> PreparedCorpus:

@@ -42,7 +42,7 @@ def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) ->
     with (
         MetricsFile(tmp_path / "metrics.jsonl") as file,
         ConsoleObserver(
-            run, Console(file=output, width=200), (file,), None, Progress()
+            run, Console(file=output, width=200), (file,), None, Progress(), 1.0, bool
         ) as observer,
     ):
         for step in range(1, 11):
@@ -60,7 +60,7 @@ def test_a_terminal_gets_a_bar_with_the_time_that_is_left(tmp_path: Path) -> Non
     run = tiny_run(TEXT, training={"steps": 10})
     output = StringIO()
     console = Console(file=output, width=80, force_terminal=True, _environ={"TERM": "xterm"})
-    with ConsoleObserver(run, console, (), None, Progress()) as observer:
+    with ConsoleObserver(run, console, (), None, Progress(), 1.0, bool) as observer:
         for step in range(1, 7):
             observer.step(step_metrics(step=step))
         observer._progress.refresh()
@@ -75,7 +75,7 @@ def test_a_log_has_the_elapsed_and_the_remaining_time_in_each_step() -> None:
     run = tiny_run(TEXT, training={"steps": 10, "log_interval": 2})
     output, now = StringIO(), 0.0
     console = Console(file=output, width=80, get_time=lambda: now)
-    with ConsoleObserver(run, console, (), None, Progress()) as observer:
+    with ConsoleObserver(run, console, (), None, Progress(), 1.0, bool) as observer:
         for step in range(1, 11):
             now = 1500.0 * step
             observer.step(step_metrics(step=step))
@@ -102,7 +102,7 @@ def test_ranks_that_share_processors_get_one_remark_unless_a_rank_is_much_slower
     for crowded in (4.0, 1.0):
         output = StringIO()
         with ConsoleObserver(
-            run, Console(file=output, width=80), (), None, Progress(), crowded
+            run, Console(file=output, width=80), (), None, Progress(), crowded, bool
         ) as observer:
             for each in slow:
                 observer.parts(each)
@@ -137,7 +137,9 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
     begin = Progress(step=6, steps_taken=6, loss=3.5)
     with (
         MetricsFile(tmp_path / "metrics.jsonl") as file,
-        ConsoleObserver(run, Console(file=output, width=200), (file,), None, begin) as observer,
+        ConsoleObserver(
+            run, Console(file=output, width=200), (file,), None, begin, 1.0, bool
+        ) as observer,
     ):
         for step in (7, 8):
             observer.step(step_metrics(step=step))

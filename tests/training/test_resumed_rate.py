@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megaspeed.checkpoint.run_state import RunState
+from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.training.resumed_run import rate_change
@@ -126,7 +127,7 @@ def test_the_command_of_the_warning_gives_the_saved_rates_again(
     file.write_text(json.dumps(values))
 
     def load(*overrides: str) -> Run:
-        return load_run(file, overrides, world_size=1, world_source="x")
+        return load_run(file, overrides, World(1, "x"))
 
     changed = ["optimizer.params.lr=0.003"]
     if now != before:

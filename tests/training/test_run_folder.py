@@ -15,6 +15,7 @@ from filelock import FileLock
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.topology.context import ParallelContext
@@ -43,7 +44,7 @@ def run_in(folder: Path, steps: int = 1) -> Run:
             "train_batch_size": 1,
         }
     )
-    return resolve_run(config, name="run", world_size=1, world_source="test")
+    return resolve_run(config, World(1, "test"), name="run")
 
 
 def test_a_file_where_the_folder_should_be_is_refused(tmp_path: Path) -> None:

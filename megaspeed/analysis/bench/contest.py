@@ -23,6 +23,7 @@ from megaspeed.analysis.local_ranks import DeviceType, run_on_ranks
 from megaspeed.analysis.turns import take_turns
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config
+from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.data.corpus import prepare_corpus
@@ -222,10 +223,7 @@ def _benchmarked(run: Run, steps: int) -> Run:
 
 def _resolved(run: Run, values: dict[str, Any]) -> Run:
     return resolve_run(
-        parse_config(values),
-        name=run.name,
-        world_size=run.grid.world_size,
-        world_source="--world-size",
+        parse_config(values), World(run.grid.world_size, "--world-size"), name=run.name
     )
 
 

@@ -29,6 +29,7 @@ from megaspeed.analysis.local_ranks import DeviceType, RanksFailed, run_on_ranks
 from megaspeed.analysis.turns import take_turns
 from megaspeed.analysis.watched_step import RankMeasurement, WatchedZero, measure
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.resolve import GradientReduction, Run, resolve_run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
@@ -102,10 +103,8 @@ def _row(
     }
     resolved = resolve_run(
         run.config.compressed_from_step_1().changed(keys),
+        World(run.grid.world_size, "--world-size", device_type),
         name=run.name,
-        world_size=run.grid.world_size,
-        world_source="--world-size",
-        device_type=device_type,
     )
     # On a GPU, the peak is the allocator's in the timed steps.
     watched = resolved if device_type == "cuda" else _uncompiled(resolved)

@@ -24,6 +24,7 @@ from typing import Any
 
 from megaspeed.analysis.costs.step_time import predict_block, predict_step_time
 from megaspeed.analysis.costs.workload import Cluster, HostTime, Measured, Wire, workload_of
+from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.topology.devices import Device
@@ -122,7 +123,7 @@ def _changed(
             "gradient_accumulation_steps": micro_batches,
         }
     )
-    return resolve_run(config, name=run.name, world_size=ranks, world_source="the measurement")
+    return resolve_run(config, World(ranks, "the measurement"), name=run.name)
 
 
 def measure_cpu(run: Run) -> tuple[Cluster, tuple[str, ...]]:

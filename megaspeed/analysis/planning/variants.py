@@ -41,6 +41,7 @@ from typing import Any, Literal, get_args
 
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.rules import divisors
 from megaspeed.config.run import Recomputation, RunConfig
@@ -142,10 +143,8 @@ class Training:
         """The run if these dotted keys are changed, for GPUs even if this machine has none."""
         return resolve_run(
             self.stated.changed(keys),
+            World(world_size, "the plan", self.device_type),
             name=self.run.name,
-            world_size=world_size,
-            world_source="the plan",
-            device_type=self.device_type,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megaspeed.analysis.costs.memory import MemoryBytes, elements_of, local_parameters, model_states
+from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from tests.support.tiny import merge, tiny_run
@@ -33,7 +34,7 @@ SEVEN_AND_A_HALF_BILLION = {
 
 def run_of(changes: dict[str, Any], world_size: int) -> Run:
     config = parse_config(merge(SEVEN_AND_A_HALF_BILLION, changes))
-    return resolve_run(config, name="paper", world_size=world_size, world_source="test")
+    return resolve_run(config, World(world_size, "test"), name="paper")
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])

@@ -19,6 +19,7 @@ from megaspeed.analysis.planning.measured_cpu import (
     measure_cpu,
     small_runs,
 )
+from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from tests.analysis.planning.tiny_runs import FOLDER
@@ -40,7 +41,7 @@ FIGURES: dict[str, Any] = {
 
 
 def run_of(*overrides: str, ranks: int = 2, config: str = "zero3") -> Run:
-    return load_run(FOLDER / f"{config}.json", overrides, world_size=ranks, world_source="the test")
+    return load_run(FOLDER / f"{config}.json", overrides, World(ranks, "the test"))
 
 
 def machine(run: Run, pointwise: float, host: HostTime) -> Cluster:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megaspeed.analysis.costs.workload import Cluster
 from megaspeed.analysis.planning.variants import Training
+from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config, read_config
 from megaspeed.config.resolve import resolve_run
 from megaspeed.config.run import RunConfig
@@ -46,9 +47,7 @@ def from_file(path: Path, *overrides: str, world_size: int) -> Training:
 
 
 def _training(stated: RunConfig, name: str, world_size: int) -> Training:
-    run = resolve_run(
-        stated, name=name, world_size=world_size, world_source="the plan", device_type="cuda"
-    )
+    run = resolve_run(stated, World(world_size, "the plan", "cuda"), name=name)
     return Training(stated=stated, run=run)
 
 
