@@ -85,13 +85,15 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
     """
     tree = copy.deepcopy(dict(values))
     dropped: dict[str, list[KeyPath]] = defaultdict(list)
-    auto: list[KeyPath] = []
+    auto: dict[KeyPath, KeyPath] = {}
     for path in (path for path in paths_in(tree) if path[0] not in _OWN):
         name = dotted(path)
         if str(path[-1]).startswith("_"):
             dropped["the name of a comment begins with _"].append(path)
-        elif _at(tree, path) == "auto" and name in known:
-            auto.append(path)
+        elif _at(tree, path) == "auto" and dotted(new := _new_path(path)) in known:
+            auto[path] = new
+        elif _at(tree, path) == "nvme" and path[0] == "zero_optimization" and not _acts(tree, path):
+            dropped["state is never moved to NVMe"].append(path)
         elif name in _SIZES and _at(tree, path) == 0:
             dropped["0 stands for the default"].append(path)
     tree = _without_emptied(tree, auto)
@@ -102,8 +104,8 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
         value = _at(tree, path, absent=...)
         if value is ...:
             continue
-        if _is_off(name, value):
-            dropped["off"].append(path)
+        if _is_off(name, value) and (name in REFUSED or isinstance(value, dict)):
+            dropped["as it is here" if name in OFF else "off"].append(path)
         elif name in NO_EFFECT:
             dropped[reason].append(path)
         else:
@@ -118,22 +120,42 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
         ),
         *_notes_of_stage(kept.get("zero_optimization")),
     ]
-    return Accepted(kept, tuple(problems), tuple(notes), tuple(auto))
+    omitted = tuple(path for path in auto.values() if _at(kept, path, absent=...) is ...)
+    return Accepted(kept, tuple(problems), tuple(notes), omitted)
+
+
+def _new_path(path: KeyPath) -> KeyPath:
+    """The path of a key if it, or the object that it is in, has an old name."""
+    for length in range(len(path), 0, -1):
+        new = RENAMED.get(dotted(path[:length]))
+        if new is not None:
+            return (*new.split("."), *path[length:])
+    return path
+
+
+def _acts(tree: Mapping[str, Any], path: KeyPath) -> bool:
+    """Whether a key of zero_optimization has an effect at the stated stage."""
+    stage = _at(tree, ("zero_optimization", "stage"), absent=0)
+    return stage in EFFECTIVE_STAGES.get(str(path[1]), (stage,))
 
 
 def _rename(tree: dict[str, Any]) -> tuple[list[str], list[Problem]]:
     """Gives old names in `tree` their new ones. Returns notes and problems."""
     notes: list[str] = []
     problems: list[Problem] = []
+    zero = tree.get("zero_optimization")
+    if isinstance(zero, bool):
+        tree["zero_optimization"] = {"stage": int(zero)}
+        notes.append(f"zero_optimization is read as zero_optimization.stage {int(zero)}")
     for old, new in RENAMED.items():
         *section, name = old.split(".")
         owner = _at(tree, tuple(section))
         value = owner.pop(name, None) if isinstance(owner, dict) else None
-        if section and not owner:
+        if section and owner in ({}, None):
             tree.pop(section[0], None)
-        if value in (None, "auto") or value is False:
+        if value in (None, "auto") or value is False or (new == "parallel.tensor" and value == 0):
             continue
-        value = {"device": "cpu"} if value is True else value
+        value = {"device": "cpu"} if value is True and "offload" in old else value
         *section, key = new.split(".")
         owner = tree.setdefault(section[0], {}) if section else tree
         if not isinstance(owner, dict):
@@ -160,7 +182,7 @@ def _report_to(tree: dict[str, Any]) -> list[str]:
     for service in SERVICES:
         training = tree.get("training")
         section = tree.pop(service, None)
-        is_on = isinstance(section, dict) and section.get("enabled") not in (None, False)
+        is_on = isinstance(section, dict) and section.get("enabled") not in (None, False, "auto")
         if is_on and isinstance(training, dict):
             reported = training.get("report_to") or []
             if isinstance(reported, list) and service not in reported:

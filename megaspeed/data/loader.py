@@ -77,7 +77,7 @@ def read_micro_batch(
     both = torch.zeros(micro_batch_size, sequence_length + 1, dtype=torch.int64)
     for number, row in enumerate(rows):
         both[number] = torch.from_numpy(row.astype(np.int64))
-    targets = both[:, 1:].contiguous()
+    targets = both[:, 1:].clone()  # of a single row, contiguous() would share the tokens' memory
     targets[len(rows) :] = NOT_COUNTED
     tokens = both[:, :-1].contiguous()
     documents = None

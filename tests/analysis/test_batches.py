@@ -11,7 +11,6 @@ from rich.console import Console
 from megaspeed.analysis.batches import samples_table, show_samples
 from megaspeed.cli import main
 from megaspeed.config.layout import World
-from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.data.corpus import prepare_corpus
 from megaspeed.data.loader import LoaderShape, TrainingLoader

@@ -127,6 +127,9 @@ OFF: tuple[dict[str, Any], ...] = (
     {"tensorboard": {"enabled": False, "output_path": "x"}},
     {"wandb": {"project": "x"}},
     {"comet": {"enabled": "auto"}},
+    {"wandb": {"enabled": "auto"}},
+    {"tensor_parallel": {"autotp_size": 0}},
+    {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "nvme"}}},
 )
 
 
@@ -268,6 +271,37 @@ def test_the_note_lists_each_auto_with_its_value() -> None:
         "zero_optimization.reduce_bucket_size 110592 (computed), optimizer.params.lr 0.001 "
         "(default), optimizer.params.weight_decay 0.01 (default), "
         "scheduler.params.warmup_max_lr 0.001 (computed)",
+    )
+
+
+def test_auto_in_an_old_name_is_as_if_omitted() -> None:
+    old: dict[str, Any] = {"stage": 3, "prefetch_bucket_size": "auto", "cpu_offload": "auto"}
+    assert notes(world_size=1, bfloat16={"enabled": "auto"}, zero_optimization=old) == (
+        '"auto" is as if omitted: bf16.enabled false (default), '
+        "zero_optimization.stage3_prefetch_bucket_size (not set), "
+        "zero_optimization.offload_optimizer (not set)",
+    )
+    both: dict[str, Any] = {"bfloat16": {"enabled": True}, "bf16": {"enabled": "auto"}}
+    assert notes(**both) == ("bfloat16 is read as bf16",)
+    assert parse_config(small(**both)).bf16.enabled
+
+
+def test_a_switch_is_read_as_stage_1_and_another_kind_of_value_is_a_mistake() -> None:
+    for stage, switch in enumerate((False, True)):
+        assert parse_config(small(zero_optimization=switch)).zero_optimization.stage == stage
+    empty: Any = []
+    assert only_problem(zero_optimization=empty).endswith("wanted an object")
+    assert only_problem(bfloat16=True).endswith('write {"enabled": true}')
+
+
+def test_a_key_without_effect_is_not_called_off() -> None:
+    """Gradients are contiguous, whatever the key says."""
+    (note,) = notes(zero_optimization={"contiguous_gradients": False})
+    assert note.endswith("each part to the rank that owns it")
+    params = {"bias_correction": True, "amsgrad": False}
+    assert notes(optimizer={"params": params}) == (
+        "no effect here: optimizer.params.bias_correction: as it is here",
+        "no effect here: optimizer.params.amsgrad: off",
     )
 
 

@@ -247,6 +247,13 @@ def test_a_padding_row_is_one_document() -> None:
     assert batch.documents.cu_seqlens.tolist() == [0, 8, 16, 24]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_tokens_of_padding_rows_exist(size: int) -> None:
+    """A dp rank without a row in the last micro-batch of an evaluation still runs the model."""
+    batch = read_micro_batch([], [], micro_batch_size=size, sequence_length=8)
+    assert torch.all(batch.tokens == 0) and torch.all(batch.targets == NOT_COUNTED)
+
+
 def test_every_target_is_of_the_document_that_predicts_it_or_its_end() -> None:
     batch = read(END)
     assert batch.documents is not None
