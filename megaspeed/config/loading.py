@@ -68,8 +68,8 @@ def find_problems(document: Document, world: World | None) -> tuple[str, ...]:
 
 
 def find_notes(document: Document, world: World | None) -> tuple[str, ...]:
-    """What a document without problems states that has another name or no effect here, and its
-    "auto" values.
+    """Notes about a document without problems: its keys that have another name or no effect here,
+    and its "auto" values.
     """
     config, problems, accepted = _check(document, world)
     if problems or config is None:
@@ -152,7 +152,7 @@ def _without_indices(path: KeyPath) -> KeyPath:
 def _with_origin(problem: Problem, origins: Mapping[KeyPath, str]) -> Problem:
     """Adds the origin to the message if the key is not in the config file itself.
 
-    The file that extends another one removes a key by null.
+    A file removes a key of the file that it extends by setting it to null.
     """
     origin = origins.get(_without_indices(problem.path))
     if not origin:

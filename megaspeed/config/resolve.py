@@ -55,7 +55,7 @@ class Run:
     spare_ranks: int = 0
     """Number of processes that the grid does not use."""
     notes: tuple[str, ...] = ()
-    """What the file states that has another name or no effect here, and its "auto" values."""
+    """About keys of the file that have another name or no effect here, and about "auto" values."""
 
     def as_json(self) -> dict[str, Any]:
         """The resolved config as JSON values. A file with them gives the same run again."""

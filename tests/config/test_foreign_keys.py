@@ -240,7 +240,7 @@ def test_auto_is_as_if_omitted(key: str) -> None:
     assert parse_config(auto) == parse_config(omitted)
     assert parse_config(auto).model_fields_set == parse_config(omitted).model_fields_set
     (note, *_) = find_notes(Document(auto), World(2, "--world-size"))
-    assert note.startswith(f'"auto" is as if omitted: {key} ')
+    assert note.startswith(f'"auto" means omitted here: {key} ')
 
 
 def test_the_note_lists_each_auto_with_its_value() -> None:
@@ -256,7 +256,7 @@ def test_the_note_lists_each_auto_with_its_value() -> None:
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"}},
     )
     assert found == (
-        '"auto" is as if omitted: train_micro_batch_size_per_gpu 8 (computed), '
+        '"auto" means omitted here: train_micro_batch_size_per_gpu 8 (computed), '
         "gradient_accumulation_steps 1 (computed), gradient_clipping 1.0 (default), "
         "bf16.enabled false (default), "
         "zero_optimization.reduce_bucket_size 110592 (computed), optimizer.params.lr 0.001 "
