@@ -214,7 +214,7 @@ OFF: Mapping[str, tuple[Any, ...]] = {
     "optimizer.params.bias_correction": (True,),
     "scheduler.params.last_batch_iteration": (-1,),
 }
-"""Refused key -> the values with which it asks for nothing; the others: false."""
+"""Refused key -> the values that switch it off; for all other keys: false."""
 
 DISABLED_BY_DEFAULT = (
     *("amp", "nebula", "eigenvalue", "elasticity", "curriculum_learning", "progressive_layer_drop"),

@@ -274,7 +274,7 @@ def test_a_batch_that_nothing_determines_is_one_problem() -> None:
     keys: dict[str, Any] = dict.fromkeys(BATCH_KEYS, "auto")
     message = (
         "the batch is not determined: write train_batch_size; the other two numbers follow from "
-        "it, or write one of them, too"
+        "it, unless you write one of them, too"
     )
     assert only_problem(**keys) == only_problem(**keys, world_size=2) == message
 
