@@ -183,7 +183,11 @@ def configurations() -> list[Any]:
 
 @pytest.mark.parametrize(("text", "after"), configurations())
 def test_a_configuration_of_the_documentation_is_accepted_or_has_the_mistakes_shown(
-    text: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str,
+    after: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("model/config.json", *re.findall(r'"([\w/*.]+[*][\w/*.]+)"', text)):
@@ -210,6 +214,9 @@ def test_a_configuration_of_the_documentation_is_accepted_or_has_the_mistakes_sh
     else:
         assert heading is None
         assert cli.main(["check", "--config", "run.json", "--world-size", "8"]) == 0
+        printed = capsys.readouterr().out
+        notes = [line for line in after.splitlines() if line.startswith("note: ")]
+        assert not notes or printed.splitlines()[:-1] == notes
 
 
 def test_the_example_of_a_file_that_extends_another() -> None:

@@ -97,9 +97,9 @@ def _meaning(result: ScalingResult) -> list[str]:
     assert result.base is not None, "a row has figures"
     base, run = counted(result.base.ranks, "rank"), result.done[-1].run
     text = (
-        f"Efficiency = tokens/s of a rank / tokens/s of a rank with {base}. A part has lost what "
-        f"it takes more than with {base} for each token of a rank. Imbalance is the time for "
-        "which ranks wait for slower ones."
+        f"Efficiency = tokens/s of a rank / tokens/s of a rank with {base}. A part loses the "
+        f"time by which it is longer than with {base}, for each token of a rank. Imbalance is the "
+        "time for which ranks wait for slower ones."
     )
     if run.zero_stage in (1, 2) and run.grid.dp > 1:  # the gather is within DeepSpeed's step
         text += (

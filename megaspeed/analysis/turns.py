@@ -7,7 +7,7 @@
     log of a turn's step = contestant + drift of the machine in this turn + rest
     noise                = Student's t (99 %) x standard error of a difference, from the rests
 
-A drift of the machine's speed touches all contestants of a turn, so it does not count as noise.
+If the machine is slower in a turn, all its contestants are, so this does not count as noise.
 """
 
 import math
@@ -37,10 +37,11 @@ def take_turns(
     folder: Path,
     on_turn: Callable[[int, str], None] = lambda done, text: None,
 ) -> tuple[dict[str, list[_Result]], dict[str, str], bool]:
-    """Lets contestants take turns. A contestant that fails takes no turn after it.
+    """Lets contestants take turns. A contestant that fails takes no further turn.
 
     ``launch`` takes a turn, given the contestant, the turn's number and a file in ``folder`` for
-    what is printed. ``on_turn`` is called before, with the turns so far and a description.
+    what is printed. ``on_turn`` is called before each turn, with the number of earlier turns and a
+    description.
 
     Returns the results and the failures by contestant, and whether Ctrl-C or a signal has stopped
     them. If no turn had ended by then, KeyboardInterrupt is raised.

@@ -31,7 +31,7 @@ _ADAM = {"adam": "Adam", "adamw": "AdamW"}
 _WARMUP_MAX_LR = 0.001  # DeepSpeed's default
 
 _SIZES = ("zero_optimization.sub_group_size", "zero_optimization.reduce_bucket_size")
-"""Numbers of elements whose 0 would mean that each parameter is sent or updated by itself."""
+"""Keys for which 0 would mean that each parameter is sent or updated separately."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Accepted:
     Attributes:
         values: the JSON without keys that megaspeed does not have.
         problems: one for each key that is refused.
-        notes: a sentence for each group of keys that are renamed or have no effect.
+        notes: a sentence for each group of keys that have another name or no effect.
         auto: megaspeed's keys that are "auto", which `values` does not have.
     """
 
@@ -63,7 +63,7 @@ class Accepted:
         auto = ", ".join(
             f"{dotted(path)} {_computed_value(stated, resolved, path)}" for path in self.auto
         )
-        notes = [f'"auto" is as if omitted: {auto}', *self.notes] if auto else list(self.notes)
+        notes = [f'"auto" means omitted here: {auto}', *self.notes] if auto else list(self.notes)
         highest: KeyPath = ("scheduler", "params", "warmup_max_lr")
         rate = _at(resolved, highest)
         if rate not in (None, _WARMUP_MAX_LR) and (
@@ -81,7 +81,7 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
 
     Args:
         values: the JSON, which is not changed.
-        known: megaspeed's keys as dotted paths. A key that nobody knows stays, and is found later.
+        known: megaspeed's keys as dotted paths. An unknown key stays, and is refused later.
     """
     tree = copy.deepcopy(dict(values))
     dropped: dict[str, list[KeyPath]] = defaultdict(list)
@@ -215,7 +215,7 @@ def _other_optimizers(tree: dict[str, Any]) -> list[Problem]:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Whether a value asks for nothing. A section does if each of its parts is off."""
+    """Whether a value switches its key off. A section is off if each of its parts is."""
     if not isinstance(value, dict):
         return value in (None, "auto", *OFF.get(name, (False,)))
     if "enabled" in value or name in DISABLED_BY_DEFAULT:

@@ -2,8 +2,8 @@
 
     RENAMED       an old name, or a section that asks for what megaspeed has under another name
     NO_EFFECT     a key for tuning, saving or logging: the run is the same without it
-    REFUSED       a key that would change what is trained, or promise what does not happen, unless
-                  its value is off
+    REFUSED       a key that would change what is trained, or that asks for what megaspeed does not
+                  do; accepted if its value switches it off
 
 `deepspeed_keys.py` has the keys of DeepSpeed 0.19.8 that work, `acceptance.py` reads a file.
 """
@@ -29,7 +29,7 @@ RENAMED: Mapping[str, str] = {
     ),
     "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
 }
-"""Old name -> the key that means the same. `true` in an old name of offload means the CPU."""
+"""Old name -> the key that means the same. If an old name of offload is true, it means the CPU."""
 
 
 def _by_key(table: Mapping[str, str], section: str = "") -> dict[str, str]:
@@ -214,7 +214,7 @@ OFF: Mapping[str, tuple[Any, ...]] = {
     "optimizer.params.bias_correction": (True,),
     "scheduler.params.last_batch_iteration": (-1,),
 }
-"""Refused key -> the values with which it asks for nothing; the others: false."""
+"""Refused key -> the values that switch it off; for all other keys: false."""
 
 DISABLED_BY_DEFAULT = (
     *("amp", "nebula", "eigenvalue", "elasticity", "curriculum_learning", "progressive_layer_drop"),

@@ -153,7 +153,7 @@ def family_of(keys: Mapping[str, Any]) -> str | None:
         return stated if isinstance(stated, str) and stated in FAMILIES else None
     if keys.get("architectures"):
         return next((name for name in FAMILIES if not _other_classes(keys, FAMILIES[name])), None)
-    # GPT-1, GPT-J and CodeGen, GPT-BigCode, and CTRL have these keys, too, and each another one.
+    # GPT-1, GPT-J, CodeGen, GPT-BigCode and CTRL have these keys, too, and one of `others`.
     is_like_gpt2 = keys.keys() >= {"n_embd", "n_layer", "n_head"}
     others = keys.keys() & {"afn", "rotary_dim", "multi_query", "dff"}
     return "gpt2" if is_like_gpt2 and not others else None
@@ -212,7 +212,7 @@ def _with_first_names(
 def _other_classes(keys: Mapping[str, Any], family: Family) -> list[str]:
     """The classes that a file names for its model, without those that have the family's blocks.
 
-    Own code counts by the name of its class, because transformers uses the class it has itself.
+    A class in `auto_map` counts by its name: transformers uses its own class of that name.
     """
     architectures, code = keys.get("architectures") or [], keys.get("auto_map") or {}
     if not isinstance(architectures, list) or not isinstance(code, dict):

@@ -75,8 +75,8 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 """The keys of a `StatedBatch`, in its order."""
 
 _UNDETERMINED = (
-    "the batch is not determined: write train_batch_size; the other two numbers follow from it, or "
-    "write one of them, too"
+    "the batch is not determined: write train_batch_size; the other two numbers follow from it, "
+    "unless you write one of them, too"
 )
 
 

@@ -130,7 +130,7 @@ def _without_indices(path: KeyPath) -> KeyPath:
 def _with_origin(problem: Problem, origins: Mapping[KeyPath, str]) -> Problem:
     """Adds the origin to the message if the key is not in the config file itself.
 
-    The file that extends another one removes a key by null.
+    A file removes a key of the file that it extends by setting it to null.
     """
     origin = origins.get(_without_indices(problem.path))
     if not origin:

@@ -1,4 +1,4 @@
-"""What models of other families have and ours lacks, so that an error can name it.
+"""What models of other families have and megaspeed's lacks, so that an error can name it.
 
 The families are those of transformers 5.23, and their features are from its modeling files.
 """
@@ -51,7 +51,7 @@ _LACKED = (
 def lacked_features(keys: Mapping[str, Any]) -> dict[str, str | None]:
     """Feature -> the key of a config.json that states it; None if its `model_type` does.
 
-    A key that is null, false, 0, 1 or empty states none.
+    A key that is null, false, 0, 1 or empty states no feature.
     """
     stated = [k for k, v in keys.items() if v is True or v not in (None, False, 0, 1, "", [], {})]
     found = {}

@@ -45,7 +45,7 @@ PathText = Annotated[str, Field(min_length=1), AfterValidator(_possible_path)]
 """A path or a glob that is not empty and that this system can have."""
 
 Bandwidth = Annotated[float, Field(ge=1e-6)]
-"""In Gb/s or GB/s. A smaller one is a mistake, and times would be too large for a number."""
+"""In Gb/s or GB/s. A smaller value is a mistake, and times would be too large for a float."""
 
 # About a hundred times the numbers of large runs. A larger number is a mistake, and computing
 # something for each layer, rank or micro-batch would use up all memory.

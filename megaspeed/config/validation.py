@@ -51,7 +51,7 @@ _NOT_BUILT: Mapping[str, str] = {
     "context": "context parallelism is not built; see parallel.sequence_parallel",
     "virtual_stages": "an interleaved schedule is not built; see parallel.schedule",
 }
-"""What a name in an unknown key is about, and what to write instead."""
+"""Beginning of an unknown key -> what is not built, and what to write instead."""
 
 _TYPES: Mapping[str, tuple[str, ...]] = {
     "scheduler": SCHEDULER_TYPES,

@@ -1,4 +1,4 @@
-"""The first import of a fork server, which ends it with its parent, even during further imports."""
+"""The first import of a fork server: ends it with its parent, even during its other imports."""
 
 import os
 

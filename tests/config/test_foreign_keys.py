@@ -249,7 +249,7 @@ def test_auto_is_as_if_omitted(key: str) -> None:
     assert parse_config(auto) == parse_config(omitted)
     assert parse_config(auto).model_fields_set == parse_config(omitted).model_fields_set
     (note, *_) = find_notes(Document(auto), World(2, "--world-size"))
-    assert note.startswith(f'"auto" is as if omitted: {key} ')
+    assert note.startswith(f'"auto" means omitted here: {key} ')
 
 
 def test_the_note_lists_each_auto_with_its_value() -> None:
@@ -265,7 +265,7 @@ def test_the_note_lists_each_auto_with_its_value() -> None:
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"}},
     )
     assert found == (
-        '"auto" is as if omitted: train_micro_batch_size_per_gpu 8 (computed), '
+        '"auto" means omitted here: train_micro_batch_size_per_gpu 8 (computed), '
         "gradient_accumulation_steps 1 (computed), gradient_clipping 1.0 (default), "
         "bf16.enabled false (default), "
         "zero_optimization.reduce_bucket_size 110592 (computed), optimizer.params.lr 0.001 "
@@ -314,7 +314,7 @@ def test_a_batch_that_nothing_determines_is_one_problem() -> None:
     keys: dict[str, Any] = dict.fromkeys(BATCH_KEYS, "auto")
     message = (
         "the batch is not determined: write train_batch_size; the other two numbers follow from "
-        "it, or write one of them, too"
+        "it, unless you write one of them, too"
     )
     assert only_problem(**keys) == only_problem(**keys, world_size=2) == message
 

@@ -72,7 +72,7 @@ def examples() -> list[dict[str, Any]]:
 
 
 def test_the_documented_file_is_complete() -> None:
-    first, _ = examples()
+    first, *_ = examples()
     assert parse_config(first).train_batch_size == 16
     for section, key in (("data", "sequence_length"), ("training", "steps")):
         without = {**first, section: {k: v for k, v in first[section].items() if k != key}}
@@ -82,7 +82,7 @@ def test_the_documented_file_is_complete() -> None:
 
 
 def test_the_documented_errors_are_those_of_the_documented_file(tmp_path: Path) -> None:
-    _, wrong = examples()
+    _, wrong, *_ = examples()
     document = read_document(write(tmp_path / "run.json", wrong), ["parallel.tensor=2"])
     found = find_problems(document, World(8, "--world-size"))
     block = prose().partition("    5 problems in run.json:\n")[2].partition("\n\n")[0]

@@ -127,9 +127,8 @@ def _describe_noise(result: ComparisonResult) -> str:
         return text + "The noise is not known, so all rows count as tied: raise --turns."
     noise = f"{result.noise:.1%}" if result.noise < 1 else "over 100%"
     return text + (
-        f"The noise is {noise} (99 % range of a difference, from how each row's turns differ "
-        "without what all rows share in a turn). Rows that are slower by less are tied; more "
-        "--turns lower it."
+        f"The noise is {noise}: equally fast rows differ by less in 99 of 100 comparisons. Rows "
+        "that are slower than the fastest by less are tied. More --turns lower the noise."
     )
 
 

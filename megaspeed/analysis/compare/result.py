@@ -321,7 +321,7 @@ def _why(best: Row, tied: Sequence[Row], peak: int, lowest_peak: int) -> str:
         return f"{text} has the lowest peak, {readable_memory(peak)}"
     if best.sent_bytes is not None:
         text += f" sends the fewest bytes, {readable_memory(best.sent_bytes)} a step, and"
-    return f"{text} has a peak of {readable_memory(peak)}; lowest {readable_memory(lowest_peak)}"
+    return f"{text} has a peak of {readable_memory(peak)} (lowest: {readable_memory(lowest_peak)})"
 
 
 def _settings(row: Row) -> str:

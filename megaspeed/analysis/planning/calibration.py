@@ -69,8 +69,8 @@ class Calibration:
             )
         if self.device is None:
             yield (
-                f"{self.folder} does not state the device, because a version before 0.3 has "
-                "written it; make sure that the run trained on that of the plan"
+                f"{self.folder} does not state the device, because a version before 0.3 wrote it; "
+                "make sure that the run trained on the device of the plan"
             )
 
     def __str__(self) -> str:

@@ -105,8 +105,8 @@ def test_the_noise_is_stated_with_its_origin() -> None:
         return " ".join(on_screen(replace(result(), turns=3, steps=1, rows=rows)).split())
 
     # two degrees of freedom, so t is 9.92: 9.92 x sqrt(2 / 3 x 12e-6 / 2) = 0.0198
-    assert "3 turns of 1 timed step each. The noise is 2.0% (99 % range" in compared(0.001)
-    assert "The noise is over 100% (99 % range" in compared(0.1)
+    assert "3 turns of 1 timed step each. The noise is 2.0%: equally fast" in compared(0.001)
+    assert "The noise is over 100%: equally fast" in compared(0.1)
     text = " ".join(on_screen(result()).split())
     assert "1 turn of 3 timed steps each. The noise is not known, so all rows count as tied" in text
 

@@ -70,8 +70,8 @@ def test_of_similar_peaks_the_row_that_sends_the_fewest_bytes_is_recommended() -
     )
     assert text.startswith("use ZeRO-1 here (--set zero_optimization.stage=1): ZeRO-0, ZeRO-1 and ")
     assert text.endswith(
-        "of these ZeRO-1 sends the fewest bytes, 5.00 MiB a step, and has a peak of 21.00 MiB; "
-        "lowest 20.00 MiB."
+        "of these ZeRO-1 sends the fewest bytes, 5.00 MiB a step, and has a peak of 21.00 MiB "
+        "(lowest: 20.00 MiB)."
     )
 
 
