@@ -92,7 +92,7 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
             dropped["the name of a comment begins with _"].append(path)
         elif _at(tree, path) == "auto" and dotted(new := _new_path(path)) in known:
             auto[path] = new
-        elif _at(tree, path) == "nvme" and path[0] == "zero_optimization" and not _acts(tree, path):
+        elif _at(tree, path) == "nvme" and path[1:] and not _acts(tree, path):
             dropped["state is never moved to NVMe"].append(path)
         elif name in _SIZES and _at(tree, path) == 0:
             dropped["0 stands for the default"].append(path)
@@ -136,7 +136,7 @@ def _new_path(path: KeyPath) -> KeyPath:
 def _acts(tree: Mapping[str, Any], path: KeyPath) -> bool:
     """Whether a key of zero_optimization has an effect at the stated stage."""
     stage = _at(tree, ("zero_optimization", "stage"), absent=0)
-    return stage in EFFECTIVE_STAGES.get(str(path[1]), (stage,))
+    return stage in EFFECTIVE_STAGES.get(str(path[-2]), (stage,))
 
 
 def _rename(tree: dict[str, Any]) -> tuple[list[str], list[Problem]]:
@@ -218,6 +218,8 @@ def _is_off(name: str, value: Any) -> bool:
     """Whether a value switches its key off. A section is off if each of its parts is."""
     if not isinstance(value, dict):
         return value in (None, "auto", *OFF.get(name, (False,)))
+    if "shared_parameters" in value:  # of a method of compression_training
+        return _is_off("", value["shared_parameters"])
     if "enabled" in value or name in DISABLED_BY_DEFAULT:
         return value.get("enabled") in (None, False, "auto")
     return all(_is_off("", part) for part in value.values())

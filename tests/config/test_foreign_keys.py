@@ -118,6 +118,11 @@ OFF: tuple[dict[str, Any], ...] = (
     {"data_efficiency": {"enabled": False, "data_sampling": {"enabled": True}}},
     {"curriculum_learning": {"enabled": False}},
     {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
+    {
+        "compression_training": {
+            "row_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {"a": 1}}
+        }
+    },
     {"compile": {"deepcompile": False}},
     {"sparse_attention": None},
     {"prescale_gradients": False},
@@ -277,7 +282,7 @@ def test_the_note_lists_each_auto_with_its_value() -> None:
 def test_auto_in_an_old_name_is_as_if_omitted() -> None:
     old: dict[str, Any] = {"stage": 3, "prefetch_bucket_size": "auto", "cpu_offload": "auto"}
     assert notes(world_size=1, bfloat16={"enabled": "auto"}, zero_optimization=old) == (
-        '"auto" is as if omitted: bf16.enabled false (default), '
+        '"auto" means omitted here: bf16.enabled false (default), '
         "zero_optimization.stage3_prefetch_bucket_size (not set), "
         "zero_optimization.offload_optimizer (not set)",
     )
