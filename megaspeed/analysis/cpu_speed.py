@@ -14,7 +14,6 @@ can only make them slower.
 import argparse
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -49,7 +48,7 @@ from megaspeed.model.attention import RotaryAngles, window_mask
 from megaspeed.model.gpt import DTYPES, Block
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment, usable_processors
 from megaspeed.topology.process_end import end_with_parent, ended_on_termination
 from megaspeed.training.rank_model import make_optimizer
 from megaspeed.training.worker import Worker
@@ -111,7 +110,7 @@ def measure_rank(launch: LaunchEnvironment, run: Run) -> dict[str, Any]:
         messages = _messages(group) if launch.world_size > 1 else {}
         steps = [_step_seconds(each, context) for each in small]
     return {
-        "processors": processors(),
+        "processors": usable_processors(),
         "memory_bytes": psutil.virtual_memory().total // launch.world_size,
         "products": block.products_flops / times["products"],
         "bandwidth": 3 * 4 * _ELEMENTS / times["bandwidth"],
@@ -351,15 +350,10 @@ def _wall_times(own: Mapping[str, float], group: dist.ProcessGroup) -> dict[str,
     The threads of a rank compute together. They wait for each other if there are fewer processors.
     """
     ranks, threads = dist.get_world_size(group), torch.get_num_threads()
-    share = max(1.0, ranks * threads / processors()) / threads
+    share = max(1.0, ranks * threads / usable_processors()) / threads
     values = torch.tensor(list(own.values()), dtype=torch.float64)
     dist.all_reduce(values, group=group)
     return dict(zip(own, (share * values / ranks).tolist(), strict=True))
-
-
-def processors() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import read_config
 from megaspeed.data.selection import load_run_and_data
+from megaspeed.topology.launch import usable_processors
 
 if TYPE_CHECKING:
     from megaspeed.analysis.scaling import Mode
@@ -69,7 +70,6 @@ def run(options: argparse.Namespace) -> int:
     sizes = sorted(set(options.world_sizes))
     _refuse_other_multiples(options, sizes)
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
-    from megaspeed.analysis.cpu_speed import processors
     from megaspeed.analysis.scaling import ScalingResult, scaled_runs, train_rows
     from megaspeed.analysis.scaling_report import as_json, as_markdown, draw_chart
     from megaspeed.analysis.turns import share_of_others
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         mode=mode,
         steps=options.steps,
         rows=rows,
-        processors=processors(),
+        processors=usable_processors(),
         share_of_others=max(share, share_of_others()),
     )
     pictures = {"scaling.png": partial(draw_chart, result)} if result.done else {}

@@ -7,7 +7,6 @@ If it was killed or interrupted, the same command continues after the last compl
 
 import argparse
 import errno
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from megaspeed.data.token_folder import Progress
 from megaspeed.data.tokenize import DEFAULT_SHARD_TOKENS, tokenize
 from megaspeed.data.tokenizer import load_tokenizer
 from megaspeed.files.paths import path_argument
+from megaspeed.topology.launch import usable_processors
 
 _RECORDS_SHOWN = 10
 
@@ -101,7 +101,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--processes",
         type=positive,
-        default=_usable_cores(),
+        default=usable_processors(),
         metavar="N",
         help="how many processes encode (the usable cores: %(default)s here)",
     )
@@ -171,10 +171,3 @@ def _cannot_continue(error: OSError, output: Path) -> str:
         mend = "Check that it exists and that you may read and write it"
     what = f"{error.filename or output}: {error.strerror or error}"
     return f"megaspeed tokenize: {what}; {_CONTINUES}. {mend}"
-
-
-def _usable_cores() -> int:
-    """The cores of this machine that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

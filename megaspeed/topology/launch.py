@@ -13,6 +13,7 @@ multiple of the outer launcher's number of tasks. Anything else is a mistake and
 Otherwise, sixteen processes that each assume world size 1 would train sixteen separate models.
 """
 
+import os
 import re
 import reprlib
 import socket
@@ -238,3 +239,10 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def usable_processors() -> int:
+    """How many processors this process may use. A launcher may have divided them."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from megaspeed.topology.grid import TopologyError
-from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment, usable_processors
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -71,13 +71,6 @@ def compiler_threads(launch: LaunchEnvironment, environ: Mapping[str, str]) -> d
         return {}
     share = max(1, (os.cpu_count() or 1) // launch.local_world_size)
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, usable_processors(), share))}
-
-
-def usable_processors() -> int:
-    """How many processors this process may use. A launcher may have divided them."""
-    if hasattr(os, "sched_getaffinity"):  # on Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def use_device(device: torch.device) -> None:

@@ -31,7 +31,7 @@ from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.grid import Grid
-from megaspeed.topology.process_settings import usable_processors
+from megaspeed.topology.launch import usable_processors
 from megaspeed.training.metrics import Metrics, PartMetrics, Record, StepMetrics, ValidationMetrics
 from megaspeed.training.resume import MOST_CHANGES, Start
 from megaspeed.training.trainer import Observer, TrainingSummary
