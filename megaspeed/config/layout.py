@@ -70,6 +70,11 @@ class StatedBatch:
         """From the fields of a `RunConfig`."""
         return cls(*(fields[key] for key in BATCH_KEYS))
 
+    @property
+    def is_determined(self) -> bool:
+        """Whether the batch or the micro-batch is stated; accumulation steps alone give neither."""
+        return self.train is not None or self.micro is not None
+
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """The keys of a `StatedBatch`, in its order."""
@@ -213,14 +218,14 @@ def _has_degrees(model: ModelConfig, product: int) -> bool:
 @rule
 def batch_is_determined(stated: StatedBatch) -> Iterator[str]:
     """The batch or the micro-batch is stated."""
-    if stated.train is None and stated.micro is None:
+    if not stated.is_determined:
         yield _UNDETERMINED
 
 
 @rule
 def batch_multiplies(parallel: ParallelConfig, stated: StatedBatch, world: World) -> Iterator[str]:
     """train_batch_size = micro-batch x accumulation steps x data degree, in whole numbers."""
-    if stated.train is None and stated.micro is None:
+    if not stated.is_determined:
         return
     grid = find_grid(parallel, stated, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
