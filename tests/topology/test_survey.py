@@ -1,6 +1,7 @@
 """A run hangs if a rank writes no heartbeats, or if no rank makes progress; clocks may jump."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def write_heartbeats(store: dist.Store, *beats: tuple[int, int], timeouts: float = 1.0) -> None:
+def write_heartbeats(
+    store: dist.Store, *beats: tuple[int, int], timeouts: Sequence[float] = (1.0, 1.0)
+) -> None:
     """Of each rank its number and its progress."""
     for rank, (number, progress) in enumerate(beats):
-        store.set(f"heartbeat {rank}", json.dumps([number, "step 1", progress, timeouts, 0]))
+        store.set(f"heartbeat {rank}", json.dumps([number, "step 1", progress, timeouts[rank], 0]))
 
 
 @pytest.mark.parametrize("period", [1.0, 5.0, 17.0])
@@ -50,12 +53,16 @@ def test_a_rank_without_beats_is_found_at_every_period(clock: Clock, period: flo
     assert found == TIMEOUT and TIMEOUT < clock.now <= TIMEOUT + 2 * period
 
 
-def test_no_progress_is_a_hang_only_after_the_patience_of_the_phase(clock: Clock) -> None:
+@pytest.mark.parametrize("timeouts", [(4.0, 4.0), (4.0, 1.0), (1.0, 4.0)])
+def test_no_progress_is_a_hang_only_after_the_longest_patience_of_a_phase(
+    clock: Clock, timeouts: tuple[float, float]
+) -> None:
+    """Rank 0 alone prepares the corpus, while all others wait for it in an ordinary phase."""
     store = dist.HashStore()
     survey = Survey(range(2), sees_all=True, period=1.0)
     hangs = []
     for turn in range(60):
-        write_heartbeats(store, (turn, 7), (turn, 7), timeouts=4.0)
+        write_heartbeats(store, (turn, 7), (turn, 7), timeouts=timeouts)
         hangs.append(survey.seconds_of_a_hang(store, TIMEOUT))
         clock.now += 1.0
     assert hangs[:49] == [None] * 49 and hangs[49] == 49.0

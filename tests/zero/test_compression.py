@@ -433,17 +433,17 @@ def feedback_in_fp16(
 @pytest.mark.parametrize("how", [INT8, POWER_SGD], ids=lambda how: how["type"])
 def test_feedback_has_no_loss_scale(pool: RankPool, text: Path, cache: Path, how: Any) -> None:
     """The scale may change after a step, and the feedback is added to gradients of the new one."""
-    small, large = (
+    doubling = {"initial_scale_power": 6, "loss_scale_window": 1}
+    changing, constant = (
         small_run(
-            text,
-            dp=2,
-            device_type="cuda",
-            **compressed(how, fp16={"enabled": True, "loss_scale": scale}),
+            text, dp=2, device_type="cuda", **compressed(how, fp16={"enabled": True, **scale})
         )
-        for scale in (64.0, 1024.0)
+        for scale in (doubling, {"loss_scale": 1024.0})
     )
-    corpus = tiny_corpus(small, cache)
-    (one, *_), (other, *_) = (pool.run(2, feedback_in_fp16, r, corpus) for r in (small, large))
+    corpus = tiny_corpus(constant, cache)
+    (one, *_), (other, *_) = (
+        pool.run(2, feedback_in_fp16, r, corpus) for r in (changing, constant)
+    )
     for name, values in one.items():
         assert bool(values.any())
         assert 0.8 < float(other[name].norm() / values.norm()) < 1.25

@@ -74,6 +74,25 @@ def test_gradients_equal_those_of_one_process(
     assert norms == pytest.approx(reference.grad_norms, rel=1e-5)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sums_that_are_sent_in_fp16_are_the_mean_of_the_data_ranks(
+    pool: RankPool, text: Path, cache: Path, stage: int
+) -> None:
+    """All are divided by dp first, also sums of norms and biases over the micro-batches."""
+    run = small_run(
+        text,
+        dp=2,
+        gradient_accumulation_steps=3,
+        train_batch_size=6,
+        communication_data_type="fp16",
+        zero_optimization={"stage": stage},
+        parallel={"gradient_reduction": PER_MICRO_BATCH},
+    )
+    corpus = tiny_corpus(run, cache)
+    (gradients, _), *_ = pool.run(2, gradients_of_two_steps, run, corpus)
+    assert are_equal(gradients, reference_of(run, corpus), allowed=2e-3)
+
+
 def step_without_positions(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
     """The second micro-batch does not use the learned positions."""
     with one_rank(launch, run, corpus) as rank:

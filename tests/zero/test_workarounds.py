@@ -102,8 +102,11 @@ def first_step(rank: OneRank) -> tuple[dict[str, Tensor], float]:
     return ({} if gathered[0] is None else dict(gathered[0].tensors)), result.grad_norm
 
 
-def are_equal(gradients: dict[str, Tensor], reference: ReferenceRun) -> bool:
-    allowed = TOLERANCES["fp32"].gradient
+def are_equal(
+    gradients: dict[str, Tensor],
+    reference: ReferenceRun,
+    allowed: float = TOLERANCES["fp32"].gradient,
+) -> bool:
     return all(d.equal for d in compare_gradients(gradients, reference.first_gradients, allowed))
 
 

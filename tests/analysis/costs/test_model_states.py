@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.costs.memory import MemoryBytes, elements_of, local_parameters, model_states
+from megaspeed.analysis.costs.memory import (
+    MemoryBytes,
+    elements_of,
+    gathered_in_pass,
+    local_parameters,
+    model_states,
+)
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
@@ -117,3 +123,26 @@ def test_offloaded_states_do_not_count_if_the_device_holds_none() -> None:
     assert states.optimizer_states == 0
     assert states.gradients == 4 * VECTORS
     assert states.parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("bound", "forward", "backward"),
+    [
+        (None, [12_704, 12_704, 9_792, 0], [0, 0, 12_704, 12_704]),
+        # Room for the embedding and a block, or for a block and the head, but not for two blocks.
+        (10_496 + 12_704, [12_704, 0, 9_792, 0], [0, 0, 0, 12_704]),
+    ],
+)
+def test_each_pass_gathers_the_layer_ahead_that_it_needs_next(
+    bound: int | None, forward: list[int], backward: list[int]
+) -> None:
+    """Elements at the embedding (10,496), two blocks (12,704 each) and the head (9,792).
+
+    A backward starts at the head, and gathers nothing for the embedding.
+    """
+    zero = {"stage": 3, "stage3_max_live_parameters": bound}
+    run = tiny_run(TEXT, dp=2, model={"num_hidden_layers": 2}, zero_optimization=zero)
+    parameters = local_parameters(run, 0)
+    for direction, elements in (("forward", forward), ("backward", backward)):
+        layers = gathered_in_pass(run, parameters, direction)
+        assert [layer.ahead for layer in layers] == [4 * size for size in elements]

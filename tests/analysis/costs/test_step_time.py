@@ -342,6 +342,12 @@ def test_2000_layouts_are_predicted_in_seconds() -> None:
     assert time.process_time() - began < 15
 
 
+def test_the_head_computes_in_16_bits_beside_blocks_in_fp8() -> None:
+    wide, narrow = (predict(workload(precision=each)).layers for each in ("bf16", "fp8"))
+    assert narrow.head == wide.head
+    assert narrow.block.products[0] < wide.block.products[0]
+
+
 def test_the_group_that_is_placed_worst_determines_the_time() -> None:
     """tp 3 on nodes of 8: ranks 6, 7 | 8 have one network for rank 8, not NVLink."""
     aligned = dataclasses.replace(cluster(), gpus_per_node=3)
@@ -354,3 +360,6 @@ def test_the_group_that_is_placed_worst_determines_the_time() -> None:
     # Four ranks on nodes of three: one of them is alone.
     alone = dataclasses.replace(cluster(), gpus_per_node=3)
     assert Network(workload(dp=1, tp=4), alone).ring("tp")[2] == 0.78e9 * alone.network_bandwidth
+    # Data ranks 0, 3, 6 | 9 have one network on the second node, and 2, 5 | 8, 11 have two.
+    _, nodes, bandwidth = Network(workload(dp=4, tp=3), across).ring("dp")
+    assert (nodes, bandwidth) == (2, 0.78e9 * across.network_bandwidth)
