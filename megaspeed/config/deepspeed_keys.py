@@ -50,7 +50,8 @@ class ZeroConfig(Section):
     """Number of elements that are gathered at a time."""
     overlap_comm: bool | None = None
     """Reduce gradients while the backward pass continues: each bucket as soon as its gradients are
-    complete. If omitted: false. Stage 3 gathers the next layer ahead in any case."""
+    complete. If omitted: true on CUDA, unless gradients are compressed to int8 or by PowerSGD.
+    Stage 3 gathers the next layer ahead in any case."""
     offload_param: OffloadConfig | None = None
     """Stage 3: the memory in which partitioned parameters are kept."""
     offload_optimizer: OffloadConfig | None = None

@@ -16,7 +16,6 @@ from megaspeed.config.deepspeed_keys import (
 )
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import Batch, StatedBatch, World, find_grid, solve_batch, violations
-from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Compression, ParallelConfig, RunConfig, TrainingConfig
 from megaspeed.topology.grid import Grid
 
@@ -35,8 +34,8 @@ class Run:
     """A run on a number of processes.
 
     `config` is resolved: it states the data degree, all batch keys, the gradient reduction, whether
-    the sequence is split, the run folder, ZeRO's bucket sizes and the scheduler's numbers. Learning
-    rates are scaled.
+    the sequence is split, the run folder, ZeRO's bucket sizes, whether reductions overlap, and the
+    scheduler's numbers. Learning rates are scaled.
     """
 
     config: RunConfig
@@ -116,6 +115,11 @@ class Run:
         return several and not self.keeps_complete_gradients
 
     @property
+    def overlaps_reductions(self) -> bool:
+        """Whether gradients are reduced while the backward pass continues."""
+        return bool(self.config.zero_optimization.overlap_comm) and self.grid.dp > 1
+
+    @property
     def run_dir(self) -> Path:
         """The folder that the run writes to."""
         return Path(self.config.training.run_dir or default_run_dir(self.name))
@@ -166,7 +170,7 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
             "training": _resolve_training(config, name, batch),
             "optimizer": _resolve_optimizer(config, scaling),
             "scheduler": _resolve_scheduler(config, scaling),
-            "zero_optimization": _resolve_zero(config.zero_optimization, config.model, grid.tp),
+            "zero_optimization": _resolve_zero(config, grid.tp, world.device_type),
         }
     )
     spare = world.size - grid.world_size
@@ -242,21 +246,27 @@ def _resolve_scheduler(config: RunConfig, scaling: float) -> SchedulerConfig | N
     return scheduler.model_copy(update={"params": params.model_copy(update=update)})
 
 
-def _resolve_zero(zero: ZeroConfig, model: ModelConfig, tp: int) -> ZeroConfig:
+def _resolve_zero(config: RunConfig, tp: int, device_type: str) -> ZeroConfig:
     """The ZeRO section with bucket sizes that follow from the size of the model.
+
+    On a CPU, the same cores compute and send, so nothing is gained if reductions overlap.
 
     DeepSpeed's defaults (5e8 elements a bucket, parameters of up to 1e5 elements stay gathered) are
     for one size of model. For a small model, a bucket would hold the complete gradient and every
     parameter would stay gathered, so a higher stage would save nothing.
     """
-    sizes = {
+    zero, model = config.zero_optimization, config.model
+    values = {
         # a block: 4 hidden_size^2 in the attention, about 8 in the feed-forward layer
         "reduce_bucket_size": 12 * model.hidden_size**2 // tp,
         # norms and biases stay gathered
         "stage3_param_persistence_threshold": 10 * model.hidden_size,
+        "overlap_comm": (
+            device_type == "cuda" and isinstance(config.parallel.gradient_compression, str)
+        ),
     }
     return zero.model_copy(
-        update={name: size for name, size in sizes.items() if getattr(zero, name) is None}
+        update={name: value for name, value in values.items() if getattr(zero, name) is None}
     )
 
 

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -73,10 +73,23 @@ def start_default_group(
             timeout=timeout,
             # A bound device makes NCCL connect now, which splitting needs.
             device_id=device if on_gpu else None,
+            pg_options=_high_priority(timeout) if on_gpu else None,
         )
     group = dist.group.WORLD
     assert group is not None, "init_process_group has succeeded"
     return group
+
+
+def _high_priority(timeout: timedelta) -> Any:
+    """Options of NCCL that start its kernels before products that have not started yet.
+
+    Otherwise a product that is launched first takes all multiprocessors, and a collective that
+    should run beside it waits for its end. Groups that are split from this one have a copy of its
+    options (torch 2.13, distributed_c10d.py:5660).
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns if it differs from that of the group
+    return options
 
 
 def create_groups(

@@ -39,6 +39,7 @@ _DATA_KEYS = {
 _FOLLOWING_KEYS = (
     "training.run_dir",
     "zero_optimization.reduce_bucket_size",
+    "zero_optimization.overlap_comm",
     "zero_optimization.stage3_",
     *NO_EFFECT,
 )

@@ -101,7 +101,7 @@ class Rules:
             dtype=DTYPES[run.accumulation_dtype],
             sent_dtype=DTYPES[run.reduction_dtype],
             uses_all_reduce=run.zero_stage == 0 or multi_rank or not zero.reduce_scatter,
-            overlaps=bool(zero.overlap_comm) and dp > 1,
+            overlaps=run.overlaps_reductions,
             divides_first=run.divides_gradients_first,
             averages_later=dp > 1 and not run.divides_gradients_first,
             sends_copies=run.copies_gradients,

@@ -31,6 +31,7 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "zero0": zero(0),
+    "zero0-overlap": zero(0, **OVERLAP),
     "zero1": zero(1),
     "zero1-overlap": zero(1, **OVERLAP),
     "zero2": zero(2),
@@ -38,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero2-overlap-all-reduce": zero(2, **OVERLAP, use_multi_rank_bucket_allreduce=True)
     | {"parallel": PER_MICRO_BATCH},
     "zero3": zero(3),
-    "zero3-no-overlap": zero(3, overlap_comm=False),
+    "zero3-overlap": zero(3, **OVERLAP),
     "zero3-per-micro-batch": zero(3) | {"parallel": PER_MICRO_BATCH},
     "zero3-one-rank": {"zero_optimization": {"stage": 3}},
     # The first stage of a pipeline has the embedding, the last one the loss.

@@ -19,6 +19,7 @@ from tests.support.rank_pool import RankPool
 
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+PER_STEP = {"gradient_reduction": "per_step"}
 ALL_REDUCE = {"use_multi_rank_bucket_allreduce": True}
 
 MORE_CASES: dict[str, dict[str, Any]] = {
@@ -26,6 +27,12 @@ MORE_CASES: dict[str, dict[str, Any]] = {
     "zero3-offload": zero(3, **OFFLOAD),
     "zero3-offload-nothing-persists": zero(3, **OFFLOAD, **NOTHING_PERSISTS),
     "zero2-offload": zero(2, **OFFLOAD),
+    **{f"zero{stage}-overlap-offload": zero(stage, **OVERLAP, **OFFLOAD) for stage in (1, 2, 3)},
+    **{
+        f"zero{stage}-overlap-once-a-step": zero(stage, **OVERLAP) | {"parallel": PER_STEP}
+        for stage in (2, 3)
+    },
+    "zero3-overlap-nothing-persists": zero(3, **OVERLAP, **NOTHING_PERSISTS),
     "zero2-small-buckets": zero(2, **OVERLAP, **ALL_REDUCE, reduce_bucket_size=2000)
     | {"parallel": PER_MICRO_BATCH},
 }

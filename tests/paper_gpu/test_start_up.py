@@ -58,6 +58,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recording = Recorder(rank=2049, world_size=4096)
     for name in ("init_process_group", "split_group", "new_group"):
         monkeypatch.setattr(dist, name, getattr(recording, name))
+    monkeypatch.setattr(
+        dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False
+    )
     everyone = SimpleNamespace(ranks=list(range(recording.world_size)))
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=everyone))
     yield recording
@@ -112,6 +115,9 @@ def test_only_the_checkpoint_group_is_not_split_from_the_worlds_communicator(
     start_up(recorder, Grid(pp=8, dp=64, tp=8))
     (init,) = (options for call, options in recorder.calls if call == "init")
     assert init["backend"] == "nccl" and init["device_id"] == GPU, "splitting needs a bound device"
+    assert init["pg_options"].is_high_priority_stream and init["pg_options"]._timeout == TIMEOUT
+    for call, options in recorder.calls:
+        assert call != "split" or "pg_options" not in options, "torch copies those of the world"
     (made,) = (options for call, options in recorder.calls if call == "new")
     assert made["backend"] == "gloo"
 

@@ -212,7 +212,7 @@ class _Reductions:
         buckets: Sequence[Bucket],
         ledger: _Ledger,
     ) -> None:
-        self._overlaps = bool(run.config.zero_optimization.overlap_comm)
+        self._overlaps = run.overlaps_reductions
         self._is_complete = run.keeps_complete_gradients
         self._element = BYTES_OF[run.precision]
         self._ledger = ledger

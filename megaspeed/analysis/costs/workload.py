@@ -174,7 +174,6 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
     recomputed = parallel.recomputed_blocks or max(blocks)
     takes_type = run.precision != "fp32" or device_type == "cpu"
     is_fused = takes_type and model.attention_dropout == 0.0
-    overlaps = run.zero_stage == 3 if zero.overlap_comm is None else zero.overlap_comm
     assert zero.reduce_bucket_size is not None, "a resolved run states it"
     gradient_bytes = BYTES_OF[run.reduction_dtype]
     return Workload(
@@ -193,8 +192,8 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         recomputation=parallel.activation_checkpointing,
         recomputed_share=min(1.0, recomputed / max(blocks)),
         sequence_parallel=run.sequence_parallel,
-        overlaps_dp=overlaps,
-        reduces_in_backward=bool(zero.overlap_comm),
+        overlaps_dp=run.zero_stage == 3 or run.overlaps_reductions,
+        reduces_in_backward=run.overlaps_reductions,
         reductions=1 if run.keeps_complete_gradients else count,
         bucket_bytes=zero.reduce_bucket_size * gradient_bytes,
     )
