@@ -24,6 +24,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -115,6 +116,8 @@ class AllocationLog(TorchDispatchMode):
         if tensor.device.type != self._device_type:
             return None
         if tensor.layout != torch.strided:  # a sparse tensor has no storage, but its parts do
+            return None
+        if isinstance(tensor, FakeTensor):  # torch.compile traces with these; they have no memory
             return None
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)

@@ -32,6 +32,8 @@ _RANKS_PER_PROCESSOR = 16
 
 DeviceType = Literal["cpu", "cuda"]
 
+_OUTCOME, _YIELDED = "outcome", "yielded"  # a rank's files are named so, with its number
+
 _LONGEST_WAIT_SECONDS = 86_400.0  # of one system call, which limits it
 
 # When one rank fails, the others usually fail too. This is the time for them to write why.
@@ -39,7 +41,16 @@ _SECONDS_FOR_OTHER_FAILURES = 2.0
 
 
 class RanksFailed(RuntimeError):
-    """The ranks did not finish. The text states why."""
+    """The ranks did not finish. The text states why.
+
+    Args:
+        reason: the text.
+        yielded: by rank, what each has yielded; empty if a rank has yielded nothing.
+    """
+
+    def __init__(self, reason: str, yielded: Sequence[list[Any]] = ()) -> None:
+        super().__init__(reason)
+        self.yielded = yielded
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,8 @@ def run_on_ranks(
     timeout_seconds: float | None = None,
 ) -> list[Any]:
     """Calls ``function(launch, *arguments)`` on each rank, and returns the results by rank.
+
+    The result of a generator is the list of what it yields.
 
     Args:
         function: a function of a module. ``launch`` is the ``LaunchEnvironment`` of its rank.
@@ -98,20 +111,28 @@ def run_on_ranks(
                 each.kill()
             for each in started:
                 each.join()
-        files = [folder / f"rank{rank}" for rank in range(world_size)]
-        outcomes = [torch.load(file, weights_only=False) for file in files if file.exists()]
+        outcomes, yielded = (
+            [torch.load(file, weights_only=False) for file in files if file.exists()]
+            for files in (
+                [folder / f"{name}{rank}" for rank in range(world_size)]
+                for name in (_OUTCOME, _YIELDED)
+            )
+        )
     failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
     # If one rank ends, the others fail, too. So only one failure is reported: a rank that was out
     # of memory, else a rank that was killed, else the first exception.
     failures.sort(key=lambda failure: (not failure.out_of_memory, failure.at_seconds))
+    reason = None
     if failures and (failures[0].out_of_memory or -signal.SIGKILL not in codes):
-        raise RanksFailed(failures[0].reason)
-    if not finished:
-        raise RanksFailed(
+        reason = failures[0].reason
+    elif not finished:
+        reason = (
             f"not finished after {timeout_seconds:g} s; raise --timeout, the limit of a measurement"
         )
-    if len(outcomes) < world_size or failures:
-        raise RanksFailed(_end_of([code for code in codes if code]))
+    elif len(outcomes) < world_size or failures:
+        reason = _end_of([code for code in codes if code])
+    if reason is not None:
+        raise RanksFailed(reason, yielded if len(yielded) == world_size else ())
     return outcomes
 
 
@@ -177,11 +198,20 @@ def _rank_main(
     )
     try:
         outcome = function(launch, *arguments)
+        if isinstance(outcome, Iterator):
+            values, outcome = outcome, []
+            for value in values:
+                outcome.append(value)
+                _write(outcome, folder / f"{_YIELDED}{rank}")  # kept if the rank fails later
     except Exception as error:
         traceback.print_exc()
         outcome = _failure(error, rank)
-    write_file(folder / f"rank{rank}", lambda stream: torch.save(outcome, stream))
+    _write(outcome, folder / f"{_OUTCOME}{rank}")
     end_process(1 if isinstance(outcome, _Failure) else 0)
+
+
+def _write(outcome: Any, file: Path) -> None:
+    write_file(file, lambda stream: torch.save(outcome, stream))
 
 
 def _failure(error: Exception, rank: int) -> _Failure:

@@ -115,8 +115,8 @@ def measure(
 ) -> tuple[StepResult, RankMeasurement]:
     """Trains one step and measures it. All ranks call this together.
 
-    The optimizer's states must exist, so this cannot be the first step. Blocks must not be
-    compiled, because torch 2.13 compiles nothing while operations are watched.
+    The optimizer's states must exist, so this cannot be the first step. Compiled blocks run as if
+    they were not compiled, because torch 2.13 compiles nothing while operations are watched.
     """
     context = watched.context
     log = watched.new_log()
@@ -138,7 +138,7 @@ def measure(
     ]
     watched.call_after_backward(after_backward)
     try:
-        with traffic, log:
+        with torch.compiler.set_stance("force_eager"), traffic, log:
             result = watched.train_step(load, learning_rate)
     finally:
         watched.call_after_backward(lambda: None)

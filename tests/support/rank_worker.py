@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -69,7 +69,8 @@ def _run(job: Job) -> Outcome:
     try:
         function: Callable[..., Any]
         function, args = pickle.loads(job.call)
-        value = pickle.dumps(function(job.launch, *args))
+        result = function(job.launch, *args)
+        value = pickle.dumps([*result] if isinstance(result, Iterator) else result)
     except BaseException:  # SystemExit and pytest.fail too, or the pool would wait for nothing
         return Outcome(time.monotonic(), traceback=traceback.format_exc())
     return Outcome(time.monotonic(), value=value)

@@ -7,16 +7,16 @@ DDP, FSDP2        DDP reduces once a step; FSDP2 has the same two rows as ZeRO-3
 
 Rows take turns, and each turn starts new processes:
 
-turn 1    ZeRO-0, ZeRO-1, ...    step 1 warms up, the others are timed. Then other processes count
-                                 memory and traffic of a step that is not compiled.
+turn 1    ZeRO-0, ZeRO-1, ...    step 1 warms up, the others are timed. Then memory and traffic of
+                                 one more step are counted, which is not compiled.
 turn 2    ZeRO-0, ZeRO-1, ...    step 1 warms up, the others are timed
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -153,21 +153,23 @@ def train_rows(
 
     def launch(label: str, number: int, log: Path) -> Sequence[TimedRank]:
         row = by_label[label]
-        run_all = partial(
-            run_on_ranks,
-            *(train_rank, row.engine, row.run, corpus, steps, timeout_seconds),
-            world_size=row.run.grid.world_size,
-            device_type=device_type,
-            log=log,
-            timeout_seconds=timeout_seconds,
-        )
-        timed: Sequence[TimedRank] = run_all(False)
-        if number == 1:
-            try:
-                by_label[label] = replace(row, watched=run_all(True))
-            except RanksFailed as failure:
-                by_label[label] = replace(row, unwatched=f"{failure}; see {log}")
-        return timed
+        try:
+            ranks: Sequence[list[Any]] = run_on_ranks(
+                *(train_rank, row.engine, row.run, corpus, steps, timeout_seconds, number == 1),
+                world_size=row.run.grid.world_size,
+                device_type=device_type,
+                log=log,
+                timeout_seconds=timeout_seconds,
+            )
+        except RanksFailed as failure:
+            if not failure.yielded:
+                raise
+            ranks = failure.yielded
+            by_label[label] = replace(row, unwatched=f"{failure}; see {log}")
+        else:
+            if number == 1:
+                by_label[label] = replace(row, watched=[watched for _, watched in ranks])
+        return [timed for timed, *_ in ranks]
 
     results, failures, stopped = take_turns(
         [*by_label], turns, launch, folder=folder, on_turn=on_turn
@@ -187,13 +189,11 @@ def train_rank(
     steps: int,
     timeout_seconds: float,
     watches: bool,
-) -> TimedRank | RankMeasurement:
-    """Trains as one rank of a row, and measures the time of the steps.
+) -> Iterator[TimedRank | RankMeasurement]:
+    """Trains as one rank of a row, and yields the times of the steps.
 
-    If ``watches``, returns memory and traffic of one more step instead. Then nothing is compiled.
+    If ``watches``, it then yields memory and traffic of one more step.
     """
-    if watches:
-        run = _uncompiled(run)
     with ParallelContext.create(run.grid, launch, timeout_seconds=timeout_seconds) as context:
         if engine == "zero":
             watched: WatchedZero | BaselineWorker = WatchedZero(Worker(run, context))
@@ -214,20 +214,24 @@ def train_rank(
             losses.append(result.loss)
             skipped += result.skipped
         peak = torch.cuda.max_memory_allocated(context.device) if on_gpu else None
-        load, rate = inputs.load((1 + steps) * samples), inputs.learning_rate(1 + steps - skipped)
-        measured = measure(watched, load, rate)[1] if watches else None
-        inputs.close()
         device, memory = _device(context)
-    return measured or TimedRank(
-        pipeline_stage=context.pp_rank,
-        losses=losses,
-        grad_norm=result.grad_norm,
-        skipped_steps=skipped,
-        step_seconds=seconds,
-        allocator_peak_bytes=peak,
-        device=device,
-        device_memory_bytes=memory,
-    )
+        yield TimedRank(
+            pipeline_stage=context.pp_rank,
+            losses=losses,
+            grad_norm=result.grad_norm,
+            skipped_steps=skipped,
+            step_seconds=seconds,
+            allocator_peak_bytes=peak,
+            device=device,
+            device_memory_bytes=memory,
+        )
+        if watches:
+            load, rate = (
+                inputs.load((1 + steps) * samples),
+                inputs.learning_rate(1 + steps - skipped),
+            )
+            yield measure(watched, load, rate)[1]
+        inputs.close()
 
 
 def _device(context: ParallelContext) -> tuple[str, int]:

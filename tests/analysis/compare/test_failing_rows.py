@@ -3,15 +3,16 @@
 import multiprocessing
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megaspeed.analysis.compare import rows as rows_module
 from megaspeed.analysis.compare.result import Row
 from megaspeed.analysis.compare.rows import train_rank, train_rows, zero_rows
-from megaspeed.analysis.local_ranks import RanksFailed
 from megaspeed.analysis.watched_step import RankMeasurement
 from megaspeed.config.resolve import Run
 from tests.support.rank_pool import RankPool
@@ -84,18 +85,23 @@ def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert late.reason.startswith("failed in turn 1: not finished after 0.1 s; raise --timeout")
 
 
+def fail_to_watch(*_: object) -> None:
+    """In place of ``measure``, on rank 1. The other rank waits for it in a collective."""
+    if dist.get_rank() == 1:
+        raise RuntimeError("an operator is not known")
+    time.sleep(600)
+
+
+def train_without_watching(*arguments: Any) -> Iterator[Any]:
+    rows_module.measure = fail_to_watch
+    yield from train_rank(*arguments)
+
+
 @pytest.mark.timeout(300)
 def test_a_step_that_cannot_be_watched_leaves_the_times(
-    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_on_pool(
-        function: Any, *arguments: Any, world_size: int, device_type: str, **_: Any
-    ) -> list[Any]:
-        if arguments[-1]:  # it watches
-            raise RanksFailed("RuntimeError: an operator is not known (rank 1)")
-        return pool.run(world_size, function, *arguments)
-
-    monkeypatch.setattr(rows_module, "run_on_ranks", run_on_pool)
+    monkeypatch.setattr(rows_module, "train_rank", train_without_watching)
     row = row_of(tiny_run(TEXT, dp=2), tmp_path)
     assert row.status == "done" and len(row.turn_seconds) == 1
     log = tmp_path / "logs" / "zero-1-1.log"
@@ -111,7 +117,8 @@ def test_memory_and_traffic_of_compiled_blocks_are_those_without_compilation(
     for compiles in (True, False):
         run = tiny_run(TEXT, dp=2, training={"compile": compiles})
         corpus = tiny_corpus(run, tmp_path)
-        measured.append(pool.run(2, train_rank, "zero", run, corpus, 1, 60.0, True))
+        ranks = pool.run(2, train_rank, "zero", run, corpus, 1, 60.0, True)
+        measured.append([watched for _, watched in ranks])
     assert measured[0] == measured[1] and isinstance(measured[0][0], RankMeasurement)
     compiled, plain = (
         zero_rows(tiny_run(TEXT, dp=2, training={"compile": each}), [0], "cpu")[0].predicted
