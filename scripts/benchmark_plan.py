@@ -1,15 +1,16 @@
 """Compares predicted step times with published runs.
 
-    python scripts/benchmark_plan.py [ROWS.csv] [--leave-one-out] [--fit] [--json OUT]
+    python scripts/benchmark_plan.py [ROWS.csv ...] [--leave-one-out] [--fit] [--json OUT]
 
 Without ROWS.csv, it reads docs/published_runs/fitted.csv. Each row of the CSV is one run: its
-shape, layout and GPU, and its step time. A row without a step time is predicted only. Errors are
-predicted / reported - 1, printed by source and by GPU.
+shape, layout and GPU, and its step time. A row without a step time is predicted only. Of rows with
+the same id, the first is used. Errors are predicted / reported - 1, printed by source and by GPU.
+In the line "sources alike", all sources have the same weight: each of n rows counts 1/n.
 
-``--fit`` prints the two constants that fit the rows best: those with the smallest mean of
-|log(predicted / reported)|, in which a source of n rows counts sqrt(n). ``--leave-one-out`` fits
-them once for each source, to the rows of all others, and reports the error on the source that was
-left out. The spread of these fits is the interval of the constants.
+``--fit`` prints the constants that fit the rows best: those with the smallest mean of
+|log(predicted / reported)|, in which all sources count alike. ``--leave-one-out`` fits them once
+for each source, to the rows of all others, and reports the error on the source that was left out.
+The spread of these fits is the interval of the constants.
 
 Layouts of one model on the same GPUs, with the same sequences and batch, are a group. For each
 group the fastest layout by prediction is compared with the fastest by report, beside the layout
@@ -35,9 +36,8 @@ import json
 import math
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -59,9 +59,11 @@ from megaspeed.topology.grid import Grid
 
 ROWS = Path(__file__).parents[1] / "docs" / "published_runs" / "fitted.csv"
 
-PRODUCTS = [round(0.80 + 0.01 * step, 2) for step in range(21)]
-POINTWISE = [round(1.6 + 0.1 * step, 1) for step in range(30)]
-"""The values of the two constants that a fit tries."""
+TRIED: Mapping[str, Sequence[float]] = {
+    "products": [round(0.80 + 0.01 * step, 2) for step in range(21)],
+    "pointwise": [round(1.6 + 0.1 * step, 1) for step in range(30)],
+}
+"""Constant -> the values that a fit tries."""
 
 _BUCKET_BYTES = {"nanotron": 25 * 2**20, "nanoGPT": 25 * 2**20}
 """Of frameworks that reduce gradients with torch's DistributedDataParallel: its default, 25 MiB."""
@@ -97,25 +99,29 @@ class Published:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables; 2 if the file has no row that can be predicted."""
     options = _parser().parse_args(arguments)
-    try:
-        with options.rows.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        print(f"{options.rows} cannot be read as CSV: {error}", file=sys.stderr)
-        return 2
-    missing = [column for column in _NEEDED if rows and column not in rows[0]]
-    if missing:
-        print(
-            f"{options.rows} has no column {', '.join(missing)}; the first lines of "
-            "scripts/benchmark_plan.py list all columns",
-            file=sys.stderr,
-        )
-        return 2
+    rows: dict[str, Row] = {}
+    for path in options.rows or [ROWS]:
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                read = list(csv.DictReader(file))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            print(f"{path} cannot be read as CSV: {error}", file=sys.stderr)
+            return 2
+        missing = [column for column in _NEEDED if read and column not in read[0]]
+        if missing:
+            print(
+                f"{path} has no column {', '.join(missing)}; the first lines of "
+                "scripts/benchmark_plan.py list all columns",
+                file=sys.stderr,
+            )
+            return 2
+        for number, row in enumerate(read):
+            rows.setdefault(row.get("id") or f"row {number + 1} of {path.name}", row)
     runs, refused = read_runs(rows)
     for name, reason in refused.items():
         print(f"not predicted: {name}: {reason}")
     if not runs:
-        print(f"{options.rows}: no row can be predicted", file=sys.stderr)
+        print("no row can be predicted", file=sys.stderr)
         return 2
     timed = [run for run in runs if run.seconds is not None]
     constants: dict[str, Constants] = {}
@@ -147,18 +153,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare predicted step times with published runs")
-    parser.add_argument("rows", type=Path, nargs="?", default=ROWS, metavar="ROWS.csv")
+    parser.add_argument("rows", type=Path, nargs="*", metavar="ROWS.csv")
     parser.add_argument("--leave-one-out", action="store_true", help="fit without each source")
-    parser.add_argument("--fit", action="store_true", help="fit the two constants to all rows")
+    parser.add_argument("--fit", action="store_true", help="fit the constants to all rows")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write predictions and errors")
     return parser
 
 
-def read_runs(rows: Iterable[Row]) -> tuple[list[Published], dict[str, str]]:
+def read_runs(rows: Mapping[str, Row]) -> tuple[list[Published], dict[str, str]]:
     """The runs that can be predicted, and id -> reason of the others."""
     runs, refused = [], {}
-    for number, row in enumerate(rows):
-        name = row.get("id") or f"row {number + 1}"
+    for name, row in rows.items():
         if (row.get("usable") or "True") != "True":
             refused[name] = row.get("why_not") or "not usable"
             continue
@@ -312,36 +317,59 @@ def _flag(row: Row, column: str) -> bool:
 
 
 class Fits:
-    """Predicts all runs once for each pair of constants. A fit then only looks up the results."""
+    """Fits constants, one after the other, until none of them changes.
+
+    The predictions with each set of constants are kept, because the fits to different sources try
+    nearly the same sets.
+    """
 
     def __init__(self, runs: Sequence[Published]) -> None:
-        self._distances = {
-            (products, pointwise): {
-                run.id: self._distance(run, Constants(products=products, pointwise=pointwise))
-                for run in runs
-            }
-            for products, pointwise in itertools.product(PRODUCTS, POINTWISE)
-        }
-
-    @staticmethod
-    def _distance(run: Published, constants: Constants) -> float:
-        assert run.seconds is not None, "only runs with a time are fitted"
-        predicted = predict_step_time(run.work, run.cluster, constants).total
-        return abs(math.log(predicted / run.seconds))
+        self._runs = runs
+        self._distances: dict[Constants, dict[str, float]] = {}
 
     def best(self, runs: Sequence[Published]) -> Constants:
-        """The constants with the smallest weighted mean distance."""
-        counts: dict[str, int] = defaultdict(int)
-        for run in runs:
-            counts[run.source] += 1
-        weights = {run.id: 1 / math.sqrt(counts[run.source]) for run in runs}
+        """The constants with the smallest mean distance, of sources that count alike."""
+        weights = weights_of(runs)
 
-        def mean(pair: tuple[float, float]) -> float:
-            distances = self._distances[pair]
+        def mean(constants: Constants) -> float:
+            distances = self._distances_with(constants)
             return sum(weight * distances[name] for name, weight in weights.items())
 
-        products, pointwise = min(self._distances, key=mean)
-        return Constants(products=products, pointwise=pointwise)
+        best, before = FITTED, None
+        while best != before:
+            before = best
+            for name, values in TRIED.items():
+                tried = [replace(best, **{name: value}) for value in values]
+                best = min([best, *tried], key=mean)
+        return best
+
+    def _distances_with(self, constants: Constants) -> dict[str, float]:
+        if constants not in self._distances:
+            self._distances[constants] = {
+                run.id: abs(math.log(_predicted(run, constants).total / _seconds(run)))
+                for run in self._runs
+            }
+        return self._distances[constants]
+
+
+def _predicted(run: Published, constants: Constants) -> StepTime:
+    return predict_step_time(run.work, run.cluster, constants)
+
+
+def weights_of(runs: Sequence[Published]) -> dict[str, float]:
+    """id of a run -> its weight, with which all sources count alike. All add up to 1."""
+    sources = _grouped(runs, lambda run: run.source).values()
+    return {run.id: 1 / len(sources) / len(members) for members in sources for run in members}
+
+
+def weighted_quantile(values: Mapping[str, float], weights: Mapping[str, float], q: float) -> float:
+    """The smallest value that at least the share ``q`` of the weight does not exceed."""
+    below = 0.0
+    for name in sorted(weights, key=lambda name: values[name]):
+        below += weights[name]
+        if below >= q * sum(weights.values()) - 1e-9:
+            return values[name]
+    raise AssertionError("the weights together are the sum")
 
 
 def show_constants(chosen: Constants, fits: Mapping[str, Constants]) -> None:
@@ -372,9 +400,17 @@ def show_errors(runs: Sequence[Published], errors: Mapping[str, float]) -> dict[
             f"{name:<24} {len(members):>5} {row['median']:>8.1%} {row['p90']:>8.1%} "
             f"{row['bias']:>+10.1%}"
         )
-    mean = statistics.fmean(figures[source]["median"] for source in by_source)
-    print(f"mean of the medians of {len(by_source)} sources: {mean:.1%}")
-    return {"groups": figures, "mean_of_source_medians": mean}
+    weights, sizes_of = weights_of(runs), {name: abs(error) for name, error in errors.items()}
+    unseen = {
+        "median": weighted_quantile(sizes_of, weights, 0.5),
+        "p90": weighted_quantile(sizes_of, weights, 0.9),
+        "bias": sum(weight * errors[name] for name, weight in weights.items()),
+    }
+    print(
+        f"{f'{len(by_source)} sources alike':<24} {'':>5} {unseen['median']:>8.1%} "
+        f"{unseen['p90']:>8.1%} {unseen['bias']:>+10.1%}"
+    )
+    return {"groups": figures, "sources_alike": unseen}
 
 
 def show_layouts(

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +76,36 @@ def test_published_runs_are_predicted_within_15_percent(
         assert sum(run["terms"].values()) == pytest.approx(run["predicted_seconds"])
     errors = figures["errors"]["groups"]
     assert errors["all"]["runs"] == 5 and errors["H100-80GB"]["runs"] == 2
-    assert "mean of the medians of 5 sources" in capsys.readouterr().out
+    assert "5 sources alike" in capsys.readouterr().out
 
 
 def test_the_published_runs_have_the_errors_that_the_documentation_states(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert script().main(["--json", str(out)]) == 0
     errors = json.loads(out.read_text())["errors"]
-    found = errors["groups"]["all"]
-    shares = (found["median"], found["p90"], errors["mean_of_source_medians"])
-    cells = " | ".join(f"{100 * share:.1f} %" for share in shares)
+    alike = errors["sources_alike"]
+    cells = " | ".join(f"{100 * alike[name]:.1f} %" for name in ("median", "p90"))
     page = (SCRIPT.parents[1] / "docs" / "planning.md").read_text()
     assert f"(without `--leave-one-out`) | {cells} |" in page
-    assert f"with {found['runs']} published runs" in page
+    assert f"with {errors['groups']['all']['runs']} published runs" in page
+
+
+def test_a_source_with_many_rows_counts_as_much_as_one_with_a_single_row() -> None:
+    """Three quarters of the published rows are of two sources."""
+    plan, made = script(), {f"a{n}": 0.01 for n in range(99)} | {"b": 0.3, "c": 0.4}
+    runs = [types.SimpleNamespace(id=name, source=name[0]) for name in made]
+    weights = plan.weights_of(runs)
+    assert weights["b"] == pytest.approx(1 / 3) and sum(weights.values()) == pytest.approx(1)
+    assert plan.weighted_quantile(made, weights, 0.5) == 0.3
+    assert plan.weighted_quantile(made, weights, 0.9) == 0.4
+
+
+def test_a_row_in_two_files_counts_once(tmp_path: Path) -> None:
+    twice = tmp_path / "again.csv"
+    twice.write_text((SCRIPT.parents[1] / "docs" / "published_runs" / "fitted.csv").read_text())
+    out = tmp_path / "out.json"
+    assert script().main([str(script().ROWS), str(twice), "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["errors"]["groups"]["foundry"]["runs"] == 216
 
 
 def test_each_source_is_predicted_with_constants_fitted_to_the_others(
