@@ -44,8 +44,8 @@ from megaspeed.topology.meeting import GroupError, open_store
 from megaspeed.topology.process_settings import (
     allow_open_files,
     compiler_threads,
-    default_settings,
     gloo_interface,
+    set_defaults,
 )
 
 _DISK_TIMEOUTS = 4  # how many times longer a rank may wait for another rank's disk
@@ -343,7 +343,7 @@ def _prepare_process(grid: Grid, launch: LaunchEnvironment) -> torch.device:
             "torch.distributed is in use in this process: close the earlier ParallelContext"
         )
     on_gpu = torch.cuda.is_available()
-    os.environ.update(default_settings(os.environ, "cuda" if on_gpu else "cpu"))
+    set_defaults()
     os.environ.update(compiler_threads(launch, os.environ))
     os.environ.update(gloo_interface(launch, os.environ))
     allow_open_files(launch.rank, launch.world_size)

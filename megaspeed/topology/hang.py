@@ -20,6 +20,7 @@ calls.
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -114,13 +115,33 @@ def pending_collectives() -> list[str]:
     for dump in _RECORDERS:
         with contextlib.suppress(Exception):  # an incomplete diagnosis is better than none
             trace = json.loads(getattr(c10d, dump)(includeCollectives=True, onlyActive=False))
-            entries += trace.get("entries", ())
+            entries += _pending(trace.get("entries", ()))
     members: dict[str, list[int]] = {}  # torch's name of a group -> its global ranks
     with contextlib.suppress(Exception):  # no group exists yet, or the groups are being destroyed
         for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
             members[str(dist.distributed_c10d._world.pg_names[group])] = sorted(ranks)
-    calls = [_describe(entry, members) for entry in entries if not entry["retired"]]
-    return list(dict.fromkeys(calls))
+    return list(dict.fromkeys(_describe(entry, members) for entry in entries))
+
+
+def _pending(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries of calls that are not done.
+
+    Calls that NCCL starts together, such as all messages of a pipeline, have an entry each and then
+    one for all, with the same number. torch 2.13 marks only the last one as done ("retired"). Its
+    name is "nccl:coalesced", or ends so.
+    """
+
+    def batch(entry: dict[str, Any]) -> tuple[object, ...]:
+        return (*entry["process_group"], entry["is_p2p"], _number(entry))
+
+    retired = [one for one in entries if one["retired"]]
+    done = {batch(one) for one in retired if one["profiling_name"].endswith("coalesced")}
+    return [one for one in entries if not one["retired"] and batch(one) not in done]
+
+
+def _number(entry: dict[str, Any]) -> int:
+    number: int = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    return number
 
 
 def _describe(entry: dict[str, Any], members: dict[str, list[int]]) -> str:
@@ -128,9 +149,8 @@ def _describe(entry: dict[str, Any], members: dict[str, list[int]]) -> str:
     group = "world" if description == "default_pg" else description
     ranks = members.get(name)
     of = f" of {ranks_named(ranks)}" if ranks else ""
-    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     sizes = ", ".join(str(tuple(size)) for size in entry["input_sizes"][:3])
-    return f"{entry['profiling_name']} of {sizes}, number {number} in the {group} group{of}"
+    return f"{entry['profiling_name']} of {sizes}, number {_number(entry)} in the {group} group{of}"
 
 
 def explain_hang(states: dict[int, RankState | None], seconds: float) -> str:

@@ -1,7 +1,8 @@
 """Environment variables and limits that a rank sets before CUDA, NCCL and gloo start.
 
 A variable that the user has set, under any of its names, keeps the user's value. torch reads these
-variables when it first needs them, so they may be set after torch is imported.
+variables when it first needs them, so they may be set after torch is imported, but the allocator's
+before CUDA is initialised.
 
 NCCL's flight recorder writes after a timeout to the file ``comm_lib_trace_rank_<rank>`` in
 ``~/.cache/torch`` (or ``$XDG_CACHE_HOME/torch``); TORCH_FR_DUMP_TEMP_FILE changes the path up to
@@ -50,6 +51,14 @@ _CONNECTIONS_OF_RANK_0 = 5
 heartbeats, claims), and one of the checkpoint group. If a supervisor keeps the store, the last one
 is a connection to the supervisor of the rank.
 """
+
+
+def set_defaults() -> None:
+    """Set the default variables of this process. Call it before anything uses a GPU: torch reads
+    the allocator's variable once, when it initialises CUDA.
+    """
+    device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
+    os.environ.update(default_settings(os.environ, device_type))
 
 
 def default_settings(environ: Mapping[str, str], device_type: DeviceType) -> dict[str, str]:

@@ -56,9 +56,14 @@ class Compilation:
         keeps_order: whether operations stay in the order in which they were traced. Then
             collectives overlap with the products that follow them. Otherwise torch may reorder
             operations. This saves a few kernels, but collectives may no longer overlap.
+        same_kernels: whether every rank with the same GPU must add in the same order, because ranks
+            hold copies of a parameter whose gradients are never averaged. Otherwise each rank
+            measures which of several kernels is the fastest, and two ranks may choose differently.
     """
 
-    def __init__(self, activity: Activity, *, keeps_order: bool = False) -> None:
+    def __init__(
+        self, activity: Activity, *, keeps_order: bool = False, same_kernels: bool = False
+    ) -> None:
         self.seconds = 0.0
         """Seconds of compilation until now."""
         self._activity = activity
@@ -76,6 +81,12 @@ class Compilation:
         # The number of documents is the only size that varies (model/documents.py).
         torch.compiler.config.dynamic_sources = "L['cu_seqlens']"
         inductor_config.reorder_for_peak_memory = not keeps_order
+        inductor_config.deterministic = same_kernels
+        # torch 2.13 (torch/csrc/inductor/static_launcher/cuda.cpp) calls cuLaunchKernel with
+        # Python's lock held. If a peer dies, CUDA's launch queue fills up, and the call waits for a
+        # collective that never ends: no thread could report the failure. Triton's own launcher
+        # (3.6 to 3.8, backends/nvidia/driver.*) releases the lock.
+        inductor_config.use_static_cuda_launcher = False
         torch.compiler.reset()  # removes the callbacks of an earlier worker, too
         callback_handler.register_start_callback(self._begin)
         callback_handler.register_end_callback(self._end)

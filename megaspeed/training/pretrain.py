@@ -35,6 +35,7 @@ from megaspeed.topology.process_end import (
     StopSignal,
     launcher_processes,
 )
+from megaspeed.topology.process_settings import set_defaults
 from megaspeed.training.banner import PredictPeaks, launch_warnings
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import describe_spare_ranks, print_line, print_warning
@@ -80,6 +81,7 @@ def main(
 
     The caller must exit with ``end_process``, because threads may still wait for other ranks.
     """
+    set_defaults()  # first of all: a check of the GPU for a warning initialises CUDA
     options = parse_arguments(arguments, as_command=as_command)
     activity, resume = Activity(), ResumeOptions.of(options)
     rank = os.environ.get("RANK", "0")

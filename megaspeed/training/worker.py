@@ -116,7 +116,12 @@ class Worker:
         self.compilation: Compilation | None = None
         """None if nothing is compiled."""
         if compiles:
-            self.compilation = Compilation(context.activity, keeps_order=run.grid.tp > 1)
+            self.compilation = Compilation(
+                context.activity,
+                keeps_order=run.grid.tp > 1,
+                # Sequence parallelism sums the gradients of copies over the tensor ranks.
+                same_kernels=run.grid.tp > 1 and not run.sequence_parallel,
+            )
             self.compilation.compile_blocks(module)
             loss = self.engine.loss
             loss.of_chunk = self.compilation.compiled(loss.of_chunk)

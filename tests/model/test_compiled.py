@@ -6,6 +6,7 @@ operations, so that no compiler is needed.
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,15 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import HeuristicType
+from torch._inductor.runtime.triton_heuristics import (
+    StaticTritonCompileResult,
+    filter_reduction_configs_for_determinism,
+)
 
 from megaspeed.analysis.costs.activations import Activations
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.resolve import Run
 from megaspeed.config.run import Recomputation
 from megaspeed.model.attention import Angles
 from megaspeed.model.documents import boundaries_of_rows
@@ -26,11 +33,14 @@ from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.topology.activity import Activity
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training import worker
 from megaspeed.training.compilation import Compilation
 from megaspeed.training.rank_model import plain_model, tensor_axis
 from tests.model.tiny_gpt import DROPOUTS, gpt2, initialized, llama
-from tests.paper_gpu.fake_world import GPT2, LLAMA, fake_context, paper_run
+from tests.paper_gpu.fake_world import GPT2, LLAMA, fake_context, fake_rank, paper_run
 from tests.paper_gpu.recorder import Recorder
+from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture(autouse=True)
@@ -271,3 +281,41 @@ def test_a_compiled_backward_multiplies_while_it_communicates(split: bool) -> No
     if not split:
         column, row = ["mm", "sum", "mm", "wait_tensor"], ["mm", "mm"]
     assert order == [*row, *column] * 2
+
+
+def test_a_launch_releases_pythons_lock() -> None:
+    """torch's static launcher keeps the lock while CUDA's launch queue is full, so that no thread
+    could report why. torch does not use it: it does not even look at the kernel.
+    """
+    assert inductor_config.static_cuda_launcher_default(), "torch's own choice"
+    kernel: Any = None
+    launcher = StaticTritonCompileResult.can_statically_launch(
+        kernel, {}, {"device_type": "cuda"}, HeuristicType.POINTWISE
+    )
+    assert launcher is None
+
+
+@pytest.mark.parametrize(
+    ("tp", "split", "same"), [(2, False, True), (2, True, False), (1, False, False)]
+)
+def test_tensor_ranks_with_copies_choose_the_same_reductions(
+    pool: RankPool, tp: int, split: bool, same: bool
+) -> None:
+    """Both ranks add the gradient of a norm for themselves. If each measured which kernel is the
+    fastest, their sums could differ in the last bit.
+    """
+    run = paper_run(tp=tp, parallel={"sequence_parallel": split})
+    assert pool.run(1, choices_of_a_reduction, run) == [1 if same else 3]
+
+
+def choices_of_a_reduction(launch: LaunchEnvironment, run: Run) -> int:
+    """How many kernels a rank measures for a reduction."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "agree_to_compile", lambda *_: (True, None))
+        with fake_rank(run, rank=0):
+            meta = {"deterministic": inductor_config.deterministic}
+            choices: Any = [
+                SimpleNamespace(kwargs={"XBLOCK": 1, "R0_BLOCK": size}, num_warps=8, num_stages=1)
+                for size in (512, 1024, 2048)
+            ]
+            return len(filter_reduction_configs_for_determinism(meta, choices))

@@ -1,5 +1,6 @@
 """Start-up at thousands of ranks: the calls that all ranks make together are few and quick."""
 
+import json
 import os
 import resource
 import subprocess
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,8 @@ from megaspeed.topology.process_settings import (
     default_settings,
     open_files_of,
 )
+from megaspeed.training import pretrain
+from tests.support.tiny import GPT2
 
 GPU = torch.device("cuda", 0)
 TIMEOUT = timedelta(seconds=1800)
@@ -174,6 +178,36 @@ def test_torch_reads_the_allocators_variable_after_it_is_imported() -> None:
     )
     read = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert read.stdout.strip() == "expandable_segments:True"
+
+
+def test_the_variables_are_set_before_cuda_is_initialised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check for bf16, made for a warning, initialises CUDA before the ranks meet."""
+    for name in default_settings({}, "cuda"):
+        monkeypatch.setenv(name, "")  # restored at the end, also if it is not set now
+        monkeypatch.delenv(name)
+    seen: list[str | None] = []
+
+    def initialise() -> None:
+        seen.append(os.environ.get("PYTORCH_ALLOC_CONF"))
+        raise InterruptedError("CUDA is initialised here")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialise)
+    monkeypatch.setenv("MEGASPEED_CACHE", str(tmp_path / "cache"))
+    config = tmp_path / "tiny.json"
+    values = {
+        "model": GPT2,
+        "data": {"train": [str(Path(__file__).parents[2] / "LICENSE")], "sequence_length": 16},
+        "training": {"steps": 1, "run_dir": str(tmp_path / "run")},
+        "train_batch_size": 2,
+    }
+    config.write_text(json.dumps(values))
+    with pytest.raises(InterruptedError):
+        pretrain.main(["--config", str(config)])
+    assert seen == ["expandable_segments:True"]
 
 
 def test_too_few_open_files_for_rank_0_are_refused_with_the_numbers(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from megaspeed.topology import hang as module
 from megaspeed.topology.activity import Activity
 from megaspeed.topology.failure import Failures, RankLog
 from megaspeed.topology.grid import Grid
-from megaspeed.topology.hang import Survey
+from megaspeed.topology.hang import Survey, pending_collectives
 
 TIMEOUT = 12.0
 
@@ -122,3 +123,46 @@ def test_a_rank_that_has_ended_is_not_missed(clock: Clock) -> None:
         write_heartbeats(store, (turn, turn), (0, 0))
         assert survey.seconds_of_a_hang(store, TIMEOUT) is None
         clock.now += 1.0
+
+
+def recorded(name: str, number: int, retired: bool = False, **changes: Any) -> dict[str, Any]:
+    """An entry of torch 2.13's flight recorder, without the keys that nothing reads."""
+    return {
+        "process_group": ["7", "pp"],
+        "profiling_name": f"nccl:{name}",
+        "is_p2p": True,
+        "p2p_seq_id": number,
+        "collective_seq_id": 0,
+        "input_sizes": [] if name == "coalesced" else [[4, 1024, 2048]],
+        "retired": retired,
+        **changes,
+    }
+
+
+def test_messages_of_a_batch_that_is_done_are_not_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.13 records each message of a batch and then the batch, and retires only the batch.
+
+    So after a thousand steps every message of the pipeline would be "waited for", and the first
+    message of the run would be reported as the cause of a hang.
+    """
+    other = {"process_group": ["8", "dp"], "is_p2p": False, "collective_seq_id": 1}
+    entries = [
+        recorded("send 0->1", 1),
+        recorded("recv 0<-1", 1),
+        recorded("coalesced", 1, retired=True),
+        recorded("all_reduce", 1, retired=False, **other),
+        recorded("all_gather", 2, **{**other, "collective_seq_id": 2}),
+        recorded("ALLGATHER_coalesced", 2, retired=True, **{**other, "collective_seq_id": 2}),
+        recorded("send 0->1", 2),
+        recorded("coalesced", 2),
+    ]
+    answer = json.dumps({"entries": entries})
+    silent = json.dumps({"entries": []})
+    for name, text in zip(module._RECORDERS, (answer, silent), strict=True):
+        monkeypatch.setattr(module.c10d, name, lambda text=text, **_: text, raising=False)
+    size = "(4, 1024, 2048)"
+    assert pending_collectives() == [
+        f"nccl:all_reduce of {size}, number 1 in the dp group",
+        f"nccl:send 0->1 of {size}, number 2 in the pp group",
+        "nccl:coalesced of , number 2 in the pp group",
+    ]
