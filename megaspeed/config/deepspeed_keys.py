@@ -28,6 +28,16 @@ class OffloadConfig(Section):
     of `ulimit -l` is too low."""
 
 
+GATHER_ALIGNMENT = 128
+"""Bytes. ZeRO-3 gathers each parameter to an address that is a multiple of it: vectorized loads
+take 16 bytes, a line of a GPU's cache has 128."""
+
+
+def aligned_elements(elements: int, element_bytes: int) -> int:
+    """The elements from the start of a gathered parameter to the start of the next one."""
+    return -(-elements * element_bytes // GATHER_ALIGNMENT) * GATHER_ALIGNMENT // element_bytes
+
+
 class ZeroConfig(Section):
     """What ZeRO partitions over the data-parallel axis, and the sizes of its messages."""
 

@@ -14,8 +14,8 @@ pass after an optimizer step begins, and stay gathered until the next step.
 
 On a GPU the host never waits. A gather runs on its own stream, after everything that was launched
 before it: after the optimizer step that wrote the partitions, and after the layer before the
-current one, whose memory it may reuse. The copy of gathered data runs on the stream that computes.
-So at most two layers are gathered at a time, even if the host is far ahead of the device.
+current one, whose memory it may reuse. So at most two layers are gathered at a time, even if the
+host is far ahead of the device.
 
 These hooks replace those of DeepSpeed 0.19.8, which gathers each module separately, in an order
 that it records (partitioned_param_coordinator.py). With several micro-batches in flight the order
@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import AllgatherOptions
 
-from megaspeed.config.deepspeed_keys import ZeroConfig
+from megaspeed.config.deepspeed_keys import ZeroConfig, aligned_elements
 from megaspeed.model.gpt import GPT
 from megaspeed.topology.context import ParallelContext
 
@@ -42,13 +42,16 @@ from megaspeed.topology.context import ParallelContext
 class GatheredLayer:
     """Gathers and frees the parameters a, b, c, ... of a layer, which DeepSpeed has partitioned.
 
-        partitions of rank r    [ a_r | b_r | c_r ]
-        received                [ a_0 b_0 c_0 | a_1 b_1 c_1 | ... ]             one all-gather
-        gathered                [ a_0 a_1 ... | b_0 b_1 ... | c_0 c_1 ... ]     one copy
+        partitions of rank r    a_r    b_r    c_r
+        gathered                [ a_0 a_1 ... | b_0 b_1 ... | c_0 c_1 ... ]     one group of gathers
 
-    Each parameter is padded to a multiple of the number of ranks. A single parameter is received in
-    ``gathered`` directly. With one rank, the partitions are the parameters, and nothing is copied
-    unless they are offloaded.
+    Each parameter is padded to a multiple of the number of ranks, and gathered into a region of its
+    own. Regions start at multiples of ``GATHER_ALIGNMENT`` bytes, whatever the number of ranks:
+    kernels that Inductor compiled for aligned pointers fail at others, and cuBLAS falls back to
+    slow ones. All gathers of a layer are one collective, and what is received is not copied again.
+
+    With one rank, the partitions are the parameters, and nothing is copied unless they are
+    offloaded.
 
     While the layer is not gathered, its storage has 0 bytes, but remains the same storage object.
     So autograd may save a view of a weight from forward to backward (``weight.t()`` in a linear
@@ -68,23 +71,27 @@ class GatheredLayer:
         self._parameters = parameters
         self._group = group
         self._device = device
-        self._ranks = dist.get_world_size(group)
+        ranks = dist.get_world_size(group)
         self.elements: int = sum(parameter.ds_numel for parameter in self._parameters)
         """Elements of all parameters, without padding."""
-        self._sizes: list[int] = [parameter.partition_numel() for parameter in self._parameters]
+        sizes: list[int] = [ranks * parameter.partition_numel() for parameter in self._parameters]
         dtype = parameters[0].dtype if parameters else None
         self._empty = torch.empty(0, dtype=dtype, device=device)
         on_device = all(parameter.ds_tensor.device == device for parameter in parameters)
-        self._is_local = not parameters or (self._ranks == 1 and on_device)
-        self._gathered = torch.empty(self._ranks * sum(self._sizes), dtype=dtype, device=device)
-        regions = self._gathered.split([self._ranks * size for size in self._sizes])
-        self._rows = [region.view(self._ranks, -1) for region in regions]
+        self._is_local = not parameters or (ranks == 1 and on_device)
+        spaces = [aligned_elements(size, self._empty.element_size()) for size in sizes]
+        self._gathered = torch.empty(sum(spaces), dtype=dtype, device=device)
+        spaced = self._gathered.split(spaces)
+        self._regions = [space[:size] for space, size in zip(spaced, sizes, strict=True)]
+        rank = dist.get_rank(group)
+        self._own = [region.view(ranks, -1)[rank] for region in self._regions]
         self._views = [
             region[: parameter.ds_numel].view(parameter.ds_shape)
-            for region, parameter in zip(regions, self._parameters, strict=True)
+            for region, parameter in zip(self._regions, self._parameters, strict=True)
         ]
         self._free_memory()
-        self._received: Tensor | None = None
+        self.is_started = False
+        """Whether ``start`` was called, and ``finish`` was not."""
         self._work: Any = None
 
     @property
@@ -92,38 +99,32 @@ class GatheredLayer:
         """Whether all parameters have their values."""
         return all(p.ds_status is ZeroParamStatus.AVAILABLE for p in self._parameters)
 
-    @property
-    def is_started(self) -> bool:
-        """Whether ``start`` was called, and ``finish`` was not."""
-        return self._received is not None
-
     @torch.no_grad()
     def start(self) -> None:
-        """Start the all-gather on the current stream."""
+        """Allocate the memory on the current stream, and start to gather into it."""
+        self.is_started = not self._is_local
         if self._is_local:
             return
-        if self._ranks == 1 or len(self._parameters) == 1:
-            self._allocate_memory()
-            self._received = self._gathered
-        else:
-            self._received = torch.empty_like(self._gathered)
-        own = self._received.view(self._ranks, -1)[dist.get_rank(self._group)]
-        partitions = [p.ds_tensor.to(self._device, non_blocking=True) for p in self._parameters]
-        torch.cat(partitions, out=own)
-        if self._ranks > 1:
-            self._work = comm.allgather_fn(self._received, own, group=self._group, async_op=True)
+        self._gathered.untyped_storage().resize_(self._gathered.nbytes)
+        partitions = [
+            # What is offloaded is copied to its place among the partitions of all ranks.
+            p.ds_tensor if p.ds_tensor.device == self._device else own.copy_(p.ds_tensor, True)
+            for p, own in zip(self._parameters, self._own, strict=True)
+        ]
+        if len(self._regions[0]) > len(self._own[0]):
+            options = AllgatherOptions()
+            options.asyncOp = True
+            self._work = self._group.allgather_into_tensor_coalesced(
+                self._regions, partitions, options
+            )
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make the current stream wait for the all-gather, and set the parameters."""
+        """Make the current stream wait for the gathers, and set the parameters."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._received is not None and self._received is not self._gathered:
-            self._allocate_memory()
-            by_rank = self._received.view(self._ranks, -1)
-            torch.split_with_sizes_copy(by_rank, self._sizes, dim=1, out=self._rows)
-        self._received = None
+        self.is_started = False
         self.give_shapes()
         for parameter in self._parameters:
             parameter.ds_status = ZeroParamStatus.AVAILABLE
@@ -141,9 +142,6 @@ class GatheredLayer:
             parameter.data = self._empty
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         self._free_memory()
-
-    def _allocate_memory(self) -> None:
-        self._gathered.untyped_storage().resize_(self._gathered.nbytes)
 
     def _free_memory(self) -> None:
         self._gathered.untyped_storage().resize_(0)
@@ -176,9 +174,10 @@ class LayerGathers:
         self._config = config
         self._current: GatheredLayer | None = None
         self._accelerator = get_accelerator()
-        self._stream = (
-            None if self._accelerator.is_synchronized_device() else self._accelerator.Stream()
-        )
+        self._stream = None
+        if not self._accelerator.is_synchronized_device():
+            # A gather that is ready takes the next free multiprocessors from a large product.
+            self._stream = self._accelerator.Stream(priority=-1)
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(functools.partial(self._before_forward, index))
             layer.register_forward_hook(functools.partial(self._after_forward, index))

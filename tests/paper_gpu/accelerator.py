@@ -41,8 +41,11 @@ def _join(clock: Clock, other: Clock) -> None:
 class PaperStream:
     """A queue of work on the device."""
 
-    def __init__(self, accelerator: PaperAccelerator, name: str = "side") -> None:
+    def __init__(
+        self, accelerator: PaperAccelerator, name: str = "side", priority: int = 0
+    ) -> None:
         self._accelerator = accelerator
+        self.priority = priority
         self.number = accelerator.add(self)
         self.name = name
         self.clock: Clock = {self.number: 0}
@@ -147,7 +150,7 @@ class PaperAccelerator(CPU_Accelerator):
 
     @property
     def Stream(self) -> Any:
-        return lambda *args, **kwargs: PaperStream(self)
+        return lambda device=None, priority=0: PaperStream(self, priority=priority)
 
     @property
     def Event(self) -> Any:

@@ -22,7 +22,12 @@ from tests.paper_gpu.accelerator import PaperAccelerator
 from tests.paper_gpu.recorder import NO_KERNEL, caller
 
 # What a call of a process group writes: the index of the argument. Others write all they are given.
-_WRITTEN = {"c10d::send": (), "c10d::_allgather_base_": (0,), "c10d::_reduce_scatter_base_": (0,)}
+_WRITTEN = {
+    "c10d::send": (),
+    "c10d::_allgather_base_": (0,),
+    "c10d::allgather_into_tensor_coalesced_": (0,),
+    "c10d::_reduce_scatter_base_": (0,),
+}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from tests.paper_gpu.paper_step import paper_step, step_of
 from tests.support.rank_pool import RankPool
 
 
-def _launches(launch: LaunchEnvironment, model: dict[str, Any], stage: int) -> tuple[float, float]:
+def _launches(
+    launch: LaunchEnvironment, model: dict[str, Any], stage: int, dp: int
+) -> tuple[float, float]:
     """Kernels for each block: in each micro-batch, and once a step."""
     by_block = []
     for micro_batches in (2, 4):
@@ -23,6 +25,7 @@ def _launches(launch: LaunchEnvironment, model: dict[str, Any], stage: int) -> t
                 launch,
                 0,
                 {
+                    "dp": dp,
                     "model": {**model, "num_hidden_layers": blocks},
                     "gradient_accumulation_steps": micro_batches,
                     "zero_optimization": {"stage": stage},
@@ -37,14 +40,25 @@ def _launches(launch: LaunchEnvironment, model: dict[str, Any], stage: int) -> t
 
 # A GPT-2 block has 12 parameters, a Llama block 6.
 @pytest.mark.parametrize(
-    ("model", "stage", "each_micro_batch", "each_step"),
-    [(GPT2, 1, 41, 0), (GPT2, 3, 41, 0), (LLAMA, 1, 111, 0), (LLAMA, 3, 111, 0)],
-    ids=["gpt2-zero1", "gpt2-zero3", "llama-zero1", "llama-zero3"],
+    ("model", "stage", "dp", "each_micro_batch", "each_step"),
+    [
+        (GPT2, 1, 1, 41, 0),
+        (GPT2, 3, 1, 41, 0),
+        (GPT2, 3, 2, 31, 0),  # nothing is copied to be gathered, nor after it
+        (LLAMA, 1, 1, 111, 0),
+        (LLAMA, 3, 1, 111, 0),
+    ],
+    ids=["gpt2-zero1", "gpt2-zero3", "gpt2-zero3-gathered", "llama-zero1", "llama-zero3"],
 )
 def test_kernels_of_a_block(
-    pool: RankPool, model: dict[str, Any], stage: int, each_micro_batch: int, each_step: int
+    pool: RankPool,
+    model: dict[str, Any],
+    stage: int,
+    dp: int,
+    each_micro_batch: int,
+    each_step: int,
 ) -> None:
-    ((each, once),) = pool.run(1, _launches, model, stage)
+    ((each, once),) = pool.run(1, _launches, model, stage, dp)
     assert each <= each_micro_batch
     assert once <= each_step
 

@@ -1,13 +1,17 @@
 """ZeRO-3 gathers a layer when a pass enters it and frees it when the pass leaves it."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
@@ -149,7 +153,7 @@ def test_there_is_room_for_exactly_so_many(pool: RankPool, text: Path, cache: Pa
 def layers_in_memory(rank: OneRank) -> tuple[int, int]:
     """(layers of which this rank has gathered memory, bytes of it)."""
     gathers: Any = rank.engine._gathers
-    held = [bytes_of([layer._gathered, layer._received]) for layer in gathers._layers]
+    held = [bytes_of([layer._gathered]) for layer in gathers._layers]
     return sum(size > 0 for size in held), sum(held)
 
 
@@ -198,6 +202,44 @@ def test_two_layers_are_gathered_at_a_time_however_many_micro_batches_are_in_fli
     for during, between in pool.run(4, most_layers_in_memory, run, tiny_corpus(run, cache)):
         assert during == most
         assert between == 0
+
+
+def _parameter(shape: tuple[int, ...], ranks: int) -> SimpleNamespace:
+    """A parameter as DeepSpeed partitions it: each rank has an equal part, the last one padded."""
+    partition = torch.zeros(-(-math.prod(shape) // ranks), dtype=torch.bfloat16)
+    return SimpleNamespace(
+        dtype=partition.dtype,
+        ds_numel=math.prod(shape),
+        ds_shape=torch.Size(shape),
+        ds_tensor=partition,
+        partition_numel=partition.numel,
+    )
+
+
+def places_of_a_block(launch: LaunchEnvironment, ranks: int) -> list[tuple[int, tuple[int, ...]]]:
+    """(bytes from the start of the gathered layer, shape) of GPT-2's matrices and biases."""
+    shapes = [(192, 64), (192,), (64, 64), (64,), (256, 64), (256,), (64, 256), (64,)]
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=ranks)
+    assert dist.group.WORLD is not None
+    parameters = [_parameter(shape, ranks) for shape in shapes]
+    layer = GatheredLayer(parameters, dist.group.WORLD, torch.device("cpu"))
+    layer.start()
+    layer.finish()
+    dist.destroy_process_group()
+    found: list[Any] = [parameter.data for parameter in parameters]
+    assert [tuple(view.shape) for view in found] == shapes
+    begin = found[0].untyped_storage().data_ptr()
+    # This rank, 1, has the second part of every parameter.
+    assert layer._own[0].data_ptr() == begin + 2 * parameters[0].partition_numel()
+    return [(view.data_ptr() - begin, tuple(view.shape)) for view in found]
+
+
+@pytest.mark.parametrize("ranks", range(2, 17))
+def test_gathered_parameters_are_aligned_at_any_number_of_ranks(pool: RankPool, ranks: int) -> None:
+    """Packed one after another, parameters lost their alignment at 3, 5, 6, 7, 9, 10, ... ranks."""
+    ((first, *others),) = pool.run(1, places_of_a_block, ranks)
+    assert first == (0, (192, 64))
+    assert [place % 128 for place, _ in others] == [0] * len(others)
 
 
 # --- what autograd keeps --------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from megaspeed.config.deepspeed_keys import aligned_elements
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Precision, Run
 from megaspeed.config.run import Compression
@@ -406,8 +407,6 @@ class GatheredBytes:
     """ZeRO-3: bytes of gathered parameters on a rank while a pass computes one layer."""
 
     at_work: int = 0  # the layer's parameters
-    # The receive buffer of the all-gather, until the parameters are copied out of it.
-    arriving: int = 0
     ahead: int = 0  # the next layer's parameters, which are prefetched while this layer computes
 
 
@@ -421,13 +420,10 @@ def gathered_in_pass(
     """Gathered bytes at each layer, in the order of the forward pass for both directions.
 
     A forward gathers every layer once. A backward gathers neither the embedding nor the weight of
-    the head, because the forward of the loss computes the head's gradient. A gather is
-
-        partition of every rank --all-gather--> arriving --copy--> the layer's parameters
-
-    If a layer has one parameter, it is received in its final place. With one data rank, partitions
-    are complete parameters, so nothing is gathered. Only offloaded partitions are copied to the
-    device, unless the rank computes on the CPU (``on_host``).
+    the head, because the forward of the loss computes the head's gradient. Each parameter is
+    received in its final place, which is aligned. With one data rank, partitions are complete
+    parameters, so nothing is gathered. Only offloaded partitions are copied to the device, unless
+    the rank computes on the CPU (``on_host``).
     """
     zero, dp = run.config.zero_optimization, run.grid.dp
     by_layer = _gathered_by_layer(run, parameters)
@@ -438,13 +434,14 @@ def gathered_in_pass(
         return [GatheredBytes() for _ in layers]
 
     def size(layer: Sequence[LocalParameter]) -> int:
-        return _padded(run, layer) * BYTES_OF[run.precision]
+        element = BYTES_OF[run.precision]
+        regions = (dp * partition_elements(parameter, dp) for parameter in layer)
+        return element * sum(aligned_elements(region, element) for region in regions)
 
     following = [*layers[1:], []] if direction == "forward" else [[], *layers[:-1]]
     return [
         GatheredBytes(
             at_work=size(layer),
-            arriving=size(layer) if dp > 1 and len(layer) > 1 else 0,
             ahead=size(later) if zero.prefetches(elements_of(layer), elements_of(later)) else 0,
         )
         for layer, later in zip(layers, following, strict=True)

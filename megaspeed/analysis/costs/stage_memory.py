@@ -149,13 +149,11 @@ class _Step:
             ledger.hold("activations", self._hidden)
         for layer in self._layers:
             memory, gathered = layer.memory, layer.forward
-            with ledger.briefly("communication_buffers", gathered.at_work):
-                ledger.touch("communication_buffers", gathered.arriving)
-                with ledger.briefly("communication_buffers", gathered.ahead):
-                    ledger.hold("activations", memory.kept)
-                    if layer.is_head:
-                        ledger.hold("communication_buffers", self._head_gradient)
-                    ledger.touch("activations", memory.forward_working)
+            with ledger.briefly("communication_buffers", gathered.at_work + gathered.ahead):
+                ledger.hold("activations", memory.kept)
+                if layer.is_head:
+                    ledger.hold("communication_buffers", self._head_gradient)
+                ledger.touch("activations", memory.forward_working)
         return ledger
 
     def _backward(self, *, others: int, first: bool) -> _Ledger:
@@ -167,8 +165,6 @@ class _Step:
             ledger.hold("activations", self._hidden)  # the previous gradient, still in flight
         reductions = _Reductions(self._run, self._parameters, self._buckets, ledger)
         for layer in reversed(self._layers):
-            with ledger.briefly("communication_buffers", layer.backward.at_work):
-                ledger.touch("communication_buffers", layer.backward.arriving)
             at_work = layer.backward.at_work + layer.backward.ahead
             with ledger.briefly("communication_buffers", at_work):
                 with (

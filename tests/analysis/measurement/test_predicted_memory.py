@@ -237,7 +237,7 @@ def test_the_peak_of_a_step(pool: RankPool, text: Path, cache: Path, name: str) 
 def test_the_peak_falls_from_zero_stage_to_zero_stage(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    """Eight blocks: ZeRO-3 has two of them gathered at a time, and two more on their way."""
+    """Eight blocks: ZeRO-3 has two of them gathered at a time."""
     model = {**FEW_TOKENS["model"], "hidden_size": 64, "num_hidden_layers": 8}
     peaks = []
     for zero_stage in range(4):
