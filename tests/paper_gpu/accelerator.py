@@ -33,7 +33,8 @@ Clock = dict[int, int]
 """Stream number -> how much of its work is known to be done."""
 
 
-def _join(clock: Clock, other: Clock) -> None:
+def join(clock: Clock, other: Clock) -> None:
+    """Adds to a clock what another one knows to be done."""
     for stream, time in other.items():
         clock[stream] = max(clock.get(stream, 0), time)
 
@@ -52,19 +53,19 @@ class PaperStream:
 
     def launch(self) -> int:
         """One more piece of work, after all that the host knows of; returns its time."""
-        _join(self.clock, self._accelerator.host_clock)
+        join(self.clock, self._accelerator.host_clock)
         self.clock[self.number] += 1
         return self.clock[self.number]
 
     def synchronize(self) -> None:
         self._accelerator.waits["device", f"{caller()} {self.name} stream"] += 1
-        _join(self._accelerator.host_clock, self.clock)
+        join(self._accelerator.host_clock, self.clock)
 
     def wait_stream(self, other: PaperStream) -> None:
-        _join(self.clock, other.clock)
+        join(self.clock, other.clock)
 
     def wait_event(self, event: PaperEvent) -> None:
-        _join(self.clock, event.clock)
+        join(self.clock, event.clock)
 
     def record_event(self, event: PaperEvent | None = None) -> PaperEvent:
         event = event or PaperEvent(self._accelerator)
@@ -93,7 +94,7 @@ class PaperEvent:
 
     def synchronize(self) -> None:
         self._accelerator.waits["event", caller()] += 1
-        _join(self._accelerator.host_clock, self.clock)
+        join(self._accelerator.host_clock, self.clock)
 
     def elapsed_time(self, end: PaperEvent) -> float:
         return 1.0  # milliseconds; DeepSpeed divides by it
@@ -140,7 +141,7 @@ class PaperAccelerator(CPU_Accelerator):
     def synchronize(self, device_index: int | None = None) -> None:
         self.waits["device", f"{caller()} whole device"] += 1
         for stream in self._streams:
-            _join(self.host_clock, stream.clock)
+            join(self.host_clock, stream.clock)
 
     def current_device(self) -> int:
         return 0

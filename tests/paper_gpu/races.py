@@ -4,6 +4,10 @@ Every operation of torch is a launch on the current stream. It reads its inputs 
 schema says. Two accesses to overlapping memory, at least one of them a write, race if neither is
 known to be done when the other starts: if the vector clock of the later one does not contain the
 earlier one's time.
+
+An asynchronous collective, and every send and receive, is a launch on the stream of its group, as
+in NCCL. It starts after the current stream's work, and the stream that calls ``work.wait()``
+continues after it. A collective that is not asynchronous runs on the current stream.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.paper_gpu.accelerator import PaperAccelerator
-from tests.paper_gpu.recorder import NO_KERNEL, caller
+from tests.paper_gpu.accelerator import Clock, PaperAccelerator, PaperStream, join
+from tests.paper_gpu.recorder import NO_KERNEL, caller, group_in
 
 # What a call of a process group writes: the index of the argument. Others write all they are given.
 _WRITTEN = {
@@ -54,7 +60,29 @@ class RaceFinder(TorchDispatchMode):
         self._accelerator = accelerator
         self._accesses: dict[int, list[_Access]] = defaultdict(list)
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no key is reused
+        self._streams: dict[str, PaperStream] = {}
+        self._works: dict[int, tuple[dist.Work, Clock]] = {}  # kept alive for the same reason
         self.races: Counter[tuple[str, str]] = Counter()
+
+    def __enter__(self) -> RaceFinder:
+        self._wait, finder = FakeWork.wait, self
+
+        def wait(work: FakeWork, *args: Any) -> Any:
+            finder.join(work)
+            return finder._wait(work, *args)
+
+        FakeWork.wait = wait  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        FakeWork.wait = self._wait  # type: ignore[method-assign]
+
+    def join(self, work: dist.Work) -> None:
+        """The current stream waits for a collective."""
+        _, clock = self._works.pop(id(work), (None, {}))
+        join(self._accelerator.current_stream().clock, clock)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -63,19 +91,39 @@ class RaceFinder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if name.partition("::")[2] not in NO_KERNEL:
             where = f"{caller()} {name}"
-            self._accelerator.current_stream().launch()
+            stream = self._stream_of(function._schema, args, kwargs or {})
+            stream.launch()
             for tensor, write in _touched(function._schema, args, kwargs or {}, result):
-                self._touch(tensor, write, where)
+                self._touch(tensor, write, where, stream)
+            if stream is not self._accelerator.current_stream():
+                boxed = result[-1] if isinstance(result, tuple) else result
+                work = dist.Work.unbox(boxed)
+                self._works[id(work)] = work, dict(stream.clock)
             if name == "c10d::allreduce_" and "exchange" in where:
                 # The host reads what it exchanged, which the dispatcher does not see on a CPU.
                 self._accelerator.host_clock.update(self._accelerator.current_stream().clock)
         return result
 
-    def _touch(self, tensor: Tensor, write: bool, where: str) -> None:
+    def _stream_of(
+        self, schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> PaperStream:
+        """The stream of an operation; a group's own starts after the current stream's work."""
+        current = self._accelerator.current_stream()
+        if not schema.name.startswith("c10d::"):
+            return current
+        given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)}
+        if not (given | dict(kwargs)).get("async_op", True):
+            return current
+        group = group_in(args).group_name
+        if group not in self._streams:
+            self._streams[group] = PaperStream(self._accelerator, name=f"group {group}")
+        join(self._streams[group].clock, current.clock)
+        return self._streams[group]
+
+    def _touch(self, tensor: Tensor, write: bool, where: str, stream: PaperStream) -> None:
         storage = tensor.untyped_storage()
         if tensor.numel() == 0 or storage.nbytes() == 0:
             return
-        stream = self._accelerator.current_stream()
         size = tensor.element_size()
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         start = int(tensor.storage_offset()) * size

@@ -156,14 +156,18 @@ def caller() -> str:
     return "elsewhere"
 
 
-def _message(operator: str, args: Sequence[Any]) -> Message:
-    group = next(
+def group_in(args: Sequence[Any]) -> dist.ProcessGroup:
+    """The process group among the arguments of a ``c10d`` operator."""
+    return next(
         dist.ProcessGroup.unbox(argument)
         for argument in args
         if isinstance(argument, torch.ScriptObject)
         and str(argument._type()).endswith("ProcessGroup")
     )
-    ranks = tuple(dist.get_process_group_ranks(group))
+
+
+def _message(operator: str, args: Sequence[Any]) -> Message:
+    ranks = tuple(dist.get_process_group_ranks(group_in(args)))
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     described = tuple((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors)
     place = _PEERS.get(operator)

@@ -4,10 +4,10 @@ A wait that is removed makes a step faster and may let the next forward gather w
 still being written. On a GPU the loss then differs a little, sometimes.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.accelerator import PaperStream, paper_accelerator
@@ -65,12 +65,12 @@ def test_no_two_streams_race(pool: RankPool, case: str) -> None:
     assert pool.run(1, _races, ALL_CASES[case]) == [[]]
 
 
-def _races_without_order(launch: LaunchEnvironment, waits: Callable[..., bool]) -> list[str]:
-    """Both ends of all races, if a stream waits for another only where ``waits`` allows it."""
+def _races_of_gathers_that_wait_for_nothing(launch: LaunchEnvironment) -> list[str]:
+    """Both ends of all races, if the stream of gathers does not wait for the one that computes."""
     wait_stream = PaperStream.wait_stream
 
     def sometimes(stream: PaperStream, other: PaperStream) -> None:
-        if "layer_gathers" not in caller() or waits(stream):
+        if "layer_gathers" not in caller() or stream.name == "default":
             wait_stream(stream, other)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -78,25 +78,44 @@ def _races_without_order(launch: LaunchEnvironment, waits: Callable[..., bool]) 
         return [f"{first} | {then}" for first, then in _races(launch, zero(3))]
 
 
-def _is_the_streams_own(stream: PaperStream) -> bool:
-    return stream.name != "default"
-
-
-def _computes(stream: PaperStream) -> bool:
-    return stream.name == "default"
-
-
 def test_a_gather_that_waits_for_nothing_races_with_the_step_and_with_the_layer_before(
     pool: RankPool,
 ) -> None:
-    (races,) = pool.run(1, _races_without_order, _computes)
+    (races,) = pool.run(1, _races_of_gathers_that_wait_for_nothing)
     assert any("_reassign_or_swap_out" in race for race in races), "partitions being written"
     assert any("aten::" in race and "layer_gathers" in race for race in races)
 
 
-def test_a_layer_that_does_not_wait_for_its_gather_races_with_it(pool: RankPool) -> None:
-    (races,) = pool.run(1, _races_without_order, _is_the_streams_own)
-    assert any("allgather" in race and "aten::" in race for race in races)
+def _races_without_joins(
+    launch: LaunchEnvironment, file: str, changes: dict[str, Any]
+) -> list[str]:
+    """Both ends of all races, if the code of this file does not wait for its collectives."""
+    join = RaceFinder.join
+
+    def sometimes(finder: RaceFinder, work: dist.Work) -> None:
+        if file not in caller():
+            join(finder, work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RaceFinder, "join", sometimes)
+        return [f"{first} | {then}" for first, then in _races(launch, changes)]
+
+
+@pytest.mark.parametrize(
+    ("file", "case"),
+    [
+        ("zero/layer_gathers", "zero3"),
+        ("zero/buckets", "zero3"),
+        ("zero/buckets", "zero2-overlap"),
+        ("pipeline/p2p", "3d-last"),
+        ("tensor_parallel/collectives", "3d-last"),
+    ],
+)
+def test_a_collective_that_nobody_waits_for_races_with_what_uses_its_result(
+    pool: RankPool, file: str, case: str
+) -> None:
+    (races,) = pool.run(1, _races_without_joins, file, ALL_CASES[case])
+    assert any(file in race and "c10d::" in race for race in races)
 
 
 def _gathered_memory_kept_for_a_stream(launch: LaunchEnvironment) -> int:
