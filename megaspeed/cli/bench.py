@@ -14,7 +14,7 @@ from megaspeed.cli.measuring import (
 )
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_command, load, positive, say
 
-_PEERS = ("hf-deepspeed", "fsdp2", "ddp", "deepspeed-pipeline")
+_PEERS = ("plain", "hf-deepspeed", "fsdp2", "ddp", "deepspeed-pipeline")
 
 
 def add_to(commands: Any) -> None:
@@ -27,6 +27,14 @@ def add_to(commands: Any) -> None:
         metavar="PEER",
         help=f"{', '.join(_PEERS)} (all that can train the run)",
     )
+    parser.add_argument(
+        "--omit",
+        nargs="+",
+        choices=("megaspeed", "host-bound"),
+        default=[],
+        metavar="PART",
+        help="megaspeed or host-bound: the peers alone, or the run's workload alone",
+    )
     parser.add_argument("--turns", type=positive, default=5, help="turns of each contestant (5)")
     parser.add_argument("--steps", type=positive, default=10, help="timed steps of each turn (10)")
     add_results_options(parser, "bench", each="turn")
@@ -35,7 +43,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Lets the contestants take their turns, then shows and writes the figures."""
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
-    from megaspeed.analysis.bench.contest import choose_peers, hold_contest
+    from megaspeed.analysis.bench.contest import choose_peers, contestants_of, hold_contest
     from megaspeed.analysis.bench.report import as_json, as_markdown, draw_chart
     from megaspeed.analysis.bench.result import BenchResult
     from megaspeed.analysis.turns import share_of_others
@@ -47,10 +55,11 @@ def run(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     peers = [peer for peer, reason in reasons.items() if reason is None]
     share = share_of_others()
-    with BarOrLines(options.turns * (1 + len(peers))) as bar:
+    with BarOrLines(options.turns * len(contestants_of(peers, options.omit))) as bar:
         contestants, runs, stopped = hold_contest(
             run,
             peers,
+            omitted=options.omit,
             turns=options.turns,
             steps=options.steps,
             device_type=device_type,

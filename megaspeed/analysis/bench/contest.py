@@ -1,8 +1,11 @@
 """Which peers can train a run, and the turns that the contestants take.
 
-    turn 1    megaspeed   hf-deepspeed   fsdp2   ddp       each a launch of its own, which trains
-    turn 2    megaspeed   hf-deepspeed   fsdp2   ddp       1. the host-bound workload
-    ...                                                    2. the run
+    turn 1    megaspeed   hf-deepspeed defaults   hf-deepspeed guide   ddp    each a launch of its
+    turn 2    megaspeed   hf-deepspeed defaults   hf-deepspeed guide   ddp    own, which trains
+    ...                                                                1. the host-bound workload
+                                                                       2. the run
+
+A peer whose guide recommends other settings than its defaults takes turns with both.
 
 The host-bound workload has the run's depth, layout, dtype and micro-batches, but its blocks are so
 narrow and its samples so short that a step takes as long as the host needs to launch it.
@@ -11,13 +14,13 @@ narrow and its samples so short that a step takes as long as the host needs to l
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megaspeed.analysis.bench.peers import PeerName
+from megaspeed.analysis.bench.peers import PEERS, WITH_A_GUIDE, PeerName, Settings
 from megaspeed.analysis.bench.turn import WARM_UP_STEPS, Device, Turn, train_megaspeed, train_peer
 from megaspeed.analysis.local_ranks import DeviceType, run_on_ranks
 from megaspeed.analysis.turns import take_turns
@@ -30,7 +33,6 @@ from megaspeed.data.corpus import prepare_corpus
 from megaspeed.topology.launch import free_port
 
 MEGASPEED = "megaspeed"
-PEERS: tuple[PeerName, ...] = ("hf-deepspeed", "fsdp2", "ddp", "deepspeed-pipeline")
 RUN, HOST_BOUND = "run", "host-bound"
 
 _TINY_WIDTH, _TINY_HEADS, _TINY_TOKENS, _TINY_VOCABULARY = 64, 4, 16, 512
@@ -39,12 +41,18 @@ _TINY_CORPUS_TOKENS = 1 << 16
 
 @dataclass
 class Contestant:
-    """megaspeed or a peer, and what its turns measured."""
+    """megaspeed, or a peer with some settings, and what its turns measured."""
 
     name: str
-    turns: dict[str, list[list[Turn]]]  # workload -> turn -> rank
-    devices: list[Device]  # of each rank in each turn
+    settings: Settings | None  # None if there are no others
+    turns: dict[str, list[list[Turn]]] = field(default_factory=dict)  # workload -> turn -> rank
+    devices: list[Device] = field(default_factory=list)  # of each rank in each turn
     failure: str | None = None  # why a turn failed; the contestant takes no turn after it
+
+    @property
+    def title(self) -> str:
+        """Unique among the contestants."""
+        return self.name if self.settings is None else f"{self.name} {self.settings}"
 
 
 def choose_peers(run: Run, names: Sequence[PeerName] | None) -> dict[PeerName, str | None]:
@@ -84,7 +92,7 @@ def _refusal(peer: PeerName, run: Run) -> str | None:
                 "its ZeRO stage is at most 1, but zero_optimization.stage is "
                 f"{run.zero_stage}; set it to 0 or 1"
             )
-    if peer in ("ddp", "fsdp2"):
+    if peer in ("plain", "ddp", "fsdp2"):
         return None
     parallel = config.parallel
     if parallel.activation_checkpointing == "selective" or parallel.recomputed_blocks is not None:
@@ -143,10 +151,20 @@ def host_bound(run: Run, tokens: Path) -> Run:
     return _resolved(run, values)
 
 
+def contestants_of(peers: Sequence[PeerName], omitted: Sequence[str]) -> list[Contestant]:
+    """Those of a turn: megaspeed, unless it is omitted, and each peer with its settings."""
+    both: tuple[Settings, ...] = ("defaults", "guide")
+    listed = [] if MEGASPEED in omitted else [Contestant(MEGASPEED, None)]
+    for peer in peers:
+        listed += [Contestant(peer, each) for each in (both if peer in WITH_A_GUIDE else (None,))]
+    return listed
+
+
 def hold_contest(
     run: Run,
     peers: Sequence[PeerName],
     *,
+    omitted: Sequence[str] = (),
     turns: int,
     steps: int,
     device_type: DeviceType,
@@ -156,24 +174,32 @@ def hold_contest(
 ) -> tuple[list[Contestant], dict[str, Run], bool]:
     """Lets megaspeed and the peers take turns, each of ``steps`` timed steps of each workload.
 
-    Each of the peers can train the run. ``folder`` exists; the output of each turn's ranks goes to
-    a file in its ``logs``. The time limit is that of one turn. For ``on_turn``, see ``take_turns``.
+    Each of the peers can train the run. ``omitted`` may name megaspeed and the host-bound workload.
+    ``folder`` exists; the output of each turn's ranks goes to a file in its ``logs``. The time
+    limit is that of one turn. For ``on_turn``, see ``take_turns``.
 
     Returns the contestants, the run of each workload, and whether Ctrl-C or a signal has stopped
     them. If no turn had ended by then, KeyboardInterrupt is raised.
     """
-    names = [MEGASPEED, *peers]
+    listed = {each.title: each for each in contestants_of(peers, omitted)}
     with tempfile.TemporaryDirectory(prefix="turns-", dir=folder) as name:
         place = Path(name)
         both = {HOST_BOUND: host_bound(run, place / "tokens.bin"), RUN: run}
-        runs = {workload: _benchmarked(each, steps) for workload, each in both.items()}
+        runs = {
+            workload: _benchmarked(each, steps)
+            for workload, each in both.items()
+            if workload not in omitted
+        }
         corpora = [
             prepare_corpus(each.config.data, each.config.model.vocab_size) for each in runs.values()
         ]
 
-        def launch(name: str, number: int, log: Path) -> Sequence[tuple[list[Turn], Device]]:
-            part: tuple[Any, ...] = (train_peer, name, [*runs.values()], corpora, steps)
-            if name == MEGASPEED:
+        def launch(title: str, number: int, log: Path) -> Sequence[tuple[list[Turn], Device]]:
+            each = listed[title]
+            part: tuple[Any, ...] = (
+                *(train_peer, each.name, each.settings, [*runs.values()], corpora, steps),
+            )
+            if title == MEGASPEED:
                 part = (train_megaspeed, _configs(runs, place, number), steps, run.precision)
             return run_on_ranks(
                 *part,
@@ -184,19 +210,19 @@ def hold_contest(
             )
 
         results, failures, stopped = take_turns(
-            names, turns, launch, folder=folder, on_turn=on_turn
+            [*listed], turns, launch, folder=folder, on_turn=on_turn
         )
     contestants = [
-        Contestant(
-            name,
-            {
-                workload: [[turns[index] for turns, _ in ranks] for ranks in results[name]]
+        replace(
+            each,
+            turns={
+                workload: [[turns[index] for turns, _ in ranks] for ranks in results[title]]
                 for index, workload in enumerate(runs)
             },
-            [device for ranks in results[name] for _, device in ranks],
-            failures.get(name),
+            devices=[device for ranks in results[title] for _, device in ranks],
+            failure=failures.get(title),
         )
-        for name in names
+        for title, each in listed.items()
     ]
     return contestants, runs, stopped
 

@@ -1,6 +1,7 @@
-"""One training step of each peer, set up as the peer's documentation recommends.
+"""One training step of each peer, with its defaults and as its guide recommends.
 
     peer                 model               engine
+    plain                megaspeed's         torch alone: what a step takes without communication
     hf-deepspeed         transformers'       deepspeed.initialize, with the run's ZeRO stage
     fsdp2                megaspeed's         torch's fully_shard on each layer
     ddp                  megaspeed's         torch's DistributedDataParallel
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaspeed.analysis.compare.baselines import Ddp, Fsdp2
+from megaspeed.analysis.compare.baselines import Ddp, Fsdp2, Plain
 from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES, GPT
@@ -29,7 +30,8 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.training.rank_model import parameter_groups, set_matmul_precision
 from megaspeed.training.worker import Load
 
-PeerName = Literal["hf-deepspeed", "fsdp2", "ddp", "deepspeed-pipeline"]
+PeerName = Literal["plain", "hf-deepspeed", "fsdp2", "ddp", "deepspeed-pipeline"]
+Settings = Literal["defaults", "guide"]
 
 Step = Callable[[Load, float], Tensor]
 """Trains on micro-batches, at a learning rate. Returns this rank's mean loss, on the device."""
@@ -46,11 +48,13 @@ _KEYS_OF_THE_RUN = (
 )
 
 
-def make_step(peer: PeerName, run: Run, context: ParallelContext) -> Step:
+def make_step(
+    peer: PeerName, settings: Settings | None, run: Run, context: ParallelContext
+) -> Step:
     """Builds the peer's model and engine. A collective."""
     set_matmul_precision(run.config.training, context.device)
     torch.manual_seed(run.config.training.seed)
-    return _PEERS[peer](run, context)
+    return _PEERS[peer](run, context, settings)
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -68,7 +72,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
         group["lr"] = learning_rate
 
 
-def _torch_step(engine: Ddp | Fsdp2, run: Run) -> Step:
+def _torch_step(engine: Plain | Fsdp2, run: Run) -> Step:
     """The loop of torch's tutorials: gradients are reduced in the last micro-batch of a step, or
     in each one if FSDP2's are and the run is configured so.
     """
@@ -94,15 +98,19 @@ def _torch_step(engine: Ddp | Fsdp2, run: Run) -> Step:
     return step
 
 
-def _ddp(run: Run, context: ParallelContext) -> Step:
+def _plain(run: Run, context: ParallelContext, _: Settings | None) -> Step:
+    return _torch_step(Plain(run, context), run)
+
+
+def _ddp(run: Run, context: ParallelContext, _: Settings | None) -> Step:
     return _torch_step(Ddp(run, context), run)
 
 
-def _fsdp2(run: Run, context: ParallelContext) -> Step:
-    return _torch_step(Fsdp2(run, context), run)
+def _fsdp2(run: Run, context: ParallelContext, settings: Settings | None) -> Step:
+    return _torch_step(Fsdp2(run, context, guided=settings == "guide"), run)
 
 
-def _hf_deepspeed(run: Run, context: ParallelContext) -> Step:
+def _hf_deepspeed(run: Run, context: ParallelContext, settings: Settings | None) -> Step:
     """A user's loop over ``deepspeed.initialize(AutoModelForCausalLM)``."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -113,7 +121,7 @@ def _hf_deepspeed(run: Run, context: ParallelContext) -> Step:
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[run.precision])
     if run.config.parallel.activation_checkpointing == "full":
         model.gradient_checkpointing_enable()
-    engine, optimizer = _deepspeed_engine(run, model)
+    engine, optimizer = _deepspeed_engine(run, model, settings)
     engine.train()
 
     def step(load: Load, learning_rate: float) -> Tensor:
@@ -130,7 +138,7 @@ def _hf_deepspeed(run: Run, context: ParallelContext) -> Step:
     return step
 
 
-def _deepspeed_pipeline(run: Run, context: ParallelContext) -> Step:
+def _deepspeed_pipeline(run: Run, context: ParallelContext, settings: Settings | None) -> Step:
     """The loop of DeepSpeed's pipeline tutorial: ``train_batch`` over an iterator."""
     _prepare_deepspeed()
     from deepspeed.pipe import PipelineModule
@@ -142,7 +150,7 @@ def _deepspeed_pipeline(run: Run, context: ParallelContext) -> Step:
         partition_method="type:_Block",
         activation_checkpoint_interval=0,  # the blocks do it themselves
     )
-    engine, optimizer = _deepspeed_engine(run, model)
+    engine, optimizer = _deepspeed_engine(run, model, settings)
 
     def micro_batches(load: Load) -> Iterator[tuple[Tensor, Tensor]]:
         for m in range(run.batch.gradient_accumulation_steps):
@@ -232,7 +240,9 @@ def _prepare_deepspeed() -> None:
     deepspeed.init_distributed()
 
 
-def _deepspeed_engine(run: Run, model: nn.Module) -> tuple[Any, torch.optim.AdamW]:
+def _deepspeed_engine(
+    run: Run, model: nn.Module, settings: Settings | None
+) -> tuple[Any, torch.optim.AdamW]:
     _prepare_deepspeed()
     import deepspeed
 
@@ -243,25 +253,27 @@ def _deepspeed_engine(run: Run, model: nn.Module) -> tuple[Any, torch.optim.Adam
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = _adamw([group for group in groups if group["params"]], run)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_json(run))
+    config = deepspeed_json(run, settings)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine, optimizer
 
 
-def deepspeed_json(run: Run) -> dict[str, Any]:
-    """The run's stage, batch and dtypes, with the portions that transformers' guide recommends.
+def deepspeed_json(run: Run, settings: Settings | None) -> dict[str, Any]:
+    """The run's stage, batch and dtypes, with DeepSpeed's defaults or as transformers' guide says.
 
     Source: https://huggingface.co/docs/transformers/deepspeed, "ZeRO configuration", whose "auto"
     values follow from the hidden size. Logs and timers that wait for the device are off.
     """
     hidden = run.config.model.hidden_size
     values = run.config.deepspeed_json()
-    zero: dict[str, Any] = {
-        "stage": run.zero_stage,
-        "overlap_comm": run.zero_stage > 0,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": hidden * hidden,
-    }
-    if run.zero_stage == 3:
+    zero: dict[str, Any] = {"stage": run.zero_stage}
+    if settings == "guide":
+        zero |= {
+            "overlap_comm": run.zero_stage > 0,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": hidden * hidden,
+        }
+    if settings == "guide" and run.zero_stage == 3:
         zero |= {
             "sub_group_size": 1_000_000_000,
             "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
@@ -277,11 +289,17 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
     }
 
 
-_PEERS: Mapping[PeerName, Callable[[Run, ParallelContext], Step]] = MappingProxyType(
-    {
-        "hf-deepspeed": _hf_deepspeed,
-        "fsdp2": _fsdp2,
-        "ddp": _ddp,
-        "deepspeed-pipeline": _deepspeed_pipeline,
-    }
+_PEERS: Mapping[PeerName, Callable[[Run, ParallelContext, Settings | None], Step]] = (
+    MappingProxyType(
+        {
+            "plain": _plain,
+            "hf-deepspeed": _hf_deepspeed,
+            "fsdp2": _fsdp2,
+            "ddp": _ddp,
+            "deepspeed-pipeline": _deepspeed_pipeline,
+        }
+    )
 )
+PEERS: tuple[PeerName, ...] = tuple(_PEERS)
+WITH_A_GUIDE: tuple[PeerName, ...] = ("hf-deepspeed", "fsdp2")
+"""Peers whose guide recommends other settings than their defaults."""

@@ -20,6 +20,7 @@ from megaspeed.analysis.units import (
 )
 
 _NOTHING = "-"
+_SETTINGS = {None: "", "defaults": "its defaults", "guide": "the settings of its guide"}
 _TITLES = {
     RUN: "The run",
     HOST_BOUND: "Host-bound: the same depth, so narrow that the host sets the pace",
@@ -40,7 +41,7 @@ def as_markdown(result: BenchResult, picture: str | None) -> str:
         lines += ["", *wrapped(f"**Warning: {warning}**")]
     for peer, reason in result.not_run.items():
         lines += ["", *wrapped(f"{peer} was not run: {reason}.")]
-    for workload in (RUN, HOST_BOUND):
+    for workload in result.workloads:
         lines += ["", *_section(result, workload)]
     if picture is not None:
         lines += ["", f"![step times]({picture})"]
@@ -73,6 +74,8 @@ def _section(result: BenchResult, workload: str) -> Iterator[str]:
             for row in rows
         ],
     )
+    for line in _settings(result, workload):
+        yield from ("", *wrapped(line))
     yield ""
     unit = memory_unit(row.peak_bytes for row in rows)
     share = "MFU" if result.device and result.device.peak_flops is not None else "of matmul"
@@ -92,6 +95,18 @@ def _section(result: BenchResult, workload: str) -> Iterator[str]:
     )
     yield ""
     yield from wrapped(" ".join(_formula(result, workload)))
+
+
+def _settings(result: BenchResult, workload: str) -> Iterator[str]:
+    """Which settings each row has, and how much longer a step takes with the others."""
+    for row in result.rows(workload):
+        for other in result.all_rows(workload):
+            if other.name == row.name and other.settings != row.settings:
+                longer = other.step_seconds.median / row.step_seconds.median
+                yield (
+                    f"{row.name}: with {_SETTINGS[row.settings]}. With {_SETTINGS[other.settings]} "
+                    f"a step takes {longer:.2f} times as long."
+                )
 
 
 def _formula(result: BenchResult, workload: str) -> Iterator[str]:
@@ -140,16 +155,22 @@ def as_json(result: BenchResult) -> dict[str, Any]:
         "warm_up_steps": WARM_UP_STEPS,
         "warnings": list(result.warnings),
         "not_run": dict(result.not_run),
-        "workloads": {name: _workload_as_json(result, name) for name in (RUN, HOST_BOUND)},
+        "workloads": {name: _workload_as_json(result, name) for name in result.workloads},
     }
 
 
 def _workload_as_json(result: BenchResult, workload: str) -> dict[str, Any]:
     run, peak = result.runs[workload], result.peak_flops
     flops, attention = flops_per_token(run)
+    rows = result.rows(workload)
+    others = [row for row in result.all_rows(workload) if row not in rows]
 
     def contestant(row: Row) -> dict[str, Any]:
-        turns = next(each for each in result.contestants if each.name == row.name).turns[workload]
+        turns = next(
+            each.turns[workload]
+            for each in result.contestants
+            if (each.name, each.settings) == (row.name, row.settings)
+        )
         assert peak is not None, "a row has figures"
         return {
             **asdict(row),
@@ -165,7 +186,8 @@ def _workload_as_json(result: BenchResult, workload: str) -> dict[str, Any]:
         "model": run.config.model.model_dump(mode="json", exclude_none=True),
         "flops_per_token": flops,
         "causal_flops_per_token": flops - attention / 2,
-        "contestants": [contestant(row) for row in result.rows(workload)],
+        "contestants": [contestant(row) for row in rows],
+        "other_settings": [contestant(row) for row in others],
     }
 
 
@@ -175,7 +197,8 @@ def draw_chart(result: BenchResult, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
-    for axes, workload in zip(figure.subplots(1, 2), (RUN, HOST_BOUND), strict=True):
+    places = figure.subplots(1, len(result.workloads), squeeze=False)[0]
+    for axes, workload in zip(places, result.workloads, strict=True):
         rows = result.rows(workload)
         for x, row in enumerate(rows):
             times, colour = row.step_seconds, f"C{x}"

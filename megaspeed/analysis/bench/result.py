@@ -2,6 +2,7 @@
 
     ratio of a turn   median step of the peer / median step of megaspeed, in the same turn
     ratio             median and quartiles of the ratios of all turns; above 1 megaspeed is faster
+    row of a peer     the one of its settings (defaults, guide) with the lower median step
 
     FLOPs a token     3 x (2 x weights of matrices + 4 x S x heads x head size x blocks)
     TFLOP/s           FLOPs a token x tokens/s / ranks
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megaspeed.analysis.bench.contest import HOST_BOUND, MEGASPEED, RUN, Contestant
+from megaspeed.analysis.bench.peers import Settings
 from megaspeed.analysis.bench.turn import Device, Turn
 from megaspeed.analysis.turns import busy_warning
 from megaspeed.analysis.units import Spread
@@ -31,6 +33,7 @@ class Row:
     """What one contestant needed for one workload, over all its turns."""
 
     name: str
+    settings: Settings | None  # None if there are no others
     step_seconds: Spread  # of rank 0's steps
     ratio: Spread | None  # None for megaspeed, and if megaspeed has no figures
     tokens_per_second: float  # of all ranks, at the median step
@@ -78,7 +81,21 @@ class BenchResult:
             return None
         return self.device.peak_flops or self.device.matmul_flops
 
+    @property
+    def workloads(self) -> list[str]:
+        """Those that were trained, the run first."""
+        return [workload for workload in (RUN, HOST_BOUND) if workload in self.runs]
+
     def rows(self, workload: str) -> list[Row]:
+        """megaspeed's row, and for each peer that of its better settings, if a turn has ended."""
+        better: dict[str, Row] = {}
+        for row in self.all_rows(workload):
+            best = better.setdefault(row.name, row)
+            if row.step_seconds.median < best.step_seconds.median:
+                better[row.name] = row
+        return [*better.values()]
+
+    def all_rows(self, workload: str) -> list[Row]:
         """A row for each contestant that finished a turn."""
         return [self._row(each, workload) for each in self.contestants if each.turns[workload]]
 
@@ -93,8 +110,8 @@ class BenchResult:
             yield f"stopped after {self.turns_taken} of {of} turns; the figures are of these"
         for each in self.contestants:
             if each.failure is not None:
-                yield f"{each.name} {each.failure}"
-        for workload in (RUN, HOST_BOUND):
+                yield f"{each.title} {each.failure}"
+        for workload in self.workloads:
             yield from self._other_losses(workload)
 
     def _other_losses(self, workload: str) -> Iterator[str]:
@@ -122,6 +139,7 @@ class BenchResult:
         each_rank = tokens_per_second / run.grid.world_size
         return Row(
             name=contestant.name,
+            settings=contestant.settings,
             step_seconds=steps,
             ratio=self._ratio(contestant, workload),
             tokens_per_second=tokens_per_second,
@@ -133,7 +151,7 @@ class BenchResult:
 
     def _ratio(self, contestant: Contestant, workload: str) -> Spread | None:
         """The spread of the ratios of neighbouring turns. One of them may have failed later."""
-        own = self.contestants[0]
+        own = next((each for each in self.contestants if each.name == MEGASPEED), contestant)
         ratios = [
             _median_step(theirs) / _median_step(ours)
             for theirs, ours in zip(contestant.turns[workload], own.turns[workload], strict=False)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megaspeed.analysis.bench.peers import PeerName, make_step
+from megaspeed.analysis.bench.peers import PeerName, Settings, Step, make_step
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Precision, Run
@@ -131,6 +131,7 @@ def _timed(ends: Sequence[float], steps: int) -> list[float]:
 def train_peer(
     launch: LaunchEnvironment,
     peer: PeerName,
+    settings: Settings | None,
     runs: Sequence[Run],
     corpora: Sequence[PreparedCorpus],
     steps: int,
@@ -141,15 +142,15 @@ def train_peer(
     with ParallelContext.create(runs[0].grid, launch, timeout_seconds=_NO_LIMIT_SECONDS) as context:
         for run, corpus in zip(runs, corpora, strict=True):
             _forget_memory()
-            turns.append(_time_peer(peer, run, corpus, steps, context))
+            step = make_step(peer, settings, run, context)
+            turns.append(_time_peer(step, run, corpus, steps, context))
         device = _device(context.device, runs[0].precision)
     return turns, device
 
 
 def _time_peer(
-    peer: PeerName, run: Run, corpus: PreparedCorpus, steps: int, context: ParallelContext
+    step: Step, run: Run, corpus: PreparedCorpus, steps: int, context: ParallelContext
 ) -> Turn:
-    step = make_step(peer, run, context)
     _forget_memory()
     inputs = StepInputs(run, corpus, context)
     losses, ends = [], []

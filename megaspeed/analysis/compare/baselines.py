@@ -150,13 +150,33 @@ class BaselineWorker:
         self._after_backward = function
 
 
-class Ddp:
-    """DistributedDataParallel over the data axis, in bf16 under autocast."""
+class Plain:
+    """The complete model on its own samples, without communication; in bf16 under autocast."""
 
     def __init__(self, run: Run, context: ParallelContext) -> None:
         self.model = _complete_model(run, context.device)
+        self._called: nn.Module = self.model
+        self._autocast = run.precision == "bf16"
+        self._device_type = context.device.type
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Logits (B, S, V) of a micro-batch."""
+        with torch.autocast(self._device_type, torch.bfloat16, enabled=self._autocast):
+            logits: Tensor = self._called(batch.tokens, batch.samples, batch.documents)
+        return logits
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """A context for forward and backward."""
+        return nullcontext()
+
+
+class Ddp(Plain):
+    """DistributedDataParallel over the data axis."""
+
+    def __init__(self, run: Run, context: ParallelContext) -> None:
+        super().__init__(run, context)
         on_gpu = context.device.type == "cuda"
-        self._ddp = DistributedDataParallel(
+        self._called = self._ddp = DistributedDataParallel(
             self.model,
             device_ids=[context.device] if on_gpu else None,
             process_group=context.dp_group,
@@ -165,14 +185,6 @@ class Ddp:
         self._group = context.dp_group
         self.buckets: dict[int, Tensor] = {}
         """The flat gradients that the last step all-reduced, by their index; see show_buckets."""
-        self._autocast = run.precision == "bf16"
-        self._device_type = context.device.type
-
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """Logits (B, S, V) of a micro-batch."""
-        with torch.autocast(self._device_type, torch.bfloat16, enabled=self._autocast):
-            logits: Tensor = self._ddp(batch.tokens, batch.samples, batch.documents)
-        return logits
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """A context for forward and backward: gradients are reduced in the last micro-batch."""
@@ -197,9 +209,16 @@ class Fsdp2:
 
     A tied weight belongs to embedding and head. So neither is wrapped separately. Both are part of
     the root, whose parameters stay gathered from the first forward to the last backward.
+
+    Args:
+        run: the run.
+        context: of this rank.
+        guided: at ZeRO-3, two blocks are gathered ahead (torch's FSDP2 tutorial, "Explicit
+            prefetching"). At lower stages, parameters stay gathered for the complete step, because
+            megaspeed's ranks hold them, too (``reshard_after_forward=False``).
     """
 
-    def __init__(self, run: Run, context: ParallelContext) -> None:
+    def __init__(self, run: Run, context: ParallelContext, *, guided: bool = False) -> None:
         mesh = DeviceMesh.from_group(context.dp_group, context.device.type)
         bf16 = torch.bfloat16 if run.precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32)
@@ -211,6 +230,14 @@ class Fsdp2:
 
         self.model = _complete_model(run, context.device, on_layer_ready=shard)
         self._root = fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self._keeps = guided and run.zero_stage < 3
+        if self._keeps:
+            self._root.set_reshard_after_forward(False)
+        elif guided:
+            blocks: list[Any] = [each for each in self.model.modules() if isinstance(each, Block)]
+            for i, block in enumerate(blocks):
+                block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3])
+                block.set_modules_to_backward_prefetch(blocks[max(0, i - 2) : i][::-1])
         self._every_micro_batch = run.gradient_reduction == "per_micro_batch"
 
     def forward(self, batch: MicroBatch) -> Tensor:
@@ -221,6 +248,7 @@ class Fsdp2:
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """A context for forward and backward. Reduces gradients as the run configures it."""
         self._root.set_requires_gradient_sync(last or self._every_micro_batch)
+        self._root.set_reshard_after_backward(last or not self._keeps)
         return nullcontext()
 
 

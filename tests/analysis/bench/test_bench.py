@@ -21,19 +21,26 @@ from megaspeed.analysis.bench.contest import (
     choose_peers,
     host_bound,
 )
+from megaspeed.analysis.bench.peers import Settings, deepspeed_json, make_step
 from megaspeed.analysis.bench.report import as_json, as_markdown, draw_chart
 from megaspeed.analysis.bench.result import BenchResult
 from megaspeed.analysis.bench.turn import Device, Turn
 from megaspeed.analysis.local_ranks import RanksFailed
+from megaspeed.analysis.watched_step import TrafficLog
 from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.parameters import training_flops_per_token
+from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment, free_port
+from megaspeed.training.step_inputs import StepInputs
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import GPT2, LLAMA, tiny_run
+from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
-PEERS_OF_THE_DATA_AXIS = ["hf-deepspeed", "fsdp2", "ddp"]
+PEERS_OF_THE_DATA_AXIS = ["plain", "hf-deepspeed", "fsdp2", "ddp"]
+BOTH = ["defaults", "guide"]
 
 
 def launched_alone(
@@ -91,7 +98,7 @@ def rows_of(figures: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]
 
 
 @pytest.mark.timeout(600)
-def test_three_data_parallel_peers_train_the_same_task(
+def test_peers_of_the_data_axis_train_the_same_task(
     failing: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A turn has 6 steps, fewer than the warmup.
@@ -109,6 +116,12 @@ def test_three_data_parallel_peers_train_the_same_task(
         assert list(rows) == [MEGASPEED, *PEERS_OF_THE_DATA_AXIS]
         own = rows.pop(MEGASPEED)
         assert own["ratio"] is None
+        others = figures["workloads"][workload]["other_settings"]
+        for name in ("hf-deepspeed", "fsdp2"):
+            (other,) = (row for row in others if row["name"] == name)
+            assert sorted([rows[name]["settings"], other["settings"]]) == BOTH
+            assert rows[name]["step_seconds"]["median"] <= other["step_seconds"]["median"]
+        assert len(others) == 2
         for name, row in rows.items():
             assert len(row["turns"]) == 1 and len(row["turns"][0]) == 2
             expected = row["step_seconds"]["median"] / own["step_seconds"]["median"]
@@ -121,6 +134,57 @@ def test_three_data_parallel_peers_train_the_same_task(
     assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "bench.md").read_text().startswith(printed.split("\nwrote ")[0].rstrip())
     assert max(map(len, printed.split("\nwrote ")[0].splitlines())) <= 80
+
+
+@pytest.mark.timeout(600)
+def test_one_peer_alone_trains_the_run_alone_beside_compiled_blocks(
+    failing: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--turns", "1", "--steps", "1", "--peers", "plain", "--omit", "host-bound")
+    code, figures = bench(tmp_path, *options, model=GPT2, training={"steps": 9, "compile": True})
+    assert code == 0 and figures["warnings"] == []
+    assert list(figures["workloads"]) == [RUN]
+    assert list(rows_of(figures, RUN)) == [MEGASPEED, "plain"]
+    code, figures = bench(tmp_path, *options, "megaspeed", model=GPT2)
+    ((name, row),) = rows_of(figures, RUN).items()
+    assert (code, name, row["ratio"]) == (0, "plain", None)
+    assert "Host-bound" not in capsys.readouterr().out
+
+
+def trained_by_fsdp2(
+    launch: LaunchEnvironment, settings: Settings, run: Run, corpus: PreparedCorpus
+) -> tuple[list[float], int]:
+    """The losses of three steps, and the bytes that a rank gathers in the last one."""
+    with ParallelContext.create(run.grid, launch, timeout_seconds=60) as context:
+        step = make_step("fsdp2", settings, run, context)
+        inputs, samples = StepInputs(run, corpus, context), run.batch.train_batch_size
+        losses = [float(step(inputs.load(number * samples), 0.01)) for number in range(2)]
+        with TrafficLog(context) as log:
+            losses.append(float(step(inputs.load(2 * samples), 0.01)))
+    return losses, log.traffic["dp", "all_gather"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fsdp2_gathers_once_a_step_if_every_rank_of_the_run_holds_the_weights(
+    pool: RankPool, tmp_path: Path, stage: int
+) -> None:
+    """With both settings it trains the same. At ZeRO-3 both gather in every micro-batch."""
+    run = tiny_run(TEXT, dp=2, zero_optimization={"stage": stage})
+    assert run.batch.gradient_accumulation_steps == 4
+    (defaults, sent), (guide, sent_by_guide) = (
+        pool.run(2, trained_by_fsdp2, settings, run, tiny_corpus(run, tmp_path))[0]
+        for settings in BOTH
+    )
+    assert guide == pytest.approx(defaults, rel=1e-6)
+    assert sent_by_guide == sent if stage == 3 else 4 * sent_by_guide < sent
+
+
+def test_deepspeeds_defaults_have_no_key_of_the_guide() -> None:
+    run = tiny_run(TEXT, dp=2, zero_optimization={"stage": 3})
+    assert deepspeed_json(run, "defaults")["zero_optimization"] == {"stage": 3}
+    guide = deepspeed_json(run, "guide")["zero_optimization"]
+    assert guide["reduce_bucket_size"] == run.config.model.hidden_size**2
+    assert guide["overlap_comm"] and "stage3_prefetch_bucket_size" in guide
 
 
 @pytest.mark.timeout(600)
@@ -239,7 +303,7 @@ def test_without_names_all_peers_that_can_train_the_run_take_part() -> None:
     assert [peer for peer, reason in reasons.items() if not reason] == PEERS_OF_THE_DATA_AXIS
     with pytest.raises(ConfigError) as refused:
         choose_peers(tiny_run(TEXT, tp=2), None)
-    assert len(refused.value.problems) == 4
+    assert len(refused.value.problems) == 5
 
 
 def test_the_host_bound_workload_keeps_what_the_host_launches(tmp_path: Path) -> None:
@@ -261,10 +325,11 @@ def a_turn(seconds: list[float], loss: float = 5.0, peak: int = 2**30) -> list[T
 
 
 def a_result(*turns: tuple[str, list[list[Turn]]], peak_flops: float | None = None) -> BenchResult:
+    """Of contestants, whose settings may follow the name."""
     run = tiny_run(TEXT, dp=2)
     device = Device(name="CPU", peak_flops=peak_flops, matmul_flops=2e9)
     contestants = [
-        Contestant(name, {RUN: each, HOST_BOUND: []}, [device] if each else [])
+        Contestant(*f"{name} ".split(" ")[:2], {RUN: each, HOST_BOUND: []}, [device] * bool(each))
         for name, each in turns
     ]
     return BenchResult(
@@ -285,6 +350,23 @@ def test_the_ratio_is_that_of_neighbouring_turns() -> None:
     assert own.step_seconds.median == 2.0 and theirs.step_seconds.median == 4.0
     assert theirs.peak_bytes == 2**30
     assert own.tokens_per_second == 24 * 16 / 2.0
+
+
+def test_the_row_of_a_peer_is_that_of_its_better_settings() -> None:
+    result = a_result(
+        (MEGASPEED, [a_turn([1.0] * 3)]),
+        ("hf-deepspeed defaults", [a_turn([1.4] * 3)]),
+        ("hf-deepspeed guide", [a_turn([3.5] * 3)]),
+    )
+    _, row = result.rows(RUN)
+    assert row.settings == "defaults" and row.ratio is not None and row.ratio.median == 1.4
+    figures = as_json(result)["workloads"][RUN]
+    assert [each["settings"] for each in figures["other_settings"]] == ["guide"]
+    assert "turns" in figures["other_settings"][0]
+    assert (
+        "hf-deepspeed: with its defaults. With the settings of its guide a step takes 2.50 times "
+        "as long."
+    ) in " ".join(as_markdown(result, None).split())
 
 
 def test_without_megaspeeds_figures_there_is_no_ratio() -> None:
