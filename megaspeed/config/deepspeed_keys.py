@@ -48,7 +48,7 @@ class ZeroConfig(Section):
     """Average gradients with reduce-scatter instead of all-reduce."""
     reduce_bucket_size: Annotated[ElementCount, Field(gt=0)] | None = None
     """Number of elements that are reduced at a time. If omitted: about one block, 12 x
-    model.hidden_size^2 / parallel.tensor."""
+    model.hidden_size^2 / parallel.tensor, but at least 8,388,608 (32 MiB in fp32)."""
     use_multi_rank_bucket_allreduce: bool = False
     """Stages 1 and 2: all-reduce each bucket of gradients, instead of reducing each part of it to
     the rank that owns it. DeepSpeed's own default is true: fewer messages, which may be faster if

@@ -135,6 +135,11 @@ def default_run_dir(name: str) -> str:
     return f"runs/{name}"
 
 
+SMALLEST_DEFAULT_BUCKET = 8 << 20
+"""Elements of a bucket if the JSON does not state ``reduce_bucket_size``, at least: 32 MiB in fp32,
+which takes some 0.1 ms to send within a node and is little beside any model worth a GPU."""
+
+
 def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
     """Computes everything that depends on the processes.
 
@@ -249,16 +254,17 @@ def _resolve_scheduler(config: RunConfig, scaling: float) -> SchedulerConfig | N
 def _resolve_zero(config: RunConfig, tp: int, device_type: str) -> ZeroConfig:
     """The ZeRO section with bucket sizes that follow from the size of the model.
 
-    On a CPU, the same cores compute and send, so nothing is gained if reductions overlap.
+    A bucket of a small model is larger than a block, because many short messages take longer than a
+    few long ones. On a CPU, the same cores compute and send, so reductions do not overlap.
 
     DeepSpeed's defaults (5e8 elements a bucket, parameters of up to 1e5 elements stay gathered) are
-    for one size of model. For a small model, a bucket would hold the complete gradient and every
-    parameter would stay gathered, so a higher stage would save nothing.
+    for one size of model. With them, a model of a few hundred million parameters has one bucket,
+    and every parameter of a small one stays gathered, so a higher stage saves nothing.
     """
     zero, model = config.zero_optimization, config.model
     values = {
         # a block: 4 hidden_size^2 in the attention, about 8 in the feed-forward layer
-        "reduce_bucket_size": 12 * model.hidden_size**2 // tp,
+        "reduce_bucket_size": max(12 * model.hidden_size**2 // tp, SMALLEST_DEFAULT_BUCKET),
         # norms and biases stay gathered
         "stage3_param_persistence_threshold": 10 * model.hidden_size,
         "overlap_comm": (

@@ -273,7 +273,7 @@ def test_the_note_lists_each_auto_with_its_value() -> None:
         '"auto" means omitted here: train_micro_batch_size_per_gpu 8 (computed), '
         "gradient_accumulation_steps 1 (computed), gradient_clipping 1.0 (default), "
         "bf16.enabled false (default), "
-        "zero_optimization.reduce_bucket_size 110592 (computed), optimizer.params.lr 0.001 "
+        "zero_optimization.reduce_bucket_size 8388608 (computed), optimizer.params.lr 0.001 "
         "(default), optimizer.params.weight_decay 0.01 (default), "
         "scheduler.params.warmup_max_lr 0.001 (computed)",
     )

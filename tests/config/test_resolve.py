@@ -61,6 +61,20 @@ def test_the_sequence_is_split_on_cuda_if_it_can_be(
     assert run.sequence_parallel is run.config.parallel.sequence_parallel is splits
 
 
+@pytest.mark.parametrize(
+    ("width", "tp", "bucket"),
+    [(96, 1, 8 << 20), (768, 1, 8 << 20), (1536, 1, 12 * 1536**2), (1536, 4, 8 << 20)],
+)
+def test_a_bucket_has_the_size_of_a_block_but_is_never_small(
+    width: int, tp: int, bucket: int
+) -> None:
+    """With a bucket for each block of width 64, a step of 12 blocks took twice as long."""
+    run = resolve(f"model.hidden_size={width}", f"parallel.tensor={tp}", world_size=tp)
+    assert run.config.zero_optimization.reduce_bucket_size == bucket
+    stated = resolve(f"model.hidden_size={width}", "zero_optimization.reduce_bucket_size=3000")
+    assert stated.config.zero_optimization.reduce_bucket_size == 3000
+
+
 INT8 = 'parallel.gradient_compression={"type": "int8"}'
 
 

@@ -75,7 +75,11 @@ def tiny_run(
             "type": "AdamW",
             "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
         },
-        "zero_optimization": {"stage": 0, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {
+            "stage": 0,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": 12 * 32**2,  # about a block, so there are several buckets
+        },
     }
     config = parse_config(merge(values, changes))
     return resolve_run(config, World(pp * dp * tp, "test", device_type), name="tiny")

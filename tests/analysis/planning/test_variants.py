@@ -85,7 +85,7 @@ def test_gradient_reduction_follows_the_zero_stage_unless_it_is_stated() -> None
 
 def test_values_that_the_file_does_not_state_follow_from_the_variant() -> None:
     """A bucket holds the matrices of one block on one rank: twice tp, half the bucket."""
-    training = tiny("parallel.tensor=2", world_size=4)
+    training = tiny("parallel.tensor=2", "model.hidden_size=3072", world_size=4)
     wider = training.under(replace(training.settings, tp=4, dp=1))
     here = training.run.config.zero_optimization.reduce_bucket_size
     there = wider.config.zero_optimization.reduce_bucket_size
