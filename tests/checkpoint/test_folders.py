@@ -64,6 +64,24 @@ def test_saving_a_step_again_replaces_it(folder: CheckpointFolder) -> None:
     assert names(folder) == {"step-00000001", "latest"}
 
 
+def test_a_save_that_cannot_get_its_name_leaves_the_earlier_one_in_place(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoint,) = save(folder, 1, content=b"old")
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.endswith(".writing"):
+            raise OSError("no permission")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="no permission"):
+        folder.commit(folder.begin(1))
+    assert folder.newest_first() == [checkpoint]
+    assert (checkpoint / "tensors").read_bytes() == b"old"
+
+
 def test_checkpoints_are_ordered_by_number(folder: CheckpointFolder) -> None:
     """As text, step-100000000 would come before step-99999999."""
     saved = save(folder, 9, 10, 99_999_999, 100_000_000)

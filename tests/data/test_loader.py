@@ -183,14 +183,22 @@ def test_reading_ahead_changes_no_row(corpus: PreparedCorpus) -> None:
     cut = shape(dp_rank=1, dp_size=2, micro_batch_size=4)
     direct, behind = TrainingLoader(corpus, cut), TrainingLoader(corpus, cut)
     # What a loader does on a GPU, but for the pinning: its own read, and its own guess of the next.
-    ahead = OneAhead(behind._read, behind._following, torch.device("cpu"))
+    read, requested = [], 0
+
+    def reading(key: tuple[int, int]) -> MicroBatch:
+        read.append(key)
+        return behind._read(key)
+
+    ahead = OneAhead(reading, behind._following, torch.device("cpu"))
     for samples_consumed in (0, 48, 96, 7):  # the last is a resumption that no guess foresees
         for micro_batch in range(cut.gradient_accumulation_steps):
+            requested += 1
             expected = direct.micro_batch(samples_consumed, micro_batch)
             actual = ahead.get((samples_consumed, micro_batch))
             assert torch.equal(actual.samples, expected.samples)
             assert torch.equal(actual.tokens, expected.tokens)
     ahead.close()
+    assert len(read) <= requested + 2, "one guess is wrong, and one comes after the end"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,6 +16,7 @@ WEIGHTS = [
     [1, 1, 1],
     [0.7, 0.1, 0.1, 0.05, 0.05],
     [1e-4, 1.0],  # rarer than once in 1,024 samples
+    [2, 2047],  # once in 1,024.5
     [2.0] * 21,
 ]
 
@@ -31,7 +32,7 @@ def test_complete_blocks_have_every_share_to_within_one_sample(weights: list[flo
     for blocks in (1, 2, 3, 7, 1000, 10**12):
         samples = blocks * mixing.block
         counts = mixing.counts_in_blocks(blocks)
-        assert sum(counts) == samples
+        assert sum(counts) == samples and min(counts) >= blocks, "one in each block at least"
         for count, weight in zip(counts, mixing.weights, strict=True):
             # |count - samples * weight / total| < 1, in integers
             total = sum(mixing.weights)

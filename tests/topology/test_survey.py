@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megaspeed.topology import hang as module
-from megaspeed.topology.activity import Activity
+from megaspeed.topology.activity import START_UP_TIMEOUTS, Activity
 from megaspeed.topology.failure import Failures, RankLog
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.hang import Survey, pending_collectives
@@ -108,6 +108,15 @@ def test_a_rank_is_as_far_as_its_heartbeat_or_a_common_step(
     assert failures.last_known_place(1) == place
 
 
+def test_a_phase_has_its_own_patience_and_the_one_around_it_keeps_its_own() -> None:
+    activity = Activity()
+    with activity.during("step 12"):
+        with activity.during("saving", timeouts=24.0):
+            assert activity.timeouts == 24.0
+        assert activity.timeouts == 1.0 and str(activity) == "step 12"
+    assert activity.timeouts == START_UP_TIMEOUTS
+
+
 def test_between_two_phases_the_last_step_is_named() -> None:
     activity = Activity()
     assert str(activity) == "start-up"
@@ -115,14 +124,19 @@ def test_between_two_phases_the_last_step_is_named() -> None:
     assert str(activity) == "after step 12"
 
 
-def test_a_rank_that_has_ended_is_not_missed(clock: Clock) -> None:
+@pytest.mark.parametrize("third_ends", [True, False])
+def test_only_a_rank_that_has_ended_is_not_missed(clock: Clock, third_ends: bool) -> None:
     store = dist.HashStore()
     store.set("ended 1", "")
-    survey = Survey(range(2), sees_all=True, period=1.0)
+    if third_ends:
+        store.set("ended 2", "")
+    survey = Survey(range(3), sees_all=True, period=1.0)
+    hangs = []
     for turn in range(30):
-        write_heartbeats(store, (turn, turn), (0, 0))
-        assert survey.seconds_of_a_hang(store, TIMEOUT) is None
+        write_heartbeats(store, (turn, turn), (0, 0), (0, 0), timeouts=(1.0, 1.0, 1.0))
+        hangs.append(survey.seconds_of_a_hang(store, TIMEOUT))
         clock.now += 1.0
+    assert hangs.count(None) == (30 if third_ends else TIMEOUT + 1)
 
 
 def recorded(name: str, number: int, retired: bool = False, **changes: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megaspeed.analysis.costs.network_time import Network
+from megaspeed.analysis.costs.network_time import SLOWDOWN_BY_OVERLAP, Network
 from megaspeed.analysis.costs.step_time import StepTime, predict_step_time, product_seconds
 from megaspeed.analysis.costs.workload import (
     Cluster,
@@ -253,6 +253,55 @@ def test_small_tensor_parallel_collectives_are_limited_by_latency() -> None:
     """A ring of 8 GPUs takes 7 hops of 3.4 us and a start of 8.4 us even for no bytes."""
     tiny_tokens = workload(tp=8, dp=1, sequence_parallel=True, sequence_length=8)
     assert predict(tiny_tokens).layers.block.tp[0] > 4 * (7 * 3.4e-6 + 8.4e-6)
+
+
+def test_tensor_parallel_collectives_overlap_only_within_a_node() -> None:
+    within, across = (workload(tp=tp, dp=1, sequence_parallel=True) for tp in (8, 16))
+    for work, share in ((within, 0.5), (across, 1.0)):
+        plain, overlapped = (
+            predict(dataclasses.replace(work, overlaps_tp=overlaps)).layers.block.tp
+            for overlaps in (False, True)
+        )
+        assert overlapped == pytest.approx([share * seconds for seconds in plain])
+
+
+def test_with_sequence_parallelism_the_ends_gather_and_scatter() -> None:
+    """The table in ``costs/traffic.py``: per micro-batch, and 3 numbers a token for the loss."""
+    both = [Network(workload(tp=8, dp=1, sequence_parallel=s), cluster()) for s in (False, True)]
+    (embedding, head), (split_embedding, split_head) = (each.tp_of_ends() for each in both)
+    message = 2048 * 4096 * 2
+    summing, gathering, scattering = (
+        both[0].collective("tp", kind, message)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    )
+    assert embedding == pytest.approx(summing)
+    assert split_embedding == pytest.approx(summing + gathering)
+    assert split_head - head == pytest.approx(gathering + scattering - summing)
+
+
+def test_each_tensor_rank_sends_only_its_part_of_split_hidden_states() -> None:
+    plain, parts, split = (
+        predict(workload(pp=2, dp=1, tp=4, **how)).p2p  # type: ignore[arg-type]
+        for how in ({}, {"splits_messages": True}, {"sequence_parallel": True})
+    )
+    assert split == parts < plain
+
+
+def test_gradients_are_reduced_as_often_as_the_run_does_it_and_the_last_bucket_is_waited_for() -> (
+    None
+):
+    """Between layers that take a second each, all buckets but the last are hidden."""
+    once, each_time, overlapped = (
+        Network(workload(dp=32, zero_stage=1, bucket_bytes=160e6, **how), cluster())  # type: ignore[arg-type]
+        for how in ({}, {"reductions": 8}, {"overlaps_dp": True})
+    )
+    parameters = once.work.parameters_of_rank(0)
+    gather = once.collective("dp", "all_gather", 2 * parameters)
+    reduction = once.dp(0, 1.0, 1.0) - gather
+    assert each_time.dp(0, 1.0, 1.0) == pytest.approx(gather + 8 * reduction)
+    last = reduction / math.ceil(4 * parameters / 160e6)
+    hidden = SLOWDOWN_BY_OVERLAP * (reduction - last)
+    assert overlapped.dp(0, 1.0, 1.0) == pytest.approx(gather + last + hidden)
 
 
 def test_a_product_of_few_tiles_wastes_most_processors() -> None:
