@@ -6,10 +6,14 @@ import json
 import subprocess
 import sys
 import types
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megaspeed.analysis.costs.step_time import FITTED
+from megaspeed.analysis.planning.forecast import TYPICAL_FACTOR
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark_plan.py"
 
@@ -108,13 +112,30 @@ def test_a_row_in_two_files_counts_once(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["errors"]["groups"]["foundry"]["runs"] == 216
 
 
+def test_an_unseen_source_has_the_error_and_the_coverage_that_are_stated(tmp_path: Path) -> None:
+    out, root = tmp_path / "out.json", SCRIPT.parents[1]
+    assert script().main(["--leave-one-out", "--json", str(out)]) == 0
+    figures = json.loads(out.read_text())
+    alike, coverage = figures["errors"]["sources_alike"], figures["coverage"]
+    assert alike["median"] < 0.08 and alike["p90"] < 0.20
+    assert 0.85 < coverage["coverage"] < 0.95
+    assert coverage["factor"] == pytest.approx(TYPICAL_FACTOR, abs=0.005)
+    assert figures["constants"] == asdict(FITTED)
+    median, p90 = (f"{100 * alike[name]:.1f} %" for name in ("median", "p90"))
+    page = (root / "docs" / "planning.md").read_text()
+    assert f"of a source that was left out of the fit | {median} | {p90} |" in page
+    assert f"{coverage['coverage']:.1%}".replace("%", " %") + " of the runs of that" in page
+    readme = " ".join((root / "README.md").read_text().split())
+    assert f"the median error is {median}, and nine of ten runs are within {p90}" in readme
+
+
 def test_each_source_is_predicted_with_constants_fitted_to_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, figures = benchmark(tmp_path, rows(RUNS), "--leave-one-out")
     assert figures["errors"]["groups"]["all"]["median"] < 0.15
     out = capsys.readouterr().out
-    assert out.count("without one source") == 2
+    assert out.count("without one source") == 3
 
 
 def test_the_fit_is_not_worse_than_the_constants_in_the_code(tmp_path: Path) -> None:

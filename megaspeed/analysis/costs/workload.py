@@ -102,6 +102,7 @@ class Workload:
     micro_batches: int  # of a step, on each data rank
     blocks_of_stages: tuple[int, ...]  # the embedding is on the first stage, the head on the last
     schedule: str = "1f1b"  # gpipe or 1f1b
+    is_interpreted: bool = False  # whether DeepSpeed's PipelineEngine runs the schedule
     chunks: int = 1  # parts of the model on each stage, of an interleaved schedule
     context: int = 1  # parts of a sequence, each on its own data rank (context parallelism)
     zero_stage: int = 0

@@ -34,7 +34,7 @@ FEWEST_STEPS = 10
 
 _PLAUSIBLE = (0.5, 2.0)
 """A factor outside this range has another reason than the machine. The factors of nine of ten
-published runs are between 0.88 and 1.12."""
+published runs are between 0.87 and 1.15."""
 
 
 class CalibrationError(ConfigError):

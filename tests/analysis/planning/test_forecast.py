@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megaspeed.analysis.costs.workload import workload_of
-from megaspeed.analysis.planning.forecast import PARTS, TrainingTime, forecast
+from megaspeed.analysis.planning.forecast import PARTS, TYPICAL_FACTOR, TrainingTime, forecast
 from megaspeed.analysis.planning.goodput import Operations, predict_goodput
 from megaspeed.config.resolve import Run
 from tests.analysis.planning.tiny_runs import FOLDER, a100s, from_file, tiny
@@ -39,18 +39,18 @@ def test_mfu_is_that_of_korthikantis_formula() -> None:
     assert made.tokens_per_second == pytest.approx(batch * length / made.seconds)
 
 
-def test_a_step_at_an_end_of_the_interval_has_the_stated_error() -> None:
+def test_the_ends_of_the_interval_are_the_stated_factor_away() -> None:
     made = forecast(run_of("gpt3_175b", 1024), a100s())
     low, high = made.interval
     assert low < made.seconds < high
-    assert made.seconds / low - 1 == pytest.approx(0.12)
-    assert 1 - made.seconds / high == pytest.approx(0.12)
+    assert made.seconds / low == pytest.approx(TYPICAL_FACTOR)
+    assert high / made.seconds == pytest.approx(TYPICAL_FACTOR)
     assert list(made.warnings()) == []
 
 
 def test_a_short_step_is_less_certain() -> None:
     made = forecast(tiny("bf16.enabled=true", world_size=1).run, a100s())
-    assert made.seconds < 0.5 and made.error > 0.3
+    assert made.seconds < 0.5 and made.factor > 1.3
     assert any("shorter than 0.5 s" in warning for warning in made.warnings())
 
 
