@@ -21,6 +21,7 @@ from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.gpt import GPT
+from megaspeed.topology.activity import START_UP_TIMEOUTS
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_end import STOP_SIGNALS, StopSignal
@@ -54,6 +55,7 @@ class Record(Observer):
     summary: TrainingSummary | None = None
     diverged: str | None = None
     weights: list[dict[str, Tensor]] = field(default_factory=list)  # before each step, if watched
+    timeouts: list[float] = field(default_factory=list)  # in each step, if watched
 
     def step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics)
@@ -343,6 +345,7 @@ def poison_and_watch(trainer: Trainer, record: Record, *, steps: tuple[int, ...]
 
     def before_step() -> None:
         record.weights.append(dict(gather_parameters(engine.module)))
+        record.timeouts.append(trainer.worker.context.activity.timeouts)
         then()
 
     engine.before_step = before_step
@@ -373,6 +376,7 @@ def test_a_skipped_step_changes_no_weight_and_does_not_advance_the_learning_rate
             before, after = record.weights[step - 1], record.weights[step]
             same = all(torch.equal(before[name], after[name]) for name in before)
             assert same is (step in (3, 5)), f"weights after step {step}"
+        assert record.timeouts == [START_UP_TIMEOUTS] + 6 * [1.0], "the first step also warms up"
 
 
 def test_a_resumed_run_counts_on_where_the_saved_one_was(

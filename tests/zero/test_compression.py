@@ -418,20 +418,22 @@ def feedback_of(rank: OneRank) -> dict[str, Tensor]:
     return {engine.names[p]: values.clone() for p, values in engine.gradients.feedback()}
 
 
-def feedback_in_fp16(
+def norms_and_feedback_in_fp16(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
-) -> dict[str, Tensor]:
+) -> tuple[list[float], dict[str, Tensor]]:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     CPU_Accelerator.is_fp16_supported = lambda self: True
     with one_rank(launch, run, corpus) as rank:
-        for step in range(2):
-            assert not rank.train_step(step).skipped
-        return feedback_of(rank)
+        steps = [rank.train_step(step) for step in range(2)]
+        assert not any(step.skipped for step in steps)
+        return [step.grad_norm for step in steps], feedback_of(rank)
 
 
 @pytest.mark.parametrize("how", [INT8, POWER_SGD], ids=lambda how: how["type"])
-def test_feedback_has_no_loss_scale(pool: RankPool, text: Path, cache: Path, how: Any) -> None:
+def test_feedback_and_norms_have_no_loss_scale(
+    pool: RankPool, text: Path, cache: Path, how: Any
+) -> None:
     """The scale may change after a step, and the feedback is added to gradients of the new one."""
     doubling = {"initial_scale_power": 6, "loss_scale_window": 1}
     changing, constant = (
@@ -442,11 +444,12 @@ def test_feedback_has_no_loss_scale(pool: RankPool, text: Path, cache: Path, how
     )
     corpus = tiny_corpus(constant, cache)
     (one, *_), (other, *_) = (
-        pool.run(2, feedback_in_fp16, r, corpus) for r in (changing, constant)
+        pool.run(2, norms_and_feedback_in_fp16, r, corpus) for r in (changing, constant)
     )
-    for name, values in one.items():
+    assert one[0] == pytest.approx(other[0], rel=0.05)
+    for name, values in one[1].items():
         assert bool(values.any())
-        assert 0.8 < float(other[name].norm() / values.norm()) < 1.25
+        assert 0.8 < float(other[1][name].norm() / values.norm()) < 1.25
 
 
 def states_around_a_skipped_step(

@@ -74,9 +74,9 @@ def test_gradients_equal_those_of_one_process(
     assert norms == pytest.approx(reference.grad_norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("zero", [{"stage": 2, **OFFLOAD}, {"stage": 3}])
 def test_sums_that_are_sent_in_fp16_are_the_mean_of_the_data_ranks(
-    pool: RankPool, text: Path, cache: Path, stage: int
+    pool: RankPool, text: Path, cache: Path, zero: dict[str, Any]
 ) -> None:
     """All are divided by dp first, also sums of norms and biases over the micro-batches."""
     run = small_run(
@@ -85,7 +85,7 @@ def test_sums_that_are_sent_in_fp16_are_the_mean_of_the_data_ranks(
         gradient_accumulation_steps=3,
         train_batch_size=6,
         communication_data_type="fp16",
-        zero_optimization={"stage": stage},
+        zero_optimization=zero,
         parallel={"gradient_reduction": PER_MICRO_BATCH},
     )
     corpus = tiny_corpus(run, cache)

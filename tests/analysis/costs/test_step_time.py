@@ -302,7 +302,7 @@ def test_with_sequence_parallelism_the_ends_gather_and_scatter() -> None:
 
 def test_each_tensor_rank_sends_only_its_part_of_split_hidden_states() -> None:
     plain, parts, split = (
-        predict(workload(pp=2, dp=1, tp=4, **how)).p2p  # type: ignore[arg-type]
+        predict(workload(pp=2, dp=1, tp=4, **how)).p2p
         for how in ({}, {"splits_messages": True}, {"sequence_parallel": True})
     )
     assert split == parts < plain
@@ -313,7 +313,7 @@ def test_gradients_are_reduced_as_often_as_the_run_does_it_and_the_last_bucket_i
 ):
     """Between layers that take a second each, all buckets but the last are hidden."""
     once, each_time, overlapped = (
-        Network(workload(dp=32, zero_stage=1, bucket_bytes=160e6, **how), cluster())  # type: ignore[arg-type]
+        Network(workload(dp=32, zero_stage=1, bucket_bytes=160e6, **how), cluster())
         for how in ({}, {"reductions": 8}, {"overlaps_dp": True})
     )
     parameters = once.work.parameters_of_rank(0)
