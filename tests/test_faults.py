@@ -240,7 +240,9 @@ def test_a_rank_that_is_killed_is_named_by_another(tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize(("launcher", "kind"), [("deepspeed", "stop"), ("agent", "hang")])
+@pytest.mark.parametrize(
+    ("launcher", "kind"), [("deepspeed", "stop"), ("agent", "hang"), ("agent", "lock")]
+)
 def test_a_run_that_hangs_names_who_is_missing(
     tmp_path: Path, launcher: Launcher, kind: str
 ) -> None:
@@ -249,15 +251,31 @@ def test_a_run_that_hangs_names_who_is_missing(
     job.wait_until_training()
     ended = job.ended()
     assert ended.code != 0 and ended.seconds < HANG_SECONDS + SECONDS_TO_END
-    missing = "did not answer" if kind == "stop" else "did not arrive where the others wait"
+    missing = "did not arrive where the others wait" if kind == "hang" else "did not answer"
     assert re.search(rf"no progress for \d+ s: rank 1 {missing}", ended.err), ended.err
     assert "rank 0: step 4, Backward(micro_batch=0), waiting in gloo:all_reduce of (48, " in (
         ended.err
     )
     assert "in the world group of ranks 0, 1" in ended.err
     assert "File " in ended.log(0) and "collectives.py" in ended.log(0), "stacks"
+    if kind == "lock":
+        assert ended.code == 3 and "faults.py" in ended.log(1), "stacks of the rank, too"
     if kind == "stop":  # its last heartbeat was before step 1, and nothing newer was reported
         assert re.search(r"rank 1 .*, last known phase: step [34]\b", ended.err), ended.err
+
+
+def test_a_rank_that_cannot_run_a_thread_is_ended_by_its_watchdog(tmp_path: Path) -> None:
+    """As in a kernel's launch while CUDA's queue is full, which once blocked all that could end it.
+
+    No other rank can notice it here, as if every rank of the run were in the same state.
+    """
+    job = Job(tmp_path, "forked", fault="lock rank=0 step=4 work=Backward", ranks=1)
+    job.wait_until_training()
+    ended = job.ended()
+    assert ended.code == 3 and ended.seconds < HANG_SECONDS + 30 + 10
+    place = f"[{HOST}, rank 0 (pp 0, dp 0, tp 0), last known phase: "
+    assert place in ended.err and "a call holds Python's lock" in ended.err
+    assert "faults.py" in ended.log(0) and "watch.py" in ended.log(0), "stacks of all threads"
 
 
 def test_a_pipeline_stage_that_hangs_is_named_by_the_message_that_does_not_come(

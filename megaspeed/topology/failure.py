@@ -9,11 +9,13 @@ may wait for this rank, and objects that close after the exception may wait for 
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import logging
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -103,6 +105,7 @@ class RankLog:
         self._file: TextIO | None = None
         self._handler: logging.Handler | None = None
         self._buffered: list[str] = []
+        self._handles_quit = False
 
     @property
     def path(self) -> Path | None:
@@ -122,6 +125,8 @@ class RankLog:
             self._file = self._path.open("a", buffering=1, encoding="utf-8", errors="replace")
         except OSError:
             return
+        if self._handles_quit:
+            self._register()
         self._handler = logging.StreamHandler(self._file)
         form = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
         self._handler.setFormatter(form)
@@ -153,6 +158,23 @@ class RankLog:
         writer.start()
         writer.join(_SECONDS_TO_WRITE_STACKS)
 
+    def handle_quit(self) -> None:
+        """From now on, SIGQUIT (Ctrl-\\) writes the stacks of all threads and ends this process
+        with exit code 3, even if a call holds Python's lock. Until the file is open, the stacks are
+        written to standard error.
+        """
+        self._handles_quit = True
+        # faulthandler calls the handler that was set before. A handler gets the signal's number, so
+        # libc's _exit ends the process with 3, which is EXIT_HANG.
+        assert signal.SIGQUIT == EXIT_HANG
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGQUIT, ctypes.cast(libc._exit, ctypes.c_void_p))
+        self._register()
+
+    def _register(self) -> None:
+        stream = self._file or sys.__stderr__ or sys.stderr
+        faulthandler.register(signal.SIGQUIT, stream, all_threads=True, chain=True)
+
     def note(self, line: str) -> None:
         """Write a line with the time."""
         self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
@@ -161,6 +183,9 @@ class RankLog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._handles_quit:
+            faulthandler.unregister(signal.SIGQUIT)
+            signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         if self._handler is not None:
             logging.getLogger().removeHandler(self._handler)
             logging.captureWarnings(False)

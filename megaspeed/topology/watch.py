@@ -7,6 +7,7 @@
     rank 0's process, which keeps the store, ended  every rank that asks the store  3 s
     a rank no longer responds                       rank 0 (all ranks watch rank 0) hang timeout
     no rank makes progress                          rank 0, which sees all          hang timeout
+    no thread of any rank can run                   each rank's watchdog process    30 s later
 
 The first rank that detects a failure claims it in the store, and only that rank writes to the
 console. The other ranks see the claim, write what they know to their log files, and end. They do
@@ -57,6 +58,7 @@ from megaspeed.topology.process_end import (
     exit_now,
     has_ended,
 )
+from megaspeed.topology.watchdog import Watchdog
 
 _PERIOD_SECONDS = 1.0
 _SECONDS_BETWEEN_CTRL_C = 1.0  # one Ctrl-C may arrive twice: from the terminal and the launcher
@@ -67,6 +69,9 @@ _SECONDS_TO_ANSWER = 6.0  # for each rank to report what it waits for, after a h
 _SECONDS_TO_SEE_THE_END = 5.0  # after a failure
 _SECONDS_TO_FINISH = 45.0  # after a run that has succeeded
 _SECONDS_UNTIL_KILLED = 60.0  # for a process that must end, even if it is blocked
+_SECONDS_AFTER_A_HANG = 30.0
+"""If no thread of this rank can run, other ranks have this time to report and to end it."""
+_SECONDS_TO_WRITE_STACKS = 1.0
 
 
 class Watch:
@@ -124,6 +129,10 @@ class Watch:
 
     def __enter__(self) -> Self:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # for the timer that kills this process
+        self._log.handle_quit()
+        self._watchdog = Watchdog(
+            place_of(self._grid, self._rank)[1:-1], self._hang_timeout + _SECONDS_AFTER_A_HANG
+        )
         # Even if the main thread is blocked, this pipe gets the number of each signal.
         self._earlier_pipe = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         for thread in self._threads:
@@ -145,6 +154,7 @@ class Watch:
         if not self._threads[0].is_alive():
             os.close(self._signals)
             os.close(self._wakeup)
+            self._watchdog.close()
 
     @property
     def has_failed(self) -> bool:
@@ -176,6 +186,7 @@ class Watch:
         poller.register(self._signals, select.POLLIN)
         last_poll = time.monotonic()
         while not self._closing.is_set():
+            self._watchdog.beat(str(self._activity))
             signals = b""
             if poller.poll(_PERIOD_SECONDS * 1000):
                 signals = os.read(self._signals, 64)
@@ -315,9 +326,10 @@ class Watch:
 
     def _start_kill_timer(self) -> None:
         """Start a timer that ends this process even if its threads are blocked: the kernel sends
-        SIGALRM, whose default action needs neither Python nor a disk.
+        SIGALRM, whose default action needs neither Python nor a disk. It replaces the watchdog.
         """
         signal.setitimer(signal.ITIMER_REAL, _SECONDS_UNTIL_KILLED)
+        self._watchdog.stop()
 
     # The second thread.
 
@@ -364,7 +376,10 @@ class Watch:
                 self._store.set("silent", json.dumps(silent))
             elif not wait_for_keys(self._store, ["silent"], 2 * seconds):
                 return
-            self._meeting.kill_local_ranks(json.loads(self._store.get("silent")))
+            if silent := json.loads(self._store.get("silent")):
+                self._meeting.kill_local_ranks(silent, signal.SIGQUIT)
+                time.sleep(_SECONDS_TO_WRITE_STACKS)
+                self._meeting.kill_local_ranks(silent)
         except RuntimeError:
             print_error(
                 f"no progress, and the store of all ranks does not answer: {self._activity}"

@@ -7,6 +7,7 @@
     memory    allocates too much memory         slow      sleeps for `seconds` (3) each time
     hang      sleeps forever                    nan       the stage's last hidden state becomes NaN
     kill      the process is killed (SIGKILL)   corrupt   one master weight gets another value
+    lock      as hang, with Python's lock held
     disk      no file of the process may grow past 32 KiB, so a save fails as on a full disk
 
 `work` is the beginning of an instruction, such as Forward or Backward(micro_batch=2). If it is
@@ -15,6 +16,7 @@ once. `parameter` is a part of the name of the parameter to corrupt. If it is om
 parameter of the rank is corrupted.
 """
 
+import ctypes
 import os
 import resource
 import shlex
@@ -33,6 +35,7 @@ from megaspeed.zero.engine import ZeroEngine
 
 VARIABLE = "MEGASPEED_FAULT"
 _TOO_MANY_BYTES = 1 << 50  # more memory than any machine has
+_MANY_SECONDS = 1 << 30
 _LARGEST_FILE_BYTES = 32 << 10  # enough for the log and the metrics of a few steps
 
 
@@ -95,6 +98,7 @@ _OF_THE_PROCESS: dict[str, Callable[[_Fault], object]] = {
     "raise": _raise,
     "memory": lambda fault: torch.empty(_TOO_MANY_BYTES, dtype=torch.uint8),
     "hang": lambda fault: threading.Event().wait(),
+    "lock": lambda fault: ctypes.PyDLL(None).sleep(_MANY_SECONDS),
     "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
     "slow": lambda fault: time.sleep(fault.seconds),

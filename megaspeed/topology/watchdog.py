@@ -1,0 +1,102 @@
+"""Ends a rank in which no thread can run: a call holds Python's lock and does not return.
+
+    rank       its watch thread writes what the rank does, each second   -> a pipe
+    watchdog   a process that runs this file and reads the pipe; it needs nothing of the rank
+
+If no line comes for some time, the watchdog sends SIGQUIT. The handler of the rank does not need
+the lock: it writes the stacks of all threads and ends the rank (`RankLog.handle_quit`).
+
+The time is counted in periods in which the watchdog ran and the rank was not stopped. So a run that
+was suspended (SIGSTOP, a container or a machine that sleeps) continues. The clock of
+`faulthandler.dump_traceback_later` would not wait: it ends a suspended run when it continues.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_PERIOD_SECONDS = 1.0
+_SECONDS_TO_WRITE_STACKS = 5.0
+_STANDARD_INPUT, _STANDARD_ERROR = 0, 2
+_PR_SET_PDEATHSIG = 1
+
+
+class Watchdog:
+    """The watchdog of this process. It ends with the thread that creates it.
+
+    Args:
+        name: of this process, for the message on standard error.
+        seconds: how long no line may come.
+    """
+
+    def __init__(self, name: str, seconds: float) -> None:
+        # A session of its own: it gets no signals of the terminal.
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(seconds), name]
+        self._process = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+        os.set_blocking(self._pipe.fileno(), False)
+
+    def beat(self, doing: str) -> None:
+        """State what this process does, and that a thread of it can run."""
+        with contextlib.suppress(OSError):  # the watchdog was stopped, or has ended
+            self._pipe.write(f"{doing}\n".encode())
+
+    def stop(self) -> None:
+        """End the watchdog. Any thread may call this."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Close the pipe, which no other thread may use any more."""
+        with self._process:
+            self.stop()
+
+
+def watch(process: int, limit: float, name: str) -> None:
+    """End the process if standard input gets no line for ``limit`` seconds in which it may run."""
+    # A scheduler may signal all processes. The rank saves, and is watched until it has ended.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    doing, silent = "start-up", 0.0
+    while os.getppid() == process and silent < limit:
+        if select.select([_STANDARD_INPUT], [], [], _PERIOD_SECONDS)[0]:
+            text = os.read(_STANDARD_INPUT, 1 << 16)
+            if not text:
+                return
+            doing, silent = text.decode(errors="replace").splitlines()[-1], 0.0
+        elif _state(process) not in ("T", "t"):  # stopped by a signal, or by a debugger
+            silent += _PERIOD_SECONDS
+    if os.getppid() == process:
+        with contextlib.suppress(OSError):  # nobody reads the console any more
+            line = (
+                f"[{name}, last known phase: {doing}] no thread could run for {silent:.0f} s: a "
+                "call holds Python's lock and does not return; the log file has the stacks\n"
+            )
+            os.write(_STANDARD_ERROR, line.encode())
+        os.kill(process, signal.SIGQUIT)
+        time.sleep(_SECONDS_TO_WRITE_STACKS)  # when the process ends, this one is killed
+        os.kill(process, signal.SIGKILL)
+
+
+def _state(process: int) -> str:
+    """Its state as in ps, such as "S"; "X" if the process has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
+
+
+if __name__ == "__main__":
+    watch(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
