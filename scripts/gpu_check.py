@@ -3,18 +3,21 @@
     python scripts/gpu_check.py            # one GPU, under eight minutes
     python scripts/gpu_check.py --full     # 1 to 8 GPUs, more layouts, ZeRO-0 to 3; no time limit
     python scripts/gpu_check.py --tiny     # tiny shapes, ZeRO-3: the default if there is no GPU
+    python scripts/gpu_check.py --dry-run  # the sections and their seconds
 
-    machine --> megaspeed verify      bf16 and fp16 over NCCL, against one process
-            --> megaspeed compare     step time, and peak memory predicted and measured
-            --> megaspeed bench       Hugging Face's model under plain DeepSpeed, the same batch
+    machine --> megaspeed compare     step time, and peak memory predicted and measured
+            --> megaspeed verify      bf16 and fp16 over NCCL, against one process
+            --> megaspeed bench       megaspeed beside Hugging Face's model under plain DeepSpeed
             --> report.md             written again after each section
 
-Each section is a command of its own. If one fails, the next one still runs.
+Each section is a command of its own, the most useful first. If one fails or exceeds its limit, the
+next one still runs. A section for which the time is too short is left out.
 """
 
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -35,13 +38,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from megaspeed.analysis.bench.turn import WARM_UP_STEPS
+from megaspeed.analysis.costs.workload import Cluster
+from megaspeed.analysis.planning.forecast import forecast
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
-from megaspeed.topology.devices import peak_by_name
+from megaspeed.topology.devices import device_by_name, device_named, peak_by_name
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.process_end import ended_on_termination
 
@@ -51,8 +57,13 @@ MEGASPEED = Path(sys.executable).with_name("megaspeed")
 SECONDS = 440.0
 """The time limit of all sections on a GPU, without --full. The last one then ends in seconds."""
 
-SECTION_SECONDS = 180.0
-"""The time limit of one section, so that one that hangs leaves time for the others."""
+LIMIT = 2.0
+"""The limit of one section, as a multiple of its expected seconds."""
+
+COMMAND_SECONDS = 8.0  # imports, two looks at the processors, pictures: measured on a CPU
+LAUNCH_SECONDS = 15.0  # imports: 6 on a CPU; CUDA, NCCL and the weights: estimated
+COMPILE_SECONDS = 20.0  # of one block with an empty cache: estimated
+VERIFY_SECONDS = 15.0  # of the tiny steps, and of the single process: estimated
 
 MICRO_BATCHES = 4
 """In each timed step."""
@@ -61,6 +72,8 @@ MICRO_BATCH_SIZES = (32, 16, 8, 4, 2, 1)
 USABLE_FRACTION = 0.92  # the rest of a GPU is for CUDA, NCCL and holes in the allocator
 TINY_MICRO_BATCH_SIZE = 2
 RANKS_WITHOUT_A_GPU = 2
+TIMED_STEPS = 5
+UNCOMPILED = 1.5  # step time of uncompiled blocks, relative to the predicted one: estimated
 
 LAYOUTS = (
     Grid(1, 1, 1),
@@ -111,6 +124,7 @@ LLAMA_1B: dict[str, Any] = {
     },
     "data": {"sequence_length": 2048},
 }
+ENGINES = {"megaspeed": "megaspeed, bench", "hf-deepspeed": "Hugging Face + DeepSpeed, "}
 SHARED = {
     "training": {"steps": 1000},
     "gradient_clipping": 1.0,
@@ -138,6 +152,14 @@ class Machine:
         return "cuda" if self.gpus else "cpu"
 
 
+H100 = Machine(
+    gpus=("NVIDIA H100 80GB HBM3",),
+    memory_bytes=81559 * 2**20,
+    facts={"GPUs": "1 x NVIDIA H100 80GB HBM3"},
+)
+"""What a dry run assumes if there is no GPU."""
+
+
 @dataclass(kw_only=True)
 class Section:
     """One command and its outcome.
@@ -147,6 +169,7 @@ class Section:
         command: a program and its arguments.
         figures_file: which JSON file the command writes.
         labels: of the figures, for the tables.
+        expected: seconds.
         not_run: why it did not run; None if it ran.
         seconds, code, output: of the command; code is None if it ran out of time.
     """
@@ -155,6 +178,7 @@ class Section:
     command: Sequence[str | Path]
     figures_file: Path
     labels: dict[str, Any]
+    expected: float = math.inf
     not_run: str | None = None
     seconds: float = 0.0
     code: int | None = None
@@ -185,10 +209,15 @@ def main() -> int:
     # In a process of its own: a CUDA context here would take memory from the ranks.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         machine = process.submit(describe_machine).result()
+    if options.dry_run and not machine.gpus:
+        machine = H100
     options.tiny = options.tiny or not machine.gpus
     options.out.mkdir(parents=True, exist_ok=True)
     report = options.out / "report.md"
     end = None if options.full or options.tiny else start + SECONDS
+    if options.dry_run:
+        print("\n".join(plan_lines(options, machine, start)))
+        return 0
     done: list[Section] = []
     with ended_on_termination():
         for section in sections(options, machine):
@@ -207,6 +236,9 @@ def parse_arguments() -> argparse.Namespace:
         "--full", action="store_true", help="1 to 8 GPUs, more layouts, ZeRO-0 to 3; takes hours"
     )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the script")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the sections and the seconds they would take"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu-check"), help="folder (runs/gpu-check)"
     )
@@ -251,20 +283,54 @@ def output_of(*command: str) -> str:
     return "unknown"
 
 
+def plan_lines(options: argparse.Namespace, machine: Machine, start: float) -> Iterator[str]:
+    """The sections, and which of them have time if each takes as long as expected."""
+    listed = list(sections(options, machine))
+    own = time.monotonic() - start
+    spent, rows = own, []
+    for section in listed:
+        outcome = section.not_run or "runs"
+        if outcome == "runs" and not (options.full or options.tiny):
+            outcome = late(section, SECONDS - spent) or outcome
+        spent += section.expected if outcome == "runs" else 0.0
+        limit = LIMIT * section.expected
+        rows.append((section.title, f"{section.expected:.0f}", f"{limit:.0f}", outcome))
+    yield from table(("section", "expected (s)", "limit (s)", ""), rows)
+    yield f"Expected: {spent:.0f} s on {machine.facts['GPUs']}, {own:.0f} s of them in this script."
+
+
+def late(section: Section, left: float) -> str | None:
+    """Why a section is left out if this many seconds are left; None if it fits."""
+    if section.expected <= left:
+        return None
+    return f"{section.expected:.0f} s are expected, but of {SECONDS:.0f} s only {left:.0f} are left"
+
+
 def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]:
-    """All sections. Each is carried out before the next one is made."""
+    """All sections, the most useful first. Each is carried out before the next one is made."""
     ranks = len(machine.gpus) or RANKS_WITHOUT_A_GPU
     layouts = [layout for layout in LAYOUTS if layout.world_size <= ranks]
-    verified = layouts if options.full else layouts[-1:]
-    for layout in verified:
-        yield from verify_sections(layout, options, machine)
-    timed = layouts if options.full else layouts[:1]
+    stages = range(4) if options.full else (3,) if options.tiny else (1, 3)
     models = {"GPT-2 1.5B": GPT2_XL, "Llama 1.3B": LLAMA_1B}
     if options.tiny:
         models = {"tiny Llama": TINY_LLAMA}
-    for name, config in models.items():
-        for layout in timed:
-            yield from timing_sections(name, config, layout, options, machine)
+    compared = [
+        compare_section(name, config, layout, stages, options, machine)
+        for name, config in models.items()
+        for layout in (layouts if options.full else layouts[:1])
+    ]
+    yield from compared
+    verifications = [
+        section
+        for layout in (layouts if options.full else layouts[-1:])
+        for section in verify_sections(layout, options, machine)
+    ]
+    yield from verifications[:1]
+    for stage in stages:
+        for each in compared:
+            if each.labels["layout"].pp * each.labels["layout"].tp == 1:
+                yield from bench_sections(each, stage, options, machine)
+        yield from verifications[1:] if stage == stages[0] else ()
 
 
 def verify_sections(
@@ -291,6 +357,7 @@ def verify_sections(
             [MEGASPEED, "verify", "--config", config, "--world-size", str(layout.world_size)],
             ["--device", machine.device, "--steps", "5", "--set", *settings],
             out=options.out,
+            expected=COMMAND_SECONDS + LAUNCH_SECONDS + VERIFY_SECONDS,
             labels={"kind": "verify", "layout": layout, "zero": stage, "precision": precision},
             not_run=(
                 "fp16 needs a GPU" if precision == "fp16" and machine.device == "cpu" else None
@@ -298,17 +365,15 @@ def verify_sections(
         )
 
 
-def timing_sections(
+def compare_section(
     name: str,
     config: dict[str, Any],
     layout: Grid,
+    stages: Sequence[int],
     options: argparse.Namespace,
     machine: Machine,
-) -> Iterator[Section]:
-    """megaspeed at every ZeRO stage, then Hugging Face + DeepSpeed, on the same batch."""
-    stages: Sequence[int] = (3,) if options.tiny else (1, 3)
-    if options.full:
-        stages = range(4)
+) -> Section:
+    """megaspeed at every ZeRO stage, at the largest micro-batch that is predicted to fit."""
     file = write_config(
         options.out / f"{file_name(name)}.json", {**config, "bf16": {"enabled": True}}
     )
@@ -318,49 +383,69 @@ def timing_sections(
     except ConfigError as error:  # the heads of a model need not divide by every tensor degree
         size, not_run = 1, " ".join(error.problems)
         run = load(file, batch_settings(LAYOUTS[0], size), LAYOUTS[0])
-    labels = {"kind": "time", "model": name, "layout": layout, "run": run}
-    yield section(
+    # The first step, the timed ones, and one that is watched and not compiled.
+    steps = 1 + TIMED_STEPS + UNCOMPILED
+    return section(
         f"compare {name} {layout}",
         [MEGASPEED, "compare", "--config", file, "--world-size", str(layout.world_size)],
-        [
-            "--stages",
-            *map(str, stages),
-            "--turns",
-            "1",
-            "--steps",
-            "5",
-            "--out",
-            options.out / file_name(f"{name} {layout}"),
-        ],
+        ["--stages", *map(str, stages), "--turns", "1", "--steps", str(TIMED_STEPS)],
+        ["--out", options.out / file_name(f"{name} {layout}")],
         ["--set", *batch_settings(layout, size)],
         out=options.out,
-        labels={**labels, "engine": "megaspeed"},
+        labels={"kind": "time", "model": name, "layout": layout, "run": run, "file": file},
+        expected=expected_seconds(run, machine, len(stages), len(stages) * steps),
         not_run=not_run,
     )
-    if layout.pp * layout.tp > 1:
-        return
-    for stage in stages:
-        # Hugging Face's model may need more memory: then half the micro-batch is tried.
-        for smaller in dict.fromkeys((size, max(1, size // 2))):
-            settings = [*batch_settings(layout, smaller), f"zero_optimization.stage={stage}"]
-            beside = section(
-                f"Hugging Face + DeepSpeed {name} {layout} ZeRO-{stage} micro-batch {smaller}",
-                [MEGASPEED, "bench", "--config", file, "--world-size", str(layout.world_size)],
-                ["--peers", "hf-deepspeed", "--turns", "1", "--steps", "5"],
-                ["--output", options.out / file_name(f"{name} {layout} bench {stage} {smaller}")],
-                ["--set", *settings],
-                out=options.out,
-                labels={
-                    **labels,
-                    "engine": "Hugging Face + DeepSpeed",
-                    "row": f"ZeRO-{stage}",
-                    "run": load(file, settings, layout),
-                },
-                not_run=not_run,
-            )
-            yield beside
-            if not beside.out_of_memory:
-                break
+
+
+def bench_sections(
+    compared: Section, stage: int, options: argparse.Namespace, machine: Machine
+) -> Iterator[Section]:
+    """megaspeed and Hugging Face + DeepSpeed in turns, on the same batch.
+
+    Hugging Face's model needs more memory, so half the micro-batch is tried first, then a quarter.
+    """
+    labels, layout = compared.labels, compared.labels["layout"]
+    largest = labels["run"].batch.micro_batch_size
+    for size in dict.fromkeys(max(1, largest // share) for share in (2, 4)):
+        settings = [*batch_settings(layout, size), f"zero_optimization.stage={stage}"]
+        run = load(labels["file"], settings, layout)
+        title = f"bench {labels['model']} {layout} ZeRO-{stage} micro-batch {size}"
+        # megaspeed, and the peer with both of its settings: warm-up, timed steps, and one more.
+        steps = (1 + 2 * UNCOMPILED) * (WARM_UP_STEPS + TIMED_STEPS + 1)
+        beside = section(
+            title,
+            [MEGASPEED, "bench", "--config", labels["file"]],
+            ["--world-size", str(layout.world_size), "--peers", "hf-deepspeed"],
+            ["--omit", "host-bound", "--turns", "1", "--steps", str(TIMED_STEPS)],
+            ["--output", options.out / file_name(title), "--set", *settings],
+            out=options.out,
+            labels={**labels, "row": f"ZeRO-{stage}", "run": run},
+            expected=expected_seconds(run, machine, 3, steps),
+            not_run=compared.not_run,
+        )
+        yield beside
+        if not beside.out_of_memory or any(row["settings"] for row in contestants(beside)):
+            break
+
+
+def contestants(section: Section) -> list[dict[str, Any]]:
+    """What a bench measured, a row for each of a peer's settings."""
+    run = (section.figures or {}).get("workloads", {}).get("run", {})
+    return [*run.get("contestants", []), *run.get("other_settings", [])]
+
+
+def expected_seconds(run: Run, machine: Machine, launches: int, steps: float) -> float:
+    """Of a command that launches ranks so often; together they take so many steps."""
+    gpu = device_by_name(machine.gpus[0] if machine.gpus else "")
+    device = gpu or device_named("a100-80gb")
+    cluster = Cluster(
+        device=device,
+        gpus_per_node=max(1, len(machine.gpus)),
+        network_bandwidth=device.network_bandwidth,
+    )
+    starts = COMMAND_SECONDS + COMPILE_SECONDS + launches * LAUNCH_SECONDS
+    return starts + steps * forecast(run, cluster).seconds
 
 
 def section(
@@ -368,6 +453,7 @@ def section(
     *command: Sequence[str | Path],
     out: Path,
     labels: dict[str, Any],
+    expected: float,
     not_run: str | None,
 ) -> Section:
     """A section whose command writes its figures to ``out``."""
@@ -376,7 +462,14 @@ def section(
     words = [word for part in command for word in part]
     # Before --set, which takes all words after it.
     words[words.index("--config") : words.index("--config")] = ["--json", figures]
-    return Section(title=title, command=words, figures_file=figures, labels=labels, not_run=not_run)
+    return Section(
+        title=title,
+        command=words,
+        figures_file=figures,
+        labels=labels,
+        expected=expected,
+        not_run=not_run,
+    )
 
 
 def file_name(title: str) -> str:
@@ -442,10 +535,11 @@ def load(file: Path, settings: list[str], layout: Grid) -> Run:
 
 
 def carry_out(section: Section, end: float | None) -> None:
-    """Runs a section's command until it ends, or until the time is over."""
-    left = None if end is None else min(SECTION_SECONDS, end - time.monotonic())
-    if section.not_run is None and left is not None and left <= 0:
-        section.not_run = f"the {SECONDS:.0f} s for all sections were over"
+    """Runs a section's command until it ends, or exceeds its limit. ``end`` is that of all."""
+    left = None if end is None else end - time.monotonic()
+    if section.not_run is None and left is not None:
+        section.not_run = late(section, left)
+        left = min(LIMIT * section.expected, left)
     if section.not_run is not None:
         return
     log = section.figures_file.with_suffix(".log")
@@ -552,7 +646,7 @@ def model_lines(model: str, done: Sequence[Section], machine: Machine) -> Iterat
         f"{shape.vocab_size}; {run.config.data.sequence_length} tokens, {MICRO_BATCHES} "
         "micro-batches a step, bf16, activation checkpointing "
         f"{run.config.parallel.activation_checkpointing}. "
-        "Random tokens, which both read from a file within the step. Median of the steps after the "
+        "Random tokens, which all read from a file within the step. Median of the steps after the "
         "first ones."
     )
     yield ""
@@ -576,7 +670,7 @@ def timing_rows(section: Section, flops: float, peak: float | None) -> Iterator[
     labels, found = section.labels, section.figures
     run: Run = labels["run"]
 
-    head = (labels["engine"], labels["layout"])
+    head = ("megaspeed" if "row" not in labels else "bench", labels["layout"])
 
     def row(label: str, figures: dict[str, Any], *memory: float | None) -> Any:
         tokens = figures["tokens_per_second"]
@@ -587,7 +681,7 @@ def timing_rows(section: Section, flops: float, peak: float | None) -> Iterator[
 
     if found is None:
         yield (*head, labels.get("row", ""), run.batch.micro_batch_size, ending(section))
-    elif labels["engine"] == "megaspeed":
+    elif "rows" in found:
         for each in found["rows"]:
             if each["status"] != "done":
                 reason = f"{each['status']}: {each['reason']}"
@@ -600,13 +694,12 @@ def timing_rows(section: Section, flops: float, peak: float | None) -> Iterator[
             predicted = stage["peak_bytes"]["predicted"]["total"]
             yield row(each["label"], each, predicted, measured_peak(stage))
     else:
-        contestants = found["workloads"]["run"]["contestants"]
-        beside = [each for each in contestants if each["name"] == "hf-deepspeed"]
-        if not beside:
+        if not contestants(section):
             yield (*head, labels["row"], run.batch.micro_batch_size, ending(section))
-        for each in beside:
+        for each in contestants(section):
             figures = {**each, "step_time_seconds": each["step_seconds"]["median"]}
             on_gpu = found["device"]["name"] != "CPU"
+            head = (f"{ENGINES[each['name']]}{each['settings'] or ''}", labels["layout"])
             yield row(labels["row"], figures, None, each["peak_bytes"] if on_gpu else None)
 
 

@@ -93,8 +93,10 @@ def check_that_bf16_is_verified_and_fp16_states_why_it_is_not(report: str) -> No
 
 def check_that_both_engines_are_measured_beside_each_other(report: str) -> None:
     rows = rows_of(report, "tiny Llama")
-    ours, theirs = "megaspeed", "Hugging Face + DeepSpeed"
-    assert [(row[0], row[2]) for row in rows] == [(ours, "ZeRO-3"), (theirs, "ZeRO-3")]
+    ours, theirs = ["megaspeed", "megaspeed, bench"], "Hugging Face + DeepSpeed"
+    assert [row[0] for row in rows][:2] == ours and {row[2] for row in rows} == {"ZeRO-3"}
+    assert {row[0] for row in rows[2:]} == {f"{theirs}, defaults", f"{theirs}, guide"}
+    assert [row[3] for row in rows] == ["2", "1", "1", "1"], "micro-batches"
     for row in rows:
         step, tokens, mfu = row[4:7]
         assert re.fullmatch(FIGURE, step) and re.fullmatch(FIGURE, tokens), row
@@ -133,12 +135,12 @@ def test_the_micro_batch_follows_from_the_gpus_own_memory(
         if section.labels.get("model") == "GPT-2 1.5B"
     ]
     assert len(timed) == 3
-    for section in timed:
+    for section, share in zip(timed, (1, 2, 2), strict=True):
         if size is None:
             assert "predicted peak of a micro-batch of 1 is" in section.not_run
         else:
             assert section.not_run is None
-            assert f"train_micro_batch_size_per_gpu={size}" in section.command
+            assert f"train_micro_batch_size_per_gpu={size // share}" in section.command
 
 
 def test_full_covers_every_layout_of_eight_gpus(tmp_path: Path) -> None:
@@ -175,25 +177,51 @@ def test_a_command_that_fails_is_reported_with_what_it_printed(tmp_path: Path) -
 
 def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     section = a_section(tmp_path, "import time; time.sleep(600)")
+    section.expected = 0.4
     start = time.monotonic()
     gpu_check.carry_out(section, start + 0.5)
     assert time.monotonic() - start < 60
     assert section.failed and gpu_check.ending(section).startswith("out of time")
+    limited = a_section(tmp_path, "import time; time.sleep(600)")
+    limited.expected = 0.5 / gpu_check.LIMIT
+    gpu_check.carry_out(limited, time.monotonic() + 600)
+    assert gpu_check.ending(limited).startswith("out of time")
     late = a_section(tmp_path, "raise SystemExit(0)")
-    gpu_check.carry_out(late, start)
-    assert not late.failed and "for all sections were over" in gpu_check.ending(late)
+    late.expected = 100.0
+    gpu_check.carry_out(late, time.monotonic() + 50.5)
+    assert not late.failed
+    assert gpu_check.ending(late) == "not run: 100 s are expected, but of 440 s only 50 are left"
 
 
-def test_half_the_micro_batch_is_tried_where_hugging_face_needs_more_memory(
-    tmp_path: Path,
-) -> None:
+def test_hugging_face_starts_at_half_the_micro_batch_and_tries_a_quarter(tmp_path: Path) -> None:
     sizes = []
     for section in gpu_check.sections(options(tmp_path), h100()):
-        if section.labels.get("engine") == "Hugging Face + DeepSpeed":
+        if section.labels.get("row") and section.labels["model"] == "GPT-2 1.5B":
             sizes.append(section.labels["run"].batch.micro_batch_size)
             if len(sizes) == 1:
                 section.code, section.output = 1, "torch.OutOfMemoryError: CUDA out of memory."
-    assert sizes[:3] == [16, 8, 16]
+    assert sizes == [8, 4, 8]
+
+
+def test_a_dry_run_prints_what_has_time_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every comparison comes first, and the sections that have time take under eight minutes."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # for the process that looks for GPUs
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--dry-run", "--out", str(tmp_path)])
+    assert gpu_check.main() == 0
+    *lines, total = capsys.readouterr().out.splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines[2:]]
+    assert [row[0].split(" ")[0] for row in rows[:4]] == ["compare", "compare", "verify", "bench"]
+    for _, expected, limit, outcome in rows:
+        assert 0 < int(expected) < int(limit)
+        assert outcome == "runs" or outcome.startswith(f"{expected} s are expected, but of 440 s")
+    own = int(re.findall(r"\d+", total)[-1])
+    runs = [int(row[1]) for row in rows if row[3] == "runs"]
+    assert len(runs) >= 5 and "NVIDIA H100" in total
+    assert own + sum(runs) <= 440 + len(runs)  # each is rounded
+    assert not (tmp_path / "report.md").exists()
 
 
 def test_a_check_that_is_ended_ends_its_command(tmp_path: Path) -> None:
