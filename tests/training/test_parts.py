@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megaspeed.topology.activity import PARTS, Timeline
+from megaspeed.training import worker
 from megaspeed.training.console import SLOW, describe_slow_rank
 from megaspeed.training.faults import inject_into_process
 from megaspeed.training.trainer import Trainer
@@ -43,11 +44,11 @@ def test_the_innermost_part_counts_and_no_moment_counts_twice() -> None:
 
 
 def make_one_rank_slow(trainer: Trainer, record: Record) -> None:
-
     fault = f"slow rank=5 step={SLOW_STEP} work=Forward seconds={SLEEP_SECONDS}"
     os.environ["MEGASPEED_FAULT"] = fault
     context = trainer.worker.context
     inject_into_process(context.activity, context.rank)
+    worker.peak_memory = lambda device: context.rank ^ 2  # 2, 3, 0 and 1, then 6, 7, 4 and 5
 
 
 @pytest.mark.parametrize(("zero_stage", "reduction"), [(1, "per_step"), (3, "per_micro_batch")])
@@ -70,6 +71,7 @@ def test_every_axis_has_its_part_and_the_slow_rank_is_named_on_all(
         *(("step", 1), ("step", 2), ("parts", 2), ("step", 3), ("step", 4), ("parts", 4)),
         *(("step", 5), ("step", 6), ("parts", 6), ("checkpoint", 6)),
     ], "in the order of time"
+    assert all(step.peak_memory_bytes == [3, 7] for step in records[0].steps)
     first, slow, last = records[0].parts_of_steps
     assert (first.step, slow.step, last.step) == (2, SLOW_STEP, 6), "the last step of the run too"
     for name in ("data_loading", "compute", "tensor", "data", "pipeline", "world", "optimizer"):
