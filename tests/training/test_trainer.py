@@ -179,6 +179,8 @@ def test_every_steps_metrics_are_those_of_one_process(
             assert min(step.peak_memory_bytes) > 50 * 2**20, "bytes, not pages or KiB"
             rate = step.tokens_per_second * step.step_time_seconds
             assert rate == pytest.approx(24 * 16), "tokens of one step over all ranks"
+            work, together = (s.tflops_per_rank * s.step_time_seconds for s in (alone, step))
+            assert work == pytest.approx(together * math.prod(layout))
 
 
 @pytest.mark.parametrize("layout", list(ZERO_STAGES), ids=str)

@@ -1,5 +1,6 @@
 """Model states by hand, and those of the ZeRO paper."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,13 @@ import pytest
 
 from megaspeed.analysis.costs.memory import (
     MemoryBytes,
+    compression_buffer_bytes,
     elements_of,
     gathered_in_pass,
     local_parameters,
     model_states,
 )
+from megaspeed.analysis.costs.stage_memory import predict_memory
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
@@ -146,3 +149,51 @@ def test_each_pass_gathers_the_layer_ahead_that_it_needs_next(
     for direction, elements in (("forward", forward), ("backward", backward)):
         layers = gathered_in_pass(run, parameters, direction)
         assert [layer.ahead for layer in layers] == [4 * size for size in elements]
+
+
+def test_int8_needs_most_memory_while_it_gathers_at_zero0_and_while_it_reduces_otherwise() -> None:
+    """Parts of 2 x 2,048 elements, in messages of 36 bytes for each 32.
+
+    The sum of a part: the part in fp32 twice, what is sent and received, and the sum of two rows.
+    The gather at ZeRO-0: the part twice, what is received, and of a row the message and two copies.
+    """
+    part, message = 4096 * 4, 4096 // 32 * 36
+    most = {0: 3 * part + message * 3 // 2, 1: part * 5 // 2 + 2 * message}
+    for stage, expected in most.items():
+        zero = {"stage": stage, "reduce_bucket_size": 4096}
+        parallel = {"gradient_compression": {"type": "int8", "block": 32}}
+        run = tiny_run(TEXT, dp=2, zero_optimization=zero, parallel=parallel)
+        assert compression_buffer_bytes(run, local_parameters(run, 0)) == expected
+
+
+def test_the_second_backward_of_gpipe_has_one_micro_batch_fewer() -> None:
+    """Each further micro-batch adds what it keeps, and none adds a message that is in flight."""
+    peaks = []
+    for micro_batches in (1, 2, 3):
+        changes = {
+            "model": {"vocab_size": 32},  # so the peak is in a backward, not in the loss
+            "parallel": {"schedule": "gpipe"},
+            "gradient_accumulation_steps": micro_batches,
+            "train_batch_size": 4 * micro_batches,
+        }
+        peaks.append(predict_memory(tiny_run(TEXT, pp=2, **changes), 1, device_type="cuda").peak)
+    kept = [after.total - before.total for before, after in pairwise(peaks)]
+    assert kept[0] == kept[1] > 0
+
+
+def test_a_bucket_that_is_reduced_beside_the_backward_takes_memory_meanwhile() -> None:
+    """The copy in bf16 of a block's matrices, 12 D^2 elements. Few tokens, so they set the peak."""
+    in_flight = []
+    for overlaps in (False, True):
+        run = tiny_run(
+            TEXT,
+            dp=2,
+            model={"hidden_size": 128},
+            train_batch_size=4,
+            gradient_accumulation_steps=2,
+            communication_data_type="bf16",
+            zero_optimization={"stage": 1, "overlap_comm": overlaps, "reduce_bucket_size": 200_000},
+        )
+        peak = predict_memory(run, 0, device_type="cuda").peak
+        in_flight.append(peak.communication_buffers)
+    assert in_flight == [0, 12 * 128**2 * 2]

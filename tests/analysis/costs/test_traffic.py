@@ -20,13 +20,14 @@ from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import LLAMA, merge, tiny_corpus
-from tests.zero.one_rank import one_rank, small_run
+from tests.zero.one_rank import OFFLOAD, one_rank, small_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 
 FP32_BYTES = 4
 Layout = tuple[int, int, int]
 
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 BF16_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 UNTIED = {"tie_word_embeddings": False}
 SHARED_HEADS = {"num_key_value_heads": 1}
@@ -104,15 +105,9 @@ DATA_AXIS: dict[str, tuple[Layout, dict[str, Any]]] = {
         (3, 2, 1),
         {"zero_optimization": {"stage": 1}, "model": {**LLAMA, "num_hidden_layers": 4}},
     ),
-    "offloaded": (
+    "bf16 gradients, which are fp32 once they are offloaded": (
         (2, 2, 1),
-        {
-            "zero_optimization": {
-                "stage": 2,
-                "offload_optimizer": {"device": "cpu", "pin_memory": False},
-            },
-            **BF16_IN_FP32,
-        },
+        {"zero_optimization": {"stage": 2, **OFFLOAD}, **BF16},
     ),
     "each bucket all-reduced": (
         (1, 2, 1),
@@ -361,7 +356,15 @@ MODEL_AXES: dict[str, tuple[Layout, dict[str, Any]]] = {
         {"parallel": {**RECOMPUTE, "recomputed_blocks": 1}},
     ),
     "norms of each head": ((1, 1, 2), {"model": QWEN3}),
-    "norms of each head, sequence parallel": ((2, 1, 2), {"model": QWEN3, "parallel": SEQUENCE}),
+    "norms of each head, sequence parallel, offloaded": (
+        (2, 1, 2),
+        {
+            "model": QWEN3,
+            "parallel": SEQUENCE,
+            "zero_optimization": {"stage": 1, **OFFLOAD},
+            **BF16,
+        },
+    ),
     "shared heads": ((1, 1, 4), {"model": {**LLAMA, **SHARED_HEADS}}),
     "shared heads with biases": (
         (1, 1, 4),
