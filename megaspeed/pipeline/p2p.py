@@ -10,8 +10,9 @@ one NCCL kernel on the group's communicator. A single message is a batch too, be
 `isend` torch opens a communicator for each pair of ranks if no device is bound to the group.
 
 A link has at most one batch in flight: before it starts the next batch, it waits for the last one.
-On a GPU the current stream waits, not the host. `check_schedule` proves that this cannot deadlock,
-even if each stage waits for every message as soon as it has started it.
+On a GPU the current stream waits, not the host. The link keeps the tensors until then.
+`check_schedule` proves that this cannot deadlock, even if each stage waits for every message as
+soon as it has started it.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,23 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack
 
 _DIRECTIONS = {dist.isend: "send of {} to", dist.irecv: "receive of {} from"}
+
+
+def as_message(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that torch's allocator does not know, for `dist.P2POp`.
+
+    The caller keeps the result until its stream waits for the message.
+
+    torch 2.13 (ProcessGroupNCCL.cpp, pointToPoint) calls recordStream for every message, because
+    it does not know whether the caller waits. Freed memory is then not reused until the device has
+    sent it, so a host that is ahead of the device allocates more. recordStream ignores memory that
+    comes through DLPack, as any that torch has not allocated (CUDACachingAllocator.cpp).
+    """
+    message: Tensor = torch.from_dlpack(to_dlpack(tensor))
+    return message
 
 
 class PipelineProtocolError(RuntimeError):
@@ -60,7 +76,7 @@ class Link:
         self._works: list[dist.Work] = []
         self._in_flight: list[str] = []
         self._is_waiting = False
-        self._sent: Tensor | None = None
+        self._messages: list[dist.P2POp] = []
 
     def send(self, tensor: Tensor) -> None:
         """Start to send `tensor`; do not write to it before `finish`.
@@ -96,25 +112,29 @@ class Link:
         return [f"{direction.format(what)} rank {self._peer}" for direction in self._in_flight]
 
     def finish(self) -> None:
-        """Wait until the batch in flight is done, if there is one, and free what was sent."""
+        """Wait until the batch in flight is done, if there is one, and free what was sent.
+
+        Call it on the stream on which the tensors were allocated.
+        """
         self._is_waiting = True
         for work in self._works:
             work.wait()
         self._is_waiting = False
         self._works = []
         self._in_flight = []
-        self._sent = None
+        self._messages = []
 
     def _start(self, sent: Tensor | None, received: Tensor | None) -> None:
         self.finish()
         messages = []
         if sent is not None:
             self._check_own(sent)
-            # gloo and NCCL read the tensor until the batch is done.
-            sent = self._sent = sent.detach().contiguous()
+            sent = as_message(sent.detach().contiguous())
             messages.append(dist.P2POp(dist.isend, sent, self._peer, self._group))
         if received is not None:
+            received = as_message(received)
             messages.append(dist.P2POp(dist.irecv, received, self._peer, self._group))
+        self._messages = messages  # gloo and NCCL use the tensors until the batch is done
         # The receive first, because it is usually the one that takes longer.
         self._in_flight = [_DIRECTIONS[message.op] for message in reversed(messages)]
         self._works = dist.batch_isend_irecv(messages)

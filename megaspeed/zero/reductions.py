@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaspeed.pipeline.p2p import as_message
 from megaspeed.zero.model_states import GradientFragment
 
 _BUCKET_ELEMENTS = 1 << 26
@@ -40,8 +41,8 @@ def add_gradients_of_other_end(
         own = torch.cat(bucket).to(device)
         others = torch.empty_like(own)
         exchange = [
-            dist.P2POp(dist.isend, own, peer, group),
-            dist.P2POp(dist.irecv, others, peer, group),
+            dist.P2POp(dist.isend, as_message(own), peer, group),
+            dist.P2POp(dist.irecv, as_message(others), peer, group),
         ]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()

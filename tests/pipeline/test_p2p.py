@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megaspeed.pipeline.p2p import Link, Neighbours, PipelineProtocolError
@@ -136,6 +137,42 @@ def lone_sends(launch: LaunchEnvironment) -> None:
 
 def test_a_link_keeps_what_it_sends_until_it_is_received_and_no_longer(pool: RankPool) -> None:
     pool.run(2, lone_sends)
+
+
+def storages_of_messages(launch: LaunchEnvironment) -> None:
+    """What torch gets to send and to receive is the tensor's memory, but not its storage."""
+    seen: list[Tensor] = []
+    start = dist.batch_isend_irecv
+
+    def noted(messages: list[dist.P2POp]) -> list[dist.Work]:
+        seen.extend(message.tensor for message in messages)
+        return start(messages)
+
+    with pipeline(launch) as context, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", noted)
+        neighbours = connect(context, dtype=torch.bfloat16)
+        link = neighbours.after or neighbours.before
+        assert link is not None
+        tensor = torch.full((2, 3), float(context.rank), dtype=torch.bfloat16)
+        received = link.exchange(tensor)
+        alive = [weakref.ref(message.untyped_storage()) for message in seen]
+        for message, own in zip(seen, (tensor, received), strict=True):
+            assert message.data_ptr() == own.data_ptr()
+            assert message.untyped_storage()._cdata != own.untyped_storage()._cdata
+        seen.clear()
+        del message
+        assert all(storage() is not None for storage in alive), "kept until the batch is done"
+        link.finish()
+        assert received.unique().tolist() == [1 - context.rank]
+        assert all(storage() is None for storage in alive)
+
+
+def test_the_allocator_does_not_know_the_memory_of_messages(pool: RankPool) -> None:
+    """torch's NCCL calls recordStream for each message, which keeps freed memory from being reused.
+
+    Only a GPU can show the memory. It is ignored for a storage that torch has not allocated.
+    """
+    pool.run(2, storages_of_messages)
 
 
 # --- what is refused ------------------------------------------------------------------------------
