@@ -131,7 +131,7 @@ def test_a_tokenizer_that_removes_spaces_before_a_text_keeps_those_between_words
 def test_the_cuts_of_a_long_document_do_not_show(tmp_path: Path, name: str) -> None:
     """The text is tokenized beforehand, or trained on directly."""
     tokenizer = trained(TOKENIZERS[name]())
-    long = " ".join(documents(3 << 20))
+    long = " ".join(documents(4 * cutting.PIECE_BYTES))
     text = tmp_path / "long.txt"
     text.write_text(f"{long}{END_OF_TEXT}the end", encoding="utf-8")
     files = [SourceFile(text.name, text)]

@@ -1,5 +1,6 @@
 """Gradients are exact however they are accumulated and reduced, and are held once."""
 
+import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 from megaspeed.analysis.watched_step import WatchedZero, measure
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import tiny_corpus
@@ -91,6 +93,37 @@ def test_sums_that_are_sent_in_fp16_are_the_mean_of_the_data_ranks(
     corpus = tiny_corpus(run, cache)
     (gradients, _), *_ = pool.run(2, gradients_of_two_steps, run, corpus)
     assert are_equal(gradients, reference_of(run, corpus), allowed=2e-3)
+
+
+def gradients_beside_another_device(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[dict[str, Tensor], list[float]]:
+    """As above. To move a tensor to the device of this rank copies it, as if that were a GPU."""
+    create, device = ParallelContext.create, torch.device("cpu", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ParallelContext,
+            "create",
+            lambda *args, **options: dataclasses.replace(create(*args, **options), device=device),
+        )
+        return gradients_of_two_steps(launch, run, corpus)
+
+
+def test_offloaded_sums_over_tensor_ranks_and_stages_return_to_the_host(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = small_run(
+        text,
+        pp=2,
+        tp=2,
+        parallel={"sequence_parallel": True},
+        zero_optimization={"stage": 1, **OFFLOAD},
+    )
+    corpus = tiny_corpus(run, cache)
+    reference = reference_of(run, corpus, steps=2)
+    (gradients, norms), *_ = pool.run(4, gradients_beside_another_device, run, corpus)
+    assert are_equal(gradients, reference)
+    assert norms == pytest.approx(reference.grad_norms, rel=1e-5)
 
 
 def step_without_positions(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
