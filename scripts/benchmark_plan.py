@@ -18,6 +18,10 @@ Layouts of one model on the same GPUs, with the same sequences and batch, are a 
 group the fastest layout by prediction is compared with the fastest by report, beside the layout
 that sends the fewest bytes.
 
+Rows with a memory are compared with the memory of a run of megaspeed in that shape and layout. All
+logits at once are added, because only megaspeed computes them in chunks. Interleaved schedules are
+omitted, because megaspeed has none.
+
 The columns (blank ones get the value in brackets):
 
     gpu, n_gpus, fact_gpn [8], fact_nic     GPUs a node, GB/s of the network for each GPU [usual]
@@ -28,6 +32,7 @@ The columns (blank ones get the value in brackets):
     fact_flash, fact_fused [1]              none, fa1, fa2, fa3; whether softmax is one kernel
     fact_sp fact_async_tp fact_overlap fact_scatter_gather fact_gbytes [4] fact_part framework
     d_iter_time_s                           reported seconds of a step
+    memory_gib, memory_kind                 of the fullest rank: allocated, reserved, or driver's
     id src model usable                     a row that is not usable is left out
 """
 
@@ -45,6 +50,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megaspeed.analysis.costs.reserved_memory import reserved_memory
 from megaspeed.analysis.costs.step_time import FITTED, Constants, StepTime, predict_step_time
 from megaspeed.analysis.costs.traffic import bytes_sent
 from megaspeed.analysis.costs.workload import (
@@ -60,7 +66,11 @@ from megaspeed.analysis.planning.forecast import (
     SHORT_STEP,
     TYPICAL_FACTOR,
 )
+from megaspeed.analysis.planning.prediction import predict_peaks
+from megaspeed.config.layout import World
+from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.resolve import resolve_run
 from megaspeed.model.parameters import forward_flops_per_token
 from megaspeed.pipeline.partition import partition_layers
 from megaspeed.topology.devices import DEVICES, Device, DeviceError, device_named
@@ -90,6 +100,9 @@ _NEEDED = (
 )
 """Columns without which no row can be predicted."""
 
+_BYTES_OF_A_LOGIT = 10
+"""In 16 bits, a copy in fp32 for the softmax, and the fp32 gradient."""
+
 LEVEL = 0.92
 """Of runs, in the interval. A little more than nine of ten, because the sources are few."""
 
@@ -107,6 +120,8 @@ class Published:
     work: Workload
     cluster: Cluster
     seconds: float | None  # reported
+    memory_bytes: float | None = None  # reported, of the fullest rank
+    is_drivers_memory: bool = False  # with CUDA and NCCL, or else as torch's allocator counts it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary["errors"] = show_errors(timed, errors)
         if options.leave_one_out:
             summary["coverage"] = show_coverage(timed, predicted)
+            summary["memory"] = show_memory(runs)
         summary["layouts"] = show_layouts(timed, predicted)
     else:
         for run in runs:
@@ -213,6 +229,8 @@ def published_run(row: Row, name: str) -> Published:
             network_bandwidth=float(row.get("fact_nic") or device.network_bandwidth),
         ),
         seconds=float(stated) if stated else None,
+        memory_bytes=2**30 * float(row["memory_gib"]) if row.get("memory_gib") else None,
+        is_drivers_memory=row.get("memory_kind") == "driver",
     )
 
 
@@ -454,6 +472,68 @@ def show_coverage(runs: Sequence[Published], predicted: Mapping[str, StepTime]) 
         f"source, {figures['coverage']:.1%} are within the factor of the others"
     )
     return figures
+
+
+def show_memory(runs: Iterable[Published]) -> dict[str, float]:
+    """Prints how many times as much memory as its predicted tensors a run needs."""
+    compared = [run for run in runs if run.memory_bytes and run.work.chunks == 1]
+    factors = {run.id: memory_factor(run) for run in compared}
+    shares, sources = [], _grouped(compared, lambda run: run.source)
+    if len(sources) < 2:
+        return {}
+    print(f"\n{'memory / tensors':<24} {'runs':>5} {'median':>8} {'p90':>8}")
+    for source, members in sources.items():
+        others = weights_of([run for run in compared if run.source != source])
+        limit = weighted_quantile(factors, others, 0.9)
+        own = [factors[run.id] for run in members]
+        shares.append(statistics.fmean(factor <= limit for factor in own))
+        p90 = float(np.quantile(own, 0.9))
+        print(f"{source:<24} {len(own):>5} {statistics.median(own):>8.2f} {p90:>8.2f}")
+    weights = weights_of(compared)
+    figures = {
+        "runs": len(compared),
+        "median": weighted_quantile(factors, weights, 0.5),
+        "p90": weighted_quantile(factors, weights, 0.9),
+        "coverage": statistics.fmean(shares),
+    }
+    print(
+        f"{f'{len(sources)} sources alike':<24} {len(compared):>5} {figures['median']:>8.2f} "
+        f"{figures['p90']:>8.2f}; of an unseen source, {figures['coverage']:.0%} are below the p90 "
+        "of the others"
+    )
+    return figures
+
+
+def memory_factor(run: Published) -> float:
+    """Reported memory of the fullest rank, without CUDA and NCCL, as a multiple of its tensors."""
+    work, grid = run.work, run.work.grid
+    recomputed = work.recomputation if work.recomputation in ("none", "full") else "selective"
+    stated: dict[str, object] = {
+        "model": work.model.model_dump(exclude_defaults=True),
+        "data": {"sequence_length": work.sequence_length},
+        "parallel": {
+            "pipeline": grid.pp,
+            "tensor": grid.tp,
+            "sequence_parallel": work.sequence_parallel,
+            "activation_checkpointing": recomputed,
+            "schedule": "1f1b",
+        },
+        "zero_optimization": {"stage": work.zero_stage},
+        "fp16" if work.precision == "fp16" else "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": work.micro_batch_size,
+        "train_batch_size": work.micro_batch_size * work.micro_batches * grid.dp,
+        "training": {"steps": 1, "compile": False},
+    }
+    if work.gradient_bytes == 4 and work.precision != "fp16":
+        stated["data_types"] = {"grad_accum_dtype": "fp32"}
+    world = World(grid.world_size, "the row", "cuda")
+    resolved = resolve_run(parse_config(stated), world, name=run.id)
+    peaks = predict_peaks(resolved)
+    logits = work.tokens * work.model.vocab_size / grid.tp
+    tensors = max(*peaks, peaks[-1] + _BYTES_OF_A_LOGIT * logits)
+    assert run.memory_bytes is not None, "only runs with a memory are compared"
+    beside = reserved_memory(resolved, run.cluster.device, run.cluster.gpus_per_node, 0).certain
+    return (run.memory_bytes - beside * run.is_drivers_memory) / tensors
 
 
 def show_layouts(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megaspeed.analysis.costs.reserved_memory import UNEXPECTED
 from megaspeed.analysis.costs.step_time import FITTED
 from megaspeed.analysis.planning.forecast import TYPICAL_FACTOR
 
@@ -125,6 +126,10 @@ def test_an_unseen_source_has_the_error_and_the_coverage_that_are_stated(tmp_pat
     page = (root / "docs" / "planning.md").read_text()
     assert f"of a source that was left out of the fit | {median} | {p90} |" in page
     assert f"{coverage['coverage']:.1%}".replace("%", " %") + " of the runs of that" in page
+    memory = figures["memory"]
+    assert memory["p90"] == pytest.approx(1 + UNEXPECTED, abs=0.005)
+    assert f"{memory['runs']} runs of BLOOM" in page
+    assert f"{100 * memory['coverage']:.0f} % of its runs need at most that" in page
     readme = " ".join((root / "README.md").read_text().split())
     assert f"the median error is {median}, and nine of ten runs are within {p90}" in readme
 

@@ -2,8 +2,8 @@
 
     nvidia-smi = predicted tensors + context + NCCL + workspace + fragmentation
 
-    fits           all of it is at most the memory that the driver reports
-    tight          this holds only without the allowance for fragmentation
+    fits           the upper end of its interval is at most the memory that the driver reports
+    tight          its lower end is: no holes in the allocator
     does not fit   otherwise
 
 NCCL's sizes are from its source code (release 2.30, src/init.cc, src/transport, src/graph). Only
@@ -34,6 +34,11 @@ FRAGMENTATION = 0.04
 """Holes in torch's caching allocator, as a fraction of the peak. An assumption for expandable
 segments, which ``topology.process_settings`` turns on. Without them, up to 43 % of the memory was
 lost (Huang et al. 2025, arXiv 2507.16274, abstract)."""
+
+UNEXPECTED = 0.33
+"""Upper end of the interval: the tensors are this fraction larger, holes included. Nine of ten
+published runs need at most this, where all sources count alike (``scripts/benchmark_plan.py``).
+The runs are those of other frameworks. megaspeed's own tensors are within 0.04 MiB on a CPU."""
 
 _WORKSPACES = 2
 """cuBLAS has one workspace for each thread and stream with products: the main thread's forward, and
@@ -73,6 +78,7 @@ class ReservedMemory:
     nccl: int  # buffers of all communicators
     workspace: int  # of the library for matrix products
     fragmentation: int  # an allowance
+    unexpected: int = 0  # the interval's upper end, beyond the total
 
     @property
     def certain(self) -> int:
@@ -81,8 +87,13 @@ class ReservedMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All that is predicted."""
         return self.certain + self.fragmentation
+
+    @property
+    def most(self) -> int:
+        """The upper end of its interval. The lower end is ``certain``."""
+        return self.total + self.unexpected
 
 
 def reserved_memory(
@@ -96,12 +107,13 @@ def reserved_memory(
         nccl=nccl_bytes(run, device, gpus_per_node),
         workspace=_WORKSPACES * _workspace_bytes(device),
         fragmentation=int(FRAGMENTATION * peak_bytes),
+        unexpected=int(UNEXPECTED * peak_bytes) - int(FRAGMENTATION * peak_bytes),
     )
 
 
 def verdict(peak_bytes: int, reserved: ReservedMemory, device: Device) -> Verdict:
     """Whether tensors of ``peak_bytes`` and the reserved memory fit the device."""
-    if peak_bytes + reserved.total <= device.memory_bytes:
+    if peak_bytes + reserved.most <= device.memory_bytes:
         return "fits"
     return "tight" if peak_bytes + reserved.certain <= device.memory_bytes else "does not fit"
 
@@ -111,7 +123,7 @@ def usable_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
     left = device.memory_bytes - reserved_memory(run, device, gpus_per_node, 0).certain
     if device.name == "cpu":
         return left
-    return max(0, int(left / (1 + FRAGMENTATION)))
+    return max(0, int(left / (1 + UNEXPECTED)))
 
 
 def nccl_bytes(run: Run, device: Device, gpus_per_node: int) -> int:

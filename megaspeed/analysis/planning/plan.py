@@ -201,12 +201,16 @@ def _zero_as_json(planned: PlannedZero) -> dict[str, Any]:
             "traffic": by_axis(stage.traffic),
         }
 
-    forecast, reserved = planned.forecast, planned.reserved
+    forecast, reserved, interval = planned.forecast, planned.reserved, None
+    if reserved is not None:
+        tensors = prediction.fullest.peak_bytes
+        interval = [tensors + reserved.certain, tensors + reserved.most]
     return {
         "zero_stage": planned.zero_stage,
         "verdict": planned.verdict,
         "time": None if forecast is None else forecast.as_json(),
         "reserved_bytes": None if reserved is None else asdict(reserved),
+        "interval_bytes": interval,
         "gradient_reduction": prediction.run.gradient_reduction,
         "model_state_bytes": prediction.heaviest.state_bytes,
         "peak_bytes": prediction.fullest.peak_bytes,

@@ -349,10 +349,14 @@ def _verdict(plan: Plan) -> Iterator[str]:
     device, reserved = plan.cluster.device, own.reserved
     yield f"{own.verdict.upper()}: predicted peak {peak} a rank"
     beside = "with CUDA, NCCL and the allocator: " if reserved.total else ""
-    total = GIB.named(plan.prediction.fullest.peak_bytes + reserved.total)
+    tensors = plan.prediction.fullest.peak_bytes
+    total = GIB.named(tensors + reserved.total)
     yield f"{beside}{total} of {GIB.named(device.memory_bytes)} ({device.name})"
+    if reserved.unexpected:
+        low, high = (GIB.of(tensors + end) for end in (reserved.certain, reserved.most))
+        yield f"interval of nine of ten published runs: {low} to {high} GiB"
     if own.verdict == "tight":
-        yield "tight: it fits only if torch's allocator leaves smaller holes than usual"
+        yield "tight: it probably fits, but the upper end of the interval does not"
     if plan.change is not None:
         yield from _change(plan, plan.change)
 

@@ -6,6 +6,7 @@ import pytest
 
 from megaspeed.analysis.costs.reserved_memory import (
     CONTEXT,
+    UNEXPECTED,
     ReservedMemory,
     communicator_bytes,
     nccl_bytes,
@@ -86,7 +87,7 @@ def test_hopper_has_larger_workspaces() -> None:
 )
 def test_the_verdict_changes_at_the_last_byte(peak: int, expected: str) -> None:
     device = Device(name="small", memory_bytes=1000)
-    reserved = ReservedMemory(context=50, nccl=40, workspace=10, fragmentation=100)
+    reserved = ReservedMemory(context=50, nccl=40, workspace=10, fragmentation=60, unexpected=40)
     assert verdict(peak, reserved, device) == expected
 
 
@@ -101,7 +102,15 @@ def test_usable_bytes_are_the_largest_peak_that_fits(name: str) -> None:
     assert verdict_of(usable) == "fits"
     if device.name != "cpu":
         assert verdict_of(usable + 2) == "tight"
-        assert 0.75 < usable / device.memory_bytes < 0.96
+        assert 0.56 < usable / device.memory_bytes < 0.75
+
+
+def test_nine_of_ten_published_runs_are_below_the_upper_end_of_the_interval() -> None:
+    """Tensors of 64 GB fit an 80 GB GPU by the prediction, but not by what others needed."""
+    reserved = reserved_memory(run(dp=8), H100, 8, 64 * 10**9)
+    assert reserved.most - reserved.certain == pytest.approx(UNEXPECTED * 64 * 10**9)
+    assert 64 * 10**9 + reserved.total < H100.memory_bytes < 64 * 10**9 + reserved.most
+    assert verdict(64 * 10**9, reserved, H100) == "tight"
 
 
 def test_a_device_with_less_memory_than_its_context_fits_nothing() -> None:

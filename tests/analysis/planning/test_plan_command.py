@@ -81,6 +81,8 @@ def test_a_run_that_does_not_fit_is_no_error(
     out = printed(capsys, *options)
     assert "DOES NOT FIT: predicted peak" in out
     written = json.loads(figures.read_text())
+    low, high = (size / 2**30 for size in written["zero_stages"][0]["interval_bytes"])
+    assert f"interval of nine of ten published runs: {low:.2f} to {high:.2f} GiB" in out
     assert written["verdict"] == "does not fit"
     change = written["cheapest_change"]
     assert change["fits"] is True and change["world_size"] == 2
