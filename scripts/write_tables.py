@@ -1,21 +1,27 @@
 """Writes the tables of figures into README and docs. A test fails if one of them is stale.
 
-    python scripts/write_tables.py
-
+    python scripts/write_tables.py                             # from the figures in docs/figures
+    python scripts/write_tables.py NAME FILE...                # first reads docs/figures/NAME.json
+                                                               # from bench.json or compare.json
 A table stands between two lines, <!-- figures NAME --> and <!-- end -->. docs/figures/NAME.json has
 
     command     what printed the figures; the page names it, too
     measured    date and commit; absent if every figure is computed
+    columns     of a table of `megaspeed bench`: what the cells after the first one show
     rows        the cells, the header first
 
-After a command has run again, put its figures into the JSON file. Cells that can be computed from
-shapes are computed here: see COMPUTED.
+After a command has run again, put its figures into the JSON file: a file for each row of `bench`,
+one file of `compare`. Cells that can be computed from shapes are computed here: see COMPUTED.
 """
 
 import json
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from megaspeed.analysis.compare.rows import zero_rows
 from megaspeed.analysis.planning.prediction import Prediction, predict
@@ -34,12 +40,60 @@ Rows = list[list[str]]
 
 def main() -> None:
     """Writes every page that has a table."""
+    if len(sys.argv) > 1:
+        read(sys.argv[1], [json.loads(Path(name).read_text()) for name in sys.argv[2:]])
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         written = with_tables(text)
         if written != text:
             page.write_text(written, encoding="utf-8")
             print(f"written: {page.relative_to(ROOT)}")
+
+
+def read(name: str, results: Sequence[Any]) -> None:
+    """Puts the results of `bench` or `compare`, which has just run, into the JSON file."""
+    file = FIGURES / f"{name}.json"
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    _, *rows = figures["rows"]
+    if "columns" in figures:
+        for cells, found in zip(rows, results, strict=True):
+            cells[1:] = [bench_cell(found, column) for column in figures["columns"].split()]
+    else:
+        for cells, row in zip(rows, results[0]["rows"], strict=True):
+            cells[2], *cells[4:] = compare_cells(row["pipeline_stages"])
+    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+    figures["measured"] = f"{datetime.now(UTC):%Y-%m-%d} at commit {done}"
+    lines = [json.dumps(cells, ensure_ascii=False) for cells in figures.pop("rows")]
+    text = json.dumps(figures, indent=2, ensure_ascii=False).removesuffix("\n}")
+    file.write_text(text + ',\n  "rows": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}\n")
+
+
+def bench_cell(found: Any, column: str) -> str:
+    """ms or s: megaspeed's step. share:NAME: of the matmul. NAME: a peer's ratio."""
+    run = found["workloads"]["run"]
+    rows = {row["name"]: row for row in run["contestants"]}
+    if column in ("ms", "s"):
+        scale, digits = (1e3, 0) if column == "ms" else (1, 1)
+        step = rows["megaspeed"]["step_seconds"]
+        return spread({key: scale * value for key, value in step.items()}, digits)
+    if column.startswith("share:"):
+        return f"{rows[column.removeprefix('share:')]['share_of_peak']:.0%}"
+    row = rows[column]
+    others = [each for each in run["other_settings"] if each["name"] == column]
+    text = spread(row["ratio"], 2) + (f", {row['settings']}" if others else "")
+    return text + "".join(f"; {each['settings']} {each['ratio']['median']:.2f}" for each in others)
+
+
+def spread(of: Any, digits: int) -> str:
+    return f"{of['median']:.{digits}f} ({of['lower']:.{digits}f} to {of['upper']:.{digits}f})"
+
+
+def compare_cells(stages: Any) -> list[str]:
+    """MiB of the fullest stage's peak, of what the busiest one sends, and of that over dp."""
+    peak = max(stage["peak_bytes"]["measured"]["total"] for stage in stages)
+    sent = max((stage["traffic_bytes"]["counted"] for stage in stages), key=lambda t: t["total"])
+    return [MIB.of(size) for size in (peak, sent["total"], sum(sent["dp"].values()))]
 
 
 def with_tables(page: str) -> str:
