@@ -204,7 +204,8 @@ def test_a_full_disk_keeps_complete_files_and_the_same_command_continues(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
     """A shard takes 200 kB, and files may grow to 150 kB only; an input file has 70 kB of ids."""
-    command = tokenize_command(write_many(tmp_path / "text", 4_000_000), tokenizer_folder)
+    text = write_many(tmp_path / "text", 4_000_000)
+    command = [*tokenize_command(text, tokenizer_folder), "--processes", "1"]
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert run([*command, "--output", whole]).returncode == 0
     full = subprocess.run(
