@@ -577,7 +577,7 @@ def sent_bytes(work: Workload) -> float:
     parameters = work.parameters_of_rank(0)
     gradients = work.reductions * parameters * work.gradient_bytes
     gathers = 2 * count if work.zero_stage == 3 else 1
-    data = bytes_sent("reduce", int(gradients), grid.dp)
+    data = bytes_sent("reduce_scatter", int(gradients), grid.dp)
     data += bytes_sent("all_gather", int(gathers * parameters * work.element_bytes), grid.dp)
     return tensor + pipeline + data
 

@@ -286,22 +286,16 @@ def _calls_of(size: int, group: dist.ProcessGroup) -> dict[Message, Callable[[],
     return {
         "all_reduce": partial(dist.all_reduce, complete, group=group),
         "all_gather": partial(dist.all_gather_into_tensor, complete, part, group=group),
-        "reduce_scatter": partial(dist.reduce_scatter_tensor, part, complete, group=group),
-        "reduce": partial(_reduce_parts, complete, group),
+        "reduce_scatter": partial(_reduce_scatter, complete, torch.zeros(size), group),
         "send": partial(_send_to_the_next, complete, group),
     }
 
 
-def _reduce_parts(complete: Tensor, group: dist.ProcessGroup) -> None:
-    """Reduces each part to its owner, as ZeRO-1 does."""
-    parts = complete.chunk(dist.get_world_size(group))
-    ranks = dist.get_process_group_ranks(group)
-    works = [
-        dist.reduce(part, dst=rank, group=group, async_op=True)
-        for part, rank in zip(parts, ranks, strict=True)
-    ]
-    for work in works:
-        work.wait()
+def _reduce_scatter(complete: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
+    """As ZeRO does over gloo: ranks exchange parts, and each adds up what it has received."""
+    dist.all_to_all_single(parts, complete, group=group)
+    rows = parts.view(dist.get_world_size(group), -1)
+    torch.sum(rows, 0, out=complete[: rows.shape[1]])
 
 
 def _send_to_the_next(message: Tensor, group: dist.ProcessGroup) -> None:

@@ -115,6 +115,19 @@ class Run:
         return several and not self.keeps_complete_gradients
 
     @property
+    def has_bucket_groups(self) -> bool:
+        """Whether each bucket of gradients is a parameter group of the optimizer (``zero.build``),
+        except for compressed gradients."""
+        return self.zero_stage in (1, 2) and self.grid.dp > 1
+
+    @property
+    def scatters_reductions(self) -> bool:
+        """Whether a rank receives only its part of the reduced gradients."""
+        zero = self.config.zero_optimization
+        all_reduces = self.zero_stage < 3 and zero.use_multi_rank_bucket_allreduce
+        return self.zero_stage > 0 and zero.reduce_scatter and not all_reduces
+
+    @property
     def overlaps_reductions(self) -> bool:
         """Whether gradients are reduced while the backward pass continues."""
         return bool(self.config.zero_optimization.overlap_comm) and self.grid.dp > 1

@@ -3,11 +3,15 @@
     gradients of a bucket --pack--> one tensor --reduce--> this rank's part --add--> partition
 
     ZeRO 0         flat                     an all-reduce: every rank owns everything
-    ZeRO 1, 2      flat                     each piece is reduced to the rank that owns it
+    ZeRO 1, 2      flat, with padding       a reduce-scatter: rank r owns the r-th of dp equal parts
     ZeRO 3         (dp, elements / dp)      a reduce-scatter: row r is the part of rank r
 
 A bucket is a list of consecutive parameters with at most ``reduce_bucket_size`` elements, or one
-larger parameter.
+larger parameter. At ZeRO-1 and 2 it is a parameter group of the optimizer (``build``).
+
+Each bucket is one collective, in place. gloo's reduce-scatter (torch 2.13) copies the bucket and
+all-reduces the copy, which sends twice as many bytes. So over gloo, the ranks exchange parts, and
+each rank adds up what it has received.
 """
 
 import math
@@ -60,9 +64,10 @@ class _Message:
     """A bucket that is being reduced."""
 
     bucket: Bucket
-    works: Sequence[Any]
-    sent: Tensor  # must not be freed before the works have ended
-    received: Tensor  # this rank's part of the sum
+    work: Any  # None if nothing is sent
+    sent: Tensor  # must not be freed before the work has ended
+    parts: Tensor | None  # over gloo: this rank's part of every rank's gradients, a row each
+    received: Tensor  # this rank's part of the sum, a view of ``sent``
     start: int  # of ``received`` in this rank's partition
 
 
@@ -72,6 +77,7 @@ class Rules:
 
     parts: int  # of the flat gradient; each data rank owns one, at ZeRO-0 all own everything
     is_stage3: bool
+    has_bucket_groups: bool  # whether a bucket is a parameter group of the optimizer
     is_complete: bool  # whether a complete gradient is accumulated
     is_offloaded: bool  # whether the partition is in host memory
     dtype: torch.dtype
@@ -90,17 +96,17 @@ class Rules:
     @classmethod
     def of(cls, run: Run) -> "Rules":
         """The rules of ``run``."""
-        zero, dp = run.config.zero_optimization, run.grid.dp
+        dp = run.grid.dp
         is_stage3, is_complete = run.zero_stage == 3, run.keeps_complete_gradients
-        multi_rank = zero.use_multi_rank_bucket_allreduce and not is_stage3
         return cls(
             parts=1 if run.zero_stage == 0 else dp,
             is_stage3=is_stage3,
+            has_bucket_groups=run.has_bucket_groups,
             is_complete=is_complete,
-            is_offloaded=zero.offloads_optimizer,
+            is_offloaded=run.config.zero_optimization.offloads_optimizer,
             dtype=DTYPES[run.accumulation_dtype],
             sent_dtype=DTYPES[run.reduction_dtype],
-            uses_all_reduce=run.zero_stage == 0 or multi_rank or not zero.reduce_scatter,
+            uses_all_reduce=not run.scatters_reductions,
             overlaps=run.overlaps_reductions,
             divides_first=run.divides_gradients_first,
             averages_later=dp > 1 and not run.divides_gradients_first,
@@ -128,29 +134,32 @@ class Reducer:
         self._rules = rules
         self._device = context.device
         self._axis = context.dp_group
-        self._axis_ranks = dist.get_process_group_ranks(context.dp_group)
         self._dp = context.dp_size
+        self._exchanges = not rules.uses_all_reduce and dist.get_backend(self._axis) == "gloo"
+        # Memory for a copy of one bucket, or for what is exchanged for it, is enough.
+        self._is_one_at_a_time = rules.sends_copies or self._exchanges
         self.own_part = context.dp_rank if rules.parts > 1 else 0
         """The index of the part of each flat gradient that this rank owns."""
         self._in_flight: list[_Message] = []
 
     def send(self, bucket: Bucket) -> None:
         """Start to reduce a bucket. Without overlap, a copy is received before ``send`` returns."""
-        if self._rules.sends_copies:
+        if self._is_one_at_a_time:
             self.receive()
         packed = self._packed(bucket)
         if self._rules.divides_first:
             packed = packed / self._dp
-        start = self._start_rows if self._rules.is_stage3 else self._start_pieces
-        self._in_flight.append(start(bucket, packed))
-        if self._rules.sends_copies and not self._rules.overlaps:
+        self._in_flight.append(self._start(bucket, packed))
+        if self._is_one_at_a_time and not self._rules.overlaps:
             self.receive()
 
     def receive(self) -> None:
         """Wait for all messages, and add what this rank owns to its partition."""
         for message in self._in_flight:
-            for work in message.works:
-                work.wait()
+            if message.work is not None:
+                message.work.wait()
+            if message.parts is not None:
+                torch.sum(message.parts, 0, out=message.received)
             is_copied = self._rules.sends_copies or message.bucket.group.is_compressed
             if is_copied or self._rules.is_offloaded:
                 self._add(message)
@@ -165,8 +174,11 @@ class Reducer:
         flat = [gradient.reshape(-1) for gradient in gradients]
         if self._rules.is_stage3:
             torch._chunk_cat(flat, 0, self._dp, out=packed)
-        else:
-            torch.cat(flat, out=packed)
+            return packed
+        elements = sum(gradient.numel() for gradient in flat)
+        torch.cat(flat, out=packed[:elements])
+        if elements < packed.numel():
+            packed[elements:].zero_()
         return packed
 
     def _packed(self, bucket: Bucket) -> Tensor:
@@ -184,36 +196,19 @@ class Reducer:
         torch.cat([part.view(self._dp, -1) for part in parts], dim=1, out=packed)
         return packed
 
-    def _start_pieces(self, bucket: Bucket, packed: Tensor) -> _Message:
-        """ZeRO 0 to 2: reduce each piece of the bucket to the rank that owns it."""
-        works = self._start_all_reduce(packed)
-        part = bucket.group.own.numel()
-        received, start = packed[:0], 0
-        for owner in range(bucket.start // part, -(-bucket.end // part)):
-            first = max(bucket.start, owner * part)
-            end = min(bucket.end, (owner + 1) * part)
-            piece = packed[first - bucket.start : end - bucket.start]
-            if self._dp > 1 and not self._rules.uses_all_reduce:
-                rank = self._axis_ranks[owner]
-                works.append(comm.reduce(piece, dst=rank, group=self._axis, async_op=True))
-            if owner == self.own_part:
-                received, start = piece, first - owner * part
-        return _Message(bucket, works, packed, received, start)
-
-    def _start_rows(self, bucket: Bucket, packed: Tensor) -> _Message:
-        """ZeRO-3: reduce-scatter the rows of the bucket."""
-        works = self._start_all_reduce(packed)
-        received = packed[self.own_part]
-        if self._dp > 1 and not self._rules.uses_all_reduce:
-            received = torch.empty_like(received)
+    def _start(self, bucket: Bucket, packed: Tensor) -> _Message:
+        """Start to sum a bucket over the data ranks, in place: all of it, or this rank's row."""
+        rows = packed.view(self._rules.parts, -1)
+        received, work, parts = rows[self.own_part], None, None
+        if self._dp > 1 and self._rules.uses_all_reduce:
+            work = comm.all_reduce(packed, group=self._axis, async_op=True)
+        elif self._dp > 1 and self._exchanges:
+            parts = torch.empty_like(rows)
+            work = comm.all_to_all_single(parts, rows, group=self._axis, async_op=True)
+        elif self._dp > 1:
             sent = packed.view(-1)
-            works.append(comm.reduce_scatter_fn(received, sent, group=self._axis, async_op=True))
-        return _Message(bucket, works, packed, received, bucket.start // self._dp)
-
-    def _start_all_reduce(self, packed: Tensor) -> list[Any]:
-        if self._dp == 1 or not self._rules.uses_all_reduce:
-            return []
-        return [comm.all_reduce(packed, group=self._axis, async_op=True)]
+            work = comm.reduce_scatter_fn(received, sent, group=self._axis, async_op=True)
+        return _Message(bucket, work, packed, parts, received, bucket.start // self._rules.parts)
 
     def _add(self, message: _Message) -> None:
         received = message.received

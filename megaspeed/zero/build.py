@@ -5,7 +5,7 @@ model on the meta device
   -> AdamW over parameter groups    passed to deepspeed.initialize
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import deepspeed
@@ -166,6 +166,7 @@ def build_engine(
     sent_as_they_are = _matrices_beside(run, parameters, compressed)
     for alone in ([] if tied is None else [tied], partial, sent_as_they_are):
         groups = _in_groups_of_their_own(groups, alone)
+    groups = _in_buckets(run, groups, model, {id(parameter) for parameter in compressed})
     with always_the_zero_optimizer(), without_gradient_hooks():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(groups), mpu=mpu, config=json
@@ -242,6 +243,30 @@ def _in_groups_of_their_own(
         for group in groups
     ]
     return [group for group in apart if group["params"]]
+
+
+def _in_buckets(
+    run: Run, groups: list[dict[str, Any]], model: GPT, compressed: Set[int]
+) -> list[dict[str, Any]]:
+    """ZeRO-1 and 2: put each bucket of gradients into a group of its own.
+
+    DeepSpeed divides every group into dp equal parts. So a rank owns a row of each bucket, and one
+    reduce-scatter sums a bucket for all its owners. If a bucket were a part of a group, it would be
+    a part of one or a few rows, and each owner would need a message of its own.
+    """
+    if not run.has_bucket_groups:
+        return groups
+    # Until it is reduced, the gradient of the head's weight has another dtype.
+    head = None if model.head is None or run.keeps_complete_gradients else model.head.output.weight
+    split = []
+    for group in groups:
+        members, buckets = group["params"], [range(len(group["params"]))]
+        if id(members[0]) not in compressed:
+            alone = next((i for i, p in enumerate(members) if p is head), None)
+            sizes = [parameter.numel() for parameter in members]
+            buckets = run.config.zero_optimization.buckets(sizes, alone)
+        split += [{**group, "params": members[one.start : one.stop]} for one in buckets]
+    return split
 
 
 def _owned_elements(

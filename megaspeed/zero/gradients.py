@@ -289,7 +289,8 @@ class Gradients:
     def _make_buckets(self, group: Group, zero: ZeroConfig) -> Iterator[Bucket]:
         # Without a copy, everything is sent together.
         members_of_buckets = [range(len(group.parameters))]
-        if self._rules.sends_copies or self._rules.overlaps:
+        is_split = self._rules.sends_copies or self._rules.overlaps
+        if is_split and not self._rules.has_bucket_groups:
             sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
             # Until it is reduced, the gradient of the head's weight has another dtype.
             of_head = (i for i, p in enumerate(group.parameters) if p is self._head_weight)
@@ -298,6 +299,8 @@ class Gradients:
         for members in members_of_buckets:
             parameters = group.parameters[members.start : members.stop]
             start, end = group.starts[members.start], group.ends[members.stop - 1]
+            if self._rules.has_bucket_groups:
+                end = self._rules.parts * group.own.numel()  # with the padding
             elements = end - start
             shape = (self._dp, elements // self._dp) if self._rules.is_stage3 else (elements,)
             total = None

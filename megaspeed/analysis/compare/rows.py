@@ -124,7 +124,7 @@ def _predict(run: Run, device_type: DeviceType) -> list[StageBytes]:
     predicted = []
     for stage in range(run.grid.pp):
         memory = predict_memory(run, stage, device_type=device_type)
-        traffic = predict_traffic(run, stage)
+        traffic = predict_traffic(run, stage, device_type)
         predicted.append(StageBytes(states=memory.states, peak=memory.peak, traffic=traffic))
     return predicted
 

@@ -50,8 +50,9 @@ Category = Literal[
 OptimizerGroup = Literal["tied", "partial", "not compressed", "decaying", "other"]
 """The parameter groups of DeepSpeed's optimizer: a weight that two pipeline stages share,
 parameters whose gradient is summed over the tensor axis, matrices that are not compressed although
-others are, other parameters with weight decay, and the rest. At ZeRO-1 and 2, each group is one
-flat tensor, split into dp equal partitions. At ZeRO-3, each parameter is split separately."""
+others are, other parameters with weight decay, and the rest. At ZeRO-1 and 2, each bucket of a
+group is one flat tensor, split into dp equal partitions. At ZeRO-3, each parameter is split
+separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,7 @@ def head_weight(parameters: Sequence[LocalParameter]) -> LocalParameter | None:
     if all(parameter.layer != "head" for parameter in parameters):
         return None
     named = {parameter.name: parameter for parameter in parameters}
-    return named.get(HEAD_WEIGHT) or named[EMBEDDING_WEIGHT]
+    return named.get(HEAD_WEIGHT) or named.get(EMBEDDING_WEIGHT)
 
 
 def head_gradient_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
@@ -171,17 +172,45 @@ def elements_of(parameters: Iterable[LocalParameter]) -> int:
     return sum(parameter.elements for parameter in parameters)
 
 
-def flat_group_elements(parameters: Sequence[LocalParameter], dp: int) -> dict[OptimizerGroup, int]:
-    """ZeRO-1 and 2: elements of each group's flat tensor, padded to a multiple of 2 x dp.
+def flat_groups(
+    run: Run, parameters: Sequence[LocalParameter]
+) -> list[tuple[Sequence[LocalParameter], int]]:
+    """ZeRO-0 to 2: the parameters of each flat tensor, and its elements.
 
-    A rank's partition is 1/dp of it. Groups without parameters are omitted.
+    The elements are padded to a multiple of 2 x dp, and a rank's partition is 1/dp of them. At
+    ZeRO-0 each rank has everything, as with dp 1. At ZeRO-1 and 2, each bucket of gradients is a
+    flat tensor, unless they are compressed.
     """
-    multiple = _ELEMENTS_ALIGNED * dp
-    groups: dict[OptimizerGroup, int] = {}
+    multiple = _ELEMENTS_ALIGNED * _owners(run)
+    flat: list[tuple[Sequence[LocalParameter], int]] = []
     for group in get_args(OptimizerGroup):
-        if elements := elements_of(p for p in parameters if p.group == group):
-            groups[group] = math.ceil(elements / multiple) * multiple
-    return groups
+        members = [p for p in parameters if p.group == group]
+        is_split = run.has_bucket_groups and not any(p.is_compressed for p in members)
+        for bucket in _buckets(run, parameters, members) if is_split else [members]:
+            flat.append((bucket, math.ceil(elements_of(bucket) / multiple) * multiple))
+    return flat
+
+
+def flat_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """ZeRO-0 to 2: elements of all flat tensors together."""
+    return sum(elements for _, elements in flat_groups(run, parameters))
+
+
+def _owners(run: Run) -> int:
+    return 1 if run.zero_stage == 0 else run.grid.dp
+
+
+def _buckets(
+    run: Run, parameters: Sequence[LocalParameter], members: Sequence[LocalParameter]
+) -> list[list[LocalParameter]]:
+    """The members of an optimizer group whose gradients are reduced together."""
+    dp, of_the_loss = run.grid.dp, head_weight(parameters)
+    sizes = [dp * partition_elements(p, dp) if run.zero_stage == 3 else p.elements for p in members]
+    alone = None
+    if of_the_loss in members and not run.keeps_complete_gradients:
+        alone = members.index(of_the_loss)
+    buckets = run.config.zero_optimization.buckets(sizes, alone)
+    return [[members[index] for index in bucket] for bucket in buckets]
 
 
 def partition_elements(parameter: LocalParameter, dp: int) -> int:
@@ -245,8 +274,7 @@ def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
                 columns.append(sum(sizes[index] for index in bucket))
         return columns
     together = zero.columns_sent_together(dp, block)
-    owners = 1 if run.zero_stage == 0 else dp
-    for elements in flat_group_elements(compressed, owners).values():
+    for _, elements in flat_groups(run, compressed):
         each = math.ceil(elements / dp)
         columns += [min(together, each - start) for start in range(0, each, together)]
     return columns
@@ -289,8 +317,7 @@ def _complete_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
         return _padded(run, summed)
     if not run.keeps_complete_gradients:
         return elements_of(summed)
-    owners = 1 if run.zero_stage == 0 else run.grid.dp
-    return sum(flat_group_elements(parameters, owners).values())
+    return flat_elements(run, parameters)
 
 
 def is_summed_over_step(run: Run, parameter: LocalParameter) -> bool:
@@ -303,10 +330,16 @@ def is_summed_over_step(run: Run, parameter: LocalParameter) -> bool:
 
 
 def gradient_copy_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
-    """Bytes of the fp32 copy of the partition that the optimizer step makes; 0 if it is fp32."""
+    """Bytes of the fp32 copy of the partition that the optimizer step makes; 0 if it is fp32.
+
+    The step updates one flat tensor at a time.
+    """
     if run.accumulation_dtype == "fp32" or run.config.zero_optimization.offloads_optimizer:
         return 0
-    return _own_elements(run, parameters) * BYTES_OF["fp32"]
+    if run.zero_stage == 3:
+        return _own_elements(run, parameters) * BYTES_OF["fp32"]
+    largest = max(elements for _, elements in flat_groups(run, parameters))
+    return largest // _owners(run) * BYTES_OF["fp32"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,31 +348,27 @@ class Bucket:
 
     names: frozenset[str]
     gradient_bytes: int  # as a backward computes them, without the head's
-    packed_bytes: int  # the copy that is sent, and what is received at ZeRO-3
+    packed_bytes: int  # the copy that is sent, and on a CPU what is exchanged
 
 
 def gradient_buckets(
     run: Run, parameters: Sequence[LocalParameter], *, on_host: bool = False
 ) -> list[Bucket]:
-    """The buckets of gradients that are copied to be reduced; empty if none is copied.
+    """The buckets of gradients whose reduction needs memory; empty if none does.
 
-    On a CPU (``on_host``) gloo's reduce-scatter makes another copy.
+    On a CPU (``on_host``) the ranks exchange their parts of a bucket (``zero.buckets``).
     """
     sent, dp = run.reduction_dtype, run.grid.dp
-    if dp == 1 or not run.copies_gradients:
+    exchanges = on_host and run.scatters_reductions
+    if dp == 1 or not (run.copies_gradients or exchanges):
         return []
     buckets, of_the_loss = [], head_weight(parameters)
     for group in get_args(OptimizerGroup):
         members = [p for p in parameters if p.group == group and not p.is_compressed]
-        padded = [
-            dp * partition_elements(p, dp) if run.zero_stage == 3 else p.elements for p in members
-        ]
-        alone = None
-        if of_the_loss in members and not run.keeps_complete_gradients:
-            alone = members.index(of_the_loss)
-        for bucket in run.config.zero_optimization.buckets(padded, alone):
-            own = [members[index] for index in bucket]
-            elements = sum(padded[index] for index in bucket)
+        for own in _buckets(run, parameters, members):
+            elements = _padded(run, own)
+            if run.zero_stage < 3:
+                elements = flat_elements(run, own) if run.has_bucket_groups else elements_of(own)
             is_summed = is_summed_over_step(run, own[0])
             # The sum of norms' and biases' gradients has the layout in which it is sent.
             has_layout = not run.keeps_complete_gradients and (
@@ -348,16 +377,14 @@ def gradient_buckets(
             in_sum = is_summed or own[0] == of_the_loss
             dtype = run.accumulation_dtype if in_sum else run.precision
             is_sent_itself = has_layout and sent == dtype
-            copied = 0 if is_sent_itself else elements
-            received = 0
-            if run.zero_stage == 3 and run.config.zero_optimization.reduce_scatter:
-                received = elements // dp + (elements if on_host else 0)
+            copied = 0 if is_sent_itself or not run.copies_gradients else elements
+            exchanged = elements if exchanges else 0
             buckets.append(
                 Bucket(
                     names=frozenset(p.name for p in own),
                     gradient_bytes=elements_of(p for p in own if p != of_the_loss)
                     * BYTES_OF[run.precision],
-                    packed_bytes=(copied + received) * BYTES_OF[sent],
+                    packed_bytes=(copied + exchanged) * BYTES_OF[sent],
                 )
             )
     return buckets
@@ -368,15 +395,13 @@ def _own_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
     dp = run.grid.dp
     if run.zero_stage == 3:
         return sum(partition_elements(parameter, dp) for parameter in parameters)
-    owners = 1 if run.zero_stage == 0 else dp
-    return sum(elements // owners for elements in flat_group_elements(parameters, owners).values())
+    return flat_elements(run, parameters) // _owners(run)
 
 
 def _parameter_bytes(run: Run, parameters: Sequence[LocalParameter], *, on_host: bool) -> int:
     element = BYTES_OF[run.precision]
     if run.zero_stage < 3:
-        owners = 1 if run.zero_stage == 0 else run.grid.dp
-        return element * sum(flat_group_elements(parameters, owners).values())
+        return element * flat_elements(run, parameters)
     complete = elements_of(_stay_gathered(run, parameters))
     if run.config.zero_optimization.offloads_parameters and not on_host:
         return element * complete

@@ -42,7 +42,6 @@ HOPS: Mapping[Message, Callable[[int], int]] = MappingProxyType(
         "all_reduce": lambda ranks: 2 * (ranks - 1),
         "all_gather": lambda ranks: ranks - 1,
         "reduce_scatter": lambda ranks: ranks - 1,
-        "reduce": lambda ranks: ranks - 1,
         "send": lambda ranks: 1,
     }
 )
@@ -141,8 +140,9 @@ class Network:
             backward: seconds of its backward.
 
         ZeRO-0 has an all-reduce of gradients. ZeRO-1 and 2 have a reduce-scatter, and an all-gather
-        of parameters after the step. ZeRO-3 gathers each layer in the forward and in the backward
-        of each micro-batch, and reduces its gradients (Rajbhandari et al. 2020, section 7).
+        of parameters after the step, each for every bucket. ZeRO-3 gathers each layer in the
+        forward and in the backward of each micro-batch, and reduces its gradients (Rajbhandari et
+        al. 2020, section 7).
 
         Compressed gradients take the fraction ``sent_share`` of these bytes. The time to compress
         them is not included.
@@ -171,7 +171,7 @@ class Network:
         parameters = work.parameters_of_rank(stage)
         gradients = parameters * work.gradient_bytes * work.sent_share
         buckets = max(1, math.ceil(gradients / work.bucket_bytes))
-        kind: Message = "all_reduce" if work.zero_stage == 0 else "reduce"
+        kind: Message = "all_reduce" if work.zero_stage == 0 else "reduce_scatter"
         reduction = buckets * self.collective("dp", kind, gradients / buckets)
         if overlaps:
             window = blocks * backward
@@ -179,7 +179,8 @@ class Network:
             reduction = last + _added(reduction - last, window)
         gather = 0.0
         if work.zero_stage > 0:
-            gather = self.collective("dp", "all_gather", parameters * work.element_bytes)
+            weights = parameters * work.element_bytes
+            gather = buckets * self.collective("dp", "all_gather", weights / buckets)
         return work.reductions * reduction + gather
 
     def collective(self, axis: Literal["dp", "tp"], kind: Message, message: float) -> float:

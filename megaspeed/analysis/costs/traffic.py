@@ -20,7 +20,7 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from megaspeed.analysis.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
@@ -28,7 +28,8 @@ from megaspeed.analysis.costs.memory import (
     BYTES_OF,
     LocalParameter,
     elements_of,
-    flat_group_elements,
+    flat_elements,
+    flat_groups,
     gathered_elements_of_a_step,
     int8_columns,
     is_summed_over_step,
@@ -99,15 +100,15 @@ class Messages:
         return {key: total for key, total in sent.items() if total}
 
 
-def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
-    """What a rank of ``pipeline_stage`` sends in one step, in bytes.
+def predict_traffic(run: Run, pipeline_stage: int, device_type: str = "cuda") -> Traffic:
+    """What a rank of ``pipeline_stage`` sends in one step, in bytes, on "cuda" or "cpu".
 
     Ranks of one pipeline stage send the same number of bytes, except for a tied weight at ZeRO-1 to
     3, whose last partition may be shorter. The result is for a rank with the longest partition.
     """
     messages = Messages()
     if run.grid.dp > 1:
-        _add_data_axis(messages, run, pipeline_stage)
+        _add_data_axis(messages, run, pipeline_stage, on_host=device_type == "cpu")
     if run.grid.tp > 1:
         _add_tensor_axis(messages, run, pipeline_stage)
     _add_pipeline_axis(messages, run, pipeline_stage)
@@ -191,8 +192,7 @@ def _partial_gradient_bytes(run: Run, pipeline_stage: int) -> int:
     if run.zero_stage == 3:
         elements = sum(partition_elements(parameter, dp) for parameter in partial)
     else:
-        owners = 1 if run.zero_stage == 0 else dp
-        elements = sum(flat_group_elements(partial, owners).values()) // owners
+        elements = flat_elements(run, partial) // (1 if run.zero_stage == 0 else dp)
     # Offloaded gradients are those of the master weights.
     offloaded = run.config.zero_optimization.offloads_optimizer
     return elements * BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
@@ -235,19 +235,19 @@ def _tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
     elements = elements_of(tied)
     if tied and run.zero_stage > 0:
         dp = run.grid.dp
-        flat = flat_group_elements(tied, dp)["tied"] // dp
+        flat = flat_elements(run, tied) // dp
         elements = min(elements, flat if run.zero_stage < 3 else -(-elements // dp))
     # Offloaded gradients are those of the master weights, in host memory.
     offloaded = run.config.zero_optimization.offloads_optimizer
     return elements * BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
 
 
-def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
+def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host: bool) -> None:
     """What ZeRO sends (Rajbhandari et al. 2020, section 7), for P parameters of a rank.
 
         stage   gradients                            parameters
         0       all-reduce P, once a step            -                                    2 x
-        1       reduce P to its owners               all-gather P after the step          2 x
+        1       reduce-scatter P                     all-gather P after the step          2 x
         2       the same                             the same                             2 x
         3       reduce-scatter P                     all-gather P in each pass            3 x
 
@@ -255,14 +255,15 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     micro-batch. Those of norms and biases are always reduced once a step. The right column is for
     one reduction. At stage 3 a backward gathers neither the embedding nor the weight of the head.
     Gradients are sent in the type in which they are accumulated, in ``communication_data_type``, or
-    compressed (``_compressed_messages``). Parameters are sent in their own type. Before a gather,
-    every optimizer group is padded to a multiple of 2 x dp at ZeRO-1 and 2, and every parameter to
-    a multiple of dp at ZeRO-3.
+    compressed (``_compressed_messages``). Parameters are sent in their own type. Every bucket is
+    padded to a multiple of 2 x dp at ZeRO-1 and 2, every parameter to a multiple of dp at ZeRO-3.
     """
     dp = run.grid.dp
     parameters = local_parameters(run, pipeline_stage)
     sent_as_numbers = [parameter for parameter in parameters if not parameter.is_compressed]
     for collective, message_bytes in _gradient_messages(run, sent_as_numbers):
+        if on_host and collective == "reduce_scatter":
+            collective = "all_to_all"  # over gloo, see ``zero.buckets``
         messages.add("dp", collective, message_bytes, ranks=dp)
     for collective, message_bytes in _compressed_messages(run, parameters):
         messages.add("dp", collective, message_bytes, ranks=dp)
@@ -270,27 +271,27 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         gathered = (
             gathered_elements_of_a_step(run, parameters)
             if run.zero_stage == 3
-            else sum(flat_group_elements(parameters, dp).values())
+            else flat_elements(run, parameters)
         )
         messages.add("dp", "all_gather", gathered * BYTES_OF[run.precision], ranks=dp)
 
 
 def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
     """The collectives that sum gradients, each with the bytes of its messages in one step."""
-    zero, dp = run.config.zero_optimization, run.grid.dp
+    flat: list[tuple[Sequence[LocalParameter], int]] = [
+        ([parameter], parameter.elements) for parameter in parameters
+    ]
+    if run.has_bucket_groups:
+        flat = flat_groups(run, parameters)
+    elif run.zero_stage == 3:
+        flat = [([p], run.grid.dp * partition_elements(p, run.grid.dp)) for p in parameters]
     sent_bytes = 0
-    for parameter in parameters:
-        padded = dp * partition_elements(parameter, dp)
-        elements = padded if run.zero_stage == 3 else parameter.elements
-        times = 1 if is_summed_over_step(run, parameter) else run.batch.gradient_accumulation_steps
-        if parameter.name == HEAD_WEIGHT and times > 1:
+    for (first, *_), elements in flat:
+        times = 1 if is_summed_over_step(run, first) else run.batch.gradient_accumulation_steps
+        if first.name == HEAD_WEIGHT and times > 1:
             times = math.ceil(times / _forwards_before_a_backward(run))
         sent_bytes += times * elements * BYTES_OF[run.reduction_dtype]
-    if run.zero_stage == 3:
-        return [("reduce_scatter" if zero.reduce_scatter else "all_reduce", sent_bytes)]
-    # With these keys, every rank receives every gradient.
-    everywhere = zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter
-    return [("all_reduce" if everywhere or run.zero_stage == 0 else "reduce", sent_bytes)]
+    return [("reduce_scatter" if run.scatters_reductions else "all_reduce", sent_bytes)]
 
 
 def _compressed_messages(

@@ -38,8 +38,8 @@ RecomputedPart = Literal["none", "selective", "attention", "operations", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
-Message = Literal["all_reduce", "all_gather", "reduce_scatter", "reduce", "send"]
-"""The kinds of messages. "reduce" sends each part of a message to the rank that owns it."""
+Message = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+"""The kinds of messages."""
 
 
 class Wire(NamedTuple):

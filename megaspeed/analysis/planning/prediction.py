@@ -87,7 +87,7 @@ def predict(run: Run, device_type: str = "cuda") -> Prediction:
         StagePrediction(
             pipeline_stage=stage,
             memory=predict_memory(run, stage, device_type=device_type),
-            traffic=predict_traffic(run, stage),
+            traffic=predict_traffic(run, stage, device_type),
         )
         for stage in _first_of_each_kind(run)
     )

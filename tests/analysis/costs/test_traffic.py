@@ -8,7 +8,7 @@ import pytest
 
 from megaspeed.analysis.costs.memory import (
     elements_of,
-    flat_group_elements,
+    flat_elements,
     local_parameters,
 )
 from megaspeed.analysis.costs.traffic import Traffic, predict_traffic
@@ -66,7 +66,7 @@ def most_sent(pool: RankPool, cache: Path, run: Run) -> list[dict[Any, int]]:
 
 def assert_predicted(pool: RankPool, cache: Path, run: Run) -> None:
     sent = most_sent(pool, cache, run)
-    assert sent == [predict_traffic(run, stage) for stage in range(run.grid.pp)]
+    assert sent == [predict_traffic(run, stage, "cpu") for stage in range(run.grid.pp)]
 
 
 # --- data axis ------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_zero1_with_a_pipeline_moves_its_parameters_twice(
     for stage, sent in enumerate(most_sent(pool, cache, run)):
         parameters = local_parameters(run, stage)
         whole = elements_of(parameters) * FP32_BYTES
-        padding = sum(flat_group_elements(parameters, dp).values()) * FP32_BYTES - whole
+        padding = flat_elements(run, parameters) * FP32_BYTES - whole
         moved = sum(size for (axis, _), size in sent.items() if axis == "dp")
         assert moved == times * (dp - 1) * whole // dp + (dp - 1) * padding // dp
         assert padding < 0.01 * whole
@@ -258,7 +258,7 @@ def test_zero3_gathers_twice_a_micro_batch(pool: RankPool, cache: Path, pp: int)
         saved = elements_of(p for p in parameters if p.name.startswith(unused)) * FP32_BYTES // 2
         assert sent["dp", "all_gather"] == micro_batches * (2 * half - saved)
         vectors = elements_of(p for p in parameters if len(p.shape) == 1) * FP32_BYTES // 2
-        assert sent["dp", "reduce_scatter"] == micro_batches * (half - vectors) + vectors
+        assert sent["dp", "all_to_all"] == micro_batches * (half - vectors) + vectors
 
 
 NOTHING_AHEAD = {"stage3_prefetch_bucket_size": 0}

@@ -167,6 +167,7 @@ METHODS: dict[str, tuple[Any, int]] = {
     "send": ("send", 0),
     "alltoall": ("all_to_all", 0),
     "alltoall_base": ("all_to_all", 0),
+    "all_to_all_single": ("all_to_all", 1),
     "gather": ("gather", 1),
     "scatter": ("scatter", 1),
 }

@@ -32,8 +32,7 @@ FIGURES: dict[str, Any] = {
     "attention": [5e10, 4e10],
     "optimizer": 5e-9,
     "messages": {
-        kind: [1e-4, 1e9]
-        for kind in ("all_reduce", "all_gather", "reduce_scatter", "reduce", "send")
+        kind: [1e-4, 1e9] for kind in ("all_reduce", "all_gather", "reduce_scatter", "send")
     },
     "block": 0.0,
     "small_steps": [0.0, 0.0, 0.0],
