@@ -82,45 +82,29 @@ LAYOUTS = (
     *(Grid(1, 8, 1), Grid(4, 2, 1), Grid(1, 1, 8), Grid(2, 2, 2)),
 )
 
-TOKENS = 2**21
-"""Random ids that a model trains on, so that no tokenizer takes time."""
+TOKENS, IDS = 2**21, 512
+"""Random ids below ``IDS`` that a model trains on, so that no tokenizer takes time."""
 
-TINY_SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 64,
-}
 TINY_GPT2: dict[str, Any] = {
-    "model": {"architecture": "gpt2", **TINY_SHAPE},
+    "model": {"preset": "gpt2-tiny", "vocab_size": IDS, "num_attention_heads": 8},
     "data": {"sequence_length": 64},
 }
 TINY_LLAMA: dict[str, Any] = {
-    "model": {
-        "architecture": "llama",
-        **TINY_SHAPE,
-        "num_key_value_heads": 4,
-        "intermediate_size": 128,
-    },
+    "model": {"preset": "llama-tiny", "vocab_size": IDS},
     "data": {"sequence_length": 64},
 }
 GPT2_XL: dict[str, Any] = {
     "extends": str(ROOT / "ds_configs" / "gpt2_1.5b.json"),
-    "model": {"vocab_size": 50257},
     "data": {"sequence_length": 1024},
 }
 LLAMA_1B: dict[str, Any] = {
     "model": {
-        "architecture": "llama",
-        "vocab_size": 32000,
+        "preset": "llama-2-7b",
         "hidden_size": 2048,
         "num_hidden_layers": 24,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "intermediate_size": 5632,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
     },
     "data": {"sequence_length": 2048},
 }
@@ -214,15 +198,15 @@ def main() -> int:
     options.tiny = options.tiny or not machine.gpus
     options.out.mkdir(parents=True, exist_ok=True)
     report = options.out / "report.md"
-    end = None if options.full or options.tiny else start + SECONDS
+    seconds = math.inf if options.full or options.tiny else SECONDS
     if options.dry_run:
-        print("\n".join(plan_lines(options, machine, start)))
+        print("\n".join(plan_lines(options, machine, start, seconds)))
         return 0
     done: list[Section] = []
     with ended_on_termination():
         for section in sections(options, machine):
             print(f"{section.title} ...", flush=True)
-            carry_out(section, end)
+            carry_out(section, start + seconds)
             done.append(section)
             report.write_text("\n".join(report_lines(done, options, machine)) + "\n")
             print(f"    {ending(section)}", flush=True)
@@ -283,15 +267,15 @@ def output_of(*command: str) -> str:
     return "unknown"
 
 
-def plan_lines(options: argparse.Namespace, machine: Machine, start: float) -> Iterator[str]:
+def plan_lines(
+    options: argparse.Namespace, machine: Machine, start: float, seconds: float
+) -> Iterator[str]:
     """The sections, and which of them have time if each takes as long as expected."""
     listed = list(sections(options, machine))
-    own = time.monotonic() - start
-    spent, rows = own, []
+    own = spent = time.monotonic() - start
+    rows = []
     for section in listed:
-        outcome = section.not_run or "runs"
-        if outcome == "runs" and not (options.full or options.tiny):
-            outcome = late(section, SECONDS - spent) or outcome
+        outcome = section.not_run or late(section, seconds - spent) or "runs"
         spent += section.expected if outcome == "runs" else 0.0
         limit = LIMIT * section.expected
         rows.append((section.title, f"{section.expected:.0f}", f"{limit:.0f}", outcome))
@@ -480,8 +464,7 @@ def file_name(title: str) -> str:
 def write_config(file: Path, values: dict[str, Any]) -> Path:
     """A run's JSON on random tokens; one without ``extends`` gets the optimizer of all of them."""
     tokens = file.with_suffix(".bin")  # as nanoGPT writes them
-    random = np.random.default_rng(seed=0)
-    random.integers(values["model"]["vocab_size"], size=TOKENS, dtype=np.uint16).tofile(tokens)
+    np.random.default_rng(seed=0).integers(IDS, size=TOKENS, dtype=np.uint16).tofile(tokens)
     data = {**values["data"], "train": [str(tokens)], "validation_fraction": 0.0}
     shared = {} if "extends" in values else SHARED
     file.write_text(json.dumps({**shared, **values, "data": data}, indent=2) + "\n")
@@ -534,20 +517,19 @@ def load(file: Path, settings: list[str], layout: Grid) -> Run:
     return load_run(file, settings, World(layout.world_size, "--world-size", "cuda"))
 
 
-def carry_out(section: Section, end: float | None) -> None:
+def carry_out(section: Section, end: float) -> None:
     """Runs a section's command until it ends, or exceeds its limit. ``end`` is that of all."""
-    left = None if end is None else end - time.monotonic()
-    if section.not_run is None and left is not None:
-        section.not_run = late(section, left)
-        left = min(LIMIT * section.expected, left)
+    left = end - time.monotonic()
+    section.not_run = section.not_run or late(section, left)
     if section.not_run is not None:
         return
+    limit = None if left == math.inf else min(LIMIT * section.expected, left)
     log = section.figures_file.with_suffix(".log")
     start = time.monotonic()
     process = start_process(list(map(str, section.command)), log)
     try:
         with suppress(subprocess.TimeoutExpired):
-            section.code = process.wait(left)
+            section.code = process.wait(limit)
     finally:
         end_process_group(process)
     section.seconds = time.monotonic() - start

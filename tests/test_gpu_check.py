@@ -168,7 +168,7 @@ def a_section(out: Path, program: str) -> Any:
 
 def test_a_command_that_fails_is_reported_with_what_it_printed(tmp_path: Path) -> None:
     section = a_section(tmp_path, "raise SystemExit('CUDA out of memory')")
-    gpu_check.carry_out(section, None)
+    gpu_check.carry_out(section, float("inf"))
     assert section.failed and section.out_of_memory
     report = "\n".join(gpu_check.report_lines([section], options(tmp_path), h100()))
     assert "**one**: exit code 1, out of memory, " in report
@@ -232,7 +232,7 @@ def test_a_check_that_is_ended_ends_its_command(tmp_path: Path) -> None:
         f"file = Path({str(tmp_path)!r}, 'one.json')\n"
         "section = g.Section(title='one', command=command, figures_file=file, labels={})\n"
         "with g.ended_on_termination():\n"
-        "    g.carry_out(section, None)\n"
+        "    g.carry_out(section, float('inf'))\n"
     )
     (tmp_path / "program.py").write_text(program)
     out = tmp_path / "out"
