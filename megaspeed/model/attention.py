@@ -193,6 +193,7 @@ class Attention(nn.Module):
         angles: Angles | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        longest: int | None = None,
     ) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D).
 
@@ -204,12 +205,13 @@ class Attention(nn.Module):
                 itself and all earlier tokens.
             cu_seqlens: where documents begin, if attention stays within each document without a
                 mask (``documents.py``).
+            longest: tokens of the longest document; S if omitted.
         """
         qkv = self.qkv(x)  # (B, S, (H + 2 H_kv) K)
         if self.dropout.active:
             attend = partial(self._attend_with_dropout, samples=samples, angles=angles, mask=mask)
             return self.compose(attend, self.output, qkv)
-        attend = partial(self._attend, mask=mask, cu_seqlens=cu_seqlens)
+        attend = partial(self._attend, mask=mask, cu_seqlens=cu_seqlens, longest=longest)
         return self.output(self.compose(partial(self._heads, angles=angles), attend, qkv))
 
     def _heads(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,11 +230,17 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        longest: int | None,
     ) -> Tensor:
         if cu_seqlens is not None:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            return varlen_attention(q, k, v, cu_seqlens, self.window)
+            return varlen_attention(q, k, v, cu_seqlens, longest, self.window)
         grouped = self.query_heads != self.key_value_heads
         mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped

@@ -27,8 +27,8 @@ three forms:
 each row is one document, because other fused kernels need a mask for a window.
 
 The first two forms are operators that torch's compiler does not trace into. The number of documents
-changes from one micro-batch to the next, but only ``cu_seqlens`` has a size that depends on it. So
-a block is compiled once.
+changes from one micro-batch to the next, and so does the longest one. Only the size of
+``cu_seqlens`` and the number ``longest`` depend on them. So a block is compiled once.
 """
 
 import inspect
@@ -54,6 +54,9 @@ class Documents:
     cu_seqlens: Tensor
     """(N + 1,) int32; where each of the N documents begins among the B S tokens of all rows, and at
     the end B S. FlashAttention uses this name, for "cumulative sequence lengths"."""
+    longest: int
+    """Tokens of the longest document, in host memory. FlashAttention starts blocks for as many
+    tokens of each document. At least 2: it has another path for 1, and so has the compiler."""
 
     @classmethod
     def beginning_at(cls, begins: Tensor) -> "Documents":
@@ -69,11 +72,12 @@ class Documents:
         positions = places - torch.where(begins, places, 0).cummax(dim=1).values
         first = begins.flatten().nonzero().flatten()
         cu_seqlens = torch.cat((first, torch.tensor([begins.numel()])))
-        return cls(positions.to(torch.int32), cu_seqlens.to(torch.int32))
+        longest = max(2, int(cu_seqlens.diff().max()))
+        return cls(positions.to(torch.int32), cu_seqlens.to(torch.int32), longest)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Documents":
         """A copy, with ``move`` applied to each tensor."""
-        return Documents(move(self.positions), move(self.cu_seqlens))
+        return Documents(move(self.positions), move(self.cu_seqlens), self.longest)
 
 
 def attends_without_mask(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -100,7 +104,7 @@ def boundaries_of_rows(rows: int, sequence: int, device: torch.device) -> Tensor
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int | None, window: int | None
 ) -> Tensor:
     """Causal attention within each document.
 
@@ -108,7 +112,7 @@ def varlen_attention(
         q: (B, S, H, K); like ``k`` and ``v``, it may be a part of a larger tensor.
         k: (B, S, H_kv, K)
         v: (B, S, H_kv, K)
-        cu_seqlens: see ``Documents``.
+        cu_seqlens, longest: see ``Documents``; S if ``longest`` is None.
         window: how many tokens a query attends to, including itself; None for all earlier ones.
             Always None on a CPU.
 
@@ -123,12 +127,13 @@ def varlen_attention(
         # Imported here because it imports torch's compiler, which takes two seconds.
         from torch.nn.attention.varlen import varlen_attn
 
+        longest = q.shape[1] if longest is None else longest
         mixed = varlen_attn(
             *packed,
             cu_seqlens,
             cu_seqlens,
-            q.shape[1],  # an upper limit of all lengths, the same in every micro-batch
-            q.shape[1],
+            longest,
+            longest,
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[2] != k.shape[2],
         )

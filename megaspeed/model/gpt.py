@@ -145,10 +145,16 @@ class Block(nn.Module):
         angles: Angles | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        longest: int | None = None,
     ) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D). For the other arguments see ``Attention``."""
         attention = partial(
-            self.attention, samples=samples, angles=angles, mask=mask, cu_seqlens=cu_seqlens
+            self.attention,
+            samples=samples,
+            angles=angles,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            longest=longest,
         )
         x = x + self.attention_dropout(self.compose(self.attention_norm, attention, x), samples)
         return x + self.mlp_dropout(self.compose(self.mlp_norm, self.mlp, x), samples)
@@ -248,13 +254,13 @@ class GPT(nn.Module):
         angles = None
         if self.angles is not None:
             angles = self.angles.of(positions, sequence, x.dtype, x.device)
-        window, mask, cu_seqlens = self.model_config.sliding_window, None, None
+        window, mask, cu_seqlens, longest = self.model_config.sliding_window, None, None, None
         needs_mask = not attends_without_mask(self.model_config, x.device, x.dtype)
         if documents is not None:
             if needs_mask:
                 mask = attention_mask(documents.positions, x.dtype, window)
             else:
-                cu_seqlens = documents.cu_seqlens
+                cu_seqlens, longest = documents.cu_seqlens, documents.longest
         elif window is not None and window < sequence:
             if needs_mask:
                 mask = window_mask(sequence, window, x.dtype, x.device)
@@ -262,10 +268,10 @@ class GPT(nn.Module):
                 cu_seqlens = boundaries_of_rows(len(x), sequence, x.device)
         for name, block in self.blocks.items():
             if name in self.checkpointed and self.training:
-                inputs = (x, samples, angles, mask, cu_seqlens)
+                inputs = (x, samples, angles, mask, cu_seqlens, longest)
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, samples, angles, mask, cu_seqlens)
+                x = block(x, samples, angles, mask, cu_seqlens, longest)
         return x if self.head is None else self.head(x, loss)
 
     def layer_modules(self) -> list[nn.Module]:

@@ -211,13 +211,15 @@ def launch_warnings(
     has_bf16: bool,
     processors: int,
     threads: int,
+    numa_nodes: int = 1,
     torchrun_restarts: int | None = None,
 ) -> list[str]:
     """Warnings about a launch that works, but is slow or ignores a key. Each states a remedy.
 
     ``visible_gpus`` is the number of GPUs that this process sees, and ``has_bf16`` whether they
     compute in bf16. ``processors`` is the number of processors of this machine, and ``threads`` the
-    number of torch's threads in this process. ``torchrun_restarts`` is None without torchrun.
+    number of torch's threads in this process. It may run on ``numa_nodes`` NUMA nodes.
+    ``torchrun_restarts`` is None without torchrun.
     """
     warnings = [
         *_one_gpu_a_rank(launch, visible_gpus),
@@ -237,12 +239,19 @@ def launch_warnings(
             f"torchrun with --max-restarts {restarts}"
         )
     fair = processors // launch.local_world_size
-    if run.config.zero_optimization.offloads_optimizer and threads == 1 and fair > 1:
+    offloads = run.config.zero_optimization.offloads_optimizer
+    offload = "the optimizer runs on the CPU (zero_optimization.offload_optimizer)"
+    if offloads and threads == 1 and fair > 1:
         warnings.append(
-            "the optimizer runs on the CPU (zero_optimization.offload_optimizer) with 1 thread a "
-            f"rank, but this machine has {processors} processors for {launch.local_world_size} "
-            f"ranks, so a step takes longer than it must: export OMP_NUM_THREADS={fair} (torchrun "
-            "sets it to 1)"
+            f"{offload} with 1 thread a rank, but this machine has {processors} processors for "
+            f"{launch.local_world_size} ranks, so a step takes longer than it must: export "
+            f"OMP_NUM_THREADS={fair} (torchrun sets it to 1)"
+        )
+    if offloads and numa_nodes > 1 and run.grid.world_size > 1:
+        warnings.append(
+            f"{offload}, and this rank may run on any of {numa_nodes} NUMA nodes, so its states "
+            "may be in memory far from its processors and its GPU: start the ranks with torchrun "
+            "--numa-binding node"
         )
     return warnings
 

@@ -78,8 +78,8 @@ class Compilation:
         # forward. With elimination of common subexpressions, torch would keep it.
         autograd_config.cse = False
         autograd_config.joint_custom_pass = _keep_collectives_of_backward
-        # The number of documents is the only size that varies (model/documents.py).
-        torch.compiler.config.dynamic_sources = "L['cu_seqlens']"
+        # Only documents make sizes that vary (model/documents.py).
+        torch.compiler.config.dynamic_sources = "L['cu_seqlens'],L['longest']"
         inductor_config.reorder_for_peak_memory = not keeps_order
         inductor_config.deterministic = same_kernels
         # torch 2.13 (torch/csrc/inductor/static_launcher/cuda.cpp) calls cuLaunchKernel with

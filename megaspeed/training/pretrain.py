@@ -26,7 +26,12 @@ from megaspeed.data.selection import load_run_and_data
 from megaspeed.topology.activity import START_UP_TIMEOUTS, Activity
 from megaspeed.topology.failure import print_error, write_error_file
 from megaspeed.topology.grid import TopologyError
-from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
+from megaspeed.topology.launch import (
+    LaunchEnvironment,
+    LaunchError,
+    read_launch_environment,
+    usable_numa_nodes,
+)
 from megaspeed.topology.meeting import GroupError, RanksDisagree, check_in
 from megaspeed.topology.process_end import (
     EXIT_DONE,
@@ -176,6 +181,7 @@ def _print_warnings(run: Run, launch: LaunchEnvironment, console: Console) -> No
         has_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(False),
         processors=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
+        numa_nodes=usable_numa_nodes(),
         torchrun_restarts=int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) if by_torchrun else None,
     ):
         print_warning(console, warning)

@@ -75,7 +75,7 @@ def forward_kernel(
     window: list[int],
     grouped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert max_q == max_k and scale is None
+    assert max_q == max_k == max(2, int(cu_seqlens.diff().max())) and scale is None
     assert cu_seqlens.data_ptr() == cu_k.data_ptr() and cu_seqlens.dtype == torch.int32
     assert is_causal == (window == [-1, 0]) and grouped == (q.shape[1] != k.shape[1])
     weights, sums = weights_of(q, shared(k, q.shape[1]), cu_seqlens, window)
