@@ -347,6 +347,8 @@ class Gradients:
         if not self._rules.autograd_adds:
             parameter.grad = None
             if self._rules.is_complete:
+                # Not _foreach_add_ over a bucket: if the dtypes differ, it also launches a kernel
+                # for each tensor (torch 2.13, ForeachUtils.h), and all gradients would be held.
                 self._sums[parameter].add_(gradient)
             elif parameter in bucket.gradients:  # a tied weight: the head's part, see ``sum_of``
                 bucket.gradients[parameter].add_(gradient)
