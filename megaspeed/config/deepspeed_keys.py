@@ -50,10 +50,9 @@ class ZeroConfig(Section):
     """Number of elements that are reduced at a time. If omitted: about one block, 12 x
     model.hidden_size^2 / parallel.tensor, but at least 8,388,608 (32 MiB in fp32)."""
     use_multi_rank_bucket_allreduce: bool = False
-    """Stages 1 and 2: all-reduce each bucket of gradients, instead of reducing each part of it to
-    the rank that owns it. DeepSpeed's own default is true: fewer messages, which may be faster if
-    buckets are small and there are many owners, but twice the bytes, so a step moves 3 x the
-    parameters instead of ZeRO's 2 x."""
+    """Stages 1 and 2: all-reduce each bucket of gradients instead of a reduce-scatter. DeepSpeed's
+    own default is true. It sends twice the bytes, so a step moves 3 x the parameters instead of
+    ZeRO's 2 x."""
     allgather_partitions: bool = True
     """Gather updated parameters with all-gather instead of broadcasts."""
     allgather_bucket_size: ElementCount = Field(default=500_000_000, gt=0)
