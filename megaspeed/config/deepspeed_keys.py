@@ -3,8 +3,8 @@
 These are the keys of DeepSpeed 0.19.8 that work here. `foreign_keys.py` has the others.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -38,6 +38,27 @@ def aligned_elements(elements: int, element_bytes: int) -> int:
     return -(-elements * element_bytes // GATHER_ALIGNMENT) * GATHER_ALIGNMENT // element_bytes
 
 
+class _Sized(Protocol):
+    @property
+    def elements(self) -> int: ...
+
+
+_Gathered = TypeVar("_Gathered", bound=_Sized)
+
+
+def _neighbours(sizes: Sequence[int], most: int, alone: int | None = None) -> list[range]:
+    """Ranges of neighbours of at most ``most`` elements, or of one, from last to first."""
+    ranges = []
+    end, elements = len(sizes), 0
+    for index in reversed(range(len(sizes))):
+        is_full = elements + sizes[index] > most
+        if elements and (is_full or alone in (index, index + 1)):
+            ranges.append(range(index + 1, end))
+            end, elements = index + 1, 0
+        elements += sizes[index]
+    return [*ranges, range(end)] if sizes else []
+
+
 class ZeroConfig(Section):
     """What ZeRO partitions over the data-parallel axis, and the sizes of its messages."""
 
@@ -69,9 +90,10 @@ class ZeroConfig(Section):
     sub_group_size: ElementCount = Field(default=1_000_000_000, gt=0)
     """Stage 3: number of elements that the optimizer updates at a time."""
     stage3_prefetch_bucket_size: Annotated[ElementCount, Field(ge=0)] | None = None
-    """Stage 3. 0: gather each layer only when a forward or backward pass reaches it. Another
-    number, or omitted: gather the next layer while the current one computes, if
-    stage3_max_live_parameters leaves room."""
+    """Stage 3: neighbouring blocks are gathered together if they have at most this many elements.
+    They are gathered while the layers before them compute, if stage3_max_live_parameters leaves
+    room. 0: gather each layer only when a forward or backward pass reaches it. If omitted:
+    8,388,608 (32 MiB in fp32)."""
     stage3_param_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = None
     """Stage 3: parameters with up to this many elements stay gathered. If omitted: 10 x
     model.hidden_size."""
@@ -81,16 +103,27 @@ class ZeroConfig(Section):
     """Stage 3: the next layer is gathered while the current one computes only if both together have
     at most this many elements. Parameters that stay gathered do not count. If omitted: no limit."""
 
-    def prefetches(self, current: int, following: int) -> bool:
-        """Stage 3: whether the next layer is gathered while the current one computes.
+    def gathered_together(self, sizes: Sequence[int]) -> list[range]:
+        """Stage 3: the blocks that are gathered together, as ranges of indices into ``sizes``.
 
-        Args:
-            current: gathered elements of the current layer, without padding.
-            following: gathered elements of the next layer.
+        Each range has at most ``stage3_prefetch_bucket_size`` elements, or one block.
         """
+        assert self.stage3_prefetch_bucket_size is not None, "a resolved run states it"
+        return _neighbours(sizes, self.stage3_prefetch_bucket_size)[::-1]
+
+    def held_layers(self, coming: Iterable[_Gathered]) -> list[_Gathered]:
+        """Stage 3: what is gathered while the first of the coming layers computes.
+
+        That layer, and the next other one if both have room. Whatever of it is in memory stays
+        there, the rest is gathered, and all else is freed.
+        """
+        first, *others = coming
+        later = next((layer for layer in others if layer is not first and layer.elements), None)
         bound = self.stage3_max_live_parameters
-        has_room = bound is None or current + following <= bound
-        return has_room and self.stage3_prefetch_bucket_size != 0
+        if later is None or self.stage3_prefetch_bucket_size == 0:
+            return [first]
+        has_room = bound is None or first.elements + later.elements <= bound
+        return [first, later] if has_room else [first]
 
     def columns_sent_together(self, rows: int, block: int) -> int:
         """The number of columns of a gradient matrix that are compressed to int8 at a time.
@@ -115,15 +148,7 @@ class ZeroConfig(Section):
             Ranges of indices into ``sizes``.
         """
         assert self.reduce_bucket_size is not None, "a resolved run states it"
-        buckets = []
-        end, elements = len(sizes), 0
-        for index in reversed(range(len(sizes))):
-            is_full = elements + sizes[index] > self.reduce_bucket_size
-            if elements and (is_full or alone in (index, index + 1)):
-                buckets.append(range(index + 1, end))
-                end, elements = index + 1, 0
-            elements += sizes[index]
-        return [*buckets, range(end)] if sizes else []
+        return _neighbours(sizes, self.reduce_bucket_size, alone)
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -149,7 +149,8 @@ def default_run_dir(name: str) -> str:
 
 
 SMALLEST_DEFAULT_BUCKET = 8 << 20
-"""Elements of a bucket if the JSON does not state ``reduce_bucket_size``, at least: 32 MiB in fp32,
+"""Elements of a bucket if the JSON does not state ``reduce_bucket_size``, at least, and of blocks
+that are gathered together: 32 MiB in fp32,
 which takes some 0.1 ms to send within a node and is little beside any model worth a GPU."""
 
 
@@ -278,6 +279,7 @@ def _resolve_zero(config: RunConfig, tp: int, device_type: str) -> ZeroConfig:
     values = {
         # a block: 4 hidden_size^2 in the attention, about 8 in the feed-forward layer
         "reduce_bucket_size": max(12 * model.hidden_size**2 // tp, SMALLEST_DEFAULT_BUCKET),
+        "stage3_prefetch_bucket_size": SMALLEST_DEFAULT_BUCKET,
         # norms and biases stay gathered
         "stage3_param_persistence_threshold": 10 * model.hidden_size,
         "overlap_comm": (

@@ -34,11 +34,11 @@ Narayanan et al. 2021, section 2.2.2, gives a stage several chunks of layers. It
 generator whose instructions also name the chunk.)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +252,16 @@ def _finish_step() -> Iterator[Instruction]:
 
 
 StageProgram = list[Instruction | Exchange]
+Pass = Literal["forward", "backward"]
+
+
+def passes_of(program: Iterable[Instruction | Exchange]) -> list[Pass]:
+    """The passes through the layers of a stage, in order."""
+    return [
+        "forward" if isinstance(instruction, Forward) else "backward"
+        for instruction in program
+        if isinstance(instruction, Forward | Backward)
+    ]
 
 
 def stage_program(

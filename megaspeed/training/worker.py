@@ -20,7 +20,7 @@ from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
 from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.pipeline.partition import layers_of_stages
-from megaspeed.pipeline.schedules import SCHEDULES, forward_only, stage_program
+from megaspeed.pipeline.schedules import SCHEDULES, forward_only, passes_of, stage_program
 from megaspeed.pipeline.simulation import check_schedule
 from megaspeed.tensor_parallel.parallelize import parallelize, shared_initial_shard
 from megaspeed.topology.context import ParallelContext
@@ -150,6 +150,7 @@ class Worker:
 
         executor = self._executor(load, micro_batches, take_step)
         self.engine.train(True)
+        self.engine.expect(passes_of(self._program))
         executor.run(self._program)
         self._losses = executor.losses
         (outcome,) = outcomes

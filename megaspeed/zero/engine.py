@@ -15,7 +15,7 @@ step run Python code for every parameter and module.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import GPT
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.model.parameters import HEAD_WEIGHT
+from megaspeed.pipeline.schedules import Pass
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.gradients import Gradients
@@ -167,6 +168,11 @@ class ZeroEngine:
         """DeepSpeed's ZeRO optimizer."""
         return self._optimizer
 
+    def expect(self, passes: Iterable[Pass]) -> None:
+        """Called before a step with its passes: ZeRO-3 then gathers for the next pass ahead."""
+        if self._gathers is not None:
+            self._gathers.expect(passes)
+
     def forward(self, micro_batch: int, x: Tensor, batch: MicroBatch) -> Tensor:
         """Run this rank's layers on one micro-batch.
 
@@ -181,7 +187,7 @@ class ZeroEngine:
         if torch.is_grad_enabled():
             self.gradients.begin_forward()
         if self._gathers is not None:
-            self._gathers.begin_forward()
+            self._gathers.begin("forward")
         loss = functools.partial(
             self.loss,
             targets=batch.targets,
@@ -209,6 +215,8 @@ class ZeroEngine:
             last: whether this is the last micro-batch of the step.
         """
         self.gradients.begin_backward(last=last)
+        if self._gathers is not None:
+            self._gathers.begin("backward")
         torch.autograd.backward(output, gradient)
         if missing := [self.names[parameter] for parameter in self.gradients.missing()]:
             raise RuntimeError(

@@ -4,7 +4,14 @@
     backward    the head's norm > ... > block 1 > block 0 > embedding, which gathers nothing
 
 A layer is gathered when a pass enters it, and freed when the pass leaves it. While it computes, the
-next layer of the pass is gathered, if there is room for both. So each pass gathers each layer once.
+next layer is gathered, if there is room for both. So each pass gathers each layer once. The next
+layer of a pass's last layer is the first one of the next pass, except after the last backward,
+because the optimizer step changes the parameters. At the turn to a backward, and from a backward to
+a forward, the layers of the turn are in memory already, and are not gathered again.
+
+Small neighbouring blocks are gathered, held and freed together, because a message of a few KB takes
+as long as one of a few MB (``stage3_prefetch_bucket_size``).
+
 (The backward of the embedding gathers nothing, because it reads no weight. The backward of the head
 gathers only the norm, because the forward of the loss computes the gradients of the projection.) A
 block that is recomputed in a backward is gathered already.
@@ -24,7 +31,7 @@ the computation of a small module.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +43,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from megaspeed.config.deepspeed_keys import ZeroConfig, aligned_elements
 from megaspeed.model.gpt import GPT
+from megaspeed.pipeline.schedules import Pass
 from megaspeed.topology.context import ParallelContext
 
 
@@ -90,19 +98,18 @@ class GatheredLayer:
             for region, parameter in zip(self._regions, self._parameters, strict=True)
         ]
         self._free_memory()
-        self.is_started = False
-        """Whether ``start`` was called, and ``finish`` was not."""
+        self.is_finished = False
+        """Whether ``finish`` was called, and ``free`` was not."""
         self._work: Any = None
 
     @property
     def is_gathered(self) -> bool:
-        """Whether all parameters have their values."""
+        """Whether all parameters have their values, which DeepSpeed's step takes from them."""
         return all(p.ds_status is ZeroParamStatus.AVAILABLE for p in self._parameters)
 
     @torch.no_grad()
     def start(self) -> None:
         """Allocate the memory on the current stream, and start to gather into it."""
-        self.is_started = not self._is_local
         if self._is_local:
             return
         self._gathered.untyped_storage().resize_(self._gathered.nbytes)
@@ -124,7 +131,7 @@ class GatheredLayer:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        self.is_started = False
+        self.is_finished = True
         self.give_shapes()
         for parameter in self._parameters:
             parameter.ds_status = ZeroParamStatus.AVAILABLE
@@ -138,6 +145,7 @@ class GatheredLayer:
 
     def free(self) -> None:
         """Free the memory. The current stream must be the one that has used the parameters."""
+        self.is_finished = False
         for parameter in self._parameters:
             parameter.data = self._empty
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
@@ -162,17 +170,30 @@ class LayerGathers:
         persistent: list[Any] = [p for p in model.parameters() if _is_persistent(p)]
         self._persistent = GatheredLayer(persistent, context.dp_group, context.device)
 
-        def gathered(layer: nn.Module) -> GatheredLayer:
-            parameters = [p for p in layer.parameters() if not _is_persistent(p)]
-            return GatheredLayer(parameters, context.dp_group, context.device)
+        def own(layer: nn.Module) -> list[Any]:
+            return [p for p in layer.parameters() if not _is_persistent(p)]
 
-        self._layers = [gathered(layer) for layer in layers]
-        self._layers_in_backward = list(self._layers)
-        if model.head is not None:
-            self._layers_in_backward[-1] = gathered(model.head.norm)
-        self._first_in_backward = 0 if model.embedding is None else 1
+        def gathered(layer: nn.Module) -> GatheredLayer:
+            return GatheredLayer(own(layer), context.dp_group, context.device)
+
+        embedding = [] if model.embedding is None else [gathered(model.embedding)]
+        sizes = [sum(p.ds_numel for p in own(block)) for block in model.blocks.values()]
+        blocks: list[GatheredLayer] = []
+        for together in config.gathered_together(sizes):
+            module = nn.ModuleList([layers[len(embedding) + index] for index in together])
+            blocks += [gathered(module)] * len(together)
+        head = [] if model.head is None else [gathered(model.head)]
+        norm = [] if model.head is None else [gathered(model.head.norm)]
+        # What each layer of a pass needs, in the order of the pass.
+        self._orders: dict[Pass, list[GatheredLayer]] = {
+            "forward": [*embedding, *blocks, *head],
+            "backward": [*blocks, *norm][::-1],
+        }
+        self._embedding = embedding
         self._config = config
-        self._current: GatheredLayer | None = None
+        self._held: list[GatheredLayer] = []
+        self._passes: list[Pass] = []
+        self._following: Sequence[GatheredLayer] = ()
         self._accelerator = get_accelerator()
         self._stream = None
         if not self._accelerator.is_synchronized_device():
@@ -182,15 +203,24 @@ class LayerGathers:
             layer.register_forward_pre_hook(functools.partial(self._before_forward, index))
             layer.register_forward_hook(functools.partial(self._after_forward, index))
 
-    def begin_forward(self) -> None:
-        """Called before the model's forward; gathers the persistent parameters after a step."""
+    def expect(self, passes: Iterable[Pass]) -> None:
+        """Called before a step with its passes; otherwise nothing is gathered for the next pass."""
+        self._passes = list(passes)
+
+    def begin(self, direction: Pass) -> None:
+        """Called before a pass; the first one after a step gathers the persistent parameters."""
         if not self._persistent.is_gathered:
             self._start(self._persistent)
             self._finish(self._persistent)
+        self._passes = self._passes[1:] if self._passes[:1] == [direction] else []
+        self._following = self._orders[self._passes[0]] if self._passes else ()
 
     def end_backward(self) -> None:
-        """Called after the model's backward; frees the last layer."""
+        """Called after the model's backward."""
         self._leave()
+        for embedding in self._embedding:
+            if embedding not in self._held:
+                embedding.free()  # it has a shape
 
     def free_persistent(self) -> None:
         """Free the persistent parameters, after their partitions were written to."""
@@ -198,39 +228,44 @@ class LayerGathers:
 
     def _before_forward(self, index: int, layer: nn.Module, inputs: Any) -> None:
         if not _in_backward():
-            self._enter(self._layers[index:])
+            self._enter(self._orders["forward"][index:])
 
     def _after_forward(self, index: int, layer: nn.Module, inputs: Any, output: Tensor) -> None:
         if _in_backward():
             return
-        self._leave()
+        if index == len(self._orders["forward"]) - 1:
+            self._leave()
         if output.requires_grad:
             output.register_hook(functools.partial(self._before_backward, index))
 
     def _before_backward(self, index: int, gradient: Tensor) -> None:
-        self._leave()
-        if index >= self._first_in_backward:
-            self._enter(self._layers_in_backward[self._first_in_backward : index + 1][::-1])
-        else:
+        if index < len(self._embedding):
+            self._leave()
             # Autograd compares a gradient's shape with its parameter's.
-            self._layers[index].give_shapes()
-            self._current = self._layers[index]
+            self._embedding[index].give_shapes()
+        else:
+            self._enter(self._orders["backward"][len(self._orders["forward"]) - 1 - index :])
 
     def _enter(self, layers: Sequence[GatheredLayer]) -> None:
         """Gather the first of the layers, and start to gather the next one if there is room."""
-        layer = layers[0]
-        if not layer.is_started:
-            self._start(layer)
-        self._finish(layer)
-        self._current = layer
-        for later in layers[1:2]:
-            if self._config.prefetches(layer.elements, later.elements):
-                self._start(later)
+        hold = self._config.held_layers([*layers, *self._following])
+        self._free_all_but(hold)
+        for layer in hold:
+            if layer not in self._held:
+                self._start(layer)
+                self._held.append(layer)
+            if layer is hold[0] and not layer.is_finished:
+                self._finish(layer)
 
     def _leave(self) -> None:
-        if self._current is not None:
-            self._current.free()
-        self._current = None
+        """Free all but what the next pass needs first."""
+        self._free_all_but(self._config.held_layers(self._following) if self._following else [])
+
+    def _free_all_but(self, hold: Sequence[GatheredLayer]) -> None:
+        for layer in self._held:
+            if layer not in hold:
+                layer.free()
+        self._held = [layer for layer in self._held if layer in hold]
 
     def _start(self, layer: GatheredLayer) -> None:
         if self._stream is not None:

@@ -283,7 +283,7 @@ def test_auto_in_an_old_name_is_as_if_omitted() -> None:
     old: dict[str, Any] = {"stage": 3, "prefetch_bucket_size": "auto", "cpu_offload": "auto"}
     assert notes(world_size=1, bfloat16={"enabled": "auto"}, zero_optimization=old) == (
         '"auto" means omitted here: bf16.enabled false (default), '
-        "zero_optimization.stage3_prefetch_bucket_size (not set), "
+        "zero_optimization.stage3_prefetch_bucket_size 8388608 (computed), "
         "zero_optimization.offload_optimizer (not set)",
     )
     both: dict[str, Any] = {"bfloat16": {"enabled": True}, "bf16": {"enabled": "auto"}}

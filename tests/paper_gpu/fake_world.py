@@ -57,7 +57,11 @@ def paper_run(*, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "bf16": {"enabled": True},
-        "zero_optimization": {"reduce_bucket_size": 12 * 32**2},  # about a block
+        # About a block: there are several buckets, and each block is gathered alone.
+        "zero_optimization": {
+            "reduce_bucket_size": 12 * 32**2,
+            "stage3_prefetch_bucket_size": 12 * 32**2,
+        },
     }
     config = parse_config(merge(values, changes))
     return resolve_run(config, World(pp * dp * tp, "test"), name="paper")

@@ -123,7 +123,7 @@ def _gathered_memory_kept_for_a_stream(launch: LaunchEnvironment) -> int:
     with paper_accelerator() as accelerator, fake_rank(paper_run(**zero(3)), 0) as worker:
         worker.train_step(batches(worker.run), 1e-3)
         gathers: Any = worker.engine._gathers
-        memory = {layer._gathered.untyped_storage()._cdata for layer in gathers._layers}
+        memory = {layer._gathered.untyped_storage()._cdata for layer in gathers._orders["forward"]}
         return sum(storage._cdata in memory for storage, _ in accelerator.kept)
 
 

@@ -79,6 +79,7 @@ def tiny_run(
             "stage": 0,
             "stage3_param_persistence_threshold": 0,
             "reduce_bucket_size": 12 * 32**2,  # about a block, so there are several buckets
+            "stage3_prefetch_bucket_size": 12 * 32**2,  # each block is gathered alone
         },
     }
     config = parse_config(merge(values, changes))

@@ -22,18 +22,21 @@ The predictions here are more exact than the paper's table:
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from megaspeed.config.deepspeed_keys import aligned_elements
+from megaspeed.config.deepspeed_keys import ZeroConfig, aligned_elements
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Precision, Run
 from megaspeed.config.run import Compression
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Parameter, parameters_of
 from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.pipeline.schedules import SCHEDULES, Pass, passes_of
 from megaspeed.tensor_parallel.plan import gradient_is_partial, is_compressed, shard_of
 
 BYTES_OF: Mapping[Precision, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
@@ -427,22 +430,30 @@ def _stay_gathered(run: Run, parameters: Sequence[LocalParameter]) -> list[Local
     return kept
 
 
-@dataclass(frozen=True)
-class GatheredBytes:
-    """ZeRO-3: bytes of gathered parameters on a rank while a pass computes one layer."""
+@dataclass(frozen=True, eq=False)
+class _Gathered:
+    """ZeRO-3: parameters that are gathered together: those of a layer, or of several blocks."""
 
-    at_work: int = 0  # the layer's parameters
-    ahead: int = 0  # the next layer's parameters, which are prefetched while this layer computes
+    parameters: Sequence[LocalParameter]
+
+    @cached_property
+    def elements(self) -> int:
+        """Without padding."""
+        return elements_of(self.parameters)
 
 
 def gathered_in_pass(
     run: Run,
     parameters: Sequence[LocalParameter],
-    direction: Literal["forward", "backward"],
+    direction: Pass,
+    following: Pass | None = None,
     *,
     on_host: bool = False,
-) -> list[GatheredBytes]:
-    """Gathered bytes at each layer, in the order of the forward pass for both directions.
+) -> list[int]:
+    """ZeRO-3: bytes of gathered parameters on a rank while a pass computes each layer.
+
+    In the order of the forward pass for both directions. ``following`` is the next pass, for which
+    the last layers of this one gather ahead; None if this is the last pass of a step.
 
     A forward gathers every layer once. A backward gathers neither the embedding nor the weight of
     the head, because the forward of the loss computes the head's gradient. Each parameter is
@@ -450,62 +461,87 @@ def gathered_in_pass(
     parameters, so nothing is gathered. Only offloaded partitions are copied to the device, unless
     the rank computes on the CPU (``on_host``).
     """
-    zero, dp = run.config.zero_optimization, run.grid.dp
-    by_layer = _gathered_by_layer(run, parameters)
-    if direction == "backward":
-        by_layer = _needed_in_backward(by_layer, parameters)
-    layers = list(by_layer.values())
+    zero, dp, element = run.config.zero_optimization, run.grid.dp, BYTES_OF[run.precision]
+    layers = len({parameter.layer for parameter in parameters})
     if run.zero_stage < 3 or (dp == 1 and (on_host or not zero.offloads_parameters)):
-        return [GatheredBytes() for _ in layers]
+        return [0] * layers
+    orders = _gathered_by_pass(run, parameters)
+    order, coming = orders[direction], orders[following] if following else []
 
-    def size(layer: Sequence[LocalParameter]) -> int:
-        element = BYTES_OF[run.precision]
-        regions = (dp * partition_elements(parameter, dp) for parameter in layer)
+    @lru_cache
+    def size(gathered: _Gathered) -> int:
+        regions = (dp * partition_elements(parameter, dp) for parameter in gathered.parameters)
         return element * sum(aligned_elements(region, element) for region in regions)
 
-    following = [*layers[1:], []] if direction == "forward" else [[], *layers[:-1]]
-    return [
-        GatheredBytes(
-            at_work=size(layer),
-            ahead=size(later) if zero.prefetches(elements_of(layer), elements_of(later)) else 0,
-        )
-        for layer, later in zip(layers, following, strict=True)
-    ]
+    held = [zero.held_layers([*order[index:], *coming]) for index in range(len(order))]
+    if len(held) < layers:  # at the embedding's backward, only what the next pass needs
+        kept = zero.held_layers(coming) if coming else []
+        held.append([gathered for gathered in held[-1] if gathered in kept])
+    sizes = [sum(map(size, layer)) for layer in held]
+    return sizes if direction == "forward" else sizes[::-1]
 
 
-def gathered_elements_of_a_step(run: Run, parameters: Sequence[LocalParameter]) -> int:
+def gathered_elements_of_a_step(
+    run: Run, parameters: Sequence[LocalParameter], pipeline_stage: int
+) -> int:
     """ZeRO-3: padded elements that a rank with these parameters gathers in an optimizer step.
 
-    A step of M micro-batches gathers M (2 P - E - H) + K elements (Rajbhandari et al. 2020, section
-    7.2.2, has 2 P). K is the size of the parameters that stay gathered, P the size of all others,
-    E the part of P in the embedding, and H the part of P that is the weight of the head. A tied
-    weight counts twice in P: in the embedding and in the head.
+    M micro-batches gather M (2 P - E - H) + K elements (Rajbhandari et al. 2020, section 7.2.2, has
+    2 P), less the layers that are still held at the turn from one pass to the next. K is the size
+    of the parameters that stay gathered, P the size of all others, E the part of P in the
+    embedding, and H the part of P that is the weight of the head. A tied weight counts twice in P:
+    in the embedding and in the head.
     """
-    forward = _gathered_by_layer(run, parameters)
-    backward = _needed_in_backward(forward, parameters)
-    passes = (*forward.values(), *backward.values())
-    each_micro_batch = sum(_padded(run, layer) for layer in passes)
-    kept = _padded(run, _stay_gathered(run, parameters))
-    return run.batch.gradient_accumulation_steps * each_micro_batch + kept
+    orders, config = _gathered_by_pass(run, parameters), run.config
+    first, turns = _turns(
+        config.parallel.schedule,
+        run.grid.pp,
+        pipeline_stage,
+        run.batch.gradient_accumulation_steps,
+    )
+
+    def gathered(*passes: Pass) -> int:
+        return sum(
+            _padded(run, layer.parameters)
+            for layer in _gathers(config.zero_optimization, [orders[name] for name in passes])
+        )
+
+    # What is held after a pass depends only on this pass and the next one.
+    alone = {name: gathered(name) for name in orders}
+    total = alone[first] + sum(
+        count * (gathered(*turn) - alone[turn[0]]) for turn, count in turns.items()
+    )
+    return total + _padded(run, _stay_gathered(run, parameters))
 
 
-def _needed_in_backward(
-    layers: Mapping[str, list[LocalParameter]], parameters: Sequence[LocalParameter]
-) -> dict[str, list[LocalParameter]]:
-    """The parameters that a backward gathers, from those of a forward; both are by layer."""
-    needed = dict(layers)
-    if "embedding" in layers:
-        needed["embedding"] = []
-    if "head" in layers:
-        weight = head_weight(parameters)
-        needed["head"] = [parameter for parameter in layers["head"] if parameter != weight]
-    return needed
+def _gathers(zero: ZeroConfig, passes: Sequence[Sequence[_Gathered]]) -> Iterator[_Gathered]:
+    """What is gathered in these passes, in order; ``zero/layer_gathers.py`` does the same."""
+    held: list[_Gathered] = []
+    for order, following in zip(passes, [*passes[1:], []], strict=True):
+        for index in range(len(order)):
+            hold = zero.held_layers([*order[index:], *following])
+            yield from (layer for layer in hold if layer not in held)
+            held = hold
+        kept = zero.held_layers(following) if following else []
+        held = [layer for layer in held if layer in kept]
 
 
-def _gathered_by_layer(
+@lru_cache(maxsize=1024)
+def _turns(
+    schedule: str, pipeline_stages: int, pipeline_stage: int, micro_batches: int
+) -> tuple[Pass, Mapping[tuple[Pass, Pass], int]]:
+    """The first pass of a step, and how often each kind of pass follows each kind."""
+    passes = passes_of(SCHEDULES[schedule](pipeline_stages, pipeline_stage, micro_batches))
+    return passes[0], Counter(pairwise(passes))
+
+
+def _gathered_by_pass(
     run: Run, parameters: Sequence[LocalParameter]
-) -> dict[str, list[LocalParameter]]:
-    """Name of each layer -> the parameters that a pass gathers; a tied head has the embedding."""
+) -> dict[Pass, list[_Gathered]]:
+    """What each layer of a pass needs, in the order of the pass; a tied head has the embedding.
+
+    A backward needs nothing for the embedding, and of the head only the norm.
+    """
     kept = {parameter.name for parameter in _stay_gathered(run, parameters)}
     layers: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
@@ -513,7 +549,16 @@ def _gathered_by_layer(
     weight = head_weight(parameters)
     if weight is not None and weight not in layers["head"]:
         layers["head"].append(weight)
-    return {name: [p for p in layer if p.name not in kept] for name, layer in layers.items()}
+    layers = {name: [p for p in own if p.name not in kept] for name, own in layers.items()}
+    ends = {name: layers.pop(name) for name in ("embedding", "head") if name in layers}
+    own = list(layers.values())
+    blocks: list[_Gathered] = []
+    for together in run.config.zero_optimization.gathered_together(list(map(elements_of, own))):
+        blocks += [_Gathered([*chain(*own[together.start : together.stop])])] * len(together)
+    embedding = [_Gathered(ends["embedding"])] if "embedding" in ends else []
+    head = [_Gathered(ends["head"])] if "head" in ends else []
+    norm = [_Gathered([p for p in end.parameters if p != weight]) for end in head]
+    return {"forward": [*embedding, *blocks, *head], "backward": [*blocks, *norm][::-1]}
 
 
 def _padded(run: Run, parameters: Sequence[LocalParameter]) -> int:

@@ -142,7 +142,9 @@ class Network:
         ZeRO-0 has an all-reduce of gradients. ZeRO-1 and 2 have a reduce-scatter, and an all-gather
         of parameters after the step, each for every bucket. ZeRO-3 gathers each layer in the
         forward and in the backward of each micro-batch, and reduces its gradients (Rajbhandari et
-        al. 2020, section 7).
+        al. 2020, section 7). Small blocks are gathered together (``gathered_together``), and such a
+        group is gathered once for two passes that it lies between: if it has all blocks, once a
+        step.
 
         Compressed gradients take the fraction ``sent_share`` of these bytes. The time to compress
         them is not included.
@@ -157,7 +159,11 @@ class Network:
         overlaps = work.overlaps_dp and self.overlaps
         if work.zero_stage == 3:
             weights = block_parameters(work.model) / work.grid.tp
-            gather = self.collective("dp", "all_gather", weights * work.element_bytes)
+            together = max(1, min(blocks, int(work.gathered_together // weights)))
+            group = self.collective("dp", "all_gather", together * weights * work.element_bytes)
+            groups = max(1, math.ceil(blocks / together))
+            kept = (2 * count - 1) / (2 * count * groups) if work.gathered_together else 0.0
+            gather = group / together * (1 - kept)  # for each block and pass, on average
             gradients = weights * work.gradient_bytes * work.sent_share
             reduce = self.collective("dp", "reduce_scatter", gradients)
             if not overlaps:
@@ -167,7 +173,7 @@ class Network:
             hidden = reduced if work.reduces_in_backward else 0.0
             in_backward = _added(gather + hidden, backward)
             exposed = reduce if work.reduces_in_backward else blocks * work.reductions * reduce
-            return count * blocks * (in_forward + in_backward) + gather + exposed
+            return count * blocks * (in_forward + in_backward) + group + exposed
         parameters = work.parameters_of_rank(stage)
         gradients = parameters * work.gradient_bytes * work.sent_share
         buckets = max(1, math.ceil(gradients / work.bucket_bytes))

@@ -23,7 +23,6 @@ from megaspeed.analysis.costs.memory import (
     BYTES_OF,
     Bucket,
     Category,
-    GatheredBytes,
     LocalParameter,
     MemoryBytes,
     compression_buffer_bytes,
@@ -38,7 +37,7 @@ from megaspeed.analysis.costs.memory import (
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import HEAD_WEIGHT, layer_count, layer_name
 from megaspeed.pipeline.partition import layers_of_stages
-from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
+from megaspeed.pipeline.schedules import SCHEDULES, Pass, peak_micro_batches_in_flight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +100,7 @@ class _Step:
         self._parameters = local_parameters(run, pipeline_stage)
         on_host = device_type == "cpu"
         self.states = model_states(run, self._parameters, on_host=on_host)
+        self._on_host = on_host
         self._layers = _layers(run, pipeline_stage, self._parameters, device_type)
         self._hidden = hidden_bytes(run)
         self._shared = Activations(run, device_type).shared()
@@ -147,9 +147,11 @@ class _Step:
         if others and not (self._last_stage or sends_back):
             # The previous output may still be in flight.
             ledger.hold("activations", self._hidden)
-        for layer in self._layers:
-            memory, gathered = layer.memory, layer.forward
-            with ledger.briefly("communication_buffers", gathered.at_work + gathered.ahead):
+        # The forward with most micro-batches in flight precedes a backward.
+        held = self._gathered("forward", "backward")
+        for layer, gathered in zip(self._layers, held, strict=True):
+            memory = layer.memory
+            with ledger.briefly("communication_buffers", gathered):
                 ledger.hold("activations", memory.kept)
                 if layer.is_head:
                     ledger.hold("communication_buffers", self._head_gradient)
@@ -164,9 +166,13 @@ class _Step:
         if not (self._first_stage or first):
             ledger.hold("activations", self._hidden)  # the previous gradient, still in flight
         reductions = _Reductions(self._run, self._parameters, self._buckets, ledger)
-        for layer in reversed(self._layers):
-            at_work = layer.backward.at_work + layer.backward.ahead
-            with ledger.briefly("communication_buffers", at_work):
+        left = self._run.batch.gradient_accumulation_steps - (1 if first else 2)
+        following: Pass | None = None
+        if left:
+            following = "forward" if left >= self._in_flight else "backward"
+        held = self._gathered("backward", following)
+        for layer, gathered in zip(reversed(self._layers), reversed(held), strict=True):
+            with ledger.briefly("communication_buffers", gathered):
                 with (
                     ledger.briefly("activations", layer.memory.backward_working),
                     ledger.briefly("gradients", self._fresh_gradient(layer)),
@@ -176,6 +182,11 @@ class _Step:
                 for parameter in reversed(layer.parameters):
                     reductions.compute(parameter)
         return ledger
+
+    def _gathered(self, direction: Pass, following: Pass | None) -> list[int]:
+        return gathered_in_pass(
+            self._run, self._parameters, direction, following, on_host=self._on_host
+        )
 
     def _fresh_gradient(self, layer: "_Layer") -> int:
         """The layer's largest gradient that autograd computes, before it is added to the sum."""
@@ -247,8 +258,6 @@ class _Reductions:
 class _Layer:
     memory: LayerMemory
     parameters: Sequence[LocalParameter]
-    forward: GatheredBytes
-    backward: GatheredBytes
     is_head: bool
 
 
@@ -260,13 +269,10 @@ def _layers(
     own: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         own.setdefault(parameter.layer, []).append(parameter)
-    on_host = device_type == "cpu"
-    forward = gathered_in_pass(run, parameters, "forward", on_host=on_host)
-    backward = gathered_in_pass(run, parameters, "backward", on_host=on_host)
     activations = Activations(run, device_type)
     blocks = chain([activations.first_block()], map(activations.block, count(1)))
     layers = []
-    for index, layer in enumerate(layers_of_stages(run)[pipeline_stage]):
+    for layer in layers_of_stages(run)[pipeline_stage]:
         if layer == 0:
             memory = activations.embedding()
         elif layer < layers_in_all - 1:
@@ -274,7 +280,7 @@ def _layers(
         else:
             memory = activations.head()
         name, is_head = layer_name(run.config.model, layer), layer == layers_in_all - 1
-        layers.append(_Layer(memory, own[name], forward[index], backward[index], is_head))
+        layers.append(_Layer(memory, own[name], is_head))
     last, output = layers[-1].memory, hidden_bytes(run)
     if not layers[-1].is_head:  # its output is freed once the next stage has it
         sent = replace(last, kept=last.kept - output, forward_working=last.forward_working + output)

@@ -269,7 +269,7 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host
         messages.add("dp", collective, message_bytes, ranks=dp)
     if run.zero_stage > 0:
         gathered = (
-            gathered_elements_of_a_step(run, parameters)
+            gathered_elements_of_a_step(run, parameters, pipeline_stage)
             if run.zero_stage == 3
             else flat_elements(run, parameters)
         )

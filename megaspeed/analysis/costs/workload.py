@@ -120,6 +120,7 @@ class Workload:
     reduces_in_backward: bool = True  # at ZeRO-3 with overlaps_dp; otherwise only gathers overlap
     reductions: int = 1  # of all gradients in a step: 1, or as many as micro-batches
     bucket_bytes: float = math.inf  # of gradients that are reduced together
+    gathered_together: float = 0.0  # ZeRO-3: elements of blocks; each block alone if it has more
 
     @property
     def tokens(self) -> int:
@@ -197,6 +198,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         reduces_in_backward=run.overlaps_reductions,
         reductions=1 if run.keeps_complete_gradients else count,
         bucket_bytes=zero.reduce_bucket_size * gradient_bytes,
+        gathered_together=zero.stage3_prefetch_bucket_size or 0,
     )
 
 

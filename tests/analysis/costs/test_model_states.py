@@ -18,6 +18,7 @@ from megaspeed.analysis.costs.stage_memory import predict_memory
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.pipeline.schedules import Pass
 from tests.support.tiny import merge, tiny_run
 
 TEXT = Path(__file__)
@@ -129,26 +130,38 @@ def test_offloaded_states_do_not_count_if_the_device_holds_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bound", "forward", "backward"),
+    ("bound", "forward", "backward", "last_backward"),
     [
-        (None, [12_704, 12_704, 9_792, 0], [0, 0, 12_704, 12_704]),
+        (
+            None,
+            [12_704, 12_704, 9_792, 64],
+            [23_200, 10_496, 12_704, 12_704],
+            [0, 0, 12_704, 12_704],
+        ),
         # Room for the embedding and a block, or for a block and the head, but not for two blocks.
-        (10_496 + 12_704, [12_704, 0, 9_792, 0], [0, 0, 0, 12_704]),
+        (10_496 + 12_704, [12_704, 0, 9_792, 64], [23_200, 10_496, 0, 12_704], [0, 0, 0, 12_704]),
     ],
 )
 def test_each_pass_gathers_the_layer_ahead_that_it_needs_next(
-    bound: int | None, forward: list[int], backward: list[int]
+    bound: int | None, forward: list[int], backward: list[int], last_backward: list[int]
 ) -> None:
-    """Elements at the embedding (10,496), two blocks (12,704 each) and the head (9,792).
+    """Elements beside the embedding (10,496), two blocks (12,704 each) and the head (9,792).
 
-    A backward starts at the head, and gathers nothing for the embedding.
+    A backward starts at the head's norm (64), and gathers nothing for the embedding. Before another
+    forward it gathers the embedding, while it computes the first block, and keeps the block.
     """
     zero = {"stage": 3, "stage3_max_live_parameters": bound}
     run = tiny_run(TEXT, dp=2, model={"num_hidden_layers": 2}, zero_optimization=zero)
     parameters = local_parameters(run, 0)
-    for direction, elements in (("forward", forward), ("backward", backward)):
-        layers = gathered_in_pass(run, parameters, direction)
-        assert [layer.ahead for layer in layers] == [4 * size for size in elements]
+    in_forward, in_backward = [10_496, 12_704, 12_704, 9_792], [0, 12_704, 12_704, 64]
+    passes: list[tuple[Pass, Pass | None, list[int], list[int]]] = [
+        ("forward", "backward", in_forward, forward),
+        ("backward", "forward", in_backward, backward),
+        ("backward", None, in_backward, last_backward),
+    ]
+    for direction, following, own, ahead in passes:
+        expected = [4 * (size + more) for size, more in zip(own, ahead, strict=True)]
+        assert gathered_in_pass(run, parameters, direction, following) == expected
 
 
 def test_int8_needs_most_memory_while_it_gathers_at_zero0_and_while_it_reduces_otherwise() -> None:
