@@ -145,6 +145,7 @@ class GatheredLayer:
 
     def free(self) -> None:
         """Free the memory. The current stream must be the one that has used the parameters."""
+        assert self._work is None, "a gather in flight writes to this memory"
         self.is_finished = False
         for parameter in self._parameters:
             parameter.data = self._empty

@@ -161,9 +161,10 @@ class Engine(Protocol):
 
 
 def held_parameters(engine: Engine) -> Iterator[Tensor | None]:
-    """The model's parameters, and at ZeRO-3 their partitions."""
+    """The model's parameters; at ZeRO-3 their partitions, and those that stay gathered."""
     for parameter in engine.module.parameters():
-        yield parameter.data
+        if getattr(parameter, "ds_persist", True):
+            yield parameter.data
         yield getattr(parameter, "ds_tensor", None)
 
 
