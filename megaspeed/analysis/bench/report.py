@@ -102,10 +102,9 @@ def _settings(result: BenchResult, workload: str) -> Iterator[str]:
     for row in result.rows(workload):
         for other in result.all_rows(workload):
             if other.name == row.name and other.settings != row.settings:
-                longer = other.step_seconds.median / row.step_seconds.median
                 yield (
                     f"{row.name}: with {_SETTINGS[row.settings]}. With {_SETTINGS[other.settings]} "
-                    f"a step takes {longer:.2f} times as long."
+                    f"a step takes {other.compared / row.compared:.2f} times as long."
                 )
 
 
