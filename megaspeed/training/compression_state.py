@@ -50,7 +50,6 @@ def load_compression(
     """
     from megaspeed.checkpoint.reading import read_pieces  # takes a second, see checkpoint/index.py
 
-    worker.engine.gradients.forget()
     there = saved.compression_tensors(worker.run.config.model)
     if not there or worker.run.compression is None:
         return

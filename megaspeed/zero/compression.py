@@ -57,9 +57,6 @@ class Compressor(Protocol):
     def keep(self) -> None:
         """Use the state of this step in the next one. Called after a step that was not skipped."""
 
-    def forget(self) -> None:
-        """Reset the state to that before the first step."""
-
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that are held from step to step."""
 
@@ -129,9 +126,6 @@ class Int8:
         return True
 
     def keep(self) -> None:
-        pass
-
-    def forget(self) -> None:
         pass
 
     def tensors(self) -> Iterator[Tensor]:
@@ -280,9 +274,6 @@ class PowerSgd:
 
     def keep(self) -> None:
         self._right.copy_(self._next)
-
-    def forget(self) -> None:
-        self._right.copy_(self._initial)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (self._initial, self._right, self._next)

@@ -230,14 +230,6 @@ class Gradients:
             else:
                 group.feedback.zero_()  # it was a part of the sum, which was sent completely
 
-    def forget(self) -> None:
-        """Set the state of compressed gradients to that before the first step."""
-        for group in self._compressed:
-            if group.feedback is not None:
-                group.feedback.zero_()
-        if self._compressor is not None:
-            self._compressor.forget()
-
     def feedback(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """(parameter, flat view of the part of its gradient that this rank has not sent yet)."""
         for group in self._compressed:

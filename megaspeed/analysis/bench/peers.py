@@ -98,18 +98,6 @@ def _torch_step(engine: Plain | Fsdp2, run: Run) -> Step:
     return step
 
 
-def _plain(run: Run, context: ParallelContext, _: Settings | None) -> Step:
-    return _torch_step(Plain(run, context), run)
-
-
-def _ddp(run: Run, context: ParallelContext, _: Settings | None) -> Step:
-    return _torch_step(Ddp(run, context), run)
-
-
-def _fsdp2(run: Run, context: ParallelContext, settings: Settings | None) -> Step:
-    return _torch_step(Fsdp2(run, context, guided=settings == "guide"), run)
-
-
 def _hf_deepspeed(run: Run, context: ParallelContext, settings: Settings | None) -> Step:
     """A user's loop over ``deepspeed.initialize(AutoModelForCausalLM)``."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -289,16 +277,17 @@ def deepspeed_json(run: Run, settings: Settings | None) -> dict[str, Any]:
     }
 
 
-_PEERS: Mapping[PeerName, Callable[[Run, ParallelContext, Settings | None], Step]] = (
-    MappingProxyType(
-        {
-            "plain": _plain,
-            "hf-deepspeed": _hf_deepspeed,
-            "fsdp2": _fsdp2,
-            "ddp": _ddp,
-            "deepspeed-pipeline": _deepspeed_pipeline,
-        }
-    )
+_Make = Callable[[Run, ParallelContext, Settings | None], Step]
+_PEERS: Mapping[PeerName, _Make] = MappingProxyType(
+    {
+        "plain": lambda run, context, _: _torch_step(Plain(run, context), run),
+        "hf-deepspeed": _hf_deepspeed,
+        "fsdp2": lambda run, context, settings: _torch_step(
+            Fsdp2(run, context, guided=settings == "guide"), run
+        ),
+        "ddp": lambda run, context, _: _torch_step(Ddp(run, context), run),
+        "deepspeed-pipeline": _deepspeed_pipeline,
+    }
 )
 PEERS: tuple[PeerName, ...] = tuple(_PEERS)
 WITH_A_GUIDE: tuple[PeerName, ...] = ("hf-deepspeed", "fsdp2")
