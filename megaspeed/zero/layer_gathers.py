@@ -98,14 +98,19 @@ class GatheredLayer:
             for region, parameter in zip(self._regions, self._parameters, strict=True)
         ]
         self._free_memory()
-        self.is_finished = False
-        """Whether ``finish`` was called, and ``free`` was not."""
         self._work: Any = None
 
     @property
     def is_gathered(self) -> bool:
         """Whether all parameters have their values, which DeepSpeed's step takes from them."""
         return all(p.ds_status is ZeroParamStatus.AVAILABLE for p in self._parameters)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether ``finish`` need not be called: all is gathered, and no other layer that shares a
+        tied weight has freed it.
+        """
+        return self._work is None and self.is_gathered
 
     @torch.no_grad()
     def start(self) -> None:
@@ -118,7 +123,7 @@ class GatheredLayer:
             p.ds_tensor if p.ds_tensor.device == self._device else own.copy_(p.ds_tensor, True)
             for p, own in zip(self._parameters, self._own, strict=True)
         ]
-        if len(self._regions[0]) > len(self._own[0]):
+        if dist.get_world_size(self._group) > 1:
             options = AllgatherOptions()
             options.asyncOp = True
             self._work = self._group.allgather_into_tensor_coalesced(
@@ -131,7 +136,6 @@ class GatheredLayer:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        self.is_finished = True
         self.give_shapes()
         for parameter in self._parameters:
             parameter.ds_status = ZeroParamStatus.AVAILABLE
@@ -146,7 +150,6 @@ class GatheredLayer:
     def free(self) -> None:
         """Free the memory. The current stream must be the one that has used the parameters."""
         assert self._work is None, "a gather in flight writes to this memory"
-        self.is_finished = False
         for parameter in self._parameters:
             parameter.data = self._empty
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
