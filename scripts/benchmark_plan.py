@@ -8,19 +8,19 @@ the same id, the first is used. Errors are predicted / reported - 1, printed by 
 In the line "sources alike", all sources have the same weight: each of n rows counts 1/n.
 
 ``--fit`` prints the constants that fit the rows best: those with the smallest mean of
-|log(predicted / reported)|, in which all sources count alike. ``--leave-one-out`` fits them once
-for each source, to the rows of all others, and reports the error on the source that was left out.
-The spread of these fits is the interval of the constants. It also prints the factor between
-prediction and report that the share ``LEVEL`` of the runs does not exceed, and how many runs of a
-source lie within the factor of the other sources.
+|log(predicted / reported)|, in which all sources have the same weight. ``--leave-one-out`` fits
+them once for each source, to the rows of all others, and reports the error on the source that was
+left out. The spread of these fits is the interval of the constants. It also prints the factor
+between prediction and report that the share ``LEVEL`` of the runs does not exceed, and how many
+runs of a source lie within the factor of the other sources.
 
 Layouts of one model on the same GPUs, with the same sequences and batch, are a group. For each
 group the fastest layout by prediction is compared with the fastest by report, beside the layout
 that sends the fewest bytes.
 
-Rows with a memory are compared with the memory of a run of megaspeed in that shape and layout. All
-logits at once are added, because only megaspeed computes them in chunks. Interleaved schedules are
-omitted, because megaspeed has none.
+Rows with a memory are compared with the predicted memory of a run of megaspeed in that shape and
+layout. The memory of all logits is added, because only megaspeed computes them in chunks. Rows with
+an interleaved schedule are omitted, because megaspeed has none.
 
 The columns (blank ones get the value in brackets):
 
@@ -104,7 +104,8 @@ _BYTES_OF_A_LOGIT = 10
 """In 16 bits, a copy in fp32 for the softmax, and the fp32 gradient."""
 
 LEVEL = 0.92
-"""Of runs, in the interval. A little more than nine of ten, because the sources are few."""
+"""The share of runs in the interval. It is a little more than nine of ten, because there are few
+sources."""
 
 Row = Mapping[str, str]
 
@@ -362,7 +363,7 @@ class Fits:
         self._distances: dict[Constants, dict[str, float]] = {}
 
     def best(self, runs: Sequence[Published]) -> Constants:
-        """The constants with the smallest mean distance, of sources that count alike."""
+        """The constants with the smallest mean distance, if all sources have the same weight."""
         weights = weights_of(runs)
 
         def mean(constants: Constants) -> float:
@@ -391,7 +392,7 @@ def _predicted(run: Published, constants: Constants) -> StepTime:
 
 
 def weights_of(runs: Sequence[Published]) -> dict[str, float]:
-    """id of a run -> its weight, with which all sources count alike. All add up to 1."""
+    """id of a run -> its weight. Each source has the same weight, and all weights add up to 1."""
     sources = _grouped(runs, lambda run: run.source).values()
     return {run.id: 1 / len(sources) / len(members) for members in sources for run in members}
 
@@ -403,7 +404,7 @@ def weighted_quantile(values: Mapping[str, float], weights: Mapping[str, float],
         below += weights[name]
         if below >= q * sum(weights.values()) - 1e-9:
             return values[name]
-    raise AssertionError("the weights together are the sum")
+    raise AssertionError("the last value has the complete weight below it")
 
 
 def show_constants(chosen: Constants, fits: Mapping[str, Constants]) -> None:
@@ -448,7 +449,7 @@ def show_errors(runs: Sequence[Published], errors: Mapping[str, float]) -> dict[
 
 
 def show_coverage(runs: Sequence[Published], predicted: Mapping[str, StepTime]) -> dict[str, float]:
-    """Prints the factor of the interval, and which share of unseen sources it covers."""
+    """Prints the factor of the interval, and the share of runs of unseen sources that it covers."""
 
     def exponent(step: StepTime) -> float:
         is_uncertain = step.communication > MUCH_COMMUNICATION or step.total < SHORT_STEP

@@ -60,7 +60,7 @@ SECONDS = 440.0
 LIMIT = 2.0
 """The limit of one section, as a multiple of its expected seconds."""
 
-COMMAND_SECONDS = 8.0  # imports, two looks at the processors, pictures: measured on a CPU
+COMMAND_SECONDS = 8.0  # imports, two checks of the processors, pictures: measured on a CPU
 LAUNCH_SECONDS = 15.0  # imports: 6 on a CPU; CUDA, NCCL and the weights: estimated
 COMPILE_SECONDS = 20.0  # of one block with an empty cache: estimated
 VERIFY_SECONDS = 15.0  # of the tiny steps, and of the single process: estimated
@@ -153,7 +153,7 @@ class Section:
         command: a program and its arguments.
         figures_file: which JSON file the command writes.
         labels: of the figures, for the tables.
-        expected: seconds.
+        expected: the seconds that it probably takes.
         not_run: why it did not run; None if it ran.
         seconds, code, output: of the command; code is None if it ran out of time.
     """
@@ -287,7 +287,7 @@ def late(section: Section, left: float) -> str | None:
     """Why a section is left out if this many seconds are left; None if it fits."""
     if section.expected <= left:
         return None
-    return f"{section.expected:.0f} s are expected, but of {SECONDS:.0f} s only {left:.0f} are left"
+    return f"{section.expected:.0f} s are expected, but only {left:.0f} of {SECONDS:.0f} s are left"
 
 
 def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]:
@@ -420,7 +420,7 @@ def contestants(section: Section) -> list[dict[str, Any]]:
 
 
 def expected_seconds(run: Run, machine: Machine, launches: int, steps: float) -> float:
-    """Of a command that launches ranks so often; together they take so many steps."""
+    """Expected seconds of a command with so many launches of ranks, and so many steps in all."""
     gpu = device_by_name(machine.gpus[0] if machine.gpus else "")
     device = gpu or device_named("a100-80gb")
     cluster = Cluster(

@@ -1,8 +1,9 @@
 """Writes the tables of figures into README and docs. A test fails if one of them is stale.
 
-    python scripts/write_tables.py                             # from the figures in docs/figures
-    python scripts/write_tables.py NAME FILE...                # first reads docs/figures/NAME.json
-                                                               # from bench.json or compare.json
+    python scripts/write_tables.py                 # from the figures in docs/figures
+    python scripts/write_tables.py NAME FILE...    # first writes the results in FILE, bench.json or
+                                                   # compare.json, to docs/figures/NAME.json
+
 A table stands between two lines, <!-- figures NAME --> and <!-- end -->. docs/figures/NAME.json has
 
     command     what printed the figures; the page names it, too
@@ -10,8 +11,9 @@ A table stands between two lines, <!-- figures NAME --> and <!-- end -->. docs/f
     columns     of a table of `megaspeed bench`: what the cells after the first one show
     rows        the cells, the header first
 
-After a command has run again, put its figures into the JSON file: a file for each row of `bench`,
-one file of `compare`. Cells that can be computed from shapes are computed here: see COMPUTED.
+After a command has run again, pass its results to this script: for a table of `bench` one file for
+each row, for a table of `compare` one file. Cells that can be computed from shapes are computed
+here: see COMPUTED.
 """
 
 import json
@@ -70,7 +72,7 @@ def read(name: str, results: Sequence[Any]) -> None:
 
 
 def bench_cell(found: Any, column: str) -> str:
-    """ms or s: megaspeed's step. share:NAME: of the matmul. NAME: a peer's ratio."""
+    """ms or s: megaspeed's step time. share:NAME: the share of the matmul. NAME: a peer's ratio."""
     run = found["workloads"]["run"]
     rows = {row["name"]: row for row in run["contestants"]}
     if column in ("ms", "s"):

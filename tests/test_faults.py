@@ -274,7 +274,7 @@ def test_a_rank_that_cannot_run_a_thread_is_ended_by_its_watchdog(tmp_path: Path
     ended = job.ended()
     assert ended.code == 3 and ended.seconds < HANG_SECONDS + 30 + 10
     place = f"[{HOST}, rank 0 (pp 0, dp 0, tp 0), last known phase: "
-    assert place in ended.err and "a call holds Python's lock" in ended.err
+    assert place in ended.err and "a call holds Python's GIL" in ended.err
     assert "faults.py" in ended.log(0) and "watch.py" in ended.log(0), "stacks of all threads"
 
 

@@ -190,7 +190,7 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     late.expected = 100.0
     gpu_check.carry_out(late, time.monotonic() + 50.5)
     assert not late.failed
-    assert gpu_check.ending(late) == "not run: 100 s are expected, but of 440 s only 50 are left"
+    assert gpu_check.ending(late) == "not run: 100 s are expected, but only 50 of 440 s are left"
 
 
 def test_hugging_face_starts_at_half_the_micro_batch_and_tries_a_quarter(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_dry_run_prints_what_has_time_on_a_gpu(
     assert [row[0].split(" ")[0] for row in rows[:4]] == ["compare", "compare", "verify", "bench"]
     for _, expected, limit, outcome in rows:
         assert 0 < int(expected) < int(limit)
-        assert outcome == "runs" or outcome.startswith(f"{expected} s are expected, but of 440 s")
+        assert outcome == "runs" or outcome.startswith(f"{expected} s are expected, but only ")
     own = int(re.findall(r"\d+", total)[-1])
     runs = [int(row[1]) for row in rows if row[3] == "runs"]
     assert len(runs) >= 5 and "NVIDIA H100" in total

@@ -32,7 +32,7 @@ _RANKS_PER_PROCESSOR = 16
 
 DeviceType = Literal["cpu", "cuda"]
 
-_OUTCOME, _YIELDED = "outcome", "yielded"  # a rank's files are named so, with its number
+_OUTCOME, _YIELDED = "outcome", "yielded"  # names of a rank's files, before its number
 
 _LONGEST_WAIT_SECONDS = 86_400.0  # of one system call, which limits it
 
@@ -45,7 +45,7 @@ class RanksFailed(RuntimeError):
 
     Args:
         reason: the text.
-        yielded: by rank, what each has yielded; empty if a rank has yielded nothing.
+        yielded: the values that each rank has yielded, by rank; empty if any rank has yielded none.
     """
 
     def __init__(self, reason: str, yielded: Sequence[list[Any]] = ()) -> None:

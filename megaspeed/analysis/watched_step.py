@@ -115,8 +115,8 @@ def measure(
 ) -> tuple[StepResult, RankMeasurement]:
     """Trains one step and measures it. All ranks call this together.
 
-    The optimizer's states must exist, so this cannot be the first step. Compiled blocks run as if
-    they were not compiled, because torch 2.13 compiles nothing while operations are watched.
+    The optimizer's states must exist, so this cannot be the first step. Compiled blocks run without
+    compilation, because torch 2.13 compiles nothing while operations are watched.
     """
     context = watched.context
     log = watched.new_log()

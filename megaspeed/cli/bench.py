@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
         choices=("megaspeed", "host-bound"),
         default=[],
         metavar="PART",
-        help="megaspeed or host-bound: the peers alone, or the run's workload alone",
+        help="megaspeed: train only the peers; host-bound: leave out the host-bound workload",
     )
     parser.add_argument("--turns", type=positive, default=5, help="turns of each contestant (5)")
     parser.add_argument("--steps", type=positive, default=10, help="timed steps of each turn (10)")

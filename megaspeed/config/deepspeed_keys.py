@@ -29,8 +29,8 @@ class OffloadConfig(Section):
 
 
 GATHER_ALIGNMENT = 128
-"""Bytes. ZeRO-3 gathers each parameter to an address that is a multiple of it: vectorized loads
-take 16 bytes, a line of a GPU's cache has 128."""
+"""Bytes. ZeRO-3 gathers each parameter to an address that is a multiple of this number. Vectorized
+loads read 16 bytes, and a cache line of a GPU has 128."""
 
 
 def aligned_elements(elements: int, element_bytes: int) -> int:
@@ -47,7 +47,10 @@ _Gathered = TypeVar("_Gathered", bound=_Sized)
 
 
 def _neighbours(sizes: Sequence[int], most: int, alone: int | None = None) -> list[range]:
-    """Ranges of neighbours of at most ``most`` elements, or of one, from last to first."""
+    """Ranges of neighbours with at most ``most`` elements, or of one neighbour, from last to first.
+
+    The neighbour with index ``alone`` has a range of its own.
+    """
     ranges = []
     end, elements = len(sizes), 0
     for index in reversed(range(len(sizes))):
@@ -114,8 +117,8 @@ class ZeroConfig(Section):
     def held_layers(self, coming: Iterable[_Gathered]) -> list[_Gathered]:
         """Stage 3: what is gathered while the first of the coming layers computes.
 
-        That layer, and the next other one if both have room. Whatever of it is in memory stays
-        there, the rest is gathered, and all else is freed.
+        This is that layer, and the next other one if there is room for both. Those of them that are
+        in memory are kept, and the others are gathered. All other layers are freed.
         """
         first, *others = coming
         later = next((layer for layer in others if layer is not first and layer.elements), None)

@@ -149,9 +149,9 @@ def default_run_dir(name: str) -> str:
 
 
 SMALLEST_DEFAULT_BUCKET = 8 << 20
-"""Elements of a bucket if the JSON does not state ``reduce_bucket_size``, at least, and of blocks
-that are gathered together: 32 MiB in fp32,
-which takes some 0.1 ms to send within a node and is little beside any model worth a GPU."""
+"""A bucket has at least this many elements if the JSON omits ``reduce_bucket_size``. It is also the
+default of ``stage3_prefetch_bucket_size``. In fp32 these are 32 MiB, which take about 0.1 ms within
+a node, and are little beside any model that needs a GPU."""
 
 
 def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:

@@ -27,8 +27,8 @@ three forms:
 each row is one document, because other fused kernels need a mask for a window.
 
 The first two forms are operators that torch's compiler does not trace into. The number of documents
-changes from one micro-batch to the next, and so does the longest one. Only the size of
-``cu_seqlens`` and the number ``longest`` depend on them. So a block is compiled once.
+changes from one micro-batch to the next, and so does the length of the longest one. Only the size
+of ``cu_seqlens`` and the number ``longest`` depend on them. So a block is compiled once.
 """
 
 import inspect
@@ -55,8 +55,9 @@ class Documents:
     """(N + 1,) int32; where each of the N documents begins among the B S tokens of all rows, and at
     the end B S. FlashAttention uses this name, for "cumulative sequence lengths"."""
     longest: int
-    """Tokens of the longest document, in host memory. FlashAttention starts blocks for as many
-    tokens of each document. At least 2: it has another path for 1, and so has the compiler."""
+    """Tokens of the longest document, in host memory. FlashAttention starts thread blocks for this
+    many tokens of each document. At least 2, because FlashAttention and the compiler treat 1
+    differently."""
 
     @classmethod
     def beginning_at(cls, begins: Tensor) -> "Documents":
@@ -112,7 +113,8 @@ def varlen_attention(
         q: (B, S, H, K); like ``k`` and ``v``, it may be a part of a larger tensor.
         k: (B, S, H_kv, K)
         v: (B, S, H_kv, K)
-        cu_seqlens, longest: see ``Documents``; S if ``longest`` is None.
+        cu_seqlens: see ``Documents``.
+        longest: see ``Documents``; S if None.
         window: how many tokens a query attends to, including itself; None for all earlier ones.
             Always None on a CPU.
 

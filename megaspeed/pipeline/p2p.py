@@ -31,12 +31,12 @@ _DIRECTIONS = {dist.isend: "send of {} to", dist.irecv: "receive of {} from"}
 def as_message(tensor: Tensor) -> Tensor:
     """The same memory as a tensor that torch's allocator does not know, for `dist.P2POp`.
 
-    The caller keeps the result until its stream waits for the message.
+    The caller must keep the result until its stream waits for the message.
 
     torch 2.13 (ProcessGroupNCCL.cpp, pointToPoint) calls recordStream for every message, because
     it does not know whether the caller waits. Freed memory is then not reused until the device has
     sent it, so a host that is ahead of the device allocates more. recordStream ignores memory that
-    comes through DLPack, as any that torch has not allocated (CUDACachingAllocator.cpp).
+    comes through DLPack, like all memory that torch has not allocated (CUDACachingAllocator.cpp).
     """
     message: Tensor = torch.from_dlpack(to_dlpack(tensor))
     return message

@@ -81,7 +81,7 @@ def start_default_group(
 
 
 def _high_priority(timeout: timedelta) -> Any:
-    """Options of NCCL that start its kernels before products that have not started yet.
+    """Options with which NCCL's kernels start before matrix products that have not started yet.
 
     Otherwise a product that is launched first takes all multiprocessors, and a collective that
     should run beside it waits for its end. Groups that are split from this one have a copy of its

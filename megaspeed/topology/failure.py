@@ -160,12 +160,12 @@ class RankLog:
 
     def handle_quit(self) -> None:
         """From now on, SIGQUIT (Ctrl-\\) writes the stacks of all threads and ends this process
-        with exit code 3, even if a call holds Python's lock. Until the file is open, the stacks are
+        with exit code 3, even if a call holds Python's GIL. Until the file is open, the stacks are
         written to standard error.
         """
         self._handles_quit = True
-        # faulthandler calls the handler that was set before. A handler gets the signal's number, so
-        # libc's _exit ends the process with 3, which is EXIT_HANG.
+        # faulthandler then calls the handler that was set before. A handler is called with the
+        # signal's number, so libc's _exit ends the process with 3, which is EXIT_HANG.
         assert signal.SIGQUIT == EXIT_HANG
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGQUIT, ctypes.cast(libc._exit, ctypes.c_void_p))

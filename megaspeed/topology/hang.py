@@ -126,9 +126,9 @@ def pending_collectives() -> list[str]:
 def _pending(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The entries of calls that are not done.
 
-    Calls that NCCL starts together, such as all messages of a pipeline, have an entry each and then
-    one for all, with the same number. torch 2.13 marks only the last one as done ("retired"). Its
-    name is "nccl:coalesced", or ends so.
+    Calls that NCCL starts together, such as the messages of a pipeline, are a batch. Each call has
+    an entry, and then the batch has one with the same number. torch 2.13 marks only the entry of
+    the batch as done ("retired"). Its name ends with "coalesced".
     """
 
     def batch(entry: dict[str, Any]) -> tuple[object, ...]:

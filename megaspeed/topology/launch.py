@@ -243,7 +243,7 @@ def free_port() -> int:
 
 
 def usable_numa_nodes() -> int:
-    """On how many NUMA nodes of this machine this process may run; 0 if the system has no list."""
+    """The number of NUMA nodes on which this process may run; 0 if the system lists none."""
     nodes = Path("/sys/devices/system/node").glob("node[0-9]*")
     return sum(
         any((node / f"cpu{number}").exists() for number in os.sched_getaffinity(0))

@@ -1,8 +1,8 @@
 """Environment variables and limits that a rank sets before CUDA, NCCL and gloo start.
 
 A variable that the user has set, under any of its names, keeps the user's value. torch reads these
-variables when it first needs them, so they may be set after torch is imported, but the allocator's
-before CUDA is initialised.
+variables when it first needs them, so they may be set after torch is imported. The allocator's
+variable must be set before CUDA is initialised.
 
 NCCL's flight recorder writes after a timeout to the file ``comm_lib_trace_rank_<rank>`` in
 ``~/.cache/torch`` (or ``$XDG_CACHE_HOME/torch``); TORCH_FR_DUMP_TEMP_FILE changes the path up to

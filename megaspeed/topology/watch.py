@@ -70,7 +70,7 @@ _SECONDS_TO_SEE_THE_END = 5.0  # after a failure
 _SECONDS_TO_FINISH = 45.0  # after a run that has succeeded
 _SECONDS_UNTIL_KILLED = 60.0  # for a process that must end, even if it is blocked
 _SECONDS_AFTER_A_HANG = 30.0
-"""If no thread of this rank can run, other ranks have this time to report and to end it."""
+"""If no thread of this rank can run, other ranks have this time to report it and to end it."""
 _SECONDS_TO_WRITE_STACKS = 1.0
 
 
@@ -202,7 +202,7 @@ class Watch:
             self._handle_signals(signals, now)
             if now - last_poll > SUSPENDED_SECONDS:
                 # This thread did not run either: the process was stopped, the machine slept, or
-                # another thread held Python's lock. What other ranks did meanwhile is unknown.
+                # another thread held Python's GIL. What other ranks did meanwhile is unknown.
                 self._last_contact = now
             self._end_if_the_run_is_over(now)
             last_poll = time.monotonic()
@@ -326,7 +326,8 @@ class Watch:
 
     def _start_kill_timer(self) -> None:
         """Start a timer that ends this process even if its threads are blocked: the kernel sends
-        SIGALRM, whose default action needs neither Python nor a disk. It replaces the watchdog.
+        SIGALRM, whose default action needs neither Python nor a disk. The timer replaces the
+        watchdog.
         """
         signal.setitimer(signal.ITIMER_REAL, _SECONDS_UNTIL_KILLED)
         self._watchdog.stop()

@@ -1,14 +1,14 @@
-"""Ends a rank in which no thread can run: a call holds Python's lock and does not return.
+"""Ends a rank in which no thread can run: a call holds Python's GIL and does not return.
 
     rank       its watch thread writes what the rank does, each second   -> a pipe
     watchdog   a process that runs this file and reads the pipe; it needs nothing of the rank
 
 If no line comes for some time, the watchdog sends SIGQUIT. The handler of the rank does not need
-the lock: it writes the stacks of all threads and ends the rank (`RankLog.handle_quit`).
+the GIL: it writes the stacks of all threads and ends the rank (`RankLog.handle_quit`).
 
 The time is counted in periods in which the watchdog ran and the rank was not stopped. So a run that
 was suspended (SIGSTOP, a container or a machine that sleeps) continues. The clock of
-`faulthandler.dump_traceback_later` would not wait: it ends a suspended run when it continues.
+`faulthandler.dump_traceback_later` also counts the time of a suspension, so it would end it.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ class Watchdog:
     """The watchdog of this process. It ends with the thread that creates it.
 
     Args:
-        name: of this process, for the message on standard error.
-        seconds: how long no line may come.
+        name: the name of this process, for the message on standard error.
+        seconds: the longest time without a line.
     """
 
     def __init__(self, name: str, seconds: float) -> None:
-        # A session of its own: it gets no signals of the terminal.
+        # In a session of its own, it gets no signals of the terminal.
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(seconds), name]
         self._process = subprocess.Popen(
             command,
@@ -50,7 +50,7 @@ class Watchdog:
         os.set_blocking(self._pipe.fileno(), False)
 
     def beat(self, doing: str) -> None:
-        """State what this process does, and that a thread of it can run."""
+        """Report what this process does, and thereby that one of its threads can run."""
         with contextlib.suppress(OSError):  # the watchdog was stopped, or has ended
             self._pipe.write(f"{doing}\n".encode())
 
@@ -66,7 +66,7 @@ class Watchdog:
 
 def watch(process: int, limit: float, name: str) -> None:
     """End the process if standard input gets no line for ``limit`` seconds in which it may run."""
-    # A scheduler may signal all processes. The rank saves, and is watched until it has ended.
+    # A scheduler may signal all processes. The rank then saves, and must be watched until it ends.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -83,7 +83,7 @@ def watch(process: int, limit: float, name: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads the console any more
             line = (
                 f"[{name}, last known phase: {doing}] no thread could run for {silent:.0f} s: a "
-                "call holds Python's lock and does not return; the log file has the stacks\n"
+                "call holds Python's GIL and does not return; the log file has the stacks\n"
             )
             os.write(_STANDARD_ERROR, line.encode())
         os.kill(process, signal.SIGQUIT)

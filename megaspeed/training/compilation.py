@@ -83,7 +83,7 @@ class Compilation:
         inductor_config.reorder_for_peak_memory = not keeps_order
         inductor_config.deterministic = same_kernels
         # torch 2.13 (torch/csrc/inductor/static_launcher/cuda.cpp) calls cuLaunchKernel with
-        # Python's lock held. If a peer dies, CUDA's launch queue fills up, and the call waits for a
+        # Python's GIL held. If a peer dies, CUDA's launch queue fills up, and the call waits for a
         # collective that never ends: no thread could report the failure. Triton's own launcher
         # (3.6 to 3.8, backends/nvidia/driver.*) releases the lock.
         inductor_config.use_static_cuda_launcher = False

@@ -7,7 +7,7 @@
     memory    allocates too much memory         slow      sleeps for `seconds` (3) each time
     hang      sleeps forever                    nan       the stage's last hidden state becomes NaN
     kill      the process is killed (SIGKILL)   corrupt   one master weight gets another value
-    lock      as hang, with Python's lock held
+    lock      as hang, with Python's GIL held
     disk      no file of the process may grow past 32 KiB, so a save fails as on a full disk
 
 `work` is the beginning of an instruction, such as Forward or Backward(micro_batch=2). If it is

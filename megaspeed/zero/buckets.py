@@ -136,7 +136,7 @@ class Reducer:
         self._axis = context.dp_group
         self._dp = context.dp_size
         self._exchanges = not rules.uses_all_reduce and dist.get_backend(self._axis) == "gloo"
-        # Memory for a copy of one bucket, or for what is exchanged for it, is enough.
+        # So only one bucket at a time needs memory for a copy, or for what is exchanged.
         self._is_one_at_a_time = rules.sends_copies or self._exchanges
         self.own_part = context.dp_rank if rules.parts > 1 else 0
         """The index of the part of each flat gradient that this rank owns."""

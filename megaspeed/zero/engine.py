@@ -169,7 +169,7 @@ class ZeroEngine:
         return self._optimizer
 
     def expect(self, passes: Iterable[Pass]) -> None:
-        """Called before a step with its passes: ZeRO-3 then gathers for the next pass ahead."""
+        """Called before a step with its passes, so that ZeRO-3 can gather ahead for the next."""
         if self._gathers is not None:
             self._gathers.expect(passes)
 

@@ -340,7 +340,7 @@ class Gradients:
             parameter.grad = None
             if self._rules.is_complete:
                 # Not _foreach_add_ over a bucket: if the dtypes differ, it also launches a kernel
-                # for each tensor (torch 2.13, ForeachUtils.h), and all gradients would be held.
+                # for each tensor (torch 2.13, ForeachUtils.h), and it would keep all gradients.
                 self._sums[parameter].add_(gradient)
             elif parameter in bucket.gradients:  # a tied weight: the head's part, see ``sum_of``
                 bucket.gradients[parameter].add_(gradient)

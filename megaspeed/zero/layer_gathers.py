@@ -4,10 +4,11 @@
     backward    the head's norm > ... > block 1 > block 0 > embedding, which gathers nothing
 
 A layer is gathered when a pass enters it, and freed when the pass leaves it. While it computes, the
-next layer is gathered, if there is room for both. So each pass gathers each layer once. The next
-layer of a pass's last layer is the first one of the next pass, except after the last backward,
-because the optimizer step changes the parameters. At the turn to a backward, and from a backward to
-a forward, the layers of the turn are in memory already, and are not gathered again.
+next layer is gathered, if there is room for both. So each pass gathers each layer at most once.
+
+The last layer of a pass gathers ahead for the next pass. Layers that the next pass needs first stay
+in memory. The last backward of a step gathers nothing for the next step, because the optimizer step
+changes the parameters.
 
 Small neighbouring blocks are gathered, held and freed together, because a message of a few KB takes
 as long as one of a few MB (``stage3_prefetch_bucket_size``).
@@ -51,7 +52,7 @@ class GatheredLayer:
     """Gathers and frees the parameters a, b, c, ... of a layer, which DeepSpeed has partitioned.
 
         partitions of rank r    a_r    b_r    c_r
-        gathered                [ a_0 a_1 ... | b_0 b_1 ... | c_0 c_1 ... ]     one group of gathers
+        gathered                [ a_0 a_1 ... | b_0 b_1 ... | c_0 c_1 ... ]     one coalesced gather
 
     Each parameter is padded to a multiple of the number of ranks, and gathered into a region of its
     own. Regions start at multiples of ``GATHER_ALIGNMENT`` bytes, whatever the number of ranks:
@@ -102,7 +103,7 @@ class GatheredLayer:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether all parameters have their values, which DeepSpeed's step takes from them."""
+        """Whether all parameters have their values. DeepSpeed's step removes the values."""
         return all(p.ds_status is ZeroParamStatus.AVAILABLE for p in self._parameters)
 
     @property
@@ -201,14 +202,14 @@ class LayerGathers:
         self._accelerator = get_accelerator()
         self._stream = None
         if not self._accelerator.is_synchronized_device():
-            # A gather that is ready takes the next free multiprocessors from a large product.
+            # With this priority, a gather gets the next free multiprocessors before a product.
             self._stream = self._accelerator.Stream(priority=-1)
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(functools.partial(self._before_forward, index))
             layer.register_forward_hook(functools.partial(self._after_forward, index))
 
     def expect(self, passes: Iterable[Pass]) -> None:
-        """Called before a step with its passes; otherwise nothing is gathered for the next pass."""
+        """Called before a step with its passes. Without it, no pass gathers for the next one."""
         self._passes = list(passes)
 
     def begin(self, direction: Pass) -> None:
@@ -224,7 +225,7 @@ class LayerGathers:
         self._leave()
         for embedding in self._embedding:
             if embedding not in self._held:
-                embedding.free()  # it has a shape
+                embedding.free()  # it was given a shape
 
     def free_persistent(self) -> None:
         """Free the persistent parameters, after their partitions were written to."""

@@ -161,7 +161,7 @@ class Engine(Protocol):
 
 
 def held_parameters(engine: Engine) -> Iterator[Tensor | None]:
-    """The model's parameters; at ZeRO-3 their partitions, and those that stay gathered."""
+    """The model's parameters. At ZeRO-3, their partitions and the parameters that stay gathered."""
     for parameter in engine.module.parameters():
         if getattr(parameter, "ds_persist", True):
             yield parameter.data

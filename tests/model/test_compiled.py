@@ -283,9 +283,9 @@ def test_a_compiled_backward_multiplies_while_it_communicates(split: bool) -> No
     assert order == [*row, *column] * 2
 
 
-def test_a_launch_releases_pythons_lock() -> None:
-    """torch's static launcher keeps the lock while CUDA's launch queue is full, so that no thread
-    could report why. torch does not use it: it does not even look at the kernel.
+def test_a_launch_releases_pythons_gil() -> None:
+    """torch's static launcher holds Python's GIL if CUDA's launch queue is full. So no thread can
+    report a failure. With our settings torch does not use it: it does not even look at the kernel.
     """
     assert inductor_config.static_cuda_launcher_default(), "torch's own choice"
     kernel: Any = None

@@ -115,7 +115,7 @@ def test_collectives_of_a_step_of_two_blocks(
 
 
 def test_small_blocks_are_gathered_once_a_step(pool: RankPool) -> None:
-    """Embedding and head in each of 2 micro-batches, all 6 blocks, and what stays gathered."""
+    """Embedding and head for each of 2 micro-batches, all 6 blocks, and what stays gathered."""
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 8 << 20}
     step = paper_step(pool, dp=2, model={"num_hidden_layers": 6}, zero_optimization=zero)
     assert sum("allgather" in message.operator for message in step.messages) == 2 * 2 + 1 + 1

@@ -55,7 +55,7 @@ def test_a_rank_without_beats_is_found_at_every_period(clock: Clock, period: flo
 
 
 @pytest.mark.parametrize("timeouts", [(4.0, 4.0), (4.0, 1.0), (1.0, 4.0)])
-def test_no_progress_is_a_hang_only_after_the_longest_patience_of_a_phase(
+def test_no_progress_is_a_hang_only_after_the_longest_timeout_of_a_phase(
     clock: Clock, timeouts: tuple[float, float]
 ) -> None:
     """Rank 0 alone prepares the corpus, while all others wait for it in an ordinary phase."""
@@ -108,7 +108,7 @@ def test_a_rank_is_as_far_as_its_heartbeat_or_a_common_step(
     assert failures.last_known_place(1) == place
 
 
-def test_a_phase_has_its_own_patience_and_the_one_around_it_keeps_its_own() -> None:
+def test_a_phase_has_its_own_timeout_and_the_one_around_it_keeps_its_own() -> None:
     activity = Activity()
     with activity.during("step 12"):
         with activity.during("saving", timeouts=24.0):

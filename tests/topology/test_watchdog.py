@@ -70,7 +70,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
     started.end_session()
 
 
-def test_a_call_that_holds_pythons_lock_is_ended_with_its_stacks(program: Program) -> None:
+def test_a_call_that_holds_pythons_gil_is_ended_with_its_stacks(program: Program) -> None:
     (program.folder / "lock").touch()
     since = time.monotonic()
     assert program.wait(30) == 3

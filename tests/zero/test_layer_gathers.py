@@ -118,7 +118,7 @@ def test_a_pass_gathers_every_layer_once_and_the_next_one_ahead_of_its_use(
 def test_the_last_block_stays_from_forward_to_backward(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    """As the head's norm stays gathered, the backward needs the last block next."""
+    """The head's norm stays gathered, so the backward needs the last block first."""
     changes = {"model": {"num_hidden_layers": 2}, "gradient_accumulation_steps": 2}
     run = small_run(text, dp=2, **changes, **zero(stage3_param_persistence_threshold=64))
     forward, again = "+e e +0 -e 0 +1 -0 1 +h h -h", "+e e -e +1 -0 1 +h h -h"

@@ -44,7 +44,7 @@ class Contestant:
     """megaspeed, or a peer with some settings, and what its turns measured."""
 
     name: str
-    settings: Settings | None  # None if there are no others
+    settings: Settings | None  # None if it has only one set of settings
     turns: dict[str, list[list[Turn]]] = field(default_factory=dict)  # workload -> turn -> rank
     devices: list[Device] = field(default_factory=list)  # of each rank in each turn
     failure: str | None = None  # why a turn failed; the contestant takes no turn after it
@@ -152,7 +152,7 @@ def host_bound(run: Run, tokens: Path) -> Run:
 
 
 def contestants_of(peers: Sequence[PeerName], omitted: Sequence[str]) -> list[Contestant]:
-    """Those of a turn: megaspeed, unless it is omitted, and each peer with its settings."""
+    """The contestants of a turn: megaspeed, if not omitted, and each peer with its settings."""
     both: tuple[Settings, ...] = ("defaults", "guide")
     listed = [] if MEGASPEED in omitted else [Contestant(MEGASPEED, None)]
     for peer in peers:

@@ -2,7 +2,7 @@
 
     ratio of a turn   median step of the peer / median step of megaspeed, in the same turn
     ratio             median and quartiles of the ratios of all turns; above 1 megaspeed is faster
-    row of a peer     the one of its settings (defaults, guide) with the lower ratio
+    row of a peer     that of the settings (defaults or guide) with the lower ratio
 
     FLOPs a token     3 x (2 x weights of matrices + 4 x S x heads x head size x blocks)
     TFLOP/s           FLOPs a token x tokens/s / ranks
@@ -33,7 +33,7 @@ class Row:
     """What one contestant needed for one workload, over all its turns."""
 
     name: str
-    settings: Settings | None  # None if there are no others
+    settings: Settings | None  # None if it has only one set of settings
     step_seconds: Spread  # of rank 0's steps
     ratio: Spread | None  # None for megaspeed, and if megaspeed has no figures
     tokens_per_second: float  # of all ranks, at the median step
@@ -44,7 +44,10 @@ class Row:
 
     @property
     def compared(self) -> float:
-        """What settings are compared by: the ratio, which the machine's drift does not change."""
+        """The figure by which settings are compared: the ratio, or seconds if there is none.
+
+        Unlike seconds, a ratio does not change with the speed of the machine.
+        """
         return self.step_seconds.median if self.ratio is None else self.ratio.median
 
 
@@ -92,7 +95,7 @@ class BenchResult:
         return [workload for workload in (RUN, HOST_BOUND) if workload in self.runs]
 
     def rows(self, workload: str) -> list[Row]:
-        """megaspeed's row, and for each peer that of its better settings, if a turn has ended."""
+        """A row for each name that finished a turn; of a peer, that of its better settings."""
         better: dict[str, Row] = {}
         for row in self.all_rows(workload):
             best = better.setdefault(row.name, row)

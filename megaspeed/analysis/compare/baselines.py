@@ -151,7 +151,7 @@ class BaselineWorker:
 
 
 class Plain:
-    """The complete model on its own samples, without communication; in bf16 under autocast."""
+    """The complete model on the rank's samples, without communication; bf16 runs use autocast."""
 
     def __init__(self, run: Run, context: ParallelContext) -> None:
         self.model = _complete_model(run, context.device)
@@ -215,7 +215,7 @@ class Fsdp2:
         context: of this rank.
         guided: at ZeRO-3, two blocks are gathered ahead (torch's FSDP2 tutorial, "Explicit
             prefetching"). At lower stages, parameters stay gathered for the complete step, because
-            megaspeed's ranks hold them, too (``reshard_after_forward=False``).
+            megaspeed's ranks also hold them (``reshard_after_forward=False``).
     """
 
     def __init__(self, run: Run, context: ParallelContext, *, guided: bool = False) -> None:

@@ -7,8 +7,8 @@ DDP, FSDP2        DDP reduces once a step; FSDP2 has the same two rows as ZeRO-3
 
 Rows take turns, and each turn starts new processes:
 
-turn 1    ZeRO-0, ZeRO-1, ...    step 1 warms up, the others are timed. Then memory and traffic of
-                                 one more step are counted, which is not compiled.
+turn 1    ZeRO-0, ZeRO-1, ...    step 1 warms up, the others are timed. One more step, which is
+                                 not compiled, counts memory and traffic.
 turn 2    ZeRO-0, ZeRO-1, ...    step 1 warms up, the others are timed
 """
 
@@ -190,9 +190,9 @@ def train_rank(
     timeout_seconds: float,
     watches: bool,
 ) -> Iterator[TimedRank | RankMeasurement]:
-    """Trains as one rank of a row, and yields the times of the steps.
+    """Trains as one rank of a row, and yields the times of its steps.
 
-    If ``watches``, it then yields memory and traffic of one more step.
+    If ``watches``, it then yields the memory and traffic of one more step.
     """
     with ParallelContext.create(run.grid, launch, timeout_seconds=timeout_seconds) as context:
         if engine == "zero":

@@ -178,10 +178,10 @@ def elements_of(parameters: Iterable[LocalParameter]) -> int:
 def flat_groups(
     run: Run, parameters: Sequence[LocalParameter]
 ) -> list[tuple[Sequence[LocalParameter], int]]:
-    """ZeRO-0 to 2: the parameters of each flat tensor, and its elements.
+    """ZeRO-0 to 2: the parameters of each flat tensor, and its number of elements.
 
     The elements are padded to a multiple of 2 x dp, and a rank's partition is 1/dp of them. At
-    ZeRO-0 each rank has everything, as with dp 1. At ZeRO-1 and 2, each bucket of gradients is a
+    ZeRO-0 each rank owns everything, as with dp 1. At ZeRO-1 and 2, each bucket of gradients is a
     flat tensor, unless they are compressed.
     """
     multiple = _ELEMENTS_ALIGNED * _owners(run)
@@ -452,8 +452,9 @@ def gathered_in_pass(
 ) -> list[int]:
     """ZeRO-3: bytes of gathered parameters on a rank while a pass computes each layer.
 
-    In the order of the forward pass for both directions. ``following`` is the next pass, for which
-    the last layers of this one gather ahead; None if this is the last pass of a step.
+    The layers are in the order of the forward pass, for both directions. ``following`` is the next
+    pass, for which the last layers of this one gather ahead; None if this is the last pass of a
+    step.
 
     A forward gathers every layer once. A backward gathers neither the embedding nor the weight of
     the head, because the forward of the loss computes the head's gradient. Each parameter is
@@ -487,7 +488,7 @@ def gathered_elements_of_a_step(
     """ZeRO-3: padded elements that a rank with these parameters gathers in an optimizer step.
 
     M micro-batches gather M (2 P - E - H) + K elements (Rajbhandari et al. 2020, section 7.2.2, has
-    2 P), less the layers that are still held at the turn from one pass to the next. K is the size
+    2 P), minus the layers that are still gathered when the next pass begins. K is the size
     of the parameters that stay gathered, P the size of all others, E the part of P in the
     embedding, and H the part of P that is the weight of the head. A tied weight counts twice in P:
     in the embedding and in the head.
@@ -530,7 +531,7 @@ def _gathers(zero: ZeroConfig, passes: Sequence[Sequence[_Gathered]]) -> Iterato
 def _turns(
     schedule: str, pipeline_stages: int, pipeline_stage: int, micro_batches: int
 ) -> tuple[Pass, Mapping[tuple[Pass, Pass], int]]:
-    """The first pass of a step, and how often each kind of pass follows each kind."""
+    """The first pass of a step, and the number of each pair of consecutive passes."""
     passes = passes_of(SCHEDULES[schedule](pipeline_stages, pipeline_stage, micro_batches))
     return passes[0], Counter(pairwise(passes))
 
@@ -538,9 +539,9 @@ def _turns(
 def _gathered_by_pass(
     run: Run, parameters: Sequence[LocalParameter]
 ) -> dict[Pass, list[_Gathered]]:
-    """What each layer of a pass needs, in the order of the pass; a tied head has the embedding.
+    """What is gathered for each layer of a pass, in its order; a tied head has the embedding.
 
-    A backward needs nothing for the embedding, and of the head only the norm.
+    A backward gathers nothing for the embedding, and of the head only the norm.
     """
     kept = {parameter.name for parameter in _stay_gathered(run, parameters)}
     layers: dict[str, list[LocalParameter]] = {}

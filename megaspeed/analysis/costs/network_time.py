@@ -142,9 +142,9 @@ class Network:
         ZeRO-0 has an all-reduce of gradients. ZeRO-1 and 2 have a reduce-scatter, and an all-gather
         of parameters after the step, each for every bucket. ZeRO-3 gathers each layer in the
         forward and in the backward of each micro-batch, and reduces its gradients (Rajbhandari et
-        al. 2020, section 7). Small blocks are gathered together (``gathered_together``), and such a
-        group is gathered once for two passes that it lies between: if it has all blocks, once a
-        step.
+        al. 2020, section 7). Small blocks are gathered together (``gathered_together``). The group
+        that is last in one pass and first in the next one is gathered once for both. So if one
+        group has all blocks, it is gathered once a step.
 
         Compressed gradients take the fraction ``sent_share`` of these bytes. The time to compress
         them is not included.

@@ -2,8 +2,8 @@
 
     nvidia-smi = predicted tensors + context + NCCL + workspace + fragmentation
 
-    fits           the upper end of its interval is at most the memory that the driver reports
-    tight          its lower end is: no holes in the allocator
+    fits           the upper end of the interval is at most the memory that the driver reports
+    tight          only the lower end is, which has no fragmentation
     does not fit   otherwise
 
 NCCL's sizes are from its source code (release 2.30, src/init.cc, src/transport, src/graph). Only
@@ -36,9 +36,10 @@ segments, which ``topology.process_settings`` turns on. Without them, up to 43 %
 lost (Huang et al. 2025, arXiv 2507.16274, abstract)."""
 
 UNEXPECTED = 0.33
-"""Upper end of the interval: the tensors are this fraction larger, holes included. Nine of ten
-published runs need at most this, where all sources count alike (``scripts/benchmark_plan.py``).
-The runs are those of other frameworks. megaspeed's own tensors are within 0.04 MiB on a CPU."""
+"""At the upper end of the interval, tensors and fragmentation need this fraction more than the
+predicted tensors. Nine of ten published runs need at most this, if all sources have equal weight
+(``scripts/benchmark_plan.py``). These are runs of other frameworks. On a CPU, megaspeed's own
+tensors are within 0.04 MiB of the prediction."""
 
 _WORKSPACES = 2
 """cuBLAS has one workspace for each thread and stream with products: the main thread's forward, and
@@ -78,7 +79,7 @@ class ReservedMemory:
     nccl: int  # buffers of all communicators
     workspace: int  # of the library for matrix products
     fragmentation: int  # an allowance
-    unexpected: int = 0  # the interval's upper end, beyond the total
+    unexpected: int = 0  # from the total to the upper end of the interval
 
     @property
     def certain(self) -> int:
@@ -87,12 +88,12 @@ class ReservedMemory:
 
     @property
     def total(self) -> int:
-        """All that is predicted."""
+        """The predicted sum of all parts."""
         return self.certain + self.fragmentation
 
     @property
     def most(self) -> int:
-        """The upper end of its interval. The lower end is ``certain``."""
+        """The upper end of the interval. The lower end is ``certain``."""
         return self.total + self.unexpected
 
 

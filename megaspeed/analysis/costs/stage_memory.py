@@ -147,7 +147,7 @@ class _Step:
         if others and not (self._last_stage or sends_back):
             # The previous output may still be in flight.
             ledger.hold("activations", self._hidden)
-        # The forward with most micro-batches in flight precedes a backward.
+        # After the forward with the most micro-batches in flight comes a backward.
         held = self._gathered("forward", "backward")
         for layer, gathered in zip(self._layers, held, strict=True):
             memory = layer.memory

@@ -45,12 +45,12 @@ class Constants:
     1 because not all of them are fused, some compute in fp32, and small ones do not fill a GPU."""
     interpreted: float
     """How many times as long layers take under DeepSpeed's PipelineEngine of 2021 and 2022. BLOOM,
-    MT-NLG and GPT-NeoX have about the same factor. BLOOM's runs on one node have it too, which send
-    neither between stages nor along the data axis. Runs of megaspeed do not use this engine."""
+    MT-NLG and GPT-NeoX have about the same factor. BLOOM's runs on one node also have it, although
+    they send nothing between stages or along the data axis. megaspeed does not use this engine."""
 
 
 FITTED = Constants(products=0.99, pointwise=3.8, interpreted=1.24)
-"""Fitted to 417 published runs of 16 sources, which count alike. If one source is left out,
+"""Fitted to 417 published runs of 16 sources with equal weight. If one source is left out,
 ``products`` is 0.98 to 1, ``pointwise`` 3.6 to 4, and ``interpreted`` 1.24 to 1.26.
 
     python scripts/benchmark_plan.py --leave-one-out
@@ -353,7 +353,7 @@ class _Rates:
         writes one matrix of S x S for each head. Softmax and dropout read and write it, and dropout
         also has a mask of one byte (Korthikanti et al. 2022, figure 3). Tensor cores need rows of a
         multiple of 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide", section 3).
-        For head sizes with others, the two products run without them.
+        With other head sizes, the two products do not use tensor cores.
         """
         work, model, tp = self.work, self.work.model, self.work.grid.tp
         device = self.cluster.device

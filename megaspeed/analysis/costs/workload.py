@@ -120,7 +120,7 @@ class Workload:
     reduces_in_backward: bool = True  # at ZeRO-3 with overlaps_dp; otherwise only gathers overlap
     reductions: int = 1  # of all gradients in a step: 1, or as many as micro-batches
     bucket_bytes: float = math.inf  # of gradients that are reduced together
-    gathered_together: float = 0.0  # ZeRO-3: elements of blocks; each block alone if it has more
+    gathered_together: float = 0.0  # ZeRO-3: most elements of one gather of several blocks
 
     @property
     def tokens(self) -> int:

@@ -18,13 +18,14 @@ from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
 
 TYPICAL_FACTOR = 1.15
-"""A run of a source that was left out of the fit takes at most this many times as long as
-predicted, and at least 1 / this, in nine of ten cases. All sources count alike
+"""Nine of ten runs of a source that was left out of the fit take between 1 / this and this many
+times the predicted time, if all sources have equal weight
 (``scripts/benchmark_plan.py --leave-one-out``)."""
 
 LARGE_FACTOR = TYPICAL_FACTOR**3
-"""The same with more than ``MUCH_COMMUNICATION``, or for steps below ``SHORT_STEP``. An assumption,
-because nearly all such published runs are of one source. It holds for nine of ten of them."""
+"""The same for runs with more than ``MUCH_COMMUNICATION``, or with steps below ``SHORT_STEP``. This
+is an assumption, because nearly all such published runs are of one source. It holds for nine of ten
+of them."""
 
 MUCH_COMMUNICATION = 0.3
 """Fraction of a step that collectives and sends take."""
