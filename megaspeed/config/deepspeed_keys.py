@@ -93,10 +93,10 @@ class ZeroConfig(Section):
     sub_group_size: ElementCount = Field(default=1_000_000_000, gt=0)
     """Stage 3: number of elements that the optimizer updates at a time."""
     stage3_prefetch_bucket_size: Annotated[ElementCount, Field(ge=0)] | None = None
-    """Stage 3: neighbouring blocks are gathered together if they have at most this many elements.
-    They are gathered while the layers before them compute, if stage3_max_live_parameters leaves
-    room. 0: gather each layer only when a forward or backward pass reaches it. If omitted:
-    8,388,608 (32 MiB in fp32)."""
+    """Stage 3: neighbouring blocks are gathered together if they have at most this many elements,
+    and at most half of stage3_max_live_parameters. They are gathered while the layers before them
+    compute, if stage3_max_live_parameters leaves room. 0: gather each layer only when a forward or
+    backward pass reaches it. If omitted: 8,388,608 (32 MiB in fp32)."""
     stage3_param_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = None
     """Stage 3: parameters with up to this many elements stay gathered. If omitted: 10 x
     model.hidden_size."""
@@ -109,10 +109,17 @@ class ZeroConfig(Section):
     def gathered_together(self, sizes: Sequence[int]) -> list[range]:
         """Stage 3: the blocks that are gathered together, as ranges of indices into ``sizes``.
 
-        Each range has at most ``stage3_prefetch_bucket_size`` elements, or one block.
+        Each range has at most ``most_together`` elements, or one block.
         """
-        assert self.stage3_prefetch_bucket_size is not None, "a resolved run states it"
-        return _neighbours(sizes, self.stage3_prefetch_bucket_size)[::-1]
+        return _neighbours(sizes, self.most_together)[::-1]
+
+    @property
+    def most_together(self) -> int:
+        """Stage 3: elements of blocks that are gathered together, at most. Twice as many may live,
+        so there is room for the next ones."""
+        most, bound = self.stage3_prefetch_bucket_size, self.stage3_max_live_parameters
+        assert most is not None, "a resolved run states it"
+        return most if bound is None else min(most, bound // 2)
 
     def held_layers(self, coming: Iterable[_Gathered]) -> list[_Gathered]:
         """Stage 3: what is gathered while the first of the coming layers computes.

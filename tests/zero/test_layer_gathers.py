@@ -175,9 +175,17 @@ def test_nothing_is_fetched_ahead_if_configured_or_if_there_is_no_room(
     assert events.startswith(f"+e e -e +0 0 -0 +1 1 -1 +2 2 -2 +h h -h {end}")
 
 
-def test_there_is_room_for_exactly_so_many(pool: RankPool, text: Path, cache: Path) -> None:
-    """Room for the embedding and a block, or for a block and the head, but not for two blocks."""
-    bound = {"stage3_max_live_parameters": 10_496 + 12_704}
+@pytest.mark.parametrize("together", [12_288, 1 << 23])
+def test_there_is_room_for_exactly_so_many(
+    pool: RankPool, text: Path, cache: Path, together: int
+) -> None:
+    """Room for the embedding and a block, or for a block and the head, but not for two blocks. So
+    blocks are gathered alone even if more of them would make a good message.
+    """
+    bound = {
+        "stage3_max_live_parameters": 10_496 + 12_704,
+        "stage3_prefetch_bucket_size": together,
+    }
     run = small_run(text, dp=2, gradient_accumulation_steps=1, **zero(**bound))
     events = pool.run(2, events_of_a_step, run, tiny_corpus(run, cache))[0]
     assert events.startswith("+e e +0 -e 0 -0 +1 1 -1 +2 2 +h -2 h +n -h n +2 -n 2 -2 +1")

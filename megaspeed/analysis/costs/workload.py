@@ -198,7 +198,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         reduces_in_backward=run.overlaps_reductions,
         reductions=1 if run.keeps_complete_gradients else count,
         bucket_bytes=zero.reduce_bucket_size * gradient_bytes,
-        gathered_together=zero.stage3_prefetch_bucket_size or 0,
+        gathered_together=zero.most_together,
     )
 
 
