@@ -108,8 +108,8 @@ class GatheredLayer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether ``finish`` need not be called: all is gathered, and no other layer that shares a
-        tied weight has freed it.
+        """Whether ``finish`` need not be called. It must be called again if another layer has
+        freed a tied weight.
         """
         return self._work is None and self.is_gathered
 

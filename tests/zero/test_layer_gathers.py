@@ -387,8 +387,8 @@ def test_gathers_between_two_steps_change_nothing(
 def test_a_tied_weight_is_there_for_the_head_after_the_embedding_was_freed(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    """The blocks stay whole. So the second forward finds the head in memory from the first one, but
-    not the weight, which the embedding has gathered, too, and freed.
+    """The blocks stay gathered. So the second forward finds the head in memory, but not the tied
+    weight, because the embedding has freed it.
     """
 
     def losses(**more: int) -> list[float]:
