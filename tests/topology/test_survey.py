@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from megaspeed.topology import hang as module
 from megaspeed.topology.activity import START_UP_TIMEOUTS, Activity
@@ -159,7 +160,7 @@ def test_messages_of_a_batch_that_is_done_are_not_pending(monkeypatch: pytest.Mo
     So after a thousand steps every message of the pipeline would be "waited for", and the first
     message of the run would be reported as the cause of a hang.
     """
-    other = {"process_group": ["8", "dp"], "is_p2p": False, "collective_seq_id": 1}
+    other: dict[str, Any] = {"process_group": ["8", "dp"], "is_p2p": False, "collective_seq_id": 1}
     entries = [
         recorded("send 0->1", 1),
         recorded("recv 0<-1", 1),
@@ -173,7 +174,7 @@ def test_messages_of_a_batch_that_is_done_are_not_pending(monkeypatch: pytest.Mo
     answer = json.dumps({"entries": entries})
     silent = json.dumps({"entries": []})
     for name, text in zip(module._RECORDERS, (answer, silent), strict=True):
-        monkeypatch.setattr(module.c10d, name, lambda text=text, **_: text, raising=False)
+        monkeypatch.setattr(c10d, name, lambda text=text, **_: text, raising=False)
     size = "(4, 1024, 2048)"
     assert pending_collectives() == [
         f"nccl:all_reduce of {size}, number 1 in the dp group",

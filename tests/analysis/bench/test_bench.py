@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 import pytest
@@ -328,10 +328,17 @@ def a_result(*turns: tuple[str, list[list[Turn]]], peak_flops: float | None = No
     """Of contestants, whose settings may follow the name."""
     run = tiny_run(TEXT, dp=2)
     device = Device(name="CPU", peak_flops=peak_flops, matmul_flops=2e9)
-    contestants = [
-        Contestant(*f"{name} ".split(" ")[:2], {RUN: each, HOST_BOUND: []}, [device] * bool(each))
-        for name, each in turns
-    ]
+    contestants = []
+    for title, each in turns:
+        name, _, settings = title.partition(" ")
+        contestants.append(
+            Contestant(
+                name,
+                cast(Settings | None, settings or None),
+                {RUN: each, HOST_BOUND: []},
+                [device] * bool(each),
+            )
+        )
     return BenchResult(
         runs={RUN: run, HOST_BOUND: run}, turns=3, steps=3, contestants=contestants, not_run={}
     )

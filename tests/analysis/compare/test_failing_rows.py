@@ -93,7 +93,7 @@ def fail_to_watch(*_: object) -> None:
 
 
 def train_without_watching(*arguments: Any) -> Iterator[Any]:
-    rows_module.measure = fail_to_watch
+    setattr(rows_module, "measure", fail_to_watch)  # noqa: B010, a rank has no monkeypatch
     yield from train_rank(*arguments)
 
 

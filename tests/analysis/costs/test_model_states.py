@@ -183,7 +183,7 @@ def test_the_second_backward_of_gpipe_has_one_micro_batch_fewer() -> None:
     """Each further micro-batch adds what it keeps, and none adds a message that is in flight."""
     peaks = []
     for micro_batches in (1, 2, 3):
-        changes = {
+        changes: dict[str, Any] = {
             "model": {"vocab_size": 32},  # so the peak is in a backward, not in the loss
             "parallel": {"schedule": "gpipe"},
             "gradient_accumulation_steps": micro_batches,
