@@ -80,9 +80,9 @@ def kill_a_rank() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    late = row_of(tiny_run(TEXT), tmp_path, timeout_seconds=0.1)
+    late = row_of(tiny_run(TEXT), tmp_path, timeout_seconds=0.001)
     assert late.status == "failed" and late.reason is not None
-    assert late.reason.startswith("failed in turn 1: not finished after 0.1 s; raise --timeout")
+    assert late.reason.startswith("failed in turn 1: not finished after 0.001 s; raise --timeout")
 
 
 def fail_to_watch(*_: object) -> None:
