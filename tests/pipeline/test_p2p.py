@@ -140,13 +140,15 @@ def test_a_link_keeps_what_it_sends_until_it_is_received_and_no_longer(pool: Ran
 
 
 def storages_of_messages(launch: LaunchEnvironment) -> None:
-    """What torch gets to send and to receive is the tensor's memory, but not its storage."""
+    """What torch gets to send and to receive is the tensor's memory, but not its storage.
+
+    Nothing is sent here, because gloo keeps what it sends, and NCCL does not.
+    """
     seen: list[Tensor] = []
-    start = dist.batch_isend_irecv
 
     def noted(messages: list[dist.P2POp]) -> list[dist.Work]:
         seen.extend(message.tensor for message in messages)
-        return start(messages)
+        return []
 
     with pipeline(launch) as context, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "batch_isend_irecv", noted)
@@ -163,7 +165,6 @@ def storages_of_messages(launch: LaunchEnvironment) -> None:
         del message
         assert all(storage() is not None for storage in alive), "kept until the batch is done"
         link.finish()
-        assert received.unique().tolist() == [1 - context.rank]
         assert all(storage() is None for storage in alive)
 
 

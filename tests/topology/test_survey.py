@@ -170,6 +170,9 @@ def test_messages_of_a_batch_that_is_done_are_not_pending(monkeypatch: pytest.Mo
         recorded("ALLGATHER_coalesced", 2, retired=True, **{**other, "collective_seq_id": 2}),
         recorded("send 0->1", 2),
         recorded("coalesced", 2),
+        recorded("coalesced", 2, retired=True, process_group=["9", "tp"]),  # of another group
+        recorded("recv 0<-1", 3),
+        recorded("send 0->1", 3, retired=True),  # says nothing of the other message
     ]
     answer = json.dumps({"entries": entries})
     silent = json.dumps({"entries": []})
@@ -180,4 +183,5 @@ def test_messages_of_a_batch_that_is_done_are_not_pending(monkeypatch: pytest.Mo
         f"nccl:all_reduce of {size}, number 1 in the dp group",
         f"nccl:send 0->1 of {size}, number 2 in the pp group",
         "nccl:coalesced of , number 2 in the pp group",
+        f"nccl:recv 0<-1 of {size}, number 3 in the pp group",
     ]
