@@ -4,7 +4,7 @@ These are the keys of DeepSpeed 0.19.8 that work here. `foreign_keys.py` has the
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -36,14 +36,6 @@ loads read 16 bytes, and a cache line of a GPU has 128."""
 def aligned_elements(elements: int, element_bytes: int) -> int:
     """The elements from the start of a gathered parameter to the start of the next one."""
     return -(-elements * element_bytes // GATHER_ALIGNMENT) * GATHER_ALIGNMENT // element_bytes
-
-
-class _Sized(Protocol):
-    @property
-    def elements(self) -> int: ...
-
-
-_Gathered = TypeVar("_Gathered", bound=_Sized)
 
 
 def _neighbours(sizes: Sequence[int], most: int, alone: int | None = None) -> list[range]:
@@ -121,11 +113,12 @@ class ZeroConfig(Section):
         assert most is not None, "a resolved run states it"
         return most if bound is None else min(most, bound // 2)
 
-    def held_layers(self, coming: Iterable[_Gathered]) -> list[_Gathered]:
+    def held_layers(self, coming: Iterable[Any]) -> list[Any]:
         """Stage 3: what is gathered while the first of the coming layers computes.
 
         This is that layer, and the next other one if there is room for both. Those of them that are
-        in memory are kept, and the others are gathered. All other layers are freed.
+        in memory are kept, and the others are gathered. All other layers are freed. A layer may be
+        any object that states its number of ``elements``.
         """
         first, *others = coming
         later = next((layer for layer in others if layer is not first and layer.elements), None)
