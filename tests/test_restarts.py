@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.config.resolve import Run
+from megaspeed.topology import watchdog
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import Meeting
 from megaspeed.training.resume import Restarts, ResumeOptions, keep_split
@@ -51,8 +52,12 @@ def last_step(run_dir: Path) -> int:
 
 
 def ranks_of(job: Job) -> list[psutil.Process]:
-    """The ranks of the current attempt, without supervisors."""
-    return [one for one in job.processes() if "TORCHELASTIC_RESTART_COUNT" in one.environ()]
+    """The ranks of the current attempt, without supervisors and watchdogs."""
+    return [
+        one
+        for one in job.processes()
+        if "TORCHELASTIC_RESTART_COUNT" in one.environ() and watchdog.__file__ not in one.cmdline()
+    ]
 
 
 def wait_for_step(job: Job, step: int, within: float = 120) -> None:

@@ -7,9 +7,11 @@ still being written. On a GPU the loss then differs a little, sometimes.
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.zero.layer_gathers import GatheredLayer
 from tests.paper_gpu.accelerator import PaperStream, paper_accelerator
 from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
 from tests.paper_gpu.races import RaceFinder
@@ -19,6 +21,7 @@ from tests.support.rank_pool import RankPool
 
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+OFFLOAD_ALL = {**OFFLOAD, "offload_param": {"device": "cpu", "pin_memory": False}}
 PER_STEP = {"gradient_reduction": "per_step"}
 ALL_REDUCE = {"use_multi_rank_bucket_allreduce": True}
 
@@ -63,6 +66,23 @@ def _races(launch: LaunchEnvironment, changes: dict[str, Any]) -> list[tuple[str
 @pytest.mark.parametrize("case", ALL_CASES)
 def test_no_two_streams_race(pool: RankPool, case: str) -> None:
     assert pool.run(1, _races, ALL_CASES[case]) == [[]]
+
+
+def _races_of_one_rank_with_offload(launch: LaunchEnvironment) -> list[tuple[str, str]]:
+    """All partitions are copied, as if these layers were not in the memory of the host."""
+    make, device = GatheredLayer.__init__, torch.device("cpu", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            GatheredLayer,
+            "__init__",
+            lambda layer, parameters, group, _: make(layer, parameters, group, device),
+        )
+        return _races(launch, zero(3, **OFFLOAD_ALL) | {"dp": 1})
+
+
+def test_one_rank_waits_for_copies_from_the_host(pool: RankPool) -> None:
+    """It has no collective to wait for."""
+    assert pool.run(1, _races_of_one_rank_with_offload) == [[]]
 
 
 def _races_of_gathers_that_wait_for_nothing(launch: LaunchEnvironment) -> list[str]:

@@ -119,7 +119,7 @@ class NoGathers:
     def __init__(self, *_args: object) -> None:
         pass
 
-    begin_forward = end_backward = nothing
+    expect = begin = end_backward = nothing
 
 
 @contextmanager
@@ -386,7 +386,7 @@ def test_without_overruling_bf16_with_fp32_gradients_takes_another_optimizer_at_
 def future_warnings(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, hidden: bool
 ) -> list[str]:
-    """What torch announces during a step of ZeRO-3."""
+    """What torch announces during a step, in which gradients are reduced as over NCCL."""
     with (
         warnings.catch_warnings(record=True) as caught,
         nullcontext() if hidden else left_out("hide_announced_renames"),
@@ -394,6 +394,8 @@ def future_warnings(
         warnings.simplefilter("always")
         with one_rank(launch, run, corpus) as rank:
             rank.train_step(0)
+            part, complete = torch.empty(1), torch.ones(launch.world_size)
+            comm.reduce_scatter_fn(part, complete, group=rank.context.dp_group)
     return [str(w.message) for w in caught if issubclass(w.category, FutureWarning)]
 
 
