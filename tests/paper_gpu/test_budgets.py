@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.zero.buckets import Bucket, Reducer
 from tests.paper_gpu.fake_world import GPT2, LLAMA
 from tests.paper_gpu.paper_step import paper_step, step_of
 from tests.support.rank_pool import RankPool
@@ -125,3 +126,26 @@ def test_one_collective_of_a_step_spans_all_ranks(pool: RankPool) -> None:
     world = tuple(range(8))
     step = paper_step(pool, pp=2, dp=2, tp=2, zero_optimization={"stage": 3})
     assert sum(message.group == world for message in step.messages) == 1
+
+
+def _most_messages(launch: LaunchEnvironment, stage: int, overlaps: bool) -> int:
+    """The most buckets that are in flight when the next part of the step begins."""
+    send, in_flight = Reducer.send, []
+
+    def counted(reducer: Reducer, bucket: Bucket) -> None:
+        send(reducer, bucket)
+        in_flight.append(len(reducer._in_flight))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reducer, "send", counted)
+        zero = {"stage": stage, "overlap_comm": overlaps, "reduce_bucket_size": 2000}
+        changes = {"zero_optimization": zero, "gradient_accumulation_steps": 2, "dp": 2}
+        step_of(launch, 0, {**changes, "parallel": {"gradient_reduction": "per_micro_batch"}})
+    return max(in_flight)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_copy_of_a_bucket_is_in_memory_at_a_time(pool: RankPool, stage: int) -> None:
+    """With overlap it is the one that is sent, without overlap none is kept after it was sent."""
+    assert pool.run(1, _most_messages, stage, True) == [1]
+    assert pool.run(1, _most_messages, stage, False) == [0]
