@@ -162,7 +162,7 @@ def train_rows(
                 timeout_seconds=timeout_seconds,
             )
         except RanksFailed as failure:
-            if not failure.yielded:
+            if number > 1 or not failure.yielded:
                 raise
             ranks = failure.yielded
             by_label[label] = replace(row, unwatched=f"{failure}; see {log}")
@@ -226,11 +226,8 @@ def train_rank(
             device_memory_bytes=memory,
         )
         if watches:
-            load, rate = (
-                inputs.load((1 + steps) * samples),
-                inputs.learning_rate(1 + steps - skipped),
-            )
-            yield measure(watched, load, rate)[1]
+            load = inputs.load((1 + steps) * samples)
+            yield measure(watched, load, inputs.learning_rate(1 + steps - skipped))[1]
         inputs.close()
 
 
