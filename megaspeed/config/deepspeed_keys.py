@@ -120,8 +120,9 @@ class ZeroConfig(Section):
         in memory are kept, and the others are gathered. All other layers are freed. A layer may be
         any object that states its number of ``elements``.
         """
-        first, *others = coming
-        later = next((layer for layer in others if layer is not first and layer.elements), None)
+        layers = iter(coming)
+        first = next(layers)
+        later = next((layer for layer in layers if layer is not first and layer.elements), None)
         bound = self.stage3_max_live_parameters
         if later is None or self.stage3_prefetch_bucket_size == 0:
             return [first]

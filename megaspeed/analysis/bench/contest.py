@@ -196,11 +196,11 @@ def hold_contest(
 
         def launch(title: str, number: int, log: Path) -> Sequence[tuple[list[Turn], Device]]:
             each = listed[title]
-            part: tuple[Any, ...] = (
-                *(train_peer, each.name, each.settings, [*runs.values()], corpora, steps),
-            )
+            part: tuple[Any, ...]
             if title == MEGASPEED:
                 part = (train_megaspeed, _configs(runs, place, number), steps, run.precision)
+            else:
+                part = (train_peer, each.name, each.settings, [*runs.values()], corpora, steps)
             return run_on_ranks(
                 *part,
                 world_size=run.grid.world_size,
