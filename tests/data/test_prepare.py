@@ -171,10 +171,13 @@ def test_a_process_killed_while_it_builds_leaves_a_cache_that_builds_again(tmp_p
     data = config(train=LARGE)
     process = start(data, killed)
     deadline = time.monotonic() + 40
+    # A stopped process cannot rename the file between the look and the kill.
     while not list(killed.glob("tokens/*.writing")):
+        process.send_signal(signal.SIGCONT)
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
+        process.send_signal(signal.SIGSTOP)
+    process.kill()
     process.communicate(timeout=10)
     assert len(list(killed.glob("tokens/*.writing"))) == 1
     assert not list(killed.glob("recipes/*"))
