@@ -39,7 +39,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 
-from megaspeed.analysis.local_ranks import DeviceType, RanksFailed, run_on_ranks
+from megaspeed.measurement.local_ranks import DeviceType, RanksFailed, run_on_ranks
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 
 

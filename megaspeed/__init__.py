@@ -4,7 +4,8 @@ The axes are `pp` (pipeline), `dp` (data, with ZeRO stages 0 to 3) and `tp` (ten
 ranks trains the same model as one process. Each folder imports only from the folders above it:
 
     files/            files and folders that are complete or absent
-    topology/         ranks, coordinates and process groups
+    topology/         rank arithmetic, and the process groups of a rank
+    supervision/      what happens if a rank fails, hangs or is stopped
     config/           the JSON of a run, strictly checked
     model/            the GPT as plain torch.nn, and the table of its parameters
     tensor_parallel/  layers split over tp, and `parallelize`, which puts them into the model
@@ -13,8 +14,11 @@ ranks trains the same model as one process. Each folder imports only from the fo
     hugging_face/     models of transformers: import, export, generation, evaluation
     pipeline/         schedules as data, the partition of layers, the executor
     zero/             the fence round DeepSpeed
+    planning/         predicts memory, traffic, step time and cost, without torch
     training/         the rank's model, optimizer groups, learning rate, the loop, metrics
-    analysis/         memory, traffic and pipeline bubble, predicted and measured
+    measurement/      trains to find something out: verify, compare, bench, scaling
+    doctor/           checks whether a run can start
+    reports/          compares the folders of runs, or shows them on one page
     cli/              the `megaspeed` command, a file for each subcommand
 
 `docs/architecture.md` follows one micro-batch from the loader to the optimizer.

@@ -55,10 +55,10 @@ def plan(
     Raises:
         ConfigError: with all mistakes in the configuration or in the cluster.
     """
-    from megaspeed.analysis.planning.cluster import CPU, read_cluster
-    from megaspeed.analysis.planning.forecast import complete_training
-    from megaspeed.analysis.planning.plan import plan
-    from megaspeed.analysis.planning.variants import Training
+    from megaspeed.planning.cluster import CPU, read_cluster
+    from megaspeed.planning.forecast import complete_training
+    from megaspeed.planning.plan import plan
+    from megaspeed.planning.variants import Training
 
     path, settings = _file(path), _as_settings(overrides)
     stated = {} if device is None else {"device": device}
@@ -110,7 +110,7 @@ def train(
     settings = _as_settings(overrides)
     arguments += ["--set", *settings] if settings else []
     if world_size is None:
-        from megaspeed.analysis.planning.prediction import predict_peaks
+        from megaspeed.planning.prediction import predict_peaks
         from megaspeed.training.pretrain import main
 
         code = main(arguments, predict_peaks=predict_peaks)

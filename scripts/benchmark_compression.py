@@ -22,15 +22,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaspeed.analysis.costs.traffic import Collective, predict_traffic
-from megaspeed.analysis.local_ranks import RanksFailed, run_on_ranks
-from megaspeed.analysis.watched_step import TrafficLog
 from megaspeed.cli.options import not_negative, positive
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.measurement.local_ranks import RanksFailed, run_on_ranks
+from megaspeed.measurement.watched_step import TrafficLog
+from megaspeed.planning.costs.traffic import Collective, predict_traffic
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.step_inputs import StepInputs

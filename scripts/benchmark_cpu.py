@@ -28,18 +28,18 @@ from pathlib import Path
 
 import psutil
 
-from megaspeed.analysis.costs.workload import Cluster
-from megaspeed.analysis.planning.calibration import (
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
+from megaspeed.config.loading import load_run
+from megaspeed.planning.calibration import (
     FEWEST_STEPS,
     WARM_UP_STEPS,
     Calibration,
     CalibrationError,
     calibrate,
 )
-from megaspeed.analysis.planning.measured_cpu import CpuSpeedError, measure_cpu
-from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import World
-from megaspeed.config.loading import load_run
+from megaspeed.planning.costs.workload import Cluster
+from megaspeed.planning.measured_cpu import CpuSpeedError, measure_cpu
 
 FOLDER = Path(__file__).parents[1]
 LAYOUTS = {

@@ -50,29 +50,29 @@ from pathlib import Path
 
 import numpy as np
 
-from megaspeed.analysis.costs.reserved_memory import reserved_memory
-from megaspeed.analysis.costs.step_time import FITTED, Constants, StepTime, predict_step_time
-from megaspeed.analysis.costs.traffic import bytes_sent
-from megaspeed.analysis.costs.workload import (
-    Attention,
-    Cluster,
-    Precision,
-    RecomputedPart,
-    Workload,
-)
-from megaspeed.analysis.planning.forecast import (
-    LARGE_FACTOR,
-    MUCH_COMMUNICATION,
-    SHORT_STEP,
-    TYPICAL_FACTOR,
-)
-from megaspeed.analysis.planning.prediction import predict_peaks
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import resolve_run
 from megaspeed.model.parameters import forward_flops_per_token
 from megaspeed.pipeline.partition import partition_layers
+from megaspeed.planning.costs.reserved_memory import reserved_memory
+from megaspeed.planning.costs.step_time import FITTED, Constants, StepTime, predict_step_time
+from megaspeed.planning.costs.traffic import bytes_sent
+from megaspeed.planning.costs.workload import (
+    Attention,
+    Cluster,
+    Precision,
+    RecomputedPart,
+    Workload,
+)
+from megaspeed.planning.forecast import (
+    LARGE_FACTOR,
+    MUCH_COMMUNICATION,
+    SHORT_STEP,
+    TYPICAL_FACTOR,
+)
+from megaspeed.planning.prediction import predict_peaks
 from megaspeed.topology.devices import DEVICES, Device, DeviceError, device_named
 from megaspeed.topology.grid import Grid
 

@@ -38,18 +38,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from megaspeed.analysis.bench.turn import WARM_UP_STEPS
-from megaspeed.analysis.costs.workload import Cluster
-from megaspeed.analysis.planning.forecast import forecast
-from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
+from megaspeed.measurement.bench.turn import WARM_UP_STEPS
 from megaspeed.model.parameters import training_flops_per_token
+from megaspeed.planning.costs.workload import Cluster
+from megaspeed.planning.forecast import forecast
+from megaspeed.planning.prediction import predict_peak_bytes
+from megaspeed.supervision.process_end import ended_on_termination
 from megaspeed.topology.devices import device_by_name, device_named, peak_by_name
 from megaspeed.topology.grid import Grid
-from megaspeed.topology.process_end import ended_on_termination
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGASPEED = Path(sys.executable).with_name("megaspeed")

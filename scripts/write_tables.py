@@ -25,11 +25,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megaspeed.analysis.compare.rows import zero_rows
-from megaspeed.analysis.planning.prediction import Prediction, predict
-from megaspeed.analysis.units import GB, GIB, MIB
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
+from megaspeed.measurement.compare.rows import zero_rows
+from megaspeed.planning.prediction import Prediction, predict
+from megaspeed.units import GB, GIB, MIB
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"

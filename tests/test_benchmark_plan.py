@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.costs.reserved_memory import UNEXPECTED
-from megaspeed.analysis.costs.step_time import FITTED
-from megaspeed.analysis.planning.forecast import TYPICAL_FACTOR
+from megaspeed.planning.costs.reserved_memory import UNEXPECTED
+from megaspeed.planning.costs.step_time import FITTED
+from megaspeed.planning.forecast import TYPICAL_FACTOR
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark_plan.py"
 

@@ -1,6 +1,6 @@
 """The `megaspeed` command: exit codes 0, 1 and 2, every problem at once, figures as JSON.
 
-`megaspeed verify` is run in full in `analysis/verification/test_verify.py`.
+`megaspeed verify` is run in full in `measurement/verification/test_verify.py`.
 """
 
 import json

@@ -158,10 +158,10 @@ STUCK = """
 import os, sys, time
 from pathlib import Path
 from dataclasses import asdict
-from megaspeed.analysis.doctor.checks import Messages
-from megaspeed.analysis.doctor.record import take_record
+from megaspeed.doctor.checks import Messages
+from megaspeed.doctor.record import take_record
 from megaspeed.topology.launch import read_launch_environment
-from megaspeed.topology.meeting import open_store
+from megaspeed.topology.store import open_store
 
 launch = read_launch_environment(os.environ)
 messages = Messages(launch, open_store(launch, 60))

@@ -19,11 +19,11 @@ import zstandard
 from rich.console import Console
 
 from megaspeed import cli
-from megaspeed.analysis.planning.cluster import ClusterConfig
-from megaspeed.analysis.planning.prediction import predict_peaks
 from megaspeed.config.document import Document, merge, read_document
 from megaspeed.config.layout import World
 from megaspeed.config.loading import find_problems, load_run
+from megaspeed.planning.cluster import ClusterConfig
+from megaspeed.planning.prediction import predict_peaks
 from megaspeed.training import pretrain
 from megaspeed.training.banner import banner
 from megaspeed.training.console import COLUMNS, print_folded

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.config.resolve import Run
-from megaspeed.topology import watchdog
+from megaspeed.supervision import watchdog
+from megaspeed.supervision.meeting import Meeting
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.meeting import Meeting
 from megaspeed.training.resume import Restarts, ResumeOptions, keep_split
 from tests.checkpoint.written import CONFIG as CONFIG_SAVED
 from tests.checkpoint.written import write_checkpoint
@@ -287,7 +287,7 @@ CHEAP = """
 import os, signal, sys, time
 from pathlib import Path
 
-from megaspeed.topology.process_end import end_process
+from megaspeed.supervision.process_end import end_process
 from megaspeed.training import restarts
 
 restarts._SECONDS_TO_END = {seconds_to_end}
@@ -405,7 +405,8 @@ def test_a_stop_signal_to_one_rank_before_training_ends_all(tmp_path: Path) -> N
 
 MEETING = """
     from megaspeed.topology.launch import read_launch_environment
-    from megaspeed.topology.meeting import check_in, wait_for_keys
+    from megaspeed.supervision.meeting import check_in
+    from megaspeed.topology.store import wait_for_keys
 
     number = os.environ["TORCHELASTIC_RESTART_COUNT"]
     if rank == 1 and number == "0":

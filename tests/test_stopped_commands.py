@@ -24,7 +24,7 @@ MARK = "MEGASPEED_TEST_MARK"
 _SECONDS_AT_MOST = 100.0
 
 RANKS = """
-from megaspeed.analysis.local_ranks import run_on_ranks
+from megaspeed.measurement.local_ranks import run_on_ranks
 from tests.test_stopped_commands import wait_for_signal
 run_on_ranks(wait_for_signal, world_size=2, device_type="cpu")
 """

@@ -36,7 +36,7 @@ try:
     from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, say
     from megaspeed.config.errors import ConfigError
     from megaspeed.data.errors import DataError
-    from megaspeed.topology.process_end import ended_on_termination
+    from megaspeed.supervision.process_end import ended_on_termination
 except KeyboardInterrupt:  # Ctrl-C during the imports
     sys.stderr.write("megaspeed: stopped\n")
     sys.exit(130)

@@ -43,10 +43,10 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Lets the contestants take their turns, then shows and writes the figures."""
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
-    from megaspeed.analysis.bench.contest import choose_peers, contestants_of, hold_contest
-    from megaspeed.analysis.bench.report import as_json, as_markdown, draw_chart
-    from megaspeed.analysis.bench.result import BenchResult
-    from megaspeed.analysis.turns import share_of_others
+    from megaspeed.measurement.bench.contest import choose_peers, contestants_of, hold_contest
+    from megaspeed.measurement.bench.report import as_json, as_markdown, draw_chart
+    from megaspeed.measurement.bench.result import BenchResult
+    from megaspeed.measurement.turns import share_of_others
 
     device_type = device_type_here()
     run = load(options, device_type)

@@ -47,7 +47,7 @@ def _show(options: argparse.Namespace) -> int:
     # Imported here: torch takes seconds, which `check` need not wait for.
     from rich.console import Console
 
-    from megaspeed.analysis.checkpoints import report, show_as_json
+    from megaspeed.checkpoint.description import report, show_as_json
     from megaspeed.checkpoint.folders import locate
     from megaspeed.checkpoint.inspection import glance
 
@@ -73,7 +73,7 @@ def _show(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     """Checks all checkpoints, newest first, and reports each as soon as it is read."""
-    from megaspeed.analysis.checkpoints import verify_as_json
+    from megaspeed.checkpoint.description import verify_as_json
     from megaspeed.checkpoint.folders import folder_of_checkpoints, is_checkpoint, locate
     from megaspeed.checkpoint.inspection import inspect
 
@@ -104,7 +104,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _describe(inspection: "Inspection") -> str:
-    from megaspeed.analysis.checkpoints import size_text
+    from megaspeed.checkpoint.description import size_text
 
     name = inspection.checkpoint.resolve().name
     if inspection.problems:

@@ -16,7 +16,7 @@ from megaspeed.cli.measuring import (
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_command, load, positive, say
 
 if TYPE_CHECKING:
-    from megaspeed.analysis.compare.result import ComparisonResult
+    from megaspeed.measurement.compare.result import ComparisonResult
 
 
 def add_to(commands: Any) -> None:
@@ -49,11 +49,11 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Trains every row, then shows and writes the figures."""
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
-    from megaspeed.analysis.compare.report import as_json, on_screen
-    from megaspeed.analysis.compare.result import ComparisonResult
-    from megaspeed.analysis.compare.rows import baseline_rows, train_rows, zero_rows
-    from megaspeed.analysis.turns import share_of_others
     from megaspeed.data.corpus import prepare_corpus
+    from megaspeed.measurement.compare.report import as_json, on_screen
+    from megaspeed.measurement.compare.result import ComparisonResult
+    from megaspeed.measurement.compare.rows import baseline_rows, train_rows, zero_rows
+    from megaspeed.measurement.turns import share_of_others
 
     device_type = device_type_here()
     run = load(options, device_type)
@@ -92,8 +92,8 @@ def run(options: argparse.Namespace) -> int:
 
 def write_files(result: "ComparisonResult", folder: Path) -> list[Path]:
     """Writes JSON, Markdown and, if there are figures, two pictures. Returns the files."""
-    from megaspeed.analysis.compare.charts import draw_memory_chart, draw_trade_off_chart
-    from megaspeed.analysis.compare.report import as_json, as_markdown
+    from megaspeed.measurement.compare.charts import draw_memory_chart, draw_trade_off_chart
+    from megaspeed.measurement.compare.report import as_json, as_markdown
 
     charts = {"memory.png": draw_memory_chart, "tradeoff.png": draw_trade_off_chart}
     pictures = {name: partial(draw, result) for name, draw in charts.items() if result.watched}

@@ -43,13 +43,13 @@ def run(options: argparse.Namespace) -> int:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
     # Imported here: torch takes seconds to import, and other commands must not wait for it.
-    from megaspeed.analysis.doctor.checks import Messages
-    from megaspeed.analysis.doctor.diagnosis import Findings, find_problems, make_remarks
-    from megaspeed.analysis.doctor.examination import examine
-    from megaspeed.analysis.doctor.report import as_json, doctor_table, problem_lines
-    from megaspeed.topology.meeting import GroupError, open_store
-    from megaspeed.topology.process_end import end_process
+    from megaspeed.doctor.checks import Messages
+    from megaspeed.doctor.diagnosis import Findings, find_problems, make_remarks
+    from megaspeed.doctor.examination import examine
+    from megaspeed.doctor.report import as_json, doctor_table, problem_lines
+    from megaspeed.supervision.process_end import end_process
     from megaspeed.topology.process_settings import node_address
+    from megaspeed.topology.store import GroupError, open_store
 
     def report(findings: Findings) -> int:
         wrong = [record.wrong_input for record in findings.answered]

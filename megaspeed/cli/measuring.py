@@ -12,7 +12,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.files.paths import folder_problem, path_argument
 
 if TYPE_CHECKING:
-    from megaspeed.analysis.local_ranks import DeviceType
+    from megaspeed.measurement.local_ranks import DeviceType
 
 
 def add_results_options(
@@ -54,7 +54,7 @@ def results_folder(
     Raises:
         ConfigError: the folder cannot be written, or this machine cannot run the ranks of ``run``.
     """
-    from megaspeed.analysis.local_ranks import too_many_ranks
+    from megaspeed.measurement.local_ranks import too_many_ranks
 
     folder: Path = options.output or Path("runs") / f"{run.name}-{command}"
     problem = folder_problem(option, folder)

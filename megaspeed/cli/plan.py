@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaspeed.analysis.units import counted
 from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -26,12 +25,13 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 from megaspeed.config.resolve import Run
 from megaspeed.files.paths import path_argument
+from megaspeed.units import counted
 
 if TYPE_CHECKING:  # imported where they are needed, because other commands do not need them
-    from megaspeed.analysis.costs.workload import Cluster
-    from megaspeed.analysis.planning.calibration import Calibration
-    from megaspeed.analysis.planning.cluster import ClusterConfig
-    from megaspeed.analysis.planning.variants import Training
+    from megaspeed.planning.calibration import Calibration
+    from megaspeed.planning.cluster import ClusterConfig
+    from megaspeed.planning.costs.workload import Cluster
+    from megaspeed.planning.variants import Training
 
 _NARROWEST = 80
 """The width of the terminal that is assumed, in columns."""
@@ -106,13 +106,13 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 def run_plan(options: argparse.Namespace) -> int:
     """Prints the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
-    from megaspeed.analysis.planning.forecast import complete_training
-    from megaspeed.analysis.planning.measured_cpu import CpuSpeedError
-    from megaspeed.analysis.planning.plan import plan
-    from megaspeed.analysis.planning.report import report
-    from megaspeed.analysis.planning.what_if import what_if
-    from megaspeed.analysis.planning.what_if_report import SHOWN_LAYOUTS, what_if_report
-    from megaspeed.analysis.units import show
+    from megaspeed.planning.forecast import complete_training
+    from megaspeed.planning.measured_cpu import CpuSpeedError
+    from megaspeed.planning.plan import plan
+    from megaspeed.planning.report import report
+    from megaspeed.planning.what_if import what_if
+    from megaspeed.planning.what_if_report import SHOWN_LAYOUTS, what_if_report
+    from megaspeed.units import show
 
     stated = _stated_cluster(options)
     training = _training(options, stated)
@@ -145,7 +145,7 @@ def run_plan(options: argparse.Namespace) -> int:
             )
             code = EXIT_FAILED
     if options.picture:
-        from megaspeed.analysis.planning.charts import draw_parts
+        from megaspeed.planning.charts import draw_parts
 
         draw_parts(planned, found, options.picture)
     write_json(options, figures)
@@ -154,7 +154,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
     """The cluster of the file and the options, if it has what other options need."""
-    from megaspeed.analysis.planning.cluster import read_cluster
+    from megaspeed.planning.cluster import read_cluster
 
     keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
     stated = read_cluster(options.cluster, {key: getattr(options, key) for key in keys})
@@ -170,8 +170,8 @@ def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
 
 def _training(options: argparse.Namespace, stated: "ClusterConfig") -> "Training":
     """The run on the stated number of ranks, or on all devices."""
-    from megaspeed.analysis.planning.cluster import CPU
-    from megaspeed.analysis.planning.variants import Training
+    from megaspeed.planning.cluster import CPU
+    from megaspeed.planning.variants import Training
 
     world_source = "--nodes" if options.world_size is None else "--world-size"
     options.world_size = stated.ranks(options.world_size)
@@ -201,9 +201,9 @@ def _cluster(
     options: argparse.Namespace, stated: "ClusterConfig", run: Run
 ) -> "tuple[Cluster | None, Calibration | None]":
     """The figures of the machines, from the table or measured, and calibrated with --calibrate."""
-    from megaspeed.analysis.planning.calibration import calibrate
-    from megaspeed.analysis.planning.cluster import CPU
-    from megaspeed.analysis.planning.measured_cpu import measure_cpu
+    from megaspeed.planning.calibration import calibrate
+    from megaspeed.planning.cluster import CPU
+    from megaspeed.planning.measured_cpu import measure_cpu
 
     cluster = stated.cluster()
     if stated.device == CPU:

@@ -22,7 +22,7 @@ from megaspeed.files.durable import write_file
 from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
-    from megaspeed.analysis.run_record import RunComparison
+    from megaspeed.reports.run_record import RunComparison
 
 _TOLERANCE = 1e-5
 """About the difference between layouts of one run in fp32; see `megaspeed verify`."""
@@ -59,8 +59,8 @@ def add_to(commands: Any) -> None:
 
 def run_report(options: argparse.Namespace) -> int:
     """Writes the page: one file that needs no network."""
-    from megaspeed.analysis.run_page import page
-    from megaspeed.analysis.run_record import read_run
+    from megaspeed.reports.run_page import page
+    from megaspeed.reports.run_record import read_run
 
     records = [read_run(folder) for folder in options.runs]
     # A lone surrogate, which JSON can write, has no UTF-8.
@@ -78,7 +78,7 @@ def run_compare_runs(options: argparse.Namespace) -> int:
     code is 0 if they are equal, 1 if they differ or one run lacks a step or a validation, and 2 if
     a folder is not a run folder or the runs have no step in common.
     """
-    from megaspeed.analysis.run_record import compare_runs, read_run
+    from megaspeed.reports.run_record import compare_runs, read_run
 
     one, two = records = [read_run(folder) for folder in options.runs]
     found = compare_runs(one, two, options.tolerance)

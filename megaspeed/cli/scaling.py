@@ -21,7 +21,7 @@ from megaspeed.data.selection import load_run_and_data
 from megaspeed.topology.launch import usable_processors
 
 if TYPE_CHECKING:
-    from megaspeed.analysis.scaling import Mode
+    from megaspeed.measurement.scaling import Mode
 
 _SIZES = "--world-sizes"
 
@@ -70,10 +70,10 @@ def run(options: argparse.Namespace) -> int:
     sizes = sorted(set(options.world_sizes))
     _refuse_other_multiples(options, sizes)
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
-    from megaspeed.analysis.scaling import ScalingResult, scaled_runs, train_rows
-    from megaspeed.analysis.scaling_report import as_json, as_markdown, draw_chart
-    from megaspeed.analysis.turns import share_of_others
     from megaspeed.data.corpus import prepare_corpus
+    from megaspeed.measurement.scaling import ScalingResult, scaled_runs, train_rows
+    from megaspeed.measurement.scaling_report import as_json, as_markdown, draw_chart
+    from megaspeed.measurement.turns import share_of_others
 
     device_type = device_type_here()
     mode: Mode = options.mode

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     # torch takes seconds to import, and wrong input should be reported without that delay.
     from rich.console import Console
 
-    from megaspeed.analysis.batches import samples_table, show_samples
+    from megaspeed.data.batches import samples_table, show_samples
     from megaspeed.data.corpus import prepare_corpus
 
     config = read_config(options.config, options.overrides)

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, load, world_size
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
+from megaspeed.supervision.process_end import STOP_SIGNALS, end_with_parent, launcher_processes
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchError, read_launch_environment
-from megaspeed.topology.process_end import STOP_SIGNALS, end_with_parent, launcher_processes
 
 if TYPE_CHECKING:
     from megaspeed.config.resolve import Run
@@ -97,12 +97,12 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
     _silence_torch()
     gc.disable()  # the objects that imports make live as long as the process
     launchers = launcher_processes()  # one that ends while torch is loaded would not be found later
-    from megaspeed.topology.process_end import end_process, keep_output_open
+    from megaspeed.supervision.process_end import end_process, keep_output_open
     from megaspeed.training.restarts import run_supervised
 
     def train() -> int:
         # Imported here, because a supervisor does not need them.
-        from megaspeed.analysis.planning.prediction import predict_peaks
+        from megaspeed.planning.prediction import predict_peaks
         from megaspeed.training.pretrain import main
 
         gc.freeze()
@@ -125,7 +125,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
 
 def _explain_memory(run: "Run", context: "ParallelContext", engine: "ZeroEngine | None") -> str:
     # Imported here, because it is rarely needed.
-    from megaspeed.analysis.watched_step import explain_out_of_memory
+    from megaspeed.measurement.watched_step import explain_out_of_memory
 
     return explain_out_of_memory(run, context, engine)
 

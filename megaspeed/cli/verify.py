@@ -33,15 +33,15 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Trains both, and prints their numbers side by side. The exit code is 1 if they differ."""
     # Imported here, because torch and DeepSpeed take seconds and other commands do not need them.
-    from megaspeed.analysis.local_ranks import RanksFailed
-    from megaspeed.analysis.units import show
-    from megaspeed.analysis.verification.comparison import (
+    from megaspeed.measurement.local_ranks import RanksFailed
+    from megaspeed.measurement.verification.comparison import (
         gradient_table,
         step_table,
         verdict,
         widened_tolerances,
     )
-    from megaspeed.analysis.verification.verify import verify
+    from megaspeed.measurement.verification.verify import verify
+    from megaspeed.units import show
 
     run = load(options, options.device)
     problems = _problems_on_cuda(run) if options.device == "cuda" else []

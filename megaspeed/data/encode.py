@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from megaspeed.data.pieces import Piece
 from megaspeed.data.token_file import id_type
 from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
-from megaspeed.topology.process_end import end_with_starter
+from megaspeed.supervision.process_end import end_with_starter
 
 BATCH_CHARACTERS = 1 << 18
 """Characters in a batch. Encoding one takes a fraction of a second and about 25 MB of memory."""

@@ -32,8 +32,7 @@ from megaspeed.pipeline.schedules import (
     SendActivation,
     SendGradient,
 )
-from megaspeed.topology.activity import Activity, Part, Timeline
-from megaspeed.topology.failure import note_phase
+from megaspeed.topology.activity import Activity, Part, Timeline, note_phase
 
 _PARTS: dict[type, Part] = {
     LoadMicroBatch: "data_loading",

@@ -1,9 +1,8 @@
-"""Ranks and processes: rank arithmetic, launchers, process groups, and what happens if one fails.
+"""Ranks: their arithmetic, what the launcher states of them, and their process groups.
 
 grid.py, launch.py       rank <-> (pp, dp, tp); rank and world size from the launcher's variables
+devices.py               the table of accelerators
 process_settings.py      environment variables and limits of this process
-meeting.py, context.py   all ranks connect to one store; then they create the process groups
-activity.py, failure.py  what a rank is doing, and what it reports if it fails
-watch.py, hang.py        each rank detects failures of the others, and hangs
-process_end.py           stop signals, the exit of this process, the end of other processes
+store.py, context.py     all ranks connect to one store, and then create the process groups
+activity.py              what a rank is doing, and how long the parts of a step take
 """

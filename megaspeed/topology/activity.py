@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from megaspeed.topology.failure import note_phase
-
+DURING = "during "
+"""An exception has a note that starts with this word for each phase that it has left."""
 START_UP_TIMEOUTS = 4.0
 """How many hang timeouts each phase of start-up may take."""
 COMPILATION_TIMEOUTS = 12.0
@@ -28,6 +28,11 @@ stopped is still detected earlier."""
 SUSPENDED_SECONDS = 5.0
 """If a thread runs this much later than it should, its process was stopped or the machine slept.
 What other processes did meanwhile is unknown."""
+
+
+def note_phase(error: Exception, phase: object) -> None:
+    """Add the phase as a note to an exception that leaves it."""
+    error.add_note(f"{DURING}{phase}")
 
 
 class Activity:

@@ -40,13 +40,13 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from megaspeed.topology.activity import Activity, Timeline
 from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.meeting import GroupError, open_store
 from megaspeed.topology.process_settings import (
     allow_open_files,
     compiler_threads,
     gloo_interface,
     set_defaults,
 )
+from megaspeed.topology.store import GroupError, open_store
 
 _DISK_TIMEOUTS = 4  # how many times longer a rank may wait for another rank's disk
 _SECONDS_TO_ABORT = 5.0

@@ -32,7 +32,7 @@ from megaspeed.training.metrics import device_name, peak_flops_per_second
 PredictPeaks = Callable[[Run], Sequence[int]]
 """Predicted peak memory, in bytes, of a rank of each pipeline stage during a step.
 
-The function is in ``analysis``, which imports this folder. So the caller passes it.
+The function is in ``measurement``, which imports this folder. So the caller passes it.
 """
 
 _PRODUCT_SIZE = 384

@@ -23,12 +23,12 @@ from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.run_state import NOT_STATED, Progress
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.supervision.failure import RankLog
+from megaspeed.supervision.meeting import Meeting, RanksDisagree
+from megaspeed.supervision.process_end import StopSignal
+from megaspeed.supervision.watch import Watch
 from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.failure import RankLog
-from megaspeed.topology.meeting import Meeting, RanksDisagree
-from megaspeed.topology.process_end import StopSignal
-from megaspeed.topology.watch import Watch
 from megaspeed.training.banner import PredictPeaks, banner
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.compilation import CannotCompile
@@ -72,7 +72,7 @@ EXPECTED = (*STOPPED, CheckpointError, RunFolderLost, OSError)
 ExplainMemory = Callable[[Run, ParallelContext, ZeroEngine | None], str]
 """Explains why a rank is out of memory. The engine is None before it is built.
 
-The function is in ``analysis``, which imports this folder. So the caller of the main job passes it.
+The function is in ``measurement``, which imports this folder. So the caller passes it.
 """
 
 MakeCheckpointing = Callable[[Worker, PreparedCorpus], Checkpointing]

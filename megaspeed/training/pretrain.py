@@ -23,8 +23,16 @@ from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.data.errors import DataError
 from megaspeed.data.selection import load_run_and_data
+from megaspeed.supervision.failure import write_error_file
+from megaspeed.supervision.meeting import RanksDisagree, check_in
+from megaspeed.supervision.process_end import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    StopSignal,
+    launcher_processes,
+)
 from megaspeed.topology.activity import START_UP_TIMEOUTS, Activity
-from megaspeed.topology.failure import print_error, write_error_file
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import (
     LaunchEnvironment,
@@ -32,15 +40,8 @@ from megaspeed.topology.launch import (
     read_launch_environment,
     usable_numa_nodes,
 )
-from megaspeed.topology.meeting import GroupError, RanksDisagree, check_in
-from megaspeed.topology.process_end import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_WRONG_INPUT,
-    StopSignal,
-    launcher_processes,
-)
 from megaspeed.topology.process_settings import set_defaults
+from megaspeed.topology.store import GroupError, print_error
 from megaspeed.training.banner import PredictPeaks, launch_warnings
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import describe_spare_ranks, print_line, print_warning

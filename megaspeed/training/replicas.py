@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, logical_name, parameter_named
 from megaspeed.tensor_parallel.plan import key_value_replicas
-from megaspeed.topology.meeting import ranks_named
+from megaspeed.topology.store import ranks_named
 from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import parameter_fragments
 from megaspeed.zero.reductions import exchange

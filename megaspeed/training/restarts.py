@@ -49,12 +49,7 @@ from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 from megaspeed.config.run import TrainingConfig
-from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, SUSPENDED_SECONDS
-from megaspeed.topology.failure import print_error
-from megaspeed.topology.grid import TopologyError
-from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
-from megaspeed.topology.meeting import open_store
-from megaspeed.topology.process_end import (
+from megaspeed.supervision.process_end import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_WRONG_INPUT,
@@ -62,7 +57,11 @@ from megaspeed.topology.process_end import (
     SUPERVISOR,
     end_with_parent,
 )
+from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, SUSPENDED_SECONDS
+from megaspeed.topology.grid import TopologyError
+from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 from megaspeed.topology.process_settings import allow_open_files
+from megaspeed.topology.store import open_store, print_error
 
 _PERIOD_SECONDS = 1.0
 _SECONDS_TO_END = 20.0

@@ -27,9 +27,9 @@ from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.files.paths import expand_home, path_argument
+from megaspeed.supervision.meeting import Meeting
+from megaspeed.supervision.process_end import EXIT_FAILED
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.meeting import Meeting
-from megaspeed.topology.process_end import EXIT_FAILED
 from megaspeed.training.restarts import FINAL_CODE
 from megaspeed.training.resumed_run import (
     config_changes,

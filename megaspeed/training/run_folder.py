@@ -37,8 +37,8 @@ from megaspeed.config.resolve import Run
 from megaspeed.files.durable import flush_folder, write_file
 from megaspeed.files.lock import Locked, identity, lock
 from megaspeed.files.paths import folder_problem
+from megaspeed.supervision.meeting import RanksDisagree
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.meeting import RanksDisagree
 from megaspeed.training.metrics import records_up_to
 
 CONFIG, LOSS_CURVE = "config.json", "loss.png"

@@ -22,8 +22,8 @@ from megaspeed.config.errors import shortened
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import ValidationLoader
 from megaspeed.model.parameters import training_flops_per_token
+from megaspeed.supervision.process_end import StopSignal
 from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS
-from megaspeed.topology.process_end import StopSignal
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import (
     PartMetrics,

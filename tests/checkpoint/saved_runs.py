@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaspeed.analysis.verification.verify import gather_state, gather_weights
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.verify import gather_state, gather_weights
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing

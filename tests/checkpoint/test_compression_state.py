@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.analysis.verification.verify import merge_shards
 from megaspeed.checkpoint.inspection import problems_of
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.verify import merge_shards
 from megaspeed.model.parameters import logical_name
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megaspeed.analysis.verification.comparison import TOLERANCES
 from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.comparison import TOLERANCES
 from tests.checkpoint.saved_runs import (
     Stretch,
     continue_from,

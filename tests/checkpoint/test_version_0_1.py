@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from megaspeed.analysis.verification.comparison import TOLERANCES
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import KINDS, expected_tensors
 from megaspeed.config.layout import World
@@ -23,6 +22,7 @@ from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.loader import ValidationLoader
+from megaspeed.measurement.verification.comparison import TOLERANCES
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.resume import ResumeOptions, find_start
 from tests.checkpoint.saved_runs import SavedRun, Stretch, only_checkpoint, started

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.costs.reserved_memory import reserved_memory, verdict
-from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.loading import read_config
 from megaspeed.config.model import ModelConfig
+from megaspeed.planning.costs.reserved_memory import reserved_memory, verdict
+from megaspeed.planning.prediction import predict_peak_bytes
 from megaspeed.topology.devices import DEVICES
 from tests.config.small import load
 

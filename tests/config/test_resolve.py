@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.costs.workload import workload_of
 from megaspeed.config.deepspeed_keys import WarmupLR
 from megaspeed.config.document import read_document
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import find_problems, parse_config, read_config
 from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.planning.costs.workload import workload_of
 from tests.config.small import load, patch, small, write
 
 

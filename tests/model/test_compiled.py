@@ -23,7 +23,6 @@ from torch._inductor.runtime.triton_heuristics import (
     filter_reduction_configs_for_determinism,
 )
 
-from megaspeed.analysis.costs.activations import Activations
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Recomputation
@@ -31,6 +30,7 @@ from megaspeed.model.attention import Angles
 from megaspeed.model.documents import boundaries_of_rows
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.gpt import DTYPES, GPT
+from megaspeed.planning.costs.activations import Activations
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.topology.activity import Activity
 from megaspeed.topology.launch import LaunchEnvironment

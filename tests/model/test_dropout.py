@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megaspeed.analysis.allocations import AllocationLog
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Recomputation
+from megaspeed.measurement.allocations import AllocationLog
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.model.gpt import GPT, Block
 from tests.model.tiny_gpt import DROPOUTS, gpt2, gradients, initialized, llama, random_tokens

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.topology.activity import Activity
-from megaspeed.topology.failure import describe_failure, note_phase
+from megaspeed.supervision.failure import describe_failure
+from megaspeed.topology.activity import Activity, note_phase
 from megaspeed.topology.grid import Grid
 from tests.support.launched import free_port
 from tests.support.tiny import GPT2

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import varlen
 
-from megaspeed.analysis.verification.reference import train_reference
-from megaspeed.analysis.verification.verify import ParallelRun, train_rank, whole_batch
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Recomputation
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.reference import train_reference
+from megaspeed.measurement.verification.verify import ParallelRun, train_rank, whole_batch
 from megaspeed.model.documents import Documents, boundaries_of_rows
 from megaspeed.model.gpt import GPT
 from megaspeed.topology.activity import Activity

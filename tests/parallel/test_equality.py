@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from megaspeed.analysis.verification.comparison import TOLERANCES, Comparison, Tolerance
-from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
-from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.comparison import TOLERANCES, Comparison, Tolerance
+from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
+from megaspeed.measurement.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.tensor_parallel import plan
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.covering import (

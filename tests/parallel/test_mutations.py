@@ -21,11 +21,11 @@ import pytest
 from deepspeed import comm
 from torch import Tensor
 
-from megaspeed.analysis.verification.comparison import LARGEST_WIDENING, Comparison, Difference
-from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
-from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.comparison import LARGEST_WIDENING, Comparison, Difference
+from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
+from megaspeed.measurement.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.tensor_parallel import layers

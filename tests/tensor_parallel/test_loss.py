@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaspeed.analysis.allocations import AllocationLog
+from megaspeed.measurement.allocations import AllocationLog
 from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.tensor_parallel import plan
 from megaspeed.tensor_parallel.collectives import TensorAxis

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import AXES, Coordinates, Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.meeting import GroupError
+from megaspeed.topology.store import GroupError
 from tests.support.rank_pool import RankFailure, RankPool
 
 GROUPS = ("world", "tp", "dp", "pp", "checkpoint")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from megaspeed.analysis.planning.prediction import predict_peak_bytes, predict_peaks
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
+from megaspeed.planning.prediction import predict_peak_bytes, predict_peaks
 from megaspeed.training import banner as banner_module
 from megaspeed.training.banner import (
     PredictPeaks,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megaspeed.analysis.verification.verify import ParallelRun, train_rank
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.verify import ParallelRun, train_rank
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain

@@ -18,10 +18,10 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.supervision.meeting import RanksDisagree
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.meeting import RanksDisagree
 from megaspeed.training import run_folder
 from megaspeed.training.run_folder import (
     LOCK,

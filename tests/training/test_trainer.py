@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megaspeed.analysis.verification.reference import train_reference
-from megaspeed.analysis.verification.verify import whole_batch
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.reference import train_reference
+from megaspeed.measurement.verification.verify import whole_batch
 from megaspeed.model.gpt import GPT
+from megaspeed.supervision.process_end import STOP_SIGNALS, StopSignal
 from megaspeed.topology.activity import START_UP_TIMEOUTS
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.process_end import STOP_SIGNALS, StopSignal
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
 from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, TrainingSummary

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
-from megaspeed.analysis.verification.verify import train_rank, whole_batch
 from megaspeed.config.resolve import Run
+from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
+from megaspeed.measurement.verification.verify import train_rank, whole_batch
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, small_run

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaspeed.analysis.verification.verify import gather_gradients, gather_weights
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.verify import gather_gradients, gather_weights
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero.buckets import Group

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.verification.verify import ParallelRun, train_rank
 from megaspeed.config.foreign_keys import EFFECTIVE_STAGES, NO_EFFECT
+from megaspeed.measurement.verification.verify import ParallelRun, train_rank
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import merge, tiny_corpus
 from tests.zero.one_rank import small_run

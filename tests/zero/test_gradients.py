@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.analysis.watched_step import WatchedZero, measure
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.watched_step import WatchedZero, measure
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankFailure, RankPool

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaspeed.analysis.verification.verify import LogicalTensors, gather_weights
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.verify import LogicalTensors, gather_weights
 from megaspeed.model.gpt import GPT
 from megaspeed.model.initialization import initialize
 from megaspeed.tensor_parallel.parallelize import materialize

@@ -30,11 +30,11 @@ from deepspeed.runtime.zero import utils as zero_functions
 from torch import Tensor, nn
 
 from megaspeed import zero
-from megaspeed.analysis.verification.comparison import TOLERANCES, compare_gradients
-from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
-from megaspeed.analysis.verification.verify import gather_gradients, whole_batch
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.comparison import TOLERANCES, compare_gradients
+from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
+from megaspeed.measurement.verification.verify import gather_gradients, whole_batch
 from megaspeed.model.parameters import parameters_of
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid

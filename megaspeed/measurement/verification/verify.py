@@ -1,0 +1,294 @@
+r"""Trains a layout and one process from the same JSON, and compares them.
+
+    run (this layout) --N processes--> losses, norms, weights and gradients, gathered
+    run (plain torch) --this process-> losses, norms, weights and gradients
+                                        \-> Comparison
+
+If only later steps differ, the single process trains again with shuffled samples. This determines
+the tolerance of those steps (``comparison``). Everything runs on this machine: on the CPU with
+gloo, or on GPUs with NCCL and a GPU for each rank. The single process uses the first GPU.
+
+The shards and partitions of all ranks are gathered on rank 0, which must have the memory for this:
+
+    fragments (ZeRO)  --sum over dp-->          local tensors (tensor shards)
+                      --place rows, columns-->  logical tensors
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.loader import LoaderShape, TrainingLoader
+from megaspeed.measurement.local_ranks import DeviceType, run_on_ranks
+from megaspeed.measurement.verification.comparison import (
+    TIMES_SHUFFLED,
+    TOLERANCES,
+    Comparison,
+    allowed_at_steps,
+    compare_gradients,
+    compare_numbers,
+    shuffled,
+)
+from megaspeed.measurement.verification.reference import CPU, ReferenceRun, train_reference
+from megaspeed.model.gpt import DTYPES
+from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.model.parameters import logical_name
+from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.step_inputs import StepInputs
+from megaspeed.training.worker import Worker
+from megaspeed.zero.model_states import gather_parameters
+
+_TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(kw_only=True)
+class ParallelRun(ReferenceRun):
+    """The record of the ranks' training."""
+
+    copies_differ_by: float  # largest absolute difference between ranks' copies of an element
+
+
+def verify(
+    run: Run, corpus: PreparedCorpus, steps: int, device_type: DeviceType = "cpu"
+) -> Comparison:
+    """Trains the layout and one process for ``steps`` steps, and compares them.
+
+    If only steps after the first differ too much, the single process trains ``TIMES_SHUFFLED``
+    more times, with the samples of each step in other orders. In fp16, the loss scale must be
+    constant. TF32 is turned off, because its rounding is a thousand times as large as the
+    tolerance.
+    """
+    run = replace(run, config=run.config.changed({"training.allow_tf32": False}))
+    device = torch.device(device_type)
+    batches = functools.partial(whole_batch, run, corpus)
+    reference = train_reference(run, batches, steps, device)
+    if device_type == "cuda":
+        torch.cuda.empty_cache()  # rank 0 shares this GPU
+    parallel = train_on_ranks(run, corpus, steps, device_type)
+    comparison = compare(run, parallel, reference)
+    if not comparison.differs_only_after_step_1:
+        return comparison
+    return compare(run, parallel, reference, train_shuffled(run, corpus, steps, device))
+
+
+def train_shuffled(
+    run: Run, corpus: PreparedCorpus, steps: int, device: torch.device = CPU
+) -> list[ReferenceRun]:
+    """The reference again, ``TIMES_SHUFFLED`` times, with each step's samples in another order."""
+
+    def batches(times: int, step: int) -> list[MicroBatch]:
+        return shuffled(whole_batch(run, corpus, step), seed=times * steps + step)
+
+    return [
+        train_reference(run, functools.partial(batches, times), steps, device)
+        for times in range(TIMES_SHUFFLED)
+    ]
+
+
+def compare(
+    run: Run, parallel: ParallelRun, reference: ReferenceRun, again: Sequence[ReferenceRun] = ()
+) -> Comparison:
+    """Compares every number of the two trainings, with the tolerance of the run's precision.
+
+    ``again`` are trainings of the reference with reordered samples. The more these differ from the
+    reference, the more later steps of the layout may differ.
+    """
+    allowed = TOLERANCES[run.precision]
+    dtype = DTYPES[run.precision]
+    return Comparison(
+        losses=compare_numbers(
+            "loss",
+            parallel.losses,
+            reference.losses,
+            allowed_at_steps(allowed.loss, reference.losses, [other.losses for other in again]),
+        ),
+        grad_norms=compare_numbers(
+            "gradient norm",
+            parallel.grad_norms,
+            reference.grad_norms,
+            allowed_at_steps(
+                allowed.grad_norm, reference.grad_norms, [other.grad_norms for other in again]
+            ),
+        ),
+        gradients=compare_gradients(
+            parallel.first_gradients, reference.first_gradients, allowed.gradient
+        ),
+        weights_bitwise_equal=parallel.initial_weights.keys() == reference.initial_weights.keys()
+        and all(
+            torch.equal(value.to(dtype), reference.initial_weights[name].to(dtype))
+            for name, value in parallel.initial_weights.items()
+        ),
+        copies_differ_by=parallel.copies_differ_by,
+    )
+
+
+def whole_batch(run: Run, corpus: PreparedCorpus, step: int) -> list[MicroBatch]:
+    """All samples of step ``step`` (from 0), in parts of the run's micro-batch size."""
+    size = run.batch.micro_batch_size
+    parts = run.batch.train_batch_size // size
+    loader = TrainingLoader(corpus, LoaderShape(size, parts, dp_rank=0, dp_size=1))
+    return [loader.micro_batch(step * run.batch.train_batch_size, part) for part in range(parts)]
+
+
+def train_on_ranks(
+    run: Run, corpus: PreparedCorpus, steps: int, device_type: DeviceType = "cpu"
+) -> ParallelRun:
+    """Trains on the run's ranks, which are processes of this machine. Raises RanksFailed."""
+    world_size = run.grid.world_size
+    results = run_on_ranks(
+        train_rank, run, corpus, steps, world_size=world_size, device_type=device_type
+    )
+    parallel: ParallelRun = results[0]
+    return parallel
+
+
+def train_rank(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
+) -> ParallelRun | None:
+    """One rank's part of the training. Rank 0 returns the record, other ranks return None."""
+    with ParallelContext.create(run.grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
+        worker = Worker(run, context)
+        return _record_steps(worker, StepInputs(run, corpus, context), steps)
+
+
+def _record_steps(worker: Worker, inputs: StepInputs, steps: int) -> ParallelRun | None:
+    initial = gather_weights(worker)
+    gathered: list[LogicalTensors | None] = []
+    worker.engine.before_step = lambda: gathered.append(gather_gradients(worker))
+    losses, grad_norms = [], []
+    for step in range(steps):
+        samples = step * worker.run.batch.train_batch_size
+        result = worker.train_step(inputs.load(samples), inputs.learning_rate(step))
+        worker.engine.before_step = lambda: None
+        losses.append(result.loss)
+        grad_norms.append(result.grad_norm)
+    final = gather_weights(worker)
+    gradients = gathered[0]
+    if initial is None or gradients is None or final is None:
+        return None
+    return ParallelRun(
+        losses=losses,
+        grad_norms=grad_norms,
+        initial_weights=dict(initial.tensors),
+        first_gradients=dict(gradients.tensors),
+        weights=dict(final.tensors),
+        copies_differ_by=max(g.copies_differ_by for g in (initial, gradients, final)),
+    )
+
+
+Fragment = tuple[nn.Parameter, int, Tensor]
+"""A fragment: its parameter, its start in the flattened local tensor, and its elements."""
+
+
+@dataclass(frozen=True)
+class LogicalTensors:
+    """Tensors by logical parameter name, fp32 on the CPU."""
+
+    tensors: Mapping[str, Tensor]  # one for each logical parameter, unpadded
+    # Largest absolute difference between two ranks' copies of the same element; infinite if one of
+    # them is NaN.
+    copies_differ_by: float
+
+
+def gather_gradients(worker: Worker) -> LogicalTensors | None:
+    """The reduced gradients without fp16's loss scale, on rank 0 (None elsewhere).
+
+    Call it from the engine's ``before_step``.
+    """
+    scale = float(worker.engine.optimizer.loss_scale)
+    fragments = worker.engine.gradient_fragments()
+    return _gather(
+        worker,
+        _complete_shards(worker, ((f.parameter, f.start, f.values / scale) for f in fragments)),
+    )
+
+
+def gather_weights(worker: Worker) -> LogicalTensors | None:
+    """The parameters that the model computes with, on rank 0 (None elsewhere)."""
+    local = {name: value.float().cpu() for name, value in gather_parameters(worker.engine.module)}
+    return _gather(worker, local)
+
+
+def gather_state(worker: Worker, kind: str) -> LogicalTensors | None:
+    """One of ``checkpoint.tensors.KINDS`` of the optimizer state, on rank 0 (None elsewhere)."""
+    fragments = worker.engine.state_fragments()
+    local = _complete_shards(worker, ((f.parameter, f.start, getattr(f, kind)) for f in fragments))
+    return _gather(worker, local)
+
+
+def _complete_shards(worker: Worker, fragments: Iterable[Fragment]) -> dict[str, Tensor]:
+    """This rank's tensor shards, put together from the fragments of the data axis."""
+    names = worker.engine.names
+    shapes = {name: shard.local_shape for name, shard in worker.shards.items()}
+    flat = torch.zeros(sum(map(math.prod, shapes.values())))
+    parts = flat.split([math.prod(shape) for shape in shapes.values()])
+    by_name = dict(zip(shapes, parts, strict=True))
+    for parameter, start, values in fragments:
+        by_name[names[parameter]][start : start + values.numel()] = values
+    if worker.run.zero_stage > 0:
+        on_device = flat.to(worker.context.device)
+        dist.all_reduce(on_device, group=worker.context.dp_group)
+        flat.copy_(on_device)
+    return {name: part.view(shapes[name]) for name, part in by_name.items()}
+
+
+def _gather(worker: Worker, local: Mapping[str, Tensor]) -> LogicalTensors | None:
+    config, context = worker.run.config.model, worker.context
+    # As numpy arrays, because a pickled tensor takes ten times as long to load.
+    mine = [
+        (logical_name(config, name), worker.shards[name], value.numpy())
+        for name, value in local.items()
+    ]
+    everyones: list[list[tuple[str, ParameterShard, Any]]] | None = (
+        [[] for _ in range(context.grid.world_size)] if context.rank == 0 else None
+    )
+    dist.gather_object(mine, everyones, dst=0, group=context.world_group)
+    if everyones is None:
+        return None
+    return merge_shards(
+        (name, shard, torch.from_numpy(array)) for rank in everyones for name, shard, array in rank
+    )
+
+
+def merge_shards(parts: Iterable[tuple[str, ParameterShard, Tensor]]) -> LogicalTensors:
+    """Places the rows and columns of every shard in its logical tensor.
+
+    If several shards hold an element, the first is used and the others are compared with it.
+    """
+    merged: dict[str, Tensor] = {}
+    placed: dict[str, Tensor] = {}
+    difference = 0.0
+    for name, shard, value in parts:
+        if name not in merged:
+            merged[name] = torch.zeros(shard.full_shape)
+            placed[name] = torch.zeros(shard.full_shape, dtype=torch.bool)
+        held = value.split([*(len(rows) for rows in shard.rows), shard.padding_rows])
+        for rows, part in zip(shard.rows, held, strict=False):
+            there, known = _part(merged[name], rows, shard), _part(placed[name], rows, shard)
+            difference = max(difference, _largest_difference(there[known], part[known]))
+            there.copy_(torch.where(known, there, part))
+            known.fill_(True)
+    return LogicalTensors(merged, difference)
+
+
+def _part(tensor: Tensor, rows: range, shard: ParameterShard) -> Tensor:
+    """A view of the logical tensor: these rows and the shard's columns."""
+    part = tensor[rows.start : rows.stop]
+    return part if shard.columns is None else part[:, shard.columns.start : shard.columns.stop]
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    if not a.numel():
+        return 0.0
+    largest = float((a - b).abs().max())
+    return math.inf if math.isnan(largest) else largest

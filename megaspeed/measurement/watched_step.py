@@ -1,0 +1,330 @@
+"""Measures the memory that a rank holds, and the bytes that it sends, in one optimizer step.
+
+    held before the step    parameters, gradients, optimizer states, buffers: listed by ``Watched``
+    allocated in the step   gradients when autograd completes them; other tensors by the code
+                            that allocates them
+
+Measuring makes a step slower, so do not time the same step. A rank that is out of memory reports
+what it holds and which changes free most memory.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megaspeed.config.resolve import Run
+from megaspeed.measurement.allocations import AllocationLog
+from megaspeed.planning.costs.memory import Category, MemoryBytes
+from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.traffic import Collective, Messages, Traffic, TrafficAxis
+from megaspeed.planning.variants import Training, single_changes
+from megaspeed.topology.context import ParallelContext
+from megaspeed.training.worker import Load, StepResult, Worker, peak_memory
+from megaspeed.units import memory_unit
+from megaspeed.zero.engine import ZeroEngine
+from megaspeed.zero.model_states import (
+    allocates_for_communication,
+    held_gradients,
+    held_optimizer_states,
+    held_parameters,
+)
+
+# Operator -> its collective, and the index of the argument that is its message: the output of a
+# gather, the input of all others. If the index is None, the message is the result.
+_COUNTED: Mapping[str, tuple[Collective, int | None]] = MappingProxyType(
+    {
+        "c10d::allreduce_": ("all_reduce", 0),
+        "c10d::allreduce_coalesced_": ("all_reduce", 0),
+        "c10d::allgather_": ("all_gather", 0),
+        "c10d::_allgather_base_": ("all_gather", 0),
+        "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
+        "c10d::reduce_scatter_": ("reduce_scatter", 1),
+        "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+        "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+        "c10d::alltoall_base_": ("all_to_all", 1),
+        "c10d::reduce_": ("reduce", 0),
+        "c10d::broadcast_": ("broadcast", 0),
+        "c10d::send": ("send", 0),
+        # What torch's DTensor calls.
+        "_c10d_functional::all_reduce": ("all_reduce", 0),
+        "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
+        "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+        "_c10d_functional::broadcast": ("broadcast", 0),
+    }
+)
+_SENDING_NOTHING = frozenset(
+    {
+        "c10d::recv_",
+        "c10d::recv_any_source_",
+        "c10d::barrier",
+        "c10d::monitored_barrier_",
+        "_c10d_functional::wait_tensor",
+        "_c10d_functional::_wrap_tensor_autograd",
+    }
+)
+_MOST_CHANGES = 3
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMeasurement:
+    """What one rank held and sent in one step."""
+
+    rank: int
+    pipeline_stage: int
+    states: MemoryBytes  # model states after the first micro-batch, without activations
+    peak: MemoryBytes  # at the peak of the step
+    traffic: Traffic  # bytes sent, by axis and collective
+
+
+Held = Mapping[Category, Iterable[Tensor | None]]
+"""Category -> tensors that a rank holds now. Communication buffers need not be listed if Python can
+reach them."""
+
+
+class Watched(Protocol):
+    """One rank's training, and the tensors that it holds."""
+
+    context: ParallelContext
+
+    def new_log(self) -> AllocationLog:
+        """A log that recognises code that allocates for communication."""
+
+    def held(self) -> Held:
+        """The tensors that the rank holds at the time of the call."""
+
+    def differentiated(self) -> Iterable[Tensor]:
+        """The tensors whose gradients autograd computes."""
+
+    def call_after_backward(self, function: Callable[[], None]) -> None:
+        """Sets a function to call after the backward of each micro-batch."""
+
+    def train_step(self, load: Load, learning_rate: float) -> StepResult:
+        """One optimizer step."""
+
+
+def measure(
+    watched: Watched, load: Load, learning_rate: float
+) -> tuple[StepResult, RankMeasurement]:
+    """Trains one step and measures it. All ranks call this together.
+
+    The optimizer's states must exist, so this cannot be the first step. Compiled blocks run without
+    compilation, because torch 2.13 compiles nothing while operations are watched.
+    """
+    context = watched.context
+    log = watched.new_log()
+    _claim(log, watched.held())
+    log.claim_everything_else_alive("communication_buffers")
+    traffic = TrafficLog(context)
+    states: list[MemoryBytes] = []
+
+    def after_backward() -> None:
+        log.claim("gradients", watched.held()["gradients"])
+        if not states:
+            states_log = watched.new_log()
+            _claim(states_log, {**watched.held(), "communication_buffers": ()})
+            states.append(states_log.live())
+
+    hooks = [
+        tensor.register_hook(lambda gradient: log.claim("gradients", [gradient]))
+        for tensor in watched.differentiated()
+    ]
+    watched.call_after_backward(after_backward)
+    try:
+        with torch.compiler.set_stance("force_eager"), traffic, log:
+            result = watched.train_step(load, learning_rate)
+    finally:
+        watched.call_after_backward(lambda: None)
+        for hook in hooks:
+            hook.remove()
+    return result, RankMeasurement(
+        rank=context.rank,
+        pipeline_stage=context.pp_rank,
+        states=states[0],
+        peak=log.peak(),
+        traffic=traffic.traffic,
+    )
+
+
+def _claim(log: AllocationLog, held: Held) -> None:
+    for category, tensors in held.items():
+        log.claim(category, tensors)
+
+
+def held_by(engine: ZeroEngine) -> Held:
+    """The model states of a rank."""
+    return {
+        "parameters": held_parameters(engine),
+        "gradients": held_gradients(engine),
+        "optimizer_states": held_optimizer_states(engine),
+    }
+
+
+class WatchedZero:
+    """A worker and the tensors of its ZeRO optimizer."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.context = worker.context
+        self.train_step = worker.train_step
+        self._engine = worker.engine
+
+    def new_log(self) -> AllocationLog:
+        return AllocationLog(self.context.device, _category_of)
+
+    def held(self) -> Held:
+        return held_by(self._engine)
+
+    def differentiated(self) -> Iterable[Tensor]:
+        return self._engine.module.parameters()
+
+    def call_after_backward(self, function: Callable[[], None]) -> None:
+        self._engine.after_backward = function
+        # Before the step, the gradients that the reduction made exist, too.
+        self._engine.before_step = function
+
+
+def _category_of(module: str) -> Category | None:
+    for_communication = allocates_for_communication(module)
+    if for_communication is None:
+        return None
+    return "communication_buffers" if for_communication else "activations"
+
+
+class TrafficLog(TorchDispatchMode):
+    """Counts the bytes that this rank hands to its process groups within a block, by axis.
+
+        DeepSpeed, megaspeed, autograd -> torch.distributed -> c10d operator -> gloo or NCCL
+                                                               ^ counted here
+
+    Every collective of torch is an operator of its dispatcher, in forward and backward and for
+    every caller. An unknown collective is an error. Only the sender of a message counts it.
+
+    A data or tensor axis that spans all ranks uses the world's group (``topology/context.py``).
+    fp64 messages of that group count for the world, all others for the axis.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        super().__init__()
+        self._world = context.world_group.group_name
+        axes: list[tuple[dist.ProcessGroup | None, TrafficAxis]] = [
+            (context.world_group, "world"),
+            (context.pp_group, "pp"),
+            (context.dp_group, "dp"),
+            (context.tp_group, "tp"),
+        ]
+        # If an axis has the world's group, its entry replaces the world's, because it comes later.
+        self._axes = {
+            group.group_name: axis for group, axis in axes if group is not None and group.size() > 1
+        }
+        self._messages = Messages()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this rank has sent so far, by axis and collective."""
+        return self._messages.traffic()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        operator = function._schema.name
+        if function.namespace not in _NAMESPACES or operator in _SENDING_NOTHING:
+            return function(*args, **(kwargs or {}))
+        if operator not in _COUNTED:
+            raise RuntimeError(
+                f"Every collective must be counted, but {operator} is not known. Add it to the "
+                f"table of {__name__}: which collective it is, and which argument is its message."
+            )
+        group = _group_in(args)
+        if group.size() > 1 and group.group_name not in self._axes:
+            raise RuntimeError(
+                f"Every collective runs along an axis, but {operator} runs over ranks "
+                f"{dist.get_process_group_ranks(group)}, but no axis of this rank has that group."
+            )
+        result = function(*args, **(kwargs or {}))
+        if group.size() > 1:
+            collective, argument = _COUNTED[operator]
+            message = result if argument is None else args[argument]
+            self._count(collective, group, message)
+        return result
+
+    def _count(self, collective: Collective, group: dist.ProcessGroup, message: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(message) if isinstance(leaf, Tensor)]
+        axis = self._axes[group.group_name]
+        if group.group_name == self._world and all(t.dtype == torch.float64 for t in tensors):
+            axis = "world"
+        message_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._messages.add(axis, collective, message_bytes, ranks=group.size())
+
+
+def _group_in(arguments: Sequence[Any]) -> dist.ProcessGroup:
+    """The process group of an operator: one of its arguments, or named by the last one."""
+    for argument in arguments:
+        is_object = isinstance(argument, torch.ScriptObject)
+        if is_object and str(argument._type()).endswith("ProcessGroup"):
+            return dist.ProcessGroup.unbox(argument)
+    return dist.distributed_c10d._resolve_process_group(arguments[-1])
+
+
+def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine | None) -> str:
+    """The report of a rank that is out of memory: predicted and measured memory, best changes.
+
+        Memory of rank 5 (pipeline stage 1) in GiB, measured on the GPU:
+                                       predicted    measured
+        parameters                          2.90        2.90
+        ...
+        Changes that free most memory on the fullest rank (predicted):
+            18.11 GiB: --set parallel.activation_checkpointing=full
+
+    ``engine`` is None if memory ran out before it was built.
+    """
+    predicted = predict_memory(run, context.pp_rank).peak
+    held: MemoryBytes | None = None
+    if engine is not None:
+        log = AllocationLog(context.device)
+        _claim(log, held_by(engine))
+        held = log.live()
+    on_gpu = context.device.type == "cuda"
+    most = peak_memory(context.device)
+    others = predicted.activations + predicted.communication_buffers
+    rows: list[tuple[str, int, int | None]] = [
+        (name.replace("_", " "), getattr(predicted, name), getattr(held, name, None))
+        for name in ("parameters", "gradients", "optimizer_states")
+    ]
+    rows += [
+        ("activations and buffers", others, most - held.total if on_gpu and held else None),
+        ("total, at the peak", predicted.total, most),
+    ]
+    unit = memory_unit([predicted.total])
+    lines = [
+        f"Memory of rank {context.rank} (pipeline stage {context.pp_rank}) in {unit.name}, "
+        f"measured {'on the GPU' if on_gpu else 'of the whole process, with its libraries'}:",
+        f"{'':28}{'predicted':>12}{'measured':>12}",
+        *(
+            f"{name:28}{unit.of(before):>12}{'' if now is None else unit.of(now):>12}"
+            for name, before, now in rows
+        ),
+    ]
+    if on_gpu:
+        total = torch.cuda.get_device_properties(context.device).total_memory
+        reserved = torch.cuda.memory_reserved(context.device)
+        lines.append(
+            f"The GPU has {unit.of(total)} {unit.name}, of which torch has reserved "
+            f"{unit.of(reserved)} {unit.name}."
+        )
+    gpus_per_node = max(1, torch.cuda.device_count())
+    changes = single_changes(Training(stated=run.config, run=run), gpus_per_node)[:_MOST_CHANGES]
+    if changes:
+        lines.append("Changes that free most memory on the fullest rank (predicted):")
+        lines += [
+            f"{unit.of(freed):>9} {unit.name}: --set {' '.join(text)}" for freed, text in changes
+        ]
+    else:
+        lines.append("No single change of the settings frees memory: use more ranks.")
+    return "\n".join(lines)

@@ -1,0 +1,125 @@
+"""The machines that a run is planned for: the JSON of ``--cluster``, and options that replace keys.
+
+{"device": "h100-80gb", "nodes": 8, "gpus_per_node": 8, "nic_gbps": 400}
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from megaspeed.config.document import JsonSyntaxError, read_json_object
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.section import LARGEST_WORLD, Bandwidth, Section
+from megaspeed.config.validation import translate
+from megaspeed.files.reading import file_problem
+from megaspeed.planning.costs.workload import Cluster
+from megaspeed.planning.goodput import Operations
+from megaspeed.planning.machines import GPUS_PER_NODE
+from megaspeed.topology.devices import DeviceError, device_named
+from megaspeed.units import counted
+
+CPU = "cpu"
+"""The name of the device that is measured, because no table can have its figures."""
+
+
+class ClusterConfig(Section):
+    """The machines, as a user states them."""
+
+    device: str | None = None
+    """Name of the accelerator, or cpu for this machine, which is measured."""
+    nodes: int | None = Field(default=None, gt=0, le=LARGEST_WORLD)
+    """Number of nodes. If omitted: as many as the ranks need."""
+    gpus_per_node: int = Field(default=GPUS_PER_NODE, gt=0, le=LARGEST_WORLD)
+    """Accelerators of one node."""
+    nic_gbps: Bandwidth | None = None
+    """Network bandwidth of each accelerator, in Gb/s in one direction. If omitted: that of the
+    vendor's own system."""
+    dollars_per_gpu_hour: float | None = Field(default=None, ge=0)
+    """Price of one accelerator for one hour."""
+    operations: Operations = Operations()
+    """Failures and storage, for the goodput of a long run."""
+
+    @property
+    def gpus(self) -> int | None:
+        """Accelerators of all nodes; None if the number of nodes is not stated."""
+        return None if self.nodes is None else self.nodes * self.gpus_per_node
+
+    def ranks(self, world_size: int | None) -> int:
+        """The stated number of ranks. If it is None, one rank for each device.
+
+        Raises:
+            ConfigError: neither is stated, or there are not enough devices.
+        """
+        if world_size is None and self.gpus is None:
+            raise _wrong("the number of ranks is missing: add --world-size, or --nodes")
+        ranks = world_size or self.gpus or 0
+        if ranks > LARGEST_WORLD:
+            raise _wrong(
+                f"{ranks:,} ranks are more than the limit of {LARGEST_WORLD:,}; use fewer nodes"
+            )
+        if self.nodes is not None and ranks > self.nodes * self.gpus_per_node:
+            raise _wrong(
+                f"{ranks:,} ranks need more than the {self.gpus:,} devices of "
+                f"{counted(self.nodes, 'node')} with {self.gpus_per_node:,} each; add nodes, or "
+                "omit --nodes"
+            )
+        return ranks
+
+    def cluster(self) -> Cluster | None:
+        """The figures of the machines; None if no device is named, or the device is cpu."""
+        if self.device is None or self.device == CPU:
+            return None
+        device = device_named(self.device)
+        stated = self.nic_gbps
+        return Cluster(
+            device=device,
+            gpus_per_node=self.gpus_per_node,
+            network_bandwidth=device.network_bandwidth if stated is None else stated / 8,
+        )
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError([problem], "the cluster")
+
+
+def read_cluster(file: Path | None, stated: Mapping[str, Any]) -> ClusterConfig:
+    """Reads a cluster's JSON, if there is one, and replaces the keys that are stated.
+
+    Raises:
+        ConfigError: with all mistakes.
+    """
+    values: dict[str, Any] = {}
+    where = "the cluster" if file is None else str(file)
+    problems: list[str] = []
+    if file is not None:
+        wrong = file_problem(file)
+        try:
+            if wrong is not None:
+                raise JsonSyntaxError(f"{file} {wrong}; name a JSON file")
+            values, duplicates = read_json_object(file)
+            problems = [duplicate.message for duplicate in duplicates]
+        except JsonSyntaxError as error:
+            raise ConfigError([str(error)], where) from error
+    values |= {key: value for key, value in stated.items() if value is not None}
+    known = ClusterConfig.model_fields
+    for key in ("nodes", "gpus_per_node", "nic_gbps"):
+        if values.get("device") == CPU and key in values:
+            problems.append(
+                f"{key} does not apply to the device cpu, which is this machine; omit it"
+            )
+    for key in values.keys() - known:
+        problems.append(f"{key} is an unknown key; the keys of a cluster are {', '.join(known)}")
+    values = {key: value for key, value in values.items() if key in known}
+    try:
+        cluster = ClusterConfig.model_validate(values)
+        if cluster.device not in (None, CPU):
+            device_named(cluster.device)
+    except DeviceError as error:
+        problems.append(str(error))
+    except ValidationError as error:
+        problems += [each.message for each in translate(error, values)]
+    if problems:
+        raise ConfigError(problems, where)
+    return cluster

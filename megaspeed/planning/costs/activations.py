@@ -1,0 +1,385 @@
+"""Activations of each kind of layer: what a micro-batch keeps for its backward, and working memory.
+
+n = B S is the tokens of a micro-batch. m is the tokens on this rank between layers: n / T with
+sequence parallelism on T tensor ranks, else n. Hidden states are (B, S, D) inside column- and
+row-parallel layers, and (B, m/B, D) between them and between pipeline stages.
+
+Q = (H + 2 H_kv) K is the number of query, key and value features, and a the bytes of an element. A
+block keeps
+
+    GPT-2    a (4 m D + n (Q + H K + 2 F) / T)
+    Llama    a (4 m D + n (Q + (H + H_kv) K + H K + 4 F) / T)
+
+plus the statistics of norms and softmax. (H + H_kv) K are the queries and keys after the rotation
+or the norm of each head. 4 F are gate and up, silu(gate), and the product of silu(gate) and up.
+The input of a block counts as the output of the layer before it.
+
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
+section 4.1 and equations 1 to 4. Here, the attention kernel is fused and keeps no S x S matrix, and
+dropout keeps no mask. With H K = D, the formula for GPT-2 is the paper's 10 s b h + 24 s b h / t
+without its two masks.
+
+With selective recomputation (``model/recomputation.py``), a block keeps its output, the input of
+its second norm, the outputs of its first three matrix products, and what the fused attention kernel
+returns. If attention has dropout, it keeps nothing of the attention except the first of them:
+
+    GPT-2    a (2 m D + n (Q + H K + F) / T)
+    Llama    a (2 m D + n (Q + H K + 2 F) / T)
+
+A compiled block keeps the same, but no silu(gate), so 3 F instead of 4 F, and on a CPU its norms
+are fused, too. This is exact without sequence parallelism and attention dropout. With one of them,
+a compiled block keeps at most this.
+
+With full recomputation, a block keeps only its output, and its backward first recomputes the rest
+(section 5 of the paper, "full recomputation": 2 s b h a layer).
+
+If attention stays within a document (``model/documents.py``), every rank also has, from its own
+micro-batch,
+
+    positions   (B, S)         4 bytes each
+    angles      (B, S, 1, K)   cosines and sines of rotary positions, in the model's precision
+    mask        (B, 1, S, S)   in the model's precision, the same for all heads; only if needed
+
+and keeps them until the backward of its first block is done. Otherwise the angles are (S, 1, K),
+and stay for the run. Without a mask, a block keeps as much as if each row were one document. On a
+GPU, its backward sums the queries' gradients in fp32, with 128 rows of padding for each document.
+This memory is not counted. It is less than the working memory of the MLP's backward, unless
+documents have far fewer than 128 tokens on average.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from megaspeed.config.resolve import Run
+from megaspeed.config.run import Recomputation
+from megaspeed.model.parameters import parameter_named
+from megaspeed.planning.costs.memory import BYTES_OF
+from megaspeed.tensor_parallel.plan import shard_of, tokens_of_a_chunk, vocabulary_rows_per_rank
+
+_FP32, _INT32, _INT64 = 4, 4, 8
+
+_OF_A_TOKENS_LOSS = 2 * _INT64 + 8 * _FP32
+"""Bytes for each token of a chunk of the loss: its target, maximum, sum, factors and others."""
+
+_HASHING = 2 * 4
+"""Bytes an element while a dropout mask is computed: the int32 hash, and a shifted copy of it."""
+
+
+def tokens_of(run: Run) -> int:
+    """n: tokens of a micro-batch."""
+    return run.batch.micro_batch_size * run.config.data.sequence_length
+
+
+def full_hidden_bytes(run: Run) -> int:
+    """Hidden states of all tokens, (B, S, D) in the model's precision."""
+    return tokens_of(run) * run.config.model.hidden_size * BYTES_OF[run.precision]
+
+
+def hidden_bytes(run: Run) -> int:
+    """The part of the hidden states that one rank has between layers."""
+    return full_hidden_bytes(run) // (run.grid.tp if run.sequence_parallel else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMemory:
+    """Activation bytes of one layer for one micro-batch on one rank."""
+
+    kept: int  # kept from the layer's forward to its backward, including its output
+    forward_working: int  # working memory at the forward's peak, in addition to ``kept``
+    # Working memory at the backward's peak, in addition to ``kept``, without gradients of
+    # parameters.
+    backward_working: int
+
+
+class Activations:
+    """Activation bytes of the layers of one run, for one micro-batch on one rank.
+
+    Args:
+        run: the resolved run.
+        device_type: "cuda" or "cpu". On a CPU, RMSNorm is several operations, which keep their
+            intermediates, and gloo's reduce-scatter copies its input.
+    """
+
+    def __init__(self, run: Run, device_type: str) -> None:
+        model, tp = run.config.model, run.grid.tp
+        self._run, self._model, self._tp = run, model, tp
+        self._on_gpu = device_type == "cuda"
+        self._is_compiled = run.config.training.compiles_on(device_type)
+        self._fused_rms_norm = self._on_gpu or self._is_compiled
+        self._fused_norm = self._fused_rms_norm or model.norm == "layer_norm"
+        self._splits_sequence = run.sequence_parallel
+        self._n = tokens_of(run)
+        self._m = self._n // tp if self._splits_sequence else self._n
+        self._a = BYTES_OF[run.precision]
+        self._full, self._hidden = full_hidden_bytes(run), hidden_bytes(run)
+        # Sequence parallelism: a layer's gathered input, and gloo's copy of the input of a
+        # reduce-scatter.
+        self._gathered = self._full if self._splits_sequence else 0
+        self._gloo_copy = 0 if self._on_gpu else self._gathered
+        # The output of a row-parallel layer. It is summed in place, or scattered.
+        self._summed = self._full + self._gloo_copy
+        self._residual_hashing = 0
+        if model.residual_dropout > 0.0:
+            self._residual_hashing = self._m * model.hidden_size * _HASHING
+        self._has_documents = run.config.data.reset_at_documents
+        self._needs_mask = not model.attends_without_mask(device_type, self._a)
+        # Elements of the attention matrices (B, H/T, S, S).
+        heads = model.num_attention_heads // tp
+        self._attention_weights = self._n * run.config.data.sequence_length * heads
+        self._block = cache(self._computed_block)
+
+    def embedding(self) -> LayerMemory:
+        """Token ids and hidden states."""
+        ids = self._n * _INT64
+        masks = self._n * (_INT64 + 1) if self._tp > 1 else 0
+        hashing = 0
+        if self._model.embedding_dropout > 0.0:
+            hashing = self._n * self._model.hidden_size * _HASHING
+        return LayerMemory(
+            kept=ids + masks + self._hidden,
+            # The rows of this rank's tokens; then also the sum, of which a part is kept.
+            forward_working=max(self._full + self._gathered, hashing),
+            backward_working=self._full + hashing,
+        )
+
+    def block(self, index: int = 0) -> LayerMemory:
+        """A transformer block, recomputed or not; ``index`` is its number in its pipeline stage."""
+        return self._block(self._run.config.parallel.recomputation_of(index))
+
+    def _computed_block(self, recomputation: Recomputation) -> LayerMemory:
+        if recomputation == "selective":
+            return self._selective_block()
+        output, mlp = self._hidden, self._mlp_kept()
+        attention = self._norm_kept() + self._attention_kept() + output
+        if not self._fused_norm and self._a < _FP32:
+            attention -= output  # a norm of several operations keeps its input in fp32 instead
+        kept = attention + self._norm_kept() + mlp + output
+        forward = max(self._summed, self._gathered, self._residual_hashing)
+        backward = self._block_backward_working()
+        if recomputation == "none":
+            return LayerMemory(kept=kept, forward_working=forward, backward_working=backward)
+        # With recomputation, the first forward keeps no intermediates, and its peak is in the MLP.
+        # The recomputed forward keeps everything except the output. Its peak is at the attention's
+        # output or in the backward that follows.
+        return LayerMemory(
+            kept=output,
+            forward_working=forward + mlp,
+            backward_working=kept - output + max(forward - mlp, backward),
+        )
+
+    def _selective_block(self) -> LayerMemory:
+        """A block that keeps little more than the outputs of its matrix products.
+
+        Working memory is highest at one of the listed moments. What is computed again for the
+        backward is a part of it.
+        """
+        model, hidden = self._model, self._hidden
+        features, _ = self._local_shape("attention.qkv")
+        _, mixed = self._local_shape("attention.output")
+        _, width = self._local_shape("mlp.down")
+        qkv, mix = self._n * features * self._a, self._n * mixed * self._a
+        activation = self._n * width * self._a  # (n, F/T), the input of ``down``
+        silu = activation if model.mlp == "swiglu" else 0
+        up = activation + silu
+        # On a CPU: the fp32 intermediates of RMSNorm, of the hidden states and of the keys.
+        norm = 0 if self._fused_norm else 3 * self._m * model.hidden_size * _FP32
+        head_norm = 0
+        if model.qk_norm and not self._on_gpu:
+            head_norm = 3 * self._n * (features - mixed) // 2 * _FP32
+        core, again = 0, self._attention_kept()  # what the fused kernel returns; the rest
+        if model.attention_dropout == 0.0:
+            core = mix + self._n * mixed // model.head_dim * _FP32
+            again -= qkv + core
+        elif self._head_norms_keep_qkv:
+            again -= qkv
+        mlp = self._mlp_gradients()
+        forward = [
+            mix + head_norm - hidden - core - up,
+            norm - hidden - up,
+            self._gathered,
+            activation + max(self._summed, silu),
+            self._residual_hashing,
+        ]
+        backward = [
+            mlp + activation + silu + self._gathered,
+            mlp - up + hidden + self._column_parallel_backward(),
+            norm + self._norm_kept() - up,
+            again + head_norm - up,
+        ]
+        if model.attention_dropout == 0.0:
+            backward.append(again + mix + qkv - up)
+        else:
+            # Queries, keys and values, the fp32 softmax, and its dropout or the output twice.
+            softmax, cast = (self._attention_weights * size for size in (_FP32, self._a))
+            dropping = self._attention_weights * _HASHING + (cast if self._a < _FP32 else 0)
+            forward.append(qkv + softmax + max(dropping, 2 * mix) - hidden - up)
+            # The mask replaces the weights after dropout.
+            backward.append(again + self._attention_weights * _HASHING - up)
+            # The gradients of queries, keys and values replace the weights.
+            backward.append(again + qkv - softmax - cast - up)
+        return LayerMemory(
+            kept=2 * hidden + qkv + core + up,
+            forward_working=max(forward),
+            backward_working=max(backward),
+        )
+
+    def first_block(self) -> LayerMemory:
+        """The first block of a pipeline stage, with the mask and the positions if there are any."""
+        block = self.block()
+        if not self._has_documents:
+            return block
+        positions = self._n * _INT32 + self._angles(self._n)
+        if not self._needs_mask:
+            return replace(block, kept=block.kept + positions)
+        pairs = self._n * self._run.config.data.sequence_length
+        return replace(
+            block,
+            kept=block.kept + pairs * self._a + positions,
+            # Before the block runs: one byte for each pair of tokens, true if both are in one
+            # document.
+            forward_working=max(block.forward_working, pairs - block.kept),
+        )
+
+    def shared(self) -> int:
+        """What blocks, micro-batches and steps share: rotary angles, the mask (S, S) of a window.
+
+        If attention stays within a document, each micro-batch has its own angles and mask.
+        """
+        sequence, window = self._run.config.data.sequence_length, self._model.sliding_window
+        if self._has_documents:
+            return 0
+        is_masked = self._needs_mask and window is not None and window < sequence
+        return self._angles(sequence) + (sequence**2 * self._a if is_masked else 0)
+
+    def head(self) -> LayerMemory:
+        """The final norm and the loss (``tensor_parallel/loss.py``).
+
+        The loss keeps only the gradient of its input. The forward needs most memory while a chunk
+        of logits is differentiated, or while the gradient of the hidden states is summed over the
+        tensor axis.
+        """
+        columns = vocabulary_rows_per_rank(self._model.vocab_size, self._tp)
+        tokens = tokens_of_a_chunk(self._n, columns)
+        logits = tokens * columns * self._a
+        weight = columns * self._model.hidden_size
+        # The fp32 copy of the logits, or a product that is added to a gradient of another type.
+        is_in_place = self._a == _FP32 and not self._is_compiled
+        copy = 0 if is_in_place else tokens * columns * _FP32
+        is_added = self._run.accumulation_dtype == self._run.precision
+        product = 0 if is_added else weight * self._a
+        of_tokens = self._n * _FP32 + tokens * _OF_A_TOKENS_LOSS
+        chunk = logits + max(copy, product) + of_tokens
+        # The output of the norm, for all tokens, and its gradient, which is kept.
+        rows = self._hidden
+        if self._splits_sequence:
+            rows = self._gathered + self._full
+            chunk = max(chunk, self._hidden + self._gloo_copy)
+        norm = 0 if self._fused_norm else 3 * self._m * self._model.hidden_size * _FP32
+        return LayerMemory(
+            kept=self._norm_kept(),
+            forward_working=rows + chunk,
+            backward_working=self._hidden + norm,
+        )
+
+    def _norm_kept(self) -> int:
+        """What a norm keeps: output and statistics; on a CPU also the intermediates of RMSNorm."""
+        if self._model.norm == "layer_norm":
+            return self._hidden + 2 * self._m * self._a
+        intermediates = 0 if self._fused_norm else self._rms_norm_intermediates()
+        return self._hidden + self._m * (_FP32 + self._model.hidden_size * intermediates)
+
+    def _rms_norm_intermediates(self) -> int:
+        """Bytes an element that RMSNorm keeps on a CPU.
+
+        They are x / rms. In 16-bit precision, also x in fp32 and the product of x / rms and the
+        weight.
+        """
+        return 2 * _FP32 if self._a < _FP32 else _FP32
+
+    def _attention_kept(self) -> int:
+        model, n = self._model, self._n
+        features, _ = self._local_shape("attention.qkv")
+        _, mixed = self._local_shape("attention.output")
+        heads = mixed // model.head_dim
+        key_value_heads = (features - mixed) // (2 * model.head_dim)
+        is_rotary = model.positions == "rotary"
+        # Queries and keys after the rotation or the norm.
+        queries_and_keys = features - key_value_heads * model.head_dim
+        changed = queries_and_keys if is_rotary or model.qk_norm else 0
+        norms = 0
+        if model.qk_norm:  # statistics of the norms of each head's query and key
+            intermediates = 0 if self._fused_rms_norm else self._rms_norm_intermediates()
+            norms = n * (heads + key_value_heads) * (_FP32 + model.head_dim * intermediates)
+        if model.attention_dropout == 0.0:
+            row_statistics = n * heads * _FP32
+            elements = n * (features + changed + mixed)
+            return elements * self._a + row_statistics + norms
+        # Without the fused kernel (model/attention.py): copies of queries, keys and values, the
+        # output, the fp32 softmax, and the weights after dropout.
+        squares = self._attention_weights * (_FP32 + self._a)
+        elements = n * (mixed + features + (features if self._head_norms_keep_qkv else 0))
+        return elements * self._a + squares + norms
+
+    @property
+    def _head_norms_keep_qkv(self) -> bool:
+        """Whether the norms of each head keep their input, which is a view of all features.
+
+        On a CPU in 16-bit precision, they keep the input in fp32 instead.
+        """
+        return self._model.qk_norm and (self._fused_rms_norm or self._a == _FP32)
+
+    def _mlp_kept(self) -> int:
+        """What an MLP keeps: the output of ``up``, silu(gate) if any, and the input of ``down``."""
+        gated = self._model.mlp == "swiglu"
+        before, _ = self._local_shape("mlp.gate_up" if gated else "mlp.up")
+        _, after = self._local_shape("mlp.down")
+        keeps_silu = gated and not self._is_compiled
+        return self._n * (before + after + (after if keeps_silu else 0)) * self._a
+
+    def _angles(self, tokens: int) -> int:
+        """Cosines and sines of ``tokens`` positions."""
+        is_rotary = self._model.positions == "rotary"
+        return tokens * self._model.head_dim * self._a if is_rotary else 0
+
+    def _local_shape(self, module: str) -> tuple[int, int]:
+        """Rows and columns of a block's matrix on one tensor rank."""
+        weight = parameter_named(self._model, f"blocks.0.{module}.weight")
+        rows, columns = shard_of(self._model, weight, rank=0, size=self._tp).local_shape
+        return rows, columns
+
+    def _column_parallel_backward(self) -> int:
+        """Working memory of the backward of a column-parallel layer.
+
+        It is the gradient of the input, which is summed in place over the tensor axis. With
+        sequence parallelism, the input is also gathered once more.
+        """
+        return self._full + self._gathered + self._gloo_copy
+
+    def _mlp_gradients(self) -> int:
+        """Working memory of the backward of an MLP, in addition to what its forward kept."""
+        _, width = self._local_shape("mlp.down")
+        activation = self._n * width * self._a  # (n, F/T)
+        mlp = activation if self._model.mlp == "gelu" else 2 * activation
+        if self._model.residual_dropout > 0.0:
+            mlp = self._hidden + max(mlp, self._residual_hashing)
+        return mlp
+
+    def _block_backward_working(self) -> int:
+        """Working memory at the peak of a block's backward, which is at one of these moments:
+
+        inside the MLP      its gradients, and everything that its forward kept
+        after the MLP       the gradient of its input
+        in a norm           the intermediates of RMSNorm on a CPU
+        in the attention    the mask of its dropout
+
+        With residual dropout, a second gradient exists beside that of the residual connection.
+        """
+        mlp_kept, mlp = self._mlp_kept(), self._mlp_gradients()
+        moments = [mlp + self._gathered, mlp - mlp_kept + self._column_parallel_backward()]
+        if not self._fused_norm:
+            moments.append(4 * self._m * self._model.hidden_size * _FP32 - mlp_kept)
+        if self._model.attention_dropout > 0.0:
+            # The gradient replaces the weights after dropout, and the MLP's tensors are freed.
+            hashing = self._attention_weights * _HASHING
+            moments.append(hashing - mlp_kept - self._norm_kept() - self._hidden)
+        return max(moments)

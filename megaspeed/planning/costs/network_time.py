@@ -1,0 +1,244 @@
+"""Seconds that a rank waits for others: tensor parallelism, pipeline messages, the data axis.
+
+The time of a collective is that of a ring in NCCL (src/graph/tuning.cc):
+
+    seconds = start + hops x seconds of a hop + bytes sent / bandwidth
+
+Bytes and hops are exact. The constants are from NCCL's source code and from data sheets, or
+measured (``Cluster.measured``).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Literal
+
+from megaspeed.planning.costs.workload import Cluster, Message, Workload, block_parameters
+from megaspeed.topology.grid import Axis, Grid
+
+LINK_EFFICIENCY = 0.78
+"""Bus bandwidth of a large collective, as a fraction of the data sheet's bandwidth. NCCL's tuning
+model limits rings on A100 with NVSwitch to 235 of 300 GB/s (src/graph/tuning.cc)."""
+
+_HOP_WITHIN_NODE, _HOP_BETWEEN_NODES, _HOP_OF_TREE, _START = 3.4e-6, 14e-6, 28e-6, 8.4e-6
+"""Seconds of one hop of a ring, of a tree, and of the start of a collective, with NCCL's Simple
+protocol (src/graph/tuning.cc: hwLat and baseLat)."""
+
+SLOWDOWN_BY_OVERLAP = 0.189
+"""Computation takes longer by this fraction while a collective runs beside it, because both use
+processors, memory and power (Lee et al. 2025, arXiv 2507.03114, abstract: 18.9 % on average)."""
+
+_EXPOSED_TP = 0.5
+"""The fraction of a tp collective's time that remains if it runs beside products in parts. The
+first part precedes all products, or the last part follows them. An assumption, for torchtitan's
+asynchronous tensor parallelism."""
+
+
+HOPS: Mapping[Message, Callable[[int], int]] = MappingProxyType(
+    {
+        "all_reduce": lambda ranks: 2 * (ranks - 1),
+        "all_gather": lambda ranks: ranks - 1,
+        "reduce_scatter": lambda ranks: ranks - 1,
+        "send": lambda ranks: 1,
+    }
+)
+"""Kind of message -> its hops in a ring, as a function of the number of ranks. In each hop of a
+collective, a rank sends one part of the message."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The communication of one workload on one cluster."""
+
+    work: Workload
+    cluster: Cluster
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives can run beside computation. On CPUs, the same cores do both."""
+        return self.cluster.measured is None
+
+    def tp(self) -> tuple[float, float]:
+        """Seconds of a block's forward and backward: each has two all-reduces of (tokens, D).
+
+        (Shoeybi et al. 2019, section 3.) With sequence parallelism, each all-reduce becomes a
+        reduce-scatter and an all-gather. The backward also gathers two inputs again, while it
+        computes the gradients of these inputs (Korthikanti et al. 2022, section 4.2.2). Within a
+        node, collectives can overlap with products in parts (``overlaps_tp``).
+        """
+        work, tp = self.work, self.work.grid.tp
+        if tp == 1:
+            return 0.0, 0.0
+        message = work.tokens * work.model.hidden_size * work.element_bytes
+        if work.sequence_parallel:
+            gather = self.collective("tp", "all_gather", message)
+            both = gather + self.collective("tp", "reduce_scatter", message)
+            again = 2 * (SLOWDOWN_BY_OVERLAP if self.overlaps else 1.0) * gather
+            forward, backward = 2 * both, 2 * both + again
+        else:
+            forward = backward = 2 * self.collective("tp", "all_reduce", message)
+        within_node = tp <= self.cluster.gpus_per_node
+        share = _EXPOSED_TP if work.overlaps_tp and within_node else 1.0
+        return share * forward, share * backward
+
+    def tp_of_ends(self) -> tuple[float, float]:
+        """Seconds of the embedding and of the head with its loss, forward and backward together.
+
+        The embedding's output is summed, and so is the gradient of the head's input. The loss has
+        three all-reduces of a number for each token (Shoeybi et al. 2019, section 3).
+        """
+        work = self.work
+        if work.grid.tp == 1:
+            return 0.0, 0.0
+        message = work.tokens * work.model.hidden_size * work.element_bytes
+        summed = self.collective("tp", "all_reduce", message)
+        loss = 3 * self.collective("tp", "all_reduce", 4 * work.tokens)
+        if not work.sequence_parallel:
+            return summed, summed + loss
+        gather = self.collective("tp", "all_gather", message)
+        return summed + gather, gather + self.collective("tp", "reduce_scatter", message) + loss
+
+    def p2p(self) -> float:
+        """Seconds of sending activations and their gradients between stages.
+
+        Each stage waits for two exchanges, one with each neighbour, for each micro-batch and chunk
+        (Narayanan et al. 2021, section 2.2).
+        """
+        work, pp = self.work, self.work.grid.pp
+        if pp == 1:
+            return 0.0
+        return 2 * self.message() * work.chunks * (work.micro_batches + pp - 1)
+
+    def message(self) -> float:
+        """Seconds of one message between two stages: the activations of a micro-batch.
+
+        A tensor rank may send only its part (Narayanan et al. 2021, section 4.1). A message to
+        another node uses the network of one GPU.
+        """
+        work = self.work
+        message: float = work.tokens * work.model.hidden_size * work.element_bytes
+        if work.splits_messages or work.sequence_parallel:
+            message /= work.grid.tp
+        cluster = self.cluster
+        if cluster.measured is not None:
+            wire = cluster.measured.messages["send"]
+            return wire.latency + message / wire.bandwidth
+        within_node = work.grid.world_size <= cluster.gpus_per_node
+        bandwidth = cluster.device.link_bandwidth if within_node else cluster.network_bandwidth
+        hop = _HOP_WITHIN_NODE if within_node else _HOP_BETWEEN_NODES
+        return message / (LINK_EFFICIENCY * 1e9 * bandwidth) + hop + _START
+
+    def dp(self, stage: int, forward: float, backward: float) -> float:
+        """What the data axis adds to the step.
+
+        Args:
+            stage: the pipeline stage.
+            forward: seconds of a block's forward.
+            backward: seconds of its backward.
+
+        ZeRO-0 has an all-reduce of gradients. ZeRO-1 and 2 have a reduce-scatter, and an all-gather
+        of parameters after the step, each for every bucket. ZeRO-3 gathers each layer in the
+        forward and in the backward of each micro-batch, and reduces its gradients (Rajbhandari et
+        al. 2020, section 7). Small blocks are gathered together (``gathered_together``). The group
+        that is last in one pass and first in the next one is gathered once for both. So if one
+        group has all blocks, it is gathered once a step.
+
+        Compressed gradients take the fraction ``sent_share`` of these bytes. The time to compress
+        them is not included.
+
+        If a collective overlaps with computation, only the part that takes longer than the
+        computation is added. It also slows the computation by ``SLOWDOWN_BY_OVERLAP``.
+        """
+        work = self.work
+        if work.grid.dp == 1:
+            return 0.0
+        blocks, count = work.blocks_of_stages[stage], work.micro_batches
+        overlaps = work.overlaps_dp and self.overlaps
+        if work.zero_stage == 3:
+            weights = block_parameters(work.model) / work.grid.tp
+            together = max(1, min(blocks, int(work.gathered_together // weights)))
+            group = self.collective("dp", "all_gather", together * weights * work.element_bytes)
+            groups = max(1, math.ceil(blocks / together))
+            kept = (2 * count - 1) / (2 * count * groups) if work.gathered_together else 0.0
+            gather = group / together * (1 - kept)  # for each block and pass, on average
+            gradients = weights * work.gradient_bytes * work.sent_share
+            reduce = self.collective("dp", "reduce_scatter", gradients)
+            if not overlaps:
+                return blocks * (2 * count * gather + work.reductions * reduce)
+            in_forward = _added(gather, forward)
+            reduced = reduce * work.reductions / count  # for each micro-batch, on average
+            hidden = reduced if work.reduces_in_backward else 0.0
+            in_backward = _added(gather + hidden, backward)
+            exposed = reduce if work.reduces_in_backward else blocks * work.reductions * reduce
+            return count * blocks * (in_forward + in_backward) + group + exposed
+        parameters = work.parameters_of_rank(stage)
+        gradients = parameters * work.gradient_bytes * work.sent_share
+        buckets = max(1, math.ceil(gradients / work.bucket_bytes))
+        kind: Message = "all_reduce" if work.zero_stage == 0 else "reduce_scatter"
+        reduction = buckets * self.collective("dp", kind, gradients / buckets)
+        if overlaps:
+            window = blocks * backward
+            last = reduction / buckets  # of the layers that the backward reaches last
+            reduction = last + _added(reduction - last, window)
+        gather = 0.0
+        if work.zero_stage > 0:
+            weights = parameters * work.element_bytes
+            gather = buckets * self.collective("dp", "all_gather", weights / buckets)
+        return work.reductions * reduction + gather
+
+    def collective(self, axis: Literal["dp", "tp"], kind: Message, message: float) -> float:
+        """Seconds of an all-reduce (2 rounds), or of another collective (1 round).
+
+        n ranks on N nodes form a ring. Each sends rounds x (n-1)/n of the message in
+        rounds x (n-1) hops, of which rounds x (N-1) are between nodes. For an all-reduce, NCCL uses
+        a tree if its hops take less time (NCCL, src/graph/tuning.cc).
+        """
+        measured = self.cluster.measured
+        if measured is not None:
+            ranks, wire = self.work.grid.size_along(axis), measured.messages[kind]
+            return HOPS[kind](ranks) * (wire.latency + message / ranks / wire.bandwidth)
+        rounds = 2 if kind == "all_reduce" else 1
+        ranks, nodes, bandwidth = self.ring(axis)
+        between = nodes - 1
+        hops = (ranks - 1 - between) * _HOP_WITHIN_NODE + between * _HOP_BETWEEN_NODES
+        if rounds == 2:
+            levels = math.ceil(math.log2(nodes))
+            tree = (ranks / nodes - 1 + levels) * _HOP_OF_TREE
+            hops = min(hops, tree)
+        return _START + rounds * (hops + (ranks - 1) / ranks * message / bandwidth)
+
+    def ring(self, axis: Literal["dp", "tp"]) -> tuple[int, int, float]:
+        """Numbers of ranks and nodes of a group, and the bandwidth of its ring in bytes a second.
+
+        A ring enters and leaves each node once, through the network of all GPUs that the group has
+        there, so k ranks on a node have k times the bandwidth of one. The group that is placed
+        worst determines the step.
+        """
+        grid, cluster = self.work.grid, self.cluster
+        ranks = grid.size_along(axis)
+        nodes, together = _worst_placement(grid, axis, cluster.gpus_per_node)
+        bandwidth = cluster.device.link_bandwidth
+        if nodes > 1:
+            bandwidth = min(bandwidth, together * cluster.network_bandwidth)
+        return ranks, nodes, LINK_EFFICIENCY * 1e9 * bandwidth
+
+
+@lru_cache(maxsize=4096)
+def _worst_placement(grid: Grid, axis: Axis, gpus_per_node: int) -> tuple[int, int]:
+    """The most nodes on which one group has ranks, and the fewest ranks that such a group has on
+    one of its nodes."""
+    placed = [
+        Counter(rank // gpus_per_node for rank in group).values()
+        for group in grid.groups_along(axis)
+    ]
+    nodes = max(map(len, placed))
+    return nodes, min(min(counts) for counts in placed if len(counts) == nodes)
+
+
+def _added(communication: float, computation: float) -> float:
+    """Seconds that a collective adds to the computation beside it."""
+    together = min(communication, computation)
+    return communication - together + SLOWDOWN_BY_OVERLAP * together

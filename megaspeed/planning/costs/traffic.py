@@ -1,0 +1,328 @@
+"""Bytes that one rank sends in one optimizer step, by axis and collective.
+
+    dp      gradients and parameters, as ZeRO partitions them
+    tp      activations within a layer, and the loss
+    pp      activations and their gradients, a tied weight's gradient
+    world   one report of a few fp64 numbers from every rank to every rank
+
+Message sizes are exact. For a message of S bytes, each of n ranks sends the bytes of a
+bandwidth-optimal (ring) algorithm (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms
+for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section 7.1):
+
+    reduce_scatter   (n-1)/n S        S: the complete input of a rank
+    all_gather       (n-1)/n S        S: the complete output
+    all_reduce     2 (n-1)/n S        a reduce-scatter, then an all-gather
+    all_to_all       (n-1)/n S        S: the complete input of a rank
+    reduce           (n-1)/n S        along a chain n - 1 ranks send S; the mean over n ranks
+    broadcast        (n-1)/n S        the same in the other direction
+    send                     S
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import HEAD_WEIGHT, block_rows, layer_count
+from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
+from megaspeed.planning.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
+from megaspeed.planning.costs.memory import (
+    BYTES_OF,
+    LocalParameter,
+    elements_of,
+    flat_elements,
+    flat_groups,
+    gathered_elements_of_a_step,
+    int8_columns,
+    is_summed_over_step,
+    local_parameters,
+    partition_elements,
+)
+from megaspeed.tensor_parallel.plan import key_value_replicas
+
+Collective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reduce", "broadcast", "send"
+]
+TrafficAxis = Literal["pp", "dp", "tp", "world"]
+
+Traffic = Mapping[tuple[TrafficAxis, Collective], int]
+"""Bytes that one rank sends in one optimizer step. Collectives that send nothing are omitted."""
+
+# Squares of the norm, loss, peak memory, stop signal, and the timeline of a step: training.worker.
+_NUMBERS_OF_A_REPORT = 4 + 1 + 8
+_FP64_BYTES = 8
+
+
+def bytes_sent(collective: Collective, message_bytes: int, ranks: int) -> int:
+    """Bytes that one of ``ranks`` ranks sends for messages of ``message_bytes``, rounded down.
+
+    A group of one rank sends nothing.
+    """
+    if ranks == 1:
+        return 0
+    if collective == "send":
+        return message_bytes
+    rounds = 2 if collective == "all_reduce" else 1
+    return rounds * (ranks - 1) * message_bytes // ranks
+
+
+def by_axis(traffic: Traffic) -> dict[str, dict[str, int]]:
+    """The traffic as axis -> collective -> bytes, sorted by name."""
+    axes: dict[str, dict[str, int]] = {}
+    for (axis, collective), sent in sorted(traffic.items()):
+        axes.setdefault(axis, {})[collective] = sent
+    return axes
+
+
+class Messages:
+    """Messages of a step by axis, collective and size of the group.
+
+    They are summed before they are converted to bytes sent. So a predicted and a counted step are
+    rounded in the same way.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: Counter[tuple[TrafficAxis, Collective, int]] = Counter()
+
+    def add(
+        self, axis: TrafficAxis, collective: Collective, message_bytes: int, *, ranks: int
+    ) -> None:
+        """Adds one message, or several of the same kind together, in bytes."""
+        self._bytes[axis, collective, ranks] += message_bytes
+
+    def traffic(self) -> Traffic:
+        """The bytes that a rank sends for all these messages."""
+        sent: Counter[tuple[TrafficAxis, Collective]] = Counter()
+        for (axis, collective, ranks), message_bytes in self._bytes.items():
+            sent[axis, collective] += bytes_sent(collective, message_bytes, ranks)
+        return {key: total for key, total in sent.items() if total}
+
+
+def predict_traffic(run: Run, pipeline_stage: int, device_type: str = "cuda") -> Traffic:
+    """What a rank of ``pipeline_stage`` sends in one step, in bytes, on "cuda" or "cpu".
+
+    Ranks of one pipeline stage send the same number of bytes, except for a tied weight at ZeRO-1 to
+    3, whose last partition may be shorter. The result is for a rank with the longest partition.
+    """
+    messages = Messages()
+    if run.grid.dp > 1:
+        _add_data_axis(messages, run, pipeline_stage, on_host=device_type == "cpu")
+    if run.grid.tp > 1:
+        _add_tensor_axis(messages, run, pipeline_stage)
+    _add_pipeline_axis(messages, run, pipeline_stage)
+    world_size = run.grid.world_size
+    report = world_size * _NUMBERS_OF_A_REPORT * _FP64_BYTES
+    messages.add("world", "all_reduce", report, ranks=world_size)
+    return messages.traffic()
+
+
+def compressed_share(run: Run, pipeline_stage: int) -> float:
+    """Bytes sent for all gradients, as a fraction of the bytes without compression."""
+    if run.compression is None:
+        return 1.0
+    dp, parameters = run.grid.dp, local_parameters(run, pipeline_stage)
+
+    def sent(messages: Iterable[tuple[Collective, int]]) -> int:
+        return sum(bytes_sent(collective, size, dp) for collective, size in messages)
+
+    plain = sent(_gradient_messages(run, parameters))
+    beside = [parameter for parameter in parameters if not parameter.is_compressed]
+    compressed = sent(_gradient_messages(run, beside)) + sent(_compressed_messages(run, parameters))
+    return compressed / plain if plain else 1.0
+
+
+def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
+    """What tensor parallelism sends in each micro-batch, and once a step.
+
+    h = (B, S, D) is in the parameters' type. Column- and row-parallel layers come in pairs, one in
+    the attention and one in the MLP of each block (Shoeybi et al. 2019, section 3). Their conjugate
+    collectives f and g (``tensor_parallel.collectives``) send
+
+                              forward                       backward
+        block                 2 all-reduce h (g)            2 all-reduce h (f)
+        embedding             1 all-reduce h (g)
+        head                  1 all-reduce h (f): the forward computes this gradient
+        loss                  all-reduce 3 numbers a token  (Shoeybi et al. 2019, section 3)
+
+    with sequence parallelism (Korthikanti et al. 2022, section 4.2.2)
+
+        block                 2 all-gather, 2 reduce-       4 all-gather (2 of them gather inputs
+                              scatter h                     once more, for dA), 2 reduce-scatter h
+        embedding             1 all-reduce h                1 all-gather h
+        head                  1 all-gather, 1 reduce-scatter h
+
+    and an all-reduce of the gradients of key/value heads that several ranks hold. Once a step, the
+    partition of gradients of which each tensor rank computes a part is all-reduced: with sequence
+    parallelism those of norms and row-parallel biases, and always those of norms of each head.
+
+    Full recomputation repeats a block's forward up to the last tensor that its backward needs, the
+    input of the MLP's row-parallel matrix. It does not repeat the g after it. Selective
+    recomputation repeats no collective.
+    """
+    tp, micro_batches = run.grid.tp, run.batch.gradient_accumulation_steps
+    layers = layers_of_stages(run)[pipeline_stage]
+    head = layer_count(run.config.model) - 1
+    has_embedding, has_head = 0 in layers, head in layers
+    blocks = len(layers) - has_embedding - has_head
+    parallel = run.config.parallel
+    again = sum(parallel.recomputation_of(block) == "full" for block in range(blocks))
+
+    def add(collective: Collective, message_bytes: int) -> None:
+        messages.add("tp", collective, micro_batches * message_bytes, ranks=tp)
+
+    h = full_hidden_bytes(run)
+    if run.sequence_parallel:
+        add("all_reduce", has_embedding * h)
+        add("all_gather", (blocks * 6 + again * 2 + has_embedding + has_head) * h)
+        add("reduce_scatter", (blocks * 4 + again + has_head) * h)
+    else:
+        add("all_reduce", (blocks * 4 + again + has_embedding + has_head) * h)
+    if has_head:  # maximum in the logits' type; sum of exponentials and target's logit in fp32
+        add("all_reduce", tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"]))
+    messages.add("tp", "all_reduce", _partial_gradient_bytes(run, pipeline_stage), ranks=tp)
+    add("all_reduce", blocks * _shared_head_gradient_bytes(run))
+
+
+def _partial_gradient_bytes(run: Run, pipeline_stage: int) -> int:
+    """This rank's partition of the gradients of which each tensor rank computes a part."""
+    partial = [p for p in local_parameters(run, pipeline_stage) if p.group == "partial"]
+    dp = run.grid.dp
+    if run.zero_stage == 3:
+        elements = sum(partition_elements(parameter, dp) for parameter in partial)
+    else:
+        elements = flat_elements(run, partial) // (1 if run.zero_stage == 0 else dp)
+    # Offloaded gradients are those of the master weights.
+    offloaded = run.config.zero_optimization.offloads_optimizer
+    return elements * BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
+
+
+def _shared_head_gradient_bytes(run: Run) -> int:
+    """Gradients of one block's key/value heads that several ranks hold (``shared_rows``)."""
+    model, tp = run.config.model, run.grid.tp
+    replicas = key_value_replicas(model, tp)
+    if replicas == 1:
+        return 0
+    qkv = block_rows(model)["attention.qkv"]
+    assert qkv.columns is not None
+    rows = tp // replicas * 2 * model.head_dim  # a key and a value head of each part
+    return rows * (qkv.columns + qkv.bias) * BYTES_OF[run.precision]
+
+
+def _add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
+    """What a pipeline stage sends its neighbours, and the sum of a tied weight's gradients.
+
+        activations   to the next stage, each micro-batch       (B, S, D)      Narayanan et al.
+        gradients     to the stage before, each micro-batch     (B, S, D)      2021, section 3.2
+        tied weight   the first and the last stage, once a step, send each other their gradients
+
+    With sequence parallelism each tensor rank sends its own part, (B, S/tp, D).
+    """
+    stages = run.grid.pp
+    neighbours = (pipeline_stage > 0) + (pipeline_stage < stages - 1)
+    sends = neighbours * run.batch.gradient_accumulation_steps
+    messages.add("pp", "send", sends * hidden_bytes(run), ranks=stages)
+    messages.add("pp", "send", _tied_gradient_bytes(run, pipeline_stage), ranks=stages)
+
+
+def _tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
+    """A rank's part of the gradient of a weight that two pipeline stages hold; 0 if none is.
+
+    At ZeRO-0 it is complete. At ZeRO-1 to 3 it is the first data rank's partition, the longest.
+    """
+    tied = [p for p in local_parameters(run, pipeline_stage) if p.group == "tied"]
+    elements = elements_of(tied)
+    if tied and run.zero_stage > 0:
+        dp = run.grid.dp
+        flat = flat_elements(run, tied) // dp
+        elements = min(elements, flat if run.zero_stage < 3 else -(-elements // dp))
+    # Offloaded gradients are those of the master weights, in host memory.
+    offloaded = run.config.zero_optimization.offloads_optimizer
+    return elements * BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
+
+
+def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host: bool) -> None:
+    """What ZeRO sends (Rajbhandari et al. 2020, section 7), for P parameters of a rank.
+
+        stage   gradients                            parameters
+        0       all-reduce P, once a step            -                                    2 x
+        1       reduce-scatter P                     all-gather P after the step          2 x
+        2       the same                             the same                             2 x
+        3       reduce-scatter P                     all-gather P in each pass            3 x
+
+    ``parallel.gradient_reduction`` sets whether gradients are reduced once a step or once a
+    micro-batch. Those of norms and biases are always reduced once a step. The right column is for
+    one reduction. At stage 3 a backward gathers neither the embedding nor the weight of the head.
+    Gradients are sent in the type in which they are accumulated, in ``communication_data_type``, or
+    compressed (``_compressed_messages``). Parameters are sent in their own type. Every bucket is
+    padded to a multiple of 2 x dp at ZeRO-1 and 2, every parameter to a multiple of dp at ZeRO-3.
+    """
+    dp = run.grid.dp
+    parameters = local_parameters(run, pipeline_stage)
+    sent_as_numbers = [parameter for parameter in parameters if not parameter.is_compressed]
+    for collective, message_bytes in _gradient_messages(run, sent_as_numbers):
+        if on_host and collective == "reduce_scatter":
+            collective = "all_to_all"  # over gloo, see ``zero.buckets``
+        messages.add("dp", collective, message_bytes, ranks=dp)
+    for collective, message_bytes in _compressed_messages(run, parameters):
+        messages.add("dp", collective, message_bytes, ranks=dp)
+    if run.zero_stage > 0:
+        gathered = (
+            gathered_elements_of_a_step(run, parameters, pipeline_stage)
+            if run.zero_stage == 3
+            else flat_elements(run, parameters)
+        )
+        messages.add("dp", "all_gather", gathered * BYTES_OF[run.precision], ranks=dp)
+
+
+def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
+    """The collectives that sum gradients, each with the bytes of its messages in one step."""
+    flat: list[tuple[Sequence[LocalParameter], int]] = [
+        ([parameter], parameter.elements) for parameter in parameters
+    ]
+    if run.has_bucket_groups:
+        flat = flat_groups(run, parameters)
+    elif run.zero_stage == 3:
+        flat = [([p], run.grid.dp * partition_elements(p, run.grid.dp)) for p in parameters]
+    sent_bytes = 0
+    for (first, *_), elements in flat:
+        times = 1 if is_summed_over_step(run, first) else run.batch.gradient_accumulation_steps
+        if first.name == HEAD_WEIGHT and times > 1:
+            times = math.ceil(times / _forwards_before_a_backward(run))
+        sent_bytes += times * elements * BYTES_OF[run.reduction_dtype]
+    return [("reduce_scatter" if run.scatters_reductions else "all_reduce", sent_bytes)]
+
+
+def _compressed_messages(
+    run: Run, parameters: list[LocalParameter]
+) -> Iterator[tuple[Collective, int]]:
+    """The collectives of compressed gradients, once a step (``zero/compression.py``).
+
+    int8        all-to-all of blocks and their scales; then at ZeRO-0 an all-gather of as many bytes
+    powersgd    all-reduce of P and of Q: rank x (n + m) numbers in fp32 for a matrix (n, m).
+                Steps before ``start_step`` send more.
+    """
+    method = run.compression
+    if method is None:
+        return
+    if method.type == "powersgd":
+        compressed = (parameter for parameter in parameters if parameter.is_compressed)
+        elements = method.rank * sum(sum(parameter.shape) for parameter in compressed)
+        yield "all_reduce", elements * BYTES_OF["fp32"]
+        return
+    blocks = sum(math.ceil(each / method.block) for each in int8_columns(run, parameters))
+    sent_bytes = run.grid.dp * blocks * (method.block + BYTES_OF["fp32"])
+    yield "all_to_all", sent_bytes
+    if run.zero_stage == 0:
+        yield "all_gather", sent_bytes
+
+
+def _forwards_before_a_backward(run: Run) -> int:
+    """How many forwards precede the first backward on the last pipeline stage.
+
+    The first backward sends the sum of their gradients of the head's weight.
+    """
+    schedule, stages = SCHEDULES[run.config.parallel.schedule], run.grid.pp
+    micro_batches = run.batch.gradient_accumulation_steps
+    return peak_micro_batches_in_flight(schedule, stages, stages - 1, micro_batches)

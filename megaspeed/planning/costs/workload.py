@@ -1,0 +1,240 @@
+"""What all ranks compute and send in one optimizer step, as plain numbers.
+
+A ``Workload`` is the input of the prediction of the step time (``step_time``). It is made from a
+resolved run (``workload_of``), or from a published run (``scripts/benchmark_plan.py``). Its matrix
+products are read from the table of the model's parameters, as its FLOPs are.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
+from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.planning.costs.memory import BYTES_OF
+from megaspeed.planning.costs.traffic import compressed_share
+from megaspeed.topology.devices import Device
+from megaspeed.topology.grid import Grid
+
+Attention = Literal["none", "fa1", "fa2", "fa3"]
+"""The kernel. fa1, fa2 and fa3 are FlashAttention 1 to 3. "none" is none of them: the matrix of
+scores is written to memory. On a measured machine, "fa2" is the kernel that torch uses there."""
+
+RecomputedPart = Literal["none", "selective", "attention", "operations", "full"]
+"""What the backward of a block computes again.
+
+    none        nothing
+    selective   norms, activation functions, rotations: what is not a product
+    attention   the attention between its products (Korthikanti et al. 2022, section 5)
+    operations  every second product, and what is not a product (torchtitan's "selective op")
+    full        all, with its collectives
+"""
+
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+
+
+Message = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+"""The kinds of messages."""
+
+
+class Wire(NamedTuple):
+    """The time of one kind of message."""
+
+    latency: float  # seconds of one hop
+    bandwidth: float  # bytes that a rank sends in one second
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTime:
+    """Seconds of Python and of torch's dispatcher, which do not depend on the size of tensors.
+
+    A GPU computes while its host prepares the next operations. A CPU does one after the other.
+    """
+
+    block: float  # forward and backward of one block, for each micro-batch
+    micro_batch: float  # the rest of a micro-batch
+    step: float  # the rest of a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Figures measured on a machine. They replace the constants of GPUs and of NCCL.
+
+    The rates of ``Cluster.device`` are then measured, too, and are not those of a data sheet.
+    """
+
+    pointwise: float  # as ``Constants.pointwise``
+    attention: tuple[float, float]  # operations a second below the diagonal, forward and backward
+    optimizer: float  # seconds of the optimizer for each parameter
+    messages: Mapping[Message, Wire]  # empty if only one rank was measured
+    host: HostTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The machines. Rank r is on node r // gpus_per_node."""
+
+    device: Device
+    gpus_per_node: int = 8
+    network_bandwidth: float  # GB/s for each GPU, one way
+    measured: Measured | None = None  # None for GPUs
+    calibration: float = 1.0  # all times are multiplied by it (planning.calibration)
+
+    @property
+    def device_type(self) -> str:
+        """What a run on these machines is resolved for: "cpu" or "cuda"."""
+        return "cuda" if self.measured is None else "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What all ranks compute and send in one optimizer step."""
+
+    model: ModelConfig
+    sequence_length: int
+    grid: Grid
+    micro_batch_size: int  # sequences
+    micro_batches: int  # of a step, on each data rank
+    blocks_of_stages: tuple[int, ...]  # the embedding is on the first stage, the head on the last
+    schedule: str = "1f1b"  # gpipe or 1f1b
+    is_interpreted: bool = False  # whether DeepSpeed's PipelineEngine runs the schedule
+    chunks: int = 1  # parts of the model on each stage, of an interleaved schedule
+    context: int = 1  # parts of a sequence, each on its own data rank (context parallelism)
+    zero_stage: int = 0
+    precision: Precision = "bf16"
+    gradient_bytes: int = 4  # of an element of a reduced gradient
+    sent_share: float = 1.0  # sent bytes of gradients, as a fraction of those without compression
+    attention: Attention = "fa2"
+    fuses_softmax: bool = True  # without FlashAttention: scale, mask and softmax are one kernel
+    recomputation: RecomputedPart = "none"
+    recomputed_share: float = 1.0  # of the blocks
+    sequence_parallel: bool = False
+    splits_messages: bool = False  # whether a tensor rank sends its part to the next stage
+    overlaps_tp: bool = False  # whether tp collectives run beside products
+    overlaps_dp: bool = False  # whether gradients are reduced while the backward continues
+    reduces_in_backward: bool = True  # at ZeRO-3 with overlaps_dp; otherwise only gathers overlap
+    reductions: int = 1  # of all gradients in a step: 1, or as many as micro-batches
+    bucket_bytes: float = math.inf  # of gradients that are reduced together
+    gathered_together: float = 0.0  # ZeRO-3: most elements of one gather of several blocks
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank, before the tensor axis splits them."""
+        return self.micro_batch_size * self.sequence_length // self.context
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation's element. In fp8 only the operands of products are smaller."""
+        return 4 if self.precision == "fp32" else 2
+
+    def parameters_of_rank(self, stage: int) -> float:
+        """Parameters of a rank of this stage."""
+        model = self.model
+        table = model.vocab_size * model.hidden_size
+        ends = (stage == 0) + (stage == self.grid.pp - 1)
+        if self.grid.pp == 1 and model.tie_word_embeddings:
+            ends = 1
+        blocks = self.blocks_of_stages[stage] * block_parameters(model)
+        return (blocks + ends * table) / self.grid.tp
+
+
+class Product(NamedTuple):
+    """A matrix product of (m, k) by (k, n)."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def backward(self) -> tuple["Product", "Product"]:
+        """The gradients of the input (m, k) and of the weight (n, k)."""
+        return Product(self.m, self.k, self.n), Product(self.n, self.k, self.m)
+
+
+def workload_of(run: Run, device_type: str = "cuda") -> Workload:
+    """What a resolved run computes on "cuda" or "cpu".
+
+    With attention dropout, FlashAttention is not used. On GPUs, it is not used in fp32 either
+    (``model/attention.py``).
+    """
+    config, model, zero = run.config, run.config.model, run.config.zero_optimization
+    head = layer_count(model) - 1
+    blocks = tuple(
+        len(layers) - (0 in layers) - (head in layers) for layers in layers_of_stages(run)
+    )
+    parallel, count = config.parallel, run.batch.gradient_accumulation_steps
+    recomputed = parallel.recomputed_blocks or max(blocks)
+    takes_type = run.precision != "fp32" or device_type == "cpu"
+    is_fused = takes_type and model.attention_dropout == 0.0
+    assert zero.reduce_bucket_size is not None, "a resolved run states it"
+    gradient_bytes = BYTES_OF[run.reduction_dtype]
+    return Workload(
+        model=model,
+        sequence_length=config.data.sequence_length,
+        grid=run.grid,
+        micro_batch_size=run.batch.micro_batch_size,
+        micro_batches=count,
+        blocks_of_stages=blocks,
+        schedule=parallel.schedule,
+        zero_stage=run.zero_stage,
+        precision=run.precision,
+        gradient_bytes=gradient_bytes,
+        sent_share=compressed_share(run, 0),
+        attention="fa2" if is_fused else "none",
+        recomputation=parallel.activation_checkpointing,
+        recomputed_share=min(1.0, recomputed / max(blocks)),
+        sequence_parallel=run.sequence_parallel,
+        overlaps_dp=run.zero_stage == 3 or run.overlaps_reductions,
+        reduces_in_backward=run.overlaps_reductions,
+        reductions=1 if run.keeps_complete_gradients else count,
+        bucket_bytes=zero.reduce_bucket_size * gradient_bytes,
+        gathered_together=zero.most_together,
+    )
+
+
+def block_products(model: ModelConfig, tokens: int, tp: int) -> Iterator[Product]:
+    """The products of a block's forward on one tensor rank, without those within the attention.
+
+    Column-parallel weights have 1/tp of the rows, row-parallel weights 1/tp of the columns.
+    """
+    return (_of_row(row, tokens, tp) for row in block_rows(model).values() if row.kind == "linear")
+
+
+def head_product(model: ModelConfig, tokens: int, tp: int) -> Product:
+    """The product of the head's forward on one tensor rank."""
+    return _of_row(head_rows(model)["output"], tokens, tp)
+
+
+def attention_flops(model: ModelConfig, sequence_length: int, tokens: int, tp: int) -> float:
+    """FLOPs of the two products in the attention of a block's forward, without a causal mask."""
+    return 4 * tokens * sequence_length * model.num_attention_heads * model.head_dim / tp
+
+
+def attended_tokens(model: ModelConfig, sequence_length: int) -> float:
+    """How many tokens a token attends to, on average: those that the causal mask and the window
+    leave."""
+    window = min(model.sliding_window or sequence_length, sequence_length)
+    return window * (1 - window / (2 * sequence_length))
+
+
+def _of_row(row: Row, tokens: int, tp: int) -> Product:
+    assert row.columns is not None, "a linear module has a matrix"
+    if row.split == "columns":
+        return Product(tokens, row.rows, math.ceil(row.columns / tp))
+    return Product(tokens, math.ceil(row.rows / tp), row.columns)
+
+
+@lru_cache(maxsize=64)
+def block_parameters(model: ModelConfig) -> int:
+    """Parameters of a block."""
+    return sum(p.elements for p in parameters_of(model, range(1, 2)).values())

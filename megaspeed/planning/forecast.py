@@ -1,0 +1,228 @@
+"""Throughput, utilization, days and cost, computed from a predicted step time.
+
+Run, Cluster --> StepTime --> tokens a second, MFU, warnings
+tokens of the training, goodput, price --> days, GPU-hours, dollars
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import training_flops_per_token
+from megaspeed.planning.cluster import ClusterConfig
+from megaspeed.planning.costs.pipeline_time import with_timetable
+from megaspeed.planning.costs.step_time import StepTime, predict_step_time
+from megaspeed.planning.costs.workload import Cluster, attended_tokens, workload_of
+from megaspeed.planning.goodput import Goodput, predict_goodput
+
+TYPICAL_FACTOR = 1.15
+"""Nine of ten runs of a source that was left out of the fit take between 1 / this and this many
+times the predicted time, if all sources have equal weight
+(``scripts/benchmark_plan.py --leave-one-out``)."""
+
+LARGE_FACTOR = TYPICAL_FACTOR**3
+"""The same for runs with more than ``MUCH_COMMUNICATION``, or with steps below ``SHORT_STEP``. This
+is an assumption, because nearly all such published runs are of one source. It holds for nine of ten
+of them."""
+
+MUCH_COMMUNICATION = 0.3
+"""Fraction of a step that collectives and sends take."""
+
+SHORT_STEP = 0.5
+"""Seconds."""
+
+_SECONDS_OF_A_DAY = 86_400
+
+_WITHOUT_BF16 = ("v100", "t4")
+
+PARTS: Mapping[str, Sequence[str]] = {
+    "compute": ("products", "attention", "pointwise", "head"),
+    "recomputation": ("recomputation",),
+    "tensor parallel": ("tp",),
+    "pipeline bubble": ("bubble",),
+    "pipeline sends": ("p2p",),
+    "data parallel": ("dp",),
+    "optimizer": ("optimizer",),
+    "host": ("host",),
+}
+"""Part of a step -> the terms of ``StepTime`` in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The predicted step of a run on a cluster."""
+
+    run: Run
+    cluster: Cluster
+    step: StepTime
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.step.total
+
+    @property
+    def factor(self) -> float:
+        """The factor between prediction and measurement that nine of ten runs do not exceed."""
+        return LARGE_FACTOR if self._is_short or self._waits_much else TYPICAL_FACTOR
+
+    @property
+    def _is_short(self) -> bool:
+        return self.seconds < SHORT_STEP and self.cluster.measured is None
+
+    @property
+    def _waits_much(self) -> bool:
+        return self.communication > MUCH_COMMUNICATION
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds between which the step is, if it is one of these nine."""
+        return self.seconds / self.factor, self.seconds * self.factor
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all data ranks a second."""
+        return self.run.tokens_per_step / self.seconds
+
+    @property
+    def communication(self) -> float:
+        """Share of the step in which ranks wait for messages, without the bubble."""
+        return self.step.communication
+
+    def parts(self) -> dict[str, float]:
+        """Part of the step -> its seconds. They add up to ``seconds``."""
+        terms = self.step.terms
+        return {part: sum(terms[name] for name in names) for part, names in PARTS.items()}
+
+    def mfu(self, *, causal: bool = False) -> float | None:
+        """Model FLOPs utilization (Chowdhery et al. 2022, PaLM, section 4.1).
+
+        Useful operations a second as a fraction of the devices' dense peak. Operations that are
+        computed again do not count. Attention counts as the full square, or what the causal mask
+        and the window leave. None if the table has no peak of the run's precision.
+        """
+        device = self.cluster.device
+        peak = device.peak_fp32 if self.run.precision == "fp32" else device.peak_16
+        if peak == 0:
+            return None
+        config = self.run.config
+        length = config.data.sequence_length
+        # The FLOPs of attention are proportional to the number of tokens that each attends to.
+        attended = round(attended_tokens(config.model, length)) if causal else length
+        flops = training_flops_per_token(config.model, attended)
+        return flops * self.tokens_per_second / (self.run.grid.world_size * peak * 1e12)
+
+    def warnings(self) -> Iterator[str]:
+        """What slows the step or makes the prediction less certain."""
+        if self._waits_much:
+            yield (
+                f"communication takes {self.communication:.0%} of the step; above "
+                f"{MUCH_COMMUNICATION:.0%} the prediction is less certain"
+            )
+        if self._is_short:
+            yield (
+                f"the step is shorter than {SHORT_STEP} s; the time that the host needs to start "
+                "kernels is not predicted"
+            )
+        device = self.cluster.device.name
+        if self.run.precision == "bf16" and device.startswith(_WITHOUT_BF16):
+            yield f"{device} does not compute in bf16; the time is that of fp16"
+        zero = self.run.config.zero_optimization
+        if zero.offloads_optimizer or zero.offloads_parameters:
+            yield "the time of offloading (copies, the host's optimizer) is not predicted"
+        if self.run.precision == "fp32" and self.run.config.training.allow_tf32:
+            yield "training.allow_tf32 is not predicted: the time is that of fp32"
+        head_dim = self.run.config.model.head_dim
+        if (
+            self.cluster.measured is None
+            and head_dim % 8
+            and workload_of(self.run, self.cluster.device_type).attention != "none"
+        ):
+            yield f"attention is slow: a head size of {head_dim} is not a multiple of 8"
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures as JSON values."""
+        return {
+            "seconds": self.seconds,
+            "interval_seconds": list(self.interval),
+            "terms_seconds": self.step.terms,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu(),
+            "mfu_causal": self.mfu(causal=True),
+            "communication_fraction": self.communication,
+            "warnings": list(self.warnings()),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTime:
+    """The wall-clock time of a complete training, and what it costs."""
+
+    forecast: Forecast
+    tokens: int
+    steps: int  # optimizer steps
+    goodput: Goodput
+    gpus: int  # GPUs that are paid for, including spare ones
+    dollars_per_gpu_hour: float | None = None
+
+    @property
+    def days(self) -> float:
+        """Days from the first start to the end; infinite if the run fails before each save."""
+        seconds = self.steps * self.forecast.seconds
+        goodput = self.goodput.total
+        return seconds / goodput / _SECONDS_OF_A_DAY if goodput > 0 else math.inf
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of all devices together."""
+        return 24 * self.days * self.gpus
+
+    @property
+    def dollars(self) -> float | None:
+        """The cost; None if no price is stated."""
+        price = self.dollars_per_gpu_hour
+        return None if price is None else price * self.gpu_hours
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures as JSON values."""
+        ends = math.isfinite(self.days)
+        return {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "days": self.days if ends else None,
+            "gpu_hours": self.gpu_hours if ends else None,
+            "dollars": self.dollars if ends else None,
+            "goodput": self.goodput.as_json(),
+        }
+
+
+def complete_training(
+    forecast: Forecast, stated: ClusterConfig, tokens: int | None = None
+) -> TrainingTime:
+    """The complete training on ``tokens``. If omitted, the run's ``training.steps`` give them."""
+    run = forecast.run
+    tokens = tokens or run.config.training.steps * run.tokens_per_step
+    steps = math.ceil(tokens / run.tokens_per_step)
+    return TrainingTime(
+        forecast=forecast,
+        tokens=tokens,
+        steps=steps,
+        goodput=predict_goodput(run, forecast.seconds, stated.operations, steps),
+        gpus=stated.gpus or run.grid.world_size + run.spare_ranks,
+        dollars_per_gpu_hour=stated.dollars_per_gpu_hour,
+    )
+
+
+def forecast(run: Run, cluster: Cluster, *, simulates: bool = False) -> Forecast:
+    """Predicts the step of a run.
+
+    If ``simulates``, bubble and p2p come from a simulation of the schedule, which takes up to a
+    second. Otherwise formulas give them.
+    """
+    work = workload_of(run, cluster.device_type)
+    step = predict_step_time(work, cluster)
+    if simulates:
+        step = with_timetable(step, work, cluster)
+    return Forecast(run=run, cluster=cluster, step=step.scaled(cluster.calibration))

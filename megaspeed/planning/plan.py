@@ -1,0 +1,219 @@
+"""The plan of one run: its ranks, its pipeline stages; memory, traffic and time at each ZeRO stage.
+
+Run --> rank map            which axes cross nodes
+    --> pipeline stages     layers, parameters
+    --> ZeRO 0, 1, 2, 3     memory, traffic, step time   (costs.stage_memory, .traffic, .step_time)
+    --> fits the device?    if not: the cheapest change
+"""
+
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import Run
+from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
+from megaspeed.planning.costs.memory import elements_of, local_parameters
+from megaspeed.planning.costs.reserved_memory import (
+    ReservedMemory,
+    Verdict,
+    reserved_memory,
+    usable_bytes,
+    verdict,
+)
+from megaspeed.planning.costs.traffic import by_axis
+from megaspeed.planning.costs.workload import Cluster
+from megaspeed.planning.forecast import Forecast, forecast
+from megaspeed.planning.machines import GPUS_PER_NODE, RankMap, map_ranks
+from megaspeed.planning.prediction import (
+    Prediction,
+    StagePrediction,
+    alike_stages,
+    ideal_bubble,
+    predict,
+)
+from megaspeed.planning.variants import CheapestChange, Training, cheapest_change
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    """One pipeline stage."""
+
+    pipeline_stage: int  # its number, from 0
+    layers: range  # 0 is the embedding, then come the blocks, then the head
+    parameters: int  # logical; a tied embedding counts on the first pipeline stage only
+    # Elements of one rank's tensors before ZeRO, with tensor-parallel padding and the second copy
+    # of a tied embedding.
+    parameters_per_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedZero:
+    """The layout at one ZeRO stage: a prediction, or the reasons why it is refused."""
+
+    zero_stage: int
+    prediction: Prediction | None
+    refusals: tuple[str, ...] = ()
+    # The following are None if no cluster is known or the layout is refused.
+    forecast: Forecast | None = None
+    reserved: ReservedMemory | None = None  # memory of the fullest rank besides tensors
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is known about a run before it starts."""
+
+    run: Run
+    cluster: Cluster | None  # the machines; None if no device was named
+    ranks: RankMap  # the placement of ranks on nodes
+    stages: tuple[PlannedStage, ...]  # all pipeline stages
+    zero_stages: tuple[PlannedZero, ...]  # ZeRO 0 to 3 at this layout
+    bubble: float  # the ideal pipeline bubble, as a fraction of the step
+    change: CheapestChange | None  # the cheapest change after which the run fits; None if it fits
+
+    @property
+    def prediction(self) -> Prediction:
+        """The prediction for the run as it is configured."""
+        own = self.zero_stages[self.run.zero_stage].prediction
+        assert own is not None, "the run itself was accepted"
+        return own
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """The step time of the run as configured; None if no device was named."""
+        return self.zero_stages[self.run.zero_stage].forecast
+
+    @property
+    def parameters(self) -> int:
+        """Logical parameters of the model."""
+        return sum(stage.parameters for stage in self.stages)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether the run as configured fits the device; None if no device was named."""
+        return self.zero_stages[self.run.zero_stage].verdict
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure as JSON values; sizes in bytes, traffic in bytes a step."""
+        grid, cluster = self.run.grid, self.cluster
+        return {
+            "name": self.run.name,
+            "world_size": grid.world_size,
+            "degrees": {"pp": grid.pp, "dp": grid.dp, "tp": grid.tp},
+            "zero_stage": self.run.zero_stage,
+            "precision": self.run.precision,
+            "batch": asdict(self.run.batch),
+            "parameters": self.parameters,
+            "device": None if cluster is None else asdict(cluster.device),
+            "network_bytes_per_second": None
+            if cluster is None
+            else 1e9 * cluster.network_bandwidth,
+            "rank_map": self.ranks.as_json(),
+            "pipeline_stages": [
+                {**asdict(stage), "layers": [stage.layers.start, stage.layers.stop]}
+                for stage in self.stages
+            ],
+            "bubble_fraction": self.bubble,
+            "zero_stages": [_zero_as_json(planned) for planned in self.zero_stages],
+            "verdict": self.verdict,
+            "cheapest_change": None if self.change is None else self.change.as_json(),
+        }
+
+
+def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_PER_NODE) -> Plan:
+    """Plans a training. Without a cluster, the plan has neither times nor a verdict.
+
+    Args:
+        training: the run, and the configuration that its variants are resolved from.
+        cluster: the machines, if they are known. If the run does not fit them, the plan has the
+            cheapest change.
+        gpus_per_node: for the placement of ranks, if there is no cluster.
+    """
+    run = training.run
+    per_node = gpus_per_node if cluster is None else cluster.gpus_per_node
+    planned = Plan(
+        run=run,
+        cluster=cluster,
+        ranks=map_ranks(run.grid, per_node),
+        stages=_stages(run),
+        zero_stages=tuple(_at_zero_stage(training, stage, cluster) for stage in range(4)),
+        bubble=ideal_bubble(run),
+        change=None,
+    )
+    if cluster is None or planned.verdict == "fits":
+        return planned
+    usable = partial(usable_bytes, device=cluster.device, gpus_per_node=per_node)
+    return replace(planned, change=cheapest_change(training, usable, per_node))
+
+
+def _stages(run: Run) -> tuple[PlannedStage, ...]:
+    layers, parameters = layers_of_stages(run), parameters_of_stages(run)
+    stages = []
+    for alike in alike_stages(run):
+        # Alike pipeline stages hold tensors of the same shapes.
+        per_rank = elements_of(local_parameters(run, alike.pipeline_stages.start))
+        stages += [
+            PlannedStage(
+                pipeline_stage=stage,
+                layers=layers[stage],
+                parameters=parameters[stage],
+                parameters_per_rank=per_rank,
+            )
+            for stage in alike.pipeline_stages
+        ]
+    return tuple(stages)
+
+
+def _at_zero_stage(training: Training, zero_stage: int, cluster: Cluster | None) -> PlannedZero:
+    try:
+        run = training.under(replace(training.settings, zero_stage=zero_stage))
+    except ConfigError as error:
+        return PlannedZero(zero_stage=zero_stage, prediction=None, refusals=error.problems)
+    prediction = predict(run, training.device_type)
+    planned = PlannedZero(zero_stage=zero_stage, prediction=prediction)
+    if cluster is None:
+        return planned
+    peak = prediction.fullest.peak_bytes
+    reserved = reserved_memory(run, cluster.device, cluster.gpus_per_node, peak)
+    return replace(
+        planned,
+        forecast=forecast(run, cluster, simulates=True),
+        reserved=reserved,
+        verdict=verdict(peak, reserved, cluster.device),
+    )
+
+
+def _zero_as_json(planned: PlannedZero) -> dict[str, Any]:
+    prediction = planned.prediction
+    if prediction is None:
+        return {
+            "zero_stage": planned.zero_stage,
+            "verdict": None,
+            "refused": list(planned.refusals),
+        }
+
+    def stage_as_json(stage: StagePrediction) -> dict[str, Any]:
+        return {
+            "pipeline_stage": stage.pipeline_stage,
+            "states": asdict(stage.memory.states),
+            "peak": asdict(stage.memory.peak),
+            "traffic": by_axis(stage.traffic),
+        }
+
+    forecast, reserved, interval = planned.forecast, planned.reserved, None
+    if reserved is not None:
+        tensors = prediction.fullest.peak_bytes
+        interval = [tensors + reserved.certain, tensors + reserved.most]
+    return {
+        "zero_stage": planned.zero_stage,
+        "verdict": planned.verdict,
+        "time": None if forecast is None else forecast.as_json(),
+        "reserved_bytes": None if reserved is None else asdict(reserved),
+        "interval_bytes": interval,
+        "gradient_reduction": prediction.run.gradient_reduction,
+        "model_state_bytes": prediction.heaviest.state_bytes,
+        "peak_bytes": prediction.fullest.peak_bytes,
+        "sent_bytes": prediction.busiest.sent_bytes,
+        "pipeline_stages": [stage_as_json(stage) for stage in prediction.stages],
+    }

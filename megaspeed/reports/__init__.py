@@ -1,0 +1,1 @@
+"""Reads the run folders of training, and compares them or shows them on one page."""

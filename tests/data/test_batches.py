@@ -1,0 +1,145 @@
+"""`megaspeed show-batch` shows what the loaders read: the same ids, their place and their text."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megaspeed.cli import main
+from megaspeed.config.layout import World
+from megaspeed.config.loading import load_run
+from megaspeed.data.batches import samples_table, show_samples
+from megaspeed.data.corpus import prepare_corpus
+from megaspeed.data.loader import LoaderShape, TrainingLoader
+from megaspeed.data.tokenizer import load_tokenizer
+from tests.data.numbered_corpus import numbered_mixture
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+CONFIG: dict[str, Any] = {
+    "model": {"preset": "gpt2-nano", "vocab_size": 300},
+    "data": {"train": [str(TEXT)], "validation_fraction": 0.0, "sequence_length": 16},
+    "training": {"steps": 3},
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGASPEED_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(CONFIG))
+    return file
+
+
+def shown(config: Path, *options: str) -> dict[str, Any]:
+    figures = config.with_name("shown.json")
+    assert main(["show-batch", "--config", str(config), "--json", str(figures), *options]) == 0
+    read: dict[str, Any] = json.loads(figures.read_text())
+    return read
+
+
+def test_a_step_shows_what_the_ranks_train_on_in_it(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = shown(config, "--step", "3")["samples"]
+    assert "step 3: samples 16 ... 23" in capsys.readouterr().out
+    run = load_run(config, (), World(2, "test"))
+    corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
+    read: dict[int, list[int]] = {}
+    for dp_rank in range(2):
+        loader = TrainingLoader(corpus, LoaderShape(2, 2, dp_rank, dp_size=2))
+        for micro_batch in range(2):
+            batch = loader.micro_batch(16, micro_batch)
+            columns = (batch.samples, batch.tokens, batch.targets)
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            read |= {sample: [*ids, targets[-1]] for sample, ids, targets in rows}
+    assert {sample["sample"]: sample["ids"] for sample in samples} == read
+    tokenizer = load_tokenizer(str(corpus.tokenizer)).tokenizer
+    text = TEXT.read_text()
+    for sample in samples:
+        assert tokenizer.encode(sample["text"]).ids == sample["ids"]
+        assert sample["text"].removesuffix("<|endoftext|>") in text
+        assert sample["source"] == str(TEXT)
+
+
+def test_the_documents_of_a_sample_are_named_by_file_and_number(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = config.with_name("texts")
+    texts.mkdir()
+    words = [[f"{name}{number} " * (3 + number % 5) for number in range(40)] for name in "ab"]
+    lines = [json.dumps({"text": text}) for text in words[0]]
+    (texts / "a.jsonl").write_text("\n".join(lines))
+    (texts / "b.txt").write_text("<|endoftext|>".join(words[1]))
+    data = {"train": [f"{texts}/*"], "sequence_length": 16, "validation_fraction": 0.2}
+    config.write_text(json.dumps(CONFIG | {"data": data}))
+    for _ in range(2):  # prepared, and from the cache
+        samples = shown(config, "--samples", "0:100")["samples"]
+        for sample in samples:
+            named = []
+            for place in sample["documents"]:
+                path, number = place.rsplit(", document ", 1)
+                named.append(words["ab".index(Path(path).stem)][int(number) - 1])
+            parts = sample["text"].split("<|endoftext|>")
+            assert len(parts) - (not parts[-1]) == len(named)
+            assert all(part in text for part, text in zip(parts, named, strict=False))
+    assert {place.rsplit(", ", 1)[0] for sample in samples for place in sample["documents"]} == {
+        f"{texts}/a.jsonl",
+        f"{texts}/b.txt",
+    }
+    assert ", document " in capsys.readouterr().out
+    run = load_run(config, [], World(1, "test"))
+    corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
+    for origins in config.with_name("cache").glob("tokens/*.origins.json"):
+        origins.unlink()  # as of an older version
+    (sample,) = show_samples(corpus, [0])
+    drawn = io.StringIO()
+    Console(width=400, file=drawn).print(samples_table([sample]))
+    assert sample.documents == [] and f"token {sample.first_token:,} of" in drawn.getvalue()
+
+
+def test_any_samples_can_be_shown(config: Path) -> None:
+    of_step = shown(config, "--step", "2")
+    some = shown(config, "--samples", "10:12")
+    assert some["samples"] == of_step["samples"][2:4]
+    assert some["corpus"] == of_step["corpus"]
+
+
+def test_a_batch_that_follows_from_the_number_of_processes_needs_it(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "train_batch_size"}))
+    assert main(["show-batch", "--config", str(config), "--step", "2"]) == 2
+    assert "add --world-size, or name samples with --samples" in capsys.readouterr().err
+    figures = shown(config, "--step", "2", "--world-size", "3")
+    assert [sample["sample"] for sample in figures["samples"]] == [6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("samples", ["5", "5:5", "-1:3", "a:b", "1:2:3"])
+def test_samples_that_are_not_a_range_are_refused(
+    config: Path, samples: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["show-batch", "--config", str(config), f"--samples={samples}"])
+    assert repr(samples) in capsys.readouterr().err
+
+
+def test_a_mixture_shows_the_component_and_the_file_and_cuts_what_is_long(tmp_path: Path) -> None:
+    corpus = numbered_mixture(tmp_path, 20)
+    samples = list(show_samples(corpus, range(30)))
+    for sample in samples:
+        path = Path(sample.file)
+        first_id = {"a": 0, "b": 10_000, "c": 20_000, "d": 30_000}[path.stem]
+        first = first_id + sample.first_token
+        assert sample.ids == list(range(first, first + 21))
+        assert path.stem in sample.source
+        assert sample.text is None
+    assert {sample.component for sample in samples} == {0, 1, 2}
+    assert samples[29].epoch == samples[29].draw // {0: 11, 1: 5, 2: 7}[samples[29].component]
+    drawn = io.StringIO()
+    Console(width=120, file=drawn).print(samples_table(samples))
+    assert "... (21" in drawn.getvalue() and "no tokenizer is known" in drawn.getvalue()

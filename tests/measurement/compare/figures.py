@@ -1,0 +1,103 @@
+"""A comparison with round numbers for checks by hand: pp 2, dp 2, in MiB."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megaspeed.config.resolve import Run
+from megaspeed.measurement.compare.result import ComparisonResult, Row, StageBytes, TimedRank
+from megaspeed.measurement.compare.rows import zero_rows
+from megaspeed.measurement.watched_step import RankMeasurement
+from megaspeed.planning.costs.memory import MemoryBytes
+from tests.support.tiny import tiny_run
+
+MIB = 2**20
+TEXT = Path(__file__).parents[3] / "LICENSE"
+
+
+def run() -> Run:
+    """24 samples of 16 tokens a step."""
+    return tiny_run(TEXT, pp=2, dp=2)
+
+
+def watched(rank: int, *, activations: int, sent: int) -> RankMeasurement:
+    """A rank with 10 MiB of states, and this many MiB of other memory and of traffic."""
+    states = MemoryBytes(parameters=2 * MIB, gradients=2 * MIB, optimizer_states=6 * MIB)
+    return RankMeasurement(
+        rank=rank,
+        pipeline_stage=rank // 2,
+        states=states,
+        peak=replace(states, activations=activations * MIB),
+        traffic={
+            ("dp", "all_gather"): sent * MIB,
+            ("pp", "send"): MIB,
+            ("world", "all_reduce"): 24,
+        },
+    )
+
+
+def all_watched() -> list[RankMeasurement]:
+    """Rank 1 is the fullest of pipeline stage 0, rank 2 of pipeline stage 1."""
+    return [
+        watched(0, activations=5, sent=3),
+        watched(1, activations=6, sent=2),
+        watched(2, activations=2, sent=1),
+        watched(3, activations=1, sent=1),
+    ]
+
+
+def turn(*ms: float, loss: float = 2.5) -> list[TimedRank]:
+    """Four ranks, each 10 ms slower than the one before. The first step, of 9 s, warms up."""
+    return [
+        TimedRank(
+            pipeline_stage=rank // 2,
+            losses=[3.0, 2.75, loss],
+            grad_norm=1.5,
+            skipped_steps=0,
+            step_seconds=[9.0, *(each / 1000 + 0.01 * rank for each in ms)],
+            allocator_peak_bytes=None,
+            device="CPU",
+            device_memory_bytes=64 * MIB,
+        )
+        for rank in range(4)
+    ]
+
+
+def predictions() -> list[StageBytes]:
+    """12 + 8 MiB if 10 + 6 are measured, then 10 + 2 as measured; traffic is right."""
+    states = MemoryBytes(parameters=2 * MIB, gradients=2 * MIB, optimizer_states=6 * MIB)
+    more = replace(states, gradients=4 * MIB)
+    return [
+        StageBytes(
+            states=more,
+            peak=replace(more, activations=8 * MIB),
+            traffic={("dp", "all_gather"): 3 * MIB, ("pp", "send"): MIB},
+        ),
+        StageBytes(
+            states=states,
+            peak=replace(states, activations=2 * MIB),
+            traffic={("dp", "all_gather"): MIB, ("pp", "send"): MIB},
+        ),
+    ]
+
+
+def trained(row: Row, loss: float = 2.5) -> Row:
+    """The row with the figures of its ranks and of the formulas."""
+    turns = [turn(250, 125, 500, loss=loss)]
+    return replace(row, turns=turns, watched=all_watched(), predicted=predictions())
+
+
+def zero_0() -> Row:
+    """ZeRO-0, which has one setting of gradient_reduction."""
+    return zero_rows(run(), [0], "cpu")[0]
+
+
+def zero_2() -> list[Row]:
+    """ZeRO-2, which has two."""
+    return zero_rows(run(), [2], "cpu")
+
+
+def result(*others: Row) -> ComparisonResult:
+    """ZeRO-0 and these rows."""
+    rows: Sequence[Row] = [trained(zero_0()), *others]
+    return ComparisonResult(run=run(), turns=1, steps=3, rows=rows)

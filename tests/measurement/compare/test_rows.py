@@ -1,0 +1,98 @@
+"""Which rows a comparison has."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import Run
+from megaspeed.config.run import PowerSgdCompression
+from megaspeed.measurement.compare.rows import baseline_rows, zero_rows
+from tests.support.tiny import tiny_run
+
+TEXT = Path(__file__).parents[3] / "LICENSE"
+
+
+def run(**changes: Any) -> Run:
+    """24 samples a step, in 4 micro-batches unless ``changes`` state otherwise."""
+    return tiny_run(TEXT, **changes)
+
+
+def labels(run: Run, *stages: int) -> list[str]:
+    return [row.label for row in zero_rows(run, stages, "cpu")]
+
+
+def test_stages_2_and_3_have_a_row_for_each_time_to_reduce() -> None:
+    assert labels(run(dp=2), 0, 1, 2, 3) == [
+        "ZeRO-0",
+        "ZeRO-1",
+        "ZeRO-2 per_micro_batch",
+        "ZeRO-2 per_step",
+        "ZeRO-3 per_micro_batch",
+        "ZeRO-3 per_step",
+    ]
+
+
+def test_one_micro_batch_is_reduced_once_in_any_case() -> None:
+    one = run(dp=2, gradient_accumulation_steps=1)
+    assert labels(one, 2, 3) == ["ZeRO-2", "ZeRO-3"]
+
+
+def test_one_data_rank_has_no_rank_to_reduce_with() -> None:
+    assert labels(run(pp=2), 2, 3) == ["ZeRO-2", "ZeRO-3"]
+
+
+def test_rows_are_in_order_and_unique() -> None:
+    assert labels(run(), 1, 0, 1) == ["ZeRO-0", "ZeRO-1"]
+
+
+def test_a_row_differs_from_the_run_in_stage_and_reduction_alone() -> None:
+    asked = run(pp=2, dp=2, parallel={"schedule": "gpipe"}, zero_optimization={"stage": 1})
+    for row, stage, reduction in zip(
+        zero_rows(asked, [1, 3], "cpu"),
+        (1, 3, 3),
+        ("per_step", "per_micro_batch", "per_step"),
+        strict=True,
+    ):
+        assert (row.run.zero_stage, row.run.gradient_reduction) == (stage, reduction)
+        assert row.run.grid == asked.grid and row.run.batch == asked.batch
+        before, after = asked.as_json(), row.run.as_json()
+        for json in (before, after):
+            del json["zero_optimization"]["stage"], json["parallel"]["gradient_reduction"]
+        assert after == before
+
+
+def test_compressed_gradients_are_reduced_once_a_step_from_the_first_step() -> None:
+    how = {"type": "powersgd", "start_step": 20}
+    rows = zero_rows(run(dp=2, parallel={"gradient_compression": how}), [0, 3], "cpu")
+    assert [row.label for row in rows] == ["ZeRO-0", "ZeRO-3"]
+    for row in rows:
+        assert isinstance(row.run.compression, PowerSgdCompression)
+        assert row.run.gradient_reduction == "per_step" and row.run.compression.start_step == 1
+
+
+def test_a_stage_offloads_only_what_it_partitions() -> None:
+    offloaded = run(dp=2, zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}})
+    rows = zero_rows(offloaded, [0, 1], "cpu")
+    assert [row.run.config.zero_optimization.offloads_optimizer for row in rows] == [False, True]
+
+
+def test_baselines_reduce_as_their_memory_allows() -> None:
+    rows = baseline_rows(run(dp=2), ["fsdp", "ddp"], "cpu")
+    assert [(v.label, v.engine) for v in rows] == [
+        ("DDP", "ddp"),
+        ("FSDP2 per_micro_batch", "fsdp"),
+        ("FSDP2 per_step", "fsdp"),
+    ]
+    reductions = [v.run.gradient_reduction for v in rows]
+    assert reductions == ["per_step", "per_micro_batch", "per_step"]
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"tp": 2}, {"pp": 2, "tp": 2}])
+def test_baselines_have_only_the_data_axis(degrees: dict[str, int]) -> None:
+    pp, tp = degrees.get("pp", 1), degrees.get("tp", 1)
+    law = f"parallel.pipeline {pp} and parallel.tensor {tp}; set both to 1"
+    with pytest.raises(ConfigError, match=law):
+        baseline_rows(run(dp=2, **degrees), ["ddp"], "cpu")
+    assert baseline_rows(run(dp=2, **degrees), [], "cpu") == []

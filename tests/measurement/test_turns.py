@@ -1,0 +1,109 @@
+"""Turns, noise from given numbers, and the load of other processes."""
+
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaspeed.measurement.local_ranks import RanksFailed
+from megaspeed.measurement.turns import busy_warning, noise_of, take_turns
+
+
+def test_contestants_alternate_and_one_that_fails_takes_no_turn_after_it(tmp_path: Path) -> None:
+    taken = []
+
+    def launch(name: str, number: int, log: Path) -> int:
+        taken.append((name, number, log.name))
+        if (name, number) == ("B b", 2):
+            raise RanksFailed("too slow")
+        return number
+
+    results, failures, stopped = take_turns(["A", "B b"], 3, launch, folder=tmp_path)
+    assert taken == [
+        *(("A", 1, "a-1.log"), ("B b", 1, "b-b-1.log")),
+        *(("A", 2, "a-2.log"), ("B b", 2, "b-b-2.log")),
+        ("A", 3, "a-3.log"),
+    ]
+    assert results == {"A": [1, 2, 3], "B b": [1]} and not stopped
+    log = tmp_path / "logs" / "b-b-2.log"
+    assert failures == {"B b": f"failed in turn 2: too slow; see {log}"} and log.exists()
+
+
+@pytest.mark.parametrize(("at", "results"), [(1, None), (2, {"A": [1], "B": []})])
+def test_ctrl_c_keeps_the_turns_that_have_ended(
+    at: int, results: dict[str, list[int]] | None, tmp_path: Path
+) -> None:
+    calls = []
+
+    def launch(name: str, number: int, log: Path) -> int:
+        calls.append(name)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return number
+
+    if results is None:
+        with pytest.raises(KeyboardInterrupt):
+            take_turns(["A", "B"], 2, launch, folder=tmp_path)
+    else:
+        assert take_turns(["A", "B"], 2, launch, folder=tmp_path) == (results, {}, True)
+
+
+def test_a_drift_that_all_share_is_no_noise() -> None:
+    drift = (1.0, 1.5, 0.7)
+    assert noise_of([[0.1 * each for each in drift], [0.2 * each for each in drift]]) == (
+        pytest.approx(0.0, abs=1e-9)
+    )
+
+
+def test_noise_is_computed_as_by_hand() -> None:
+    """Two contestants, three turns. In logs, each rest is 0.01, -0.02 or 0.01, and there are two
+    degrees of freedom: variance 12e-4 / 2, and t is 9.92.
+    """
+    rests = (0.01, -0.02, 0.01)
+    seconds = [[math.exp(each) for each in rests], [math.exp(1 - each) for each in rests]]
+    expected = math.expm1(9.92 * math.sqrt(2 / 3 * 12e-4 / 2))
+    assert noise_of(seconds) == pytest.approx(expected)
+    assert noise_of([*seconds[:1], [*seconds[1], 99.0]]) == pytest.approx(expected), "of 3 turns"
+
+
+@pytest.mark.parametrize("seconds", [[], [[1, 2, 3]], [[1], [2]], [[1, 2, 3], [1, 2]], [[1], []]])
+def test_noise_is_unknown_with_one_degree_of_freedom_or_none(seconds: list[list[float]]) -> None:
+    assert noise_of(seconds) is None
+
+
+@pytest.mark.parametrize("turns", [2, 3, 9])
+def test_equal_contestants_are_rarely_told_apart_and_more_turns_lower_the_noise(turns: int) -> None:
+    """The difference of the first two of six equal contestants exceeds the noise in about 1 %."""
+    draw, wrong, noises = random.Random(turns), 0, []
+    for _ in range(400):
+        logs = [[draw.gauss(0, 0.03) for _ in range(turns)] for _ in range(6)]
+        noise = noise_of([[math.exp(each) for each in row] for row in logs])
+        assert noise is not None
+        first, second = (sum(row) / turns for row in logs[:2])
+        wrong += abs(first - second) > math.log1p(noise)
+        noises.append(noise)
+    assert wrong <= 12
+    assert sum(noises) / 400 == pytest.approx(0.03 * 3.3 * math.sqrt(2 / turns), rel=0.35)
+
+
+def test_a_process_beside_this_one_is_seen_and_named() -> None:
+    """The command and an endless loop may use the same single processor."""
+    processor = next(iter(os.sched_getaffinity(0)))
+    command = (
+        f"import os; os.sched_setaffinity(0, {{{processor}}})\n"
+        "from megaspeed.measurement.turns import share_of_others\n"
+        "import subprocess, sys\n"
+        "loop = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+        "try: print(share_of_others())\n"
+        "finally: loop.kill()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    share = float(done.stdout)
+    assert 0.5 < share <= 1
+    (warning,) = busy_warning(share)
+    assert warning.startswith(f"other processes took {share:.0%} of the processors while no rank")
+    assert list(busy_warning(0.05)) == []

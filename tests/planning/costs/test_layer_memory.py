@@ -1,0 +1,238 @@
+"""The memory that a layer keeps, compared with the paper's formula and with the layer."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megaspeed.config.resolve import Run
+from megaspeed.measurement.allocations import AllocationLog
+from megaspeed.model.attention import RotaryAngles, attention_mask
+from megaspeed.model.documents import Documents, attends_without_mask
+from megaspeed.model.gpt import Block
+from megaspeed.model.recomputation import keeping, recomputing
+from megaspeed.planning.costs.activations import Activations, hidden_bytes, tokens_of
+from megaspeed.training.rank_model import plain_model
+from tests.support.tiny import GPT2, LLAMA, tiny_run
+
+pytestmark = pytest.mark.slow
+
+TEXT = Path(__file__)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_gpt2_block_keeps_what_korthikanti_et_al_count(tp: int, sequence_parallel: bool) -> None:
+    """s b h (10 + 24 / t) bytes in 16 bits, or s b h 34 / t with sequence parallelism, without the
+    attention matrix, which the fused kernel does not keep, and two dropout masks of one byte.
+    """
+    run = tiny_run(TEXT, tp=tp, parallel={"sequence_parallel": sequence_parallel}, **BF16)
+    layers = Activations(run, "cuda")
+    sbh = tokens_of(run) * run.config.model.hidden_size
+    split = tp if sequence_parallel else 1
+    of_the_paper = sbh * ((10 - 2) / split + 24 / tp)
+    statistics = layers.block().kept - of_the_paper
+    per_token = tokens_of(run) * (2 * 2 * 2 / split + 4 * 4 / tp)
+    assert statistics == per_token, "mean and deviation of two norms, fp32 row sums of softmax"
+
+
+def test_with_full_recomputation_a_block_keeps_2_sbh_bytes() -> None:
+    run = tiny_run(TEXT, parallel={"activation_checkpointing": "full"}, **BF16)
+    layers = Activations(run, "cuda")
+    sbh = tokens_of(run) * run.config.model.hidden_size
+    assert layers.block().kept == 2 * sbh == hidden_bytes(run)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_with_selective_recomputation_a_gpt2_block_keeps_its_products(
+    tp: int, sequence_parallel: bool
+) -> None:
+    """In 16 bits, s b h (4 + 16 / t) bytes, and fp32 row sums of the softmax: of each element of
+    hidden states, the block's output and the sum before the MLP; queries, keys, values, the
+    attention's output, and 4 of the feed-forward layer.
+    """
+    parallel = {"sequence_parallel": sequence_parallel, "activation_checkpointing": "selective"}
+    run = tiny_run(TEXT, tp=tp, parallel=parallel, **BF16)
+    sbh = tokens_of(run) * run.config.model.hidden_size
+    split = tp if sequence_parallel else 1
+    row_sums = tokens_of(run) * 4 * 4 // tp
+    assert Activations(run, "cuda").block().kept == sbh * (4 / split + 16 / tp) + row_sums
+
+
+@pytest.mark.parametrize("recomputation", ["selective", "full"])
+def test_the_first_blocks_of_a_stage_are_recomputed(recomputation: str) -> None:
+    parallel = {"activation_checkpointing": recomputation, "recomputed_blocks": 2}
+    run = tiny_run(TEXT, parallel=parallel)
+    width = run.config.model.hidden_size
+    stage = plain_model(run, range(1, 4)).to_empty(device="cpu")
+    x = torch.zeros(run.batch.micro_batch_size, 16, width, requires_grad=True)
+    held = [0]
+    log = AllocationLog(x.device)
+    log.claim("parameters", [*stage.parameters(), x])
+    with log:
+        for block in stage.blocks.values():
+            block.register_forward_hook(lambda *_: held.append(log.live().activations))
+        y = stage(x)
+    kept = [after - before for before, after in pairwise(held)]
+    assert y.shape == x.shape
+    layers = Activations(run, "cpu")
+    assert kept == [layers.block(index).kept for index in range(3)]
+    assert kept[0] == kept[1] < kept[2]
+
+
+def run_block(run: Run, precision: str) -> tuple[int, int, int]:
+    """(kept, most in the forward, most in both) of one block on this CPU, without gradients."""
+    model = run.config.model
+    selective = run.config.parallel.activation_checkpointing == "selective"
+    compose = recomputing if selective else keeping
+    block = Block(model, name="blocks.0", seed=0, compose=compose).to(DTYPES[precision])
+    shape = (run.batch.micro_batch_size, run.config.data.sequence_length, model.hidden_size)
+    x = torch.randn(shape, dtype=DTYPES[precision], requires_grad=True)
+    samples = torch.arange(shape[0])
+    positions, mask, cu_seqlens = None, None, None
+    if run.config.data.reset_at_documents:
+        begins = torch.arange(shape[1]).expand(shape[:2]) % 5 == 0
+        documents = Documents.beginning_at(begins)
+        positions, cu_seqlens = documents.positions, documents.cu_seqlens
+        if not attends_without_mask(model, x.device, x.dtype):
+            mask, cu_seqlens = attention_mask(positions, x.dtype), None
+    angles = None
+    if model.positions == "rotary":
+        angles = RotaryAngles(model).of(positions, shape[1], x.dtype, x.device)
+    y = block(x, samples, angles, mask, cu_seqlens)
+    y.backward(gradient := torch.randn_like(y))  # first uses make constants
+    for parameter in block.parameters():
+        parameter.grad = None
+    x.grad = None
+    log = AllocationLog(x.device)
+    log.claim("parameters", [*block.parameters(), x, gradient])
+    log.claim_everything_else_alive("parameters")
+    for parameter in block.parameters():
+        parameter.register_hook(lambda g: log.claim("gradients", [g]))
+    with log:
+        y = block(x, samples, angles, mask, cu_seqlens)
+        kept, forward = log.live().activations, log.peak().activations
+        y.backward(gradient)
+    return kept, forward, log.peak().activations
+
+
+@pytest.mark.parametrize("recomputation", ["none", "selective"])
+@pytest.mark.parametrize(("precision", "reset"), [("fp32", True), ("bf16", False)])
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        (GPT2, {}),
+        (GPT2, {"residual_dropout": 0.1}),
+        (LLAMA, {}),
+        (LLAMA, {"num_key_value_heads": 4}),
+        (GPT2, {"qk_norm": True}),
+        (GPT2, {"qk_norm": True, "head_dim": 16}),
+        (GPT2, {"qk_norm": True, "attention_dropout": 0.1}),
+        (LLAMA, {"qk_norm": True, "head_dim": 12}),
+        (LLAMA, {"qk_norm": True, "positions": "learned"}),
+        (LLAMA, {"qk_norm": True, "head_dim": 32, "attention_dropout": 0.1}),
+        (LLAMA, {"mlp": "gelu", "qkv_bias": True}),
+    ],
+    ids=lambda value: value["architecture"] if "architecture" in value else str(value),
+)
+def test_a_block_really_keeps_this(
+    shape: dict[str, Any], changes: dict[str, Any], precision: str, reset: bool, recomputation: str
+) -> None:
+    run = tiny_run(
+        TEXT,
+        model={**shape, **changes},
+        data={"reset_at_documents": reset},
+        parallel={"activation_checkpointing": recomputation},
+        bf16={"enabled": precision == "bf16"},
+    )
+    predicted = Activations(run, "cpu").block()
+    kept, forward, both = run_block(run, precision)
+    assert predicted.kept == pytest.approx(kept, rel=0.01)
+    assert predicted.kept + predicted.forward_working == pytest.approx(forward, rel=0.1)
+    highest = max(predicted.forward_working, predicted.backward_working)
+    assert predicted.kept + highest == pytest.approx(both, rel=0.1)
+
+
+def test_a_compiled_block_recomputes_the_same() -> None:
+    parallel = {"activation_checkpointing": "selective"}
+    run = tiny_run(TEXT, model=LLAMA, parallel=parallel)
+    block = Block(run.config.model, name="blocks.0", seed=0, compose=recomputing)
+    forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+    x = torch.randn(run.batch.micro_batch_size, 16, run.config.model.hidden_size)
+    x.requires_grad_()
+    angles = RotaryAngles(run.config.model).of(None, 16, x.dtype, x.device)
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        y = forward(x, None, angles)
+    note(y)
+    for given in (x, *angles, *block.parameters()):
+        storages.pop(given.untyped_storage().data_ptr(), None)
+    assert sum(storages.values()) == pytest.approx(Activations(run, "cpu").block().kept, rel=0.02)
+    gradient = torch.randn_like(y)
+    (compiled,) = torch.autograd.grad(y, x, gradient)
+    (eager,) = torch.autograd.grad(block(x, None, angles), x, gradient)
+    torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_the_first_block_of_a_stage_keeps_positions_and_a_mask_only_in_fp32(bf16: bool) -> None:
+    """4 bytes a token for the positions. In fp32 on a GPU, 4 B S^2 bytes for the mask."""
+    precision: dict[str, Any] = {"bf16": {"enabled": bf16}}
+    run = tiny_run(TEXT, data={"reset_at_documents": True}, **precision)
+    rows, sequence = run.batch.micro_batch_size, run.config.data.sequence_length
+    for device_type, has_mask in (("cuda", not bf16), ("cpu", False)):
+        layers = Activations(run, device_type)
+        added = layers.first_block().kept - layers.block().kept
+        assert added == rows * (4 * sequence + (4 * sequence**2 if has_mask else 0))
+    layers = Activations(tiny_run(TEXT, **precision), "cuda")
+    assert layers.first_block() == layers.block()
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_window_has_a_mask_on_a_cpu_and_in_fp32(bf16: bool) -> None:
+    model = {**GPT2, "sliding_window": 4}
+    run = tiny_run(TEXT, model=model, bf16={"enabled": bf16})
+    mask = run.config.data.sequence_length**2 * (2 if bf16 else 4)
+    assert Activations(run, "cpu").shared() == mask
+    assert Activations(run, "cuda").shared() == (0 if bf16 else mask)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_attention_dropout_keeps_two_square_matrices_and_no_mask(
+    shape: dict[str, Any], precision: str
+) -> None:
+    """Rows so long that the square matrices are most of what is kept."""
+    run = tiny_run(
+        TEXT,
+        model={**shape, "attention_dropout": 0.1, "max_position_embeddings": 128},
+        data={"sequence_length": 128},
+        bf16={"enabled": precision == "bf16"},
+    )
+    predicted = Activations(run, "cpu").block()
+    kept, _, both = run_block(run, precision)
+    assert predicted.kept == pytest.approx(kept, rel=0.01)
+    highest = max(predicted.forward_working, predicted.backward_working)
+    assert predicted.kept + highest == pytest.approx(both, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_residual_dropout_keeps_nothing(shape: dict[str, Any], precision: str) -> None:
+    bf16: dict[str, Any] = {"bf16": {"enabled": precision == "bf16"}}
+    without, dropping = (
+        tiny_run(TEXT, model={**shape, "residual_dropout": p}, **bf16) for p in (0.0, 0.1)
+    )
+    assert run_block(dropping, precision)[0] == run_block(without, precision)[0]

@@ -1,0 +1,439 @@
+"""The predicted time of a step: its products are the model's FLOPs, its terms add up, and physics.
+
+Predictions are compared with published runs in ``tests/test_benchmark_plan.py``.
+"""
+
+import dataclasses
+import math
+import time
+
+import pytest
+
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.parameters import forward_flops_per_token
+from megaspeed.pipeline.schedules import SCHEDULES
+from megaspeed.pipeline.simulation import bubble_fraction
+from megaspeed.planning.costs.network_time import SLOWDOWN_BY_OVERLAP, Network
+from megaspeed.planning.costs.step_time import FITTED, StepTime, predict_step_time, product_seconds
+from megaspeed.planning.costs.workload import (
+    Cluster,
+    HostTime,
+    Measured,
+    Message,
+    Product,
+    Wire,
+    Workload,
+    attention_flops,
+    block_products,
+    head_product,
+    workload_of,
+)
+from megaspeed.topology.devices import Device, device_named
+from megaspeed.topology.grid import Grid
+from tests.planning.tiny_runs import FOLDER, WORLD_SIZES, from_file, tiny
+
+LENGTH = 2048
+MODELS: dict[str, dict[str, object]] = {
+    "gpt": {"architecture": "gpt2", "preset": "gpt3-175b"},
+    "llama": {"architecture": "llama", "num_key_value_heads": 8, "intermediate_size": 14336},
+    "qwen": {"architecture": "qwen3", "num_key_value_heads": 16, "intermediate_size": 12288},
+}
+
+
+def model(name: str = "llama", **changes: object) -> ModelConfig:
+    shape = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": LENGTH,
+    }
+    return ModelConfig.model_validate(
+        {**({} if name == "gpt" else shape), **MODELS[name], **changes}
+    )
+
+
+def workload(pp: int = 1, dp: int = 8, tp: int = 1, **changes: object) -> Workload:
+    shape = changes.pop("model", None) or model()
+    assert isinstance(shape, ModelConfig)
+    work = Workload(
+        model=shape,
+        sequence_length=LENGTH,
+        grid=Grid(pp=pp, dp=dp, tp=tp),
+        micro_batch_size=1,
+        micro_batches=8,
+        blocks_of_stages=(shape.num_hidden_layers // pp,) * pp,
+    )
+    return dataclasses.replace(work, **changes)  # type: ignore[arg-type]
+
+
+def cluster(name: str = "h100-80gb", **changes: float) -> Cluster:
+    device = dataclasses.replace(device_named(name), **changes)  # type: ignore[arg-type]
+    return Cluster(device=device, network_bandwidth=device.network_bandwidth)
+
+
+HOST = HostTime(block=1e-3, micro_batch=2e-3, step=5e-3)
+
+
+def processors(host: HostTime = HOST) -> Cluster:
+    """Two ranks on a CPU of 0.1 TFLOP/s and 10 GB/s, as a micro-benchmark measures it."""
+    kinds: tuple[Message, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send")
+    measured = Measured(
+        pointwise=3.0,
+        attention=(4e10, 5e10),
+        optimizer=7e-9,
+        messages=dict.fromkeys(kinds, Wire(latency=1e-3, bandwidth=1e9)),
+        host=host,
+    )
+    device = Device(
+        name="cpu", memory_bytes=1 << 34, peak_fp32=0.1, memory_bandwidth=10, processors=1
+    )
+    return Cluster(device=device, gpus_per_node=2, network_bandwidth=0.0, measured=measured)
+
+
+SMALL = model(
+    "gpt",
+    preset=None,
+    vocab_size=2000,
+    hidden_size=384,
+    num_hidden_layers=6,
+    num_attention_heads=6,
+    max_position_embeddings=LENGTH,
+)
+
+
+def on_processors(**changes: object) -> Workload:
+    layout: dict[str, object] = {"model": SMALL, "sequence_length": 256, "precision": "fp32"}
+    return workload(**{"dp": 1, **layout, **changes})  # type: ignore[arg-type]
+
+
+def predict(work: Workload) -> StepTime:
+    return predict_step_time(work, cluster())
+
+
+WORKLOADS = {
+    "one rank": workload(dp=1),
+    "zero 0": workload(dp=32),
+    "zero 1, in buckets": workload(dp=32, zero_stage=1, bucket_bytes=25e6),
+    "zero 1, overlapped": workload(dp=32, zero_stage=1, overlaps_dp=True, bucket_bytes=160e6),
+    "zero 2": workload(dp=32, zero_stage=2, reductions=8),
+    "zero 3": workload(dp=64, zero_stage=3, overlaps_dp=True, reductions=8),
+    "zero 3, not overlapped": workload(dp=64, zero_stage=3, reductions=8),
+    "tensor": workload(tp=8, dp=4),
+    "tensor across nodes": workload(tp=16, dp=2),
+    "sequence": workload(tp=8, dp=4, sequence_parallel=True),
+    "tensor, overlapped": workload(tp=8, dp=4, sequence_parallel=True, overlaps_tp=True),
+    "pipeline": workload(pp=4, dp=2, tp=8, splits_messages=True),
+    "chunks": workload(pp=4, dp=2, tp=8, chunks=2),
+    "uneven": workload(pp=4, dp=2, tp=8, blocks_of_stages=(9, 8, 8, 7)),
+    "context": workload(dp=16, context=4),
+    "full": workload(recomputation="full"),
+    "fp32": workload(precision="fp32", attention="none"),
+    "fp8": workload(precision="fp8"),
+    "no flash attention": workload(attention="none", recomputation="attention"),
+}
+
+
+def test_deepspeeds_engine_multiplies_the_time_of_layers() -> None:
+    plain = predict(workload(pp=4, dp=2))
+    slow = predict(workload(pp=4, dp=2, is_interpreted=True))
+    for name in ("products", "head", "attention", "bubble"):
+        assert slow.terms[name] == pytest.approx(FITTED.interpreted * plain.terms[name])
+    assert (slow.optimizer, slow.p2p) == (plain.optimizer, plain.p2p)
+
+
+def test_unfused_attention_with_misaligned_heads_does_not_use_tensor_cores() -> None:
+    """BLOOM's search: 13824 / 128 = 108 takes 147 s a step, 13824 / 96 = 144 takes 107 s."""
+
+    def attention(heads: int) -> float:
+        shape = model(hidden_size=13824, num_attention_heads=heads, num_key_value_heads=heads)
+        a100 = device_named("a100-80gb")
+        work = workload(dp=1, model=shape, attention="none")
+        return predict_step_time(work, Cluster(device=a100, network_bandwidth=25)).attention
+
+    assert attention(128) > 3 * attention(96)
+    assert attention(108) < 1.2 * attention(96)  # of 128 elements each
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_products_of_all_tensor_ranks_are_the_flops_of_the_model(name: str, tp: int) -> None:
+    config = model(name)
+    _, block, *_, head = forward_flops_per_token(config, LENGTH)
+    tokens = 3 * LENGTH
+    products = list(block_products(config, tokens, tp))
+    flops = sum(product.flops for product in products)
+    attention = attention_flops(config, LENGTH, tokens, tp)
+    assert tp * (flops + attention) == block * tokens
+    # The vocabulary is padded to the same number of rows on each rank.
+    padded = tp * math.ceil(config.vocab_size / tp) / config.vocab_size
+    assert tp * head_product(config, tokens, tp).flops == pytest.approx(padded * head * tokens)
+    backward = sum(each.flops for product in products for each in product.backward)
+    assert backward == 2 * flops
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_terms_are_not_negative_and_add_up(name: str) -> None:
+    step = predict(WORKLOADS[name])
+    assert all(seconds >= 0 for seconds in step.terms.values())
+    assert step.total == pytest.approx(sum(step.terms.values()))
+    work = WORKLOADS[name]
+    last = (work.grid.pp == 1) * (step.layers.embedding.both + step.layers.head.both)
+    blocks = max(work.blocks_of_stages)
+    slowest = step.products + step.attention + step.pointwise + step.recomputation + step.tp
+    own = work.micro_batches * (blocks * step.layers.block.both + last)
+    assert slowest + step.head == pytest.approx(own, rel=0.15), "the head may be on that stage"
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(
+    "figure",
+    ["sustained_16", "sustained_8", "peak_16", "peak_fp32", "memory_bandwidth", "link_bandwidth"],
+)
+def test_a_faster_device_is_never_slower(name: str, figure: str) -> None:
+    work, base = WORKLOADS[name], cluster()
+    faster = cluster(**{figure: 2 * getattr(base.device, figure)})
+    # Shorter computation hides less of a collective, but both together are not longer.
+    assert predict_step_time(work, faster).total <= predict_step_time(work, base).total
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_faster_network_is_never_slower(name: str) -> None:
+    base = cluster()
+    faster = dataclasses.replace(base, network_bandwidth=2 * base.network_bandwidth)
+    before, after = (predict_step_time(WORKLOADS[name], each) for each in (base, faster))
+    assert after.total <= before.total
+    assert (after.total < before.total) == (WORKLOADS[name].grid.world_size > 8)
+
+
+def test_a_pipeline_waits_as_long_as_its_schedule_says() -> None:
+    """(P - 1) / (M + P - 1) of the time, if all stages are equal."""
+    small = model(vocab_size=8)  # the head takes no time
+    step = predict(workload(pp=4, dp=1, model=small, micro_batches=6))
+    busy = step.products + step.attention + step.pointwise
+    fraction = bubble_fraction(SCHEDULES["1f1b"], 4, 6)
+    assert step.bubble / (busy + step.bubble) == pytest.approx(fraction, rel=0.01)
+
+
+def test_chunks_divide_the_bubble_and_multiply_the_messages() -> None:
+    one, two = (predict(workload(pp=4, dp=1, chunks=chunks)) for chunks in (1, 2))
+    assert two.bubble == pytest.approx(one.bubble / 2)
+    assert two.p2p == pytest.approx(2 * one.p2p)
+
+
+def test_the_slowest_stage_determines_an_uneven_pipeline() -> None:
+    even, uneven = (
+        predict(workload(pp=2, dp=1, blocks_of_stages=blocks)) for blocks in ((16, 16), (20, 12))
+    )
+    assert uneven.products == pytest.approx(even.products * 20 / 16)
+
+
+def test_more_recomputation_takes_more_time() -> None:
+    times = [
+        predict(workload(recomputation=each)).total
+        for each in ("none", "selective", "operations", "full")
+    ]
+    assert times == sorted(times) and len(set(times)) == 4
+    full, half = (
+        predict(workload(recomputation="full", recomputed_share=share)).recomputation
+        for share in (1.0, 0.5)
+    )
+    block = predict(workload()).layers.block
+    assert full == pytest.approx(8 * 32 * block.forward)
+    assert half == pytest.approx(full / 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_compressed_gradients_take_their_share_of_the_time_on_the_wire(stage: int) -> None:
+    plain, compressed, empty = (
+        predict(workload(zero_stage=stage, sent_share=share)).dp for share in (1.0, 0.25, 0.0)
+    )
+    assert compressed - empty == pytest.approx(0.25 * (plain - empty))
+
+
+def test_a_run_states_the_share_of_its_compressed_gradients() -> None:
+    how = 'parallel.gradient_compression={"type": "int8"}'
+    run = tiny(how, "parallel.data=4", world_size=4).run
+    assert 0.25 < workload_of(run).sent_share < 0.3
+
+
+def test_a_head_size_that_flash_attention_does_not_take_is_four_times_as_slow() -> None:
+    sizes = (128, 124)
+    fast, slow = (predict(workload(model=model(head_dim=size))).attention / size for size in sizes)
+    assert slow == pytest.approx(4 * fast)
+
+
+def test_context_parallelism_divides_the_work_of_a_sequence() -> None:
+    complete, part = (
+        predict(workload(context=parts, micro_batch_size=4)).layers.block for parts in (1, 4)
+    )
+    assert sum(part.attention) == pytest.approx(sum(complete.attention) / 4)
+
+
+def test_small_tensor_parallel_collectives_are_limited_by_latency() -> None:
+    """A ring of 8 GPUs takes 7 hops of 3.4 us and a start of 8.4 us even for no bytes."""
+    tiny_tokens = workload(tp=8, dp=1, sequence_parallel=True, sequence_length=8)
+    assert predict(tiny_tokens).layers.block.tp[0] > 4 * (7 * 3.4e-6 + 8.4e-6)
+
+
+def test_tensor_parallel_collectives_overlap_only_within_a_node() -> None:
+    within, across = (workload(tp=tp, dp=1, sequence_parallel=True) for tp in (8, 16))
+    for work, share in ((within, 0.5), (across, 1.0)):
+        plain, overlapped = (
+            predict(dataclasses.replace(work, overlaps_tp=overlaps)).layers.block.tp
+            for overlaps in (False, True)
+        )
+        assert overlapped == pytest.approx([share * seconds for seconds in plain])
+
+
+def test_with_sequence_parallelism_the_ends_gather_and_scatter() -> None:
+    """The table in ``costs/traffic.py``: per micro-batch, and 3 numbers a token for the loss."""
+    both = [Network(workload(tp=8, dp=1, sequence_parallel=s), cluster()) for s in (False, True)]
+    (embedding, head), (split_embedding, split_head) = (each.tp_of_ends() for each in both)
+    message = 2048 * 4096 * 2
+    summing, gathering, scattering = (
+        both[0].collective("tp", kind, message)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    )
+    assert embedding == pytest.approx(summing)
+    assert split_embedding == pytest.approx(summing + gathering)
+    assert split_head - head == pytest.approx(gathering + scattering - summing)
+
+
+def test_each_tensor_rank_sends_only_its_part_of_split_hidden_states() -> None:
+    plain, parts, split = (
+        predict(workload(pp=2, dp=1, tp=4, **how)).p2p
+        for how in ({}, {"splits_messages": True}, {"sequence_parallel": True})
+    )
+    assert split == parts < plain
+
+
+def test_gradients_are_reduced_as_often_as_the_run_does_it_and_the_last_bucket_is_waited_for() -> (
+    None
+):
+    """Between layers that take a second each, all buckets but the last are hidden.
+
+    After the step, each bucket is gathered.
+    """
+    once, each_time, overlapped = (
+        Network(workload(dp=32, zero_stage=1, bucket_bytes=160e6, **how), cluster())
+        for how in ({}, {"reductions": 8}, {"overlaps_dp": True})
+    )
+    parameters = once.work.parameters_of_rank(0)
+    buckets = math.ceil(4 * parameters / 160e6)
+    gather = buckets * once.collective("dp", "all_gather", 2 * parameters / buckets)
+    reduction = once.dp(0, 1.0, 1.0) - gather
+    assert each_time.dp(0, 1.0, 1.0) == pytest.approx(gather + 8 * reduction)
+    last = reduction / buckets
+    hidden = SLOWDOWN_BY_OVERLAP * (reduction - last)
+    assert overlapped.dp(0, 1.0, 1.0) == pytest.approx(gather + last + hidden)
+
+
+def test_a_product_of_few_tiles_wastes_most_processors() -> None:
+    rate, memory, processors = 1e15, 1e20, 132
+    full = Product(256 * processors, 128, 1024)
+    assert product_seconds(full, rate, memory, processors, 2) == pytest.approx(full.flops / rate)
+    one = Product(256, 128, 1024)
+    assert product_seconds(one, rate, memory, processors, 2) == pytest.approx(
+        processors * one.flops / rate
+    )
+    moved = product_seconds(Product(4096, 4096, 1), 1e30, 1e12, processors, 2)
+    assert moved == pytest.approx(2 * (4096 * 4096 + 2 * 4096) / 1e12)
+
+
+def test_a_resolved_run_gives_its_layout() -> None:
+    overrides = ("parallel.pipeline=2", "parallel.tensor=2", "zero_optimization.stage=2")
+    training = tiny(*overrides, world_size=8)
+    work, run = workload_of(training.run), training.run
+    assert work.grid == Grid(pp=2, dp=2, tp=2)
+    assert (work.tokens, work.precision) == (
+        run.batch.micro_batch_size * run.config.data.sequence_length,
+        run.precision,
+    )
+    assert sum(work.blocks_of_stages) == run.config.model.num_hidden_layers
+    assert work.reductions == work.micro_batches == run.batch.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}])
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_the_time_of_the_host_is_added_to_that_of_the_processors(
+    layout: dict[str, int], zero_stage: int
+) -> None:
+    """step + micro-batches x (micro-batch + blocks x block), on one stage."""
+    work = on_processors(**layout, zero_stage=zero_stage, overlaps_dp=zero_stage == 3)
+    step = predict_step_time(work, processors())
+    idle = predict_step_time(work, processors(host=HostTime(block=0, micro_batch=0, step=0)))
+    blocks = 6 // work.grid.pp
+    assert step.host == pytest.approx(5e-3 + 8 * (2e-3 + blocks * 1e-3))
+    assert idle.host == 0
+    waits = blocks * 1e-3 * (work.grid.pp - 1)  # for the host of the other stage
+    assert step.total - idle.total == pytest.approx(step.host + waits)
+    assert predict(work).host == 0, "a GPU computes meanwhile"
+
+
+def test_messages_of_processors_take_latency_and_bandwidth() -> None:
+    """Two ranks: an all-reduce is two rounds of one hop, each with half of the message."""
+    work = on_processors(tp=2)
+    one = 2 * (1e-3 + 256 * 384 * 4 / 2 / 1e9)
+    assert predict_step_time(work, processors()).layers.block.tp == pytest.approx((2 * one,) * 2)
+    sent = predict_step_time(on_processors(pp=2), processors()).p2p
+    assert sent == pytest.approx(2 * (8 + 1) * (1e-3 + 256 * 384 * 4 / 1e9))
+
+
+def test_processors_cannot_compute_while_they_communicate() -> None:
+    times = {
+        overlaps: predict_step_time(
+            on_processors(dp=2, zero_stage=3, overlaps_dp=overlaps, reductions=8), processors()
+        ).dp
+        for overlaps in (True, False)
+    }
+    assert times[True] == times[False] > 6 * 8 * 3 * 1e-3
+
+
+def test_a_scaled_prediction_has_the_same_shares() -> None:
+    step = predict_step_time(on_processors(tp=2), processors())
+    twice = step.scaled(2.0)
+    assert twice.total == pytest.approx(2 * step.total)
+    assert twice.terms == {name: 2 * seconds for name, seconds in step.terms.items()}
+    assert twice.layers.block.both == pytest.approx(2 * step.layers.block.both)
+    assert twice.layers.head.both == pytest.approx(2 * step.layers.head.both)
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_every_example_has_a_time(name: str) -> None:
+    run = from_file(FOLDER / f"{name}.json", world_size=WORLD_SIZES[name]).run
+    step = predict_step_time(workload_of(run), cluster("a100-80gb"))
+    assert 0 < step.total < math.inf
+
+
+def test_2000_layouts_are_predicted_in_seconds() -> None:
+    run = from_file(FOLDER / "mt_nlg_530b.json", world_size=4480).run
+    work, machines = workload_of(run), cluster("a100-80gb")
+    began = time.process_time()
+    for size in range(2000):
+        layout = dataclasses.replace(work, micro_batch_size=1 + size % 50, micro_batches=1 + size)
+        predict_step_time(layout, machines)
+    assert time.process_time() - began < 15
+
+
+def test_the_head_computes_in_16_bits_beside_blocks_in_fp8() -> None:
+    wide, narrow = (predict(workload(precision=each)).layers for each in ("bf16", "fp8"))
+    assert narrow.head == wide.head
+    assert narrow.block.products[0] < wide.block.products[0]
+
+
+def test_the_group_that_is_placed_worst_determines_the_time() -> None:
+    """tp 3 on nodes of 8: ranks 6, 7 | 8 have one network for rank 8, not NVLink."""
+    aligned = dataclasses.replace(cluster(), gpus_per_node=3)
+    across = dataclasses.replace(cluster(), gpus_per_node=8)
+    work = workload(dp=8, tp=3)
+    assert Network(work, aligned).ring("tp")[1] == 1
+    _, nodes, bandwidth = Network(work, across).ring("tp")
+    assert (nodes, bandwidth) == (2, 0.78e9 * across.network_bandwidth)
+    assert Network(work, across).tp()[0] > 3 * Network(work, aligned).tp()[0]
+    # Four ranks on nodes of three: one of them is alone.
+    alone = dataclasses.replace(cluster(), gpus_per_node=3)
+    assert Network(workload(dp=1, tp=4), alone).ring("tp")[2] == 0.78e9 * alone.network_bandwidth
+    # Data ranks 0, 3, 6 | 9 have one network on the second node, and 2, 5 | 8, 11 have two.
+    _, nodes, bandwidth = Network(workload(dp=4, tp=3), across).ring("dp")
+    assert (nodes, bandwidth) == (2, 0.78e9 * across.network_bandwidth)

@@ -1,0 +1,438 @@
+"""Predicted traffic is what ranks really send in a step, to the byte."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.watched_step import TrafficLog
+from megaspeed.model.parameters import HEAD_WEIGHT
+from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.planning.costs.memory import (
+    elements_of,
+    flat_elements,
+    local_parameters,
+)
+from megaspeed.planning.costs.traffic import Traffic, predict_traffic
+from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import LLAMA, merge, tiny_corpus
+from tests.zero.one_rank import OFFLOAD, one_rank, small_run
+
+TEXT = Path(__file__).parents[3] / "LICENSE"
+
+FP32_BYTES = 4
+Layout = tuple[int, int, int]
+
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+BF16_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+UNTIED = {"tie_word_embeddings": False}
+SHARED_HEADS = {"num_key_value_heads": 1}
+
+
+def sent_in_second_step(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[int, Traffic]:
+    """(this rank's pipeline stage, the bytes that it sends)."""
+    with one_rank(launch, run, corpus) as rank:
+        rank.train_step(0)
+        with TrafficLog(rank.context) as log:
+            rank.train_step(1)
+        return rank.context.pp_rank, log.traffic
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def run_of(layout: Layout, changes: Mapping[str, Any]) -> Run:
+    pp, dp, tp = layout
+    return small_run(TEXT, pp=pp, dp=dp, tp=tp, **changes)
+
+
+def most_sent(pool: RankPool, cache: Path, run: Run) -> list[dict[Any, int]]:
+    """Of the ranks of each pipeline stage, the most in each axis and collective."""
+    stages: list[dict[Any, int]] = [{} for _ in range(run.grid.pp)]
+    corpus = tiny_corpus(run, cache)
+    for stage, traffic in pool.run(run.grid.world_size, sent_in_second_step, run, corpus):
+        for key, sent in traffic.items():
+            stages[stage][key] = max(sent, stages[stage].get(key, 0))
+    return stages
+
+
+def assert_predicted(pool: RankPool, cache: Path, run: Run) -> None:
+    sent = most_sent(pool, cache, run)
+    assert sent == [predict_traffic(run, stage, "cpu") for stage in range(run.grid.pp)]
+
+
+# --- data axis ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradient_reduction", ["per_step", "per_micro_batch"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_every_zero_stage_and_reduction(
+    pool: RankPool, cache: Path, zero_stage: int, gradient_reduction: str
+) -> None:
+    run = run_of(
+        (2, 2, 1),
+        {
+            "zero_optimization": {"stage": zero_stage},
+            "parallel": {"gradient_reduction": gradient_reduction},
+            "model": {} if gradient_reduction == "per_step" else UNTIED,
+        },
+    )
+    assert_predicted(pool, cache, run)
+
+
+DATA_AXIS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "three data ranks, which divide nothing": (
+        (2, 3, 1),
+        {"zero_optimization": {"stage": 2}},
+    ),
+    "bf16 gradients added up in fp32": (
+        (2, 2, 1),
+        {"zero_optimization": {"stage": 1}, **BF16_IN_FP32},
+    ),
+    "fp32 gradients that travel in bf16": (
+        (1, 2, 1),
+        {"zero_optimization": {"stage": 2}, "communication_data_type": "bf16"},
+    ),
+    "three uneven pipeline stages, llama": (
+        (3, 2, 1),
+        {"zero_optimization": {"stage": 1}, "model": {**LLAMA, "num_hidden_layers": 4}},
+    ),
+    "bf16 gradients, which are fp32 once they are offloaded": (
+        (2, 2, 1),
+        {"zero_optimization": {"stage": 2, **OFFLOAD}, **BF16},
+    ),
+    "each bucket all-reduced": (
+        (1, 2, 1),
+        {"zero_optimization": {"stage": 1, "use_multi_rank_bucket_allreduce": True}},
+    ),
+    "no reduce-scatter": (
+        (1, 2, 1),
+        {"zero_optimization": {"stage": 2, "reduce_scatter": False, "reduce_bucket_size": 3000}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "changes"), DATA_AXIS.values(), ids=DATA_AXIS)
+def test_data_axis(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
+    assert_predicted(pool, cache, run_of(layout, changes))
+
+
+@pytest.mark.parametrize(("all_reduces", "times"), [(False, 2), (True, 3)])
+def test_zero1_with_a_pipeline_moves_its_parameters_twice(
+    pool: RankPool, cache: Path, all_reduces: bool, times: int
+) -> None:
+    """Rajbhandari et al. 2020, section 7.2.1; three times by DeepSpeed's own default."""
+    dp = 4
+    zero = {"stage": 1}
+    if all_reduces:
+        zero["use_multi_rank_bucket_allreduce"] = True
+    run = run_of((2, dp, 1), {"zero_optimization": zero, "train_batch_size": 16})
+    for stage, sent in enumerate(most_sent(pool, cache, run)):
+        parameters = local_parameters(run, stage)
+        whole = elements_of(parameters) * FP32_BYTES
+        padding = flat_elements(run, parameters) * FP32_BYTES - whole
+        moved = sum(size for (axis, _), size in sent.items() if axis == "dp")
+        assert moved == times * (dp - 1) * whole // dp + (dp - 1) * padding // dp
+        assert padding < 0.01 * whole
+
+
+INT8: dict[str, Any] = {"type": "int8", "block": 64}
+POWER_SGD: dict[str, Any] = {"type": "powersgd", "rank": 3, "start_step": 1}
+COMPRESSED: dict[str, tuple[Layout, Any, dict[str, Any]]] = {
+    **{
+        f"{how['type']}, ZeRO-{stage}": ((1, 3, 1), how, {"zero_optimization": {"stage": stage}})
+        for how in (INT8, POWER_SGD)
+        for stage in range(4)
+    },
+    "bf16": ((1, 2, 1), "bf16", {"zero_optimization": {"stage": 2}}),
+    "int8, all axes": ((2, 2, 2), INT8, {"zero_optimization": {"stage": 1}}),
+    "PowerSGD, all axes, ZeRO-3": (
+        (2, 2, 2),
+        POWER_SGD,
+        {"zero_optimization": {"stage": 3}, "parallel": {"sequence_parallel": True}},
+    ),
+    "PowerSGD of rank 15 sends half of the matrices as they are": (
+        (1, 2, 2),
+        {**POWER_SGD, "rank": 15},
+        {"zero_optimization": {"stage": 1}},
+    ),
+    "small buckets": (
+        (1, 2, 1),
+        INT8,
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": 3000}},
+    ),
+    "small messages": (
+        (1, 2, 1),
+        INT8,
+        {"zero_optimization": {"stage": 1, "reduce_bucket_size": 3000}},
+    ),
+    "offloaded": (
+        (1, 2, 1),
+        INT8,
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            },
+            **BF16_IN_FP32,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "how", "changes"), COMPRESSED.values(), ids=COMPRESSED)
+def test_compressed_gradients(
+    pool: RankPool, cache: Path, layout: Layout, how: Any, changes: dict[str, Any]
+) -> None:
+    changes = merge(changes, {"parallel": {"gradient_compression": how}})
+    assert_predicted(pool, cache, run_of(layout, changes))
+
+
+GPT2_SMALL = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 1024,
+}
+
+
+def gradients_sent(stage: int, how: Any) -> int:
+    """Bytes that a rank of GPT-2 with 8 data ranks sends for its gradients."""
+    run = run_of(
+        (1, 8, 1),
+        {
+            "model": GPT2_SMALL,
+            "train_batch_size": 16,
+            "zero_optimization": {"stage": stage},
+            "parallel": {"gradient_compression": how, "gradient_reduction": "per_step"},
+        },
+    )
+    of_parameters = ("all_gather",) if stage else ()
+    sent = predict_traffic(run, 0).items()
+    return sum(size for (axis, kind), size in sent if axis == "dp" and kind not in of_parameters)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_int8_sends_at_most_27_percent_of_fp32(stage: int) -> None:
+    share = gradients_sent(stage, {"type": "int8"}) / gradients_sent(stage, "none")
+    assert 0.25 < share < 0.27
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_powersgd_sends_two_thin_matrices(stage: int) -> None:
+    """GPT-2: embeddings of 50,257 and 1,024 rows, and 4 matrices in each of 12 blocks."""
+    width, rank = 768, 4
+    thin = (50257 + width) + (1024 + width) + 12 * (4 + 2 + 5 + 5) * width
+    vectors = 12 * (2 * 2 + 3 + 1 + 4 + 1) * width + 2 * width
+    rounds = 2 if stage == 0 else 1
+    expected = FP32_BYTES * 7 * (2 * rank * thin + rounds * vectors) / 8
+    sent = gradients_sent(stage, {"type": "powersgd", "rank": rank})
+    assert sent == pytest.approx(expected, rel=1e-4)
+
+
+# --- ZeRO-3's parameters --------------------------------------------------------------------------
+
+
+NOTHING_AHEAD = {"stage3_prefetch_bucket_size": 0}
+
+
+def test_zero3_gathers_twice_a_micro_batch(pool: RankPool, cache: Path) -> None:
+    """Rajbhandari et al. 2020, section 7.2.2: gathers move 2 x the parameters, gradients 1 x.
+
+    Here this is for each micro-batch. A backward gathers neither the embedding nor the weight of
+    the head, and the gradients of norms and biases are reduced once a step.
+    """
+    run = run_of((1, 2, 1), {"zero_optimization": {"stage": 3, **NOTHING_AHEAD}, "model": UNTIED})
+    micro_batches = run.batch.gradient_accumulation_steps
+    for stage, sent in enumerate(most_sent(pool, cache, run)):
+        parameters = local_parameters(run, stage)
+        half = elements_of(parameters) * FP32_BYTES // 2  # every parameter is even
+        unused = ("embedding.", HEAD_WEIGHT)
+        saved = elements_of(p for p in parameters if p.name.startswith(unused)) * FP32_BYTES // 2
+        assert sent["dp", "all_gather"] == micro_batches * (2 * half - saved)
+        vectors = elements_of(p for p in parameters if len(p.shape) == 1) * FP32_BYTES // 2
+        assert sent["dp", "all_to_all"] == micro_batches * (half - vectors) + vectors
+
+
+KEPT = {"stage": 3, "stage3_param_persistence_threshold": 320}
+RECOMPUTED = {"parallel": {"activation_checkpointing": "full"}}
+ZERO_3: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "small ones kept, one stage": ((1, 2, 1), {"zero_optimization": KEPT}),
+    "gpipe": ((2, 2, 1), {"zero_optimization": KEPT, "parallel": {"schedule": "gpipe"}}),
+    "1f1b, three uneven stages": (
+        (3, 2, 1),
+        {
+            "zero_optimization": KEPT,
+            "model": {"num_hidden_layers": 4},
+            "gradient_accumulation_steps": 4,
+        },
+    ),
+    "blocks together, 1f1b": (
+        (2, 2, 1),
+        {
+            "zero_optimization": {**KEPT, "stage3_prefetch_bucket_size": 30_000},
+            "model": {"num_hidden_layers": 8},
+            "gradient_accumulation_steps": 4,
+        },
+    ),
+    "all blocks together": (
+        (1, 2, 1),
+        {"zero_optimization": {**KEPT, "stage3_prefetch_bucket_size": 10**6}},
+    ),
+    "nothing ahead": ((2, 2, 1), {"zero_optimization": {"stage": 3, **NOTHING_AHEAD}}),
+    "recomputation": ((1, 2, 1), {"zero_optimization": KEPT, **RECOMPUTED}),
+    "recomputation, dropout, gpipe": (
+        (2, 2, 1),
+        {
+            "zero_optimization": {"stage": 3},
+            "parallel": {**RECOMPUTED["parallel"], "schedule": "gpipe"},
+            "model": {"residual_dropout": 0.1, "attention_dropout": 0.1},
+        },
+    ),
+    "three data ranks, llama, bf16": (
+        (1, 3, 1),
+        {"zero_optimization": KEPT, "model": LLAMA, **BF16_IN_FP32},
+    ),
+    "per step, two tensor ranks, sequence parallel": (
+        (1, 2, 2),
+        {
+            "zero_optimization": {"stage": 3},
+            "parallel": {"gradient_reduction": "per_step", "sequence_parallel": True},
+        },
+    ),
+    "no reduce-scatter, a bound on what stays whole": (
+        (1, 2, 1),
+        {
+            "zero_optimization": {
+                **KEPT,
+                "stage3_model_persistence_threshold": 1000,
+                "reduce_scatter": False,
+                "reduce_bucket_size": 5000,
+            }
+        },
+    ),
+    "all of it stays whole": (
+        (1, 2, 1),
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10**6}},
+    ),
+    "offloaded": (
+        (2, 2, 1),
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "pin_memory": False},
+                "offload_param": {"device": "cpu", "pin_memory": False},
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "changes"), ZERO_3.values(), ids=ZERO_3)
+def test_zero3(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
+    assert_predicted(pool, cache, run_of(layout, changes))
+
+
+# --- tensor and pipeline axes ---------------------------------------------------------------------
+
+SEQUENCE = {"sequence_parallel": True}
+QWEN3 = {**LLAMA, "architecture": "qwen3", "head_dim": 12, "attention_output_bias": True}
+RECOMPUTE = {"activation_checkpointing": "full"}
+SELECTIVE = {"activation_checkpointing": "selective"}
+MODEL_AXES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "gpt2": ((1, 1, 2), {}),
+    "llama, sequence parallel": ((1, 1, 2), {"model": LLAMA, "parallel": SEQUENCE}),
+    "recomputation": ((1, 1, 2), {"parallel": RECOMPUTE}),
+    "recomputation with dropout": (
+        (1, 1, 2),
+        {"parallel": RECOMPUTE, "model": {"residual_dropout": 0.1}},
+    ),
+    "sequence parallel, recomputation with dropout": (
+        (1, 1, 2),
+        {"parallel": {**SEQUENCE, **RECOMPUTE}, "model": {"residual_dropout": 0.1}},
+    ),
+    "selective recomputation, sequence parallel": (
+        (1, 1, 2),
+        {"parallel": {**SEQUENCE, **SELECTIVE}, "model": {"attention_dropout": 0.1}},
+    ),
+    "recomputation of one block of each pipeline stage": (
+        (2, 1, 2),
+        {"parallel": {**RECOMPUTE, "recomputed_blocks": 1}},
+    ),
+    "norms of each head": ((1, 1, 2), {"model": QWEN3}),
+    "norms of each head, sequence parallel, offloaded": (
+        (2, 1, 2),
+        {
+            "model": QWEN3,
+            "parallel": SEQUENCE,
+            "zero_optimization": {"stage": 1, **OFFLOAD},
+            **BF16,
+        },
+    ),
+    "shared heads": ((1, 1, 4), {"model": {**LLAMA, **SHARED_HEADS}}),
+    "shared heads with biases": (
+        (1, 1, 4),
+        {"model": {**LLAMA, **SHARED_HEADS, "architecture": "qwen2"}},
+    ),
+    "shared heads, sequence parallel": (
+        (1, 1, 4),
+        {"model": {**LLAMA, **SHARED_HEADS}, "parallel": SEQUENCE},
+    ),
+    "with a pipeline, bf16": ((2, 1, 2), {"bf16": {"enabled": True}}),
+    "with a pipeline, sequence parallel, gpipe": (
+        (3, 1, 2),
+        {"parallel": {**SEQUENCE, "schedule": "gpipe"}, "gradient_accumulation_steps": 4},
+    ),
+    "with everything": (
+        (2, 2, 2),
+        {
+            "parallel": {**SEQUENCE, **RECOMPUTE},
+            "zero_optimization": KEPT,
+            **BF16_IN_FP32,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "changes"), MODEL_AXES.values(), ids=MODEL_AXES)
+def test_model_axes(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
+    assert_predicted(pool, cache, run_of(layout, changes))
+
+
+def test_tensor_and_pipeline_traffic_worked_by_hand() -> None:
+    """Embedding and two blocks on one stage, the head on the other; 2 micro-batches of 12 x 16."""
+    run = run_of((2, 1, 2), {"model": {**LLAMA, "num_hidden_layers": 2}})
+    assert layers_of_stages(run) == [range(3), range(3, 4)]
+    tokens = 12 * 16
+    hidden = tokens * 32 * FP32_BYTES
+    first, last = predict_traffic(run, 0), predict_traffic(run, 1)
+    # On two ranks an all-reduce sends its message once: 1 for the embedding, 4 for each block;
+    # 1 for the head, and for the loss 3 numbers a token.
+    assert first["tp", "all_reduce"] == 2 * 9 * hidden
+    assert last["tp", "all_reduce"] == 2 * (hidden + 3 * tokens * FP32_BYTES)
+    assert first["pp", "send"] == last["pp", "send"] == 2 * hidden
+    # A report of 13 numbers of 8 bytes from each of four ranks.
+    assert first["world", "all_reduce"] == 2 * 3 * (4 * 13 * 8) // 4
+
+
+def test_a_tied_weights_gradient_worked_by_hand() -> None:
+    """301 x 32 on two tensor ranks: 151 rows, padded to 152; at ZeRO-1 half of it on each of two
+    data ranks.
+    """
+    for zero_stage, dp in ((0, 1), (1, 2)):
+        run = run_of((2, dp, 2), {"zero_optimization": {"stage": zero_stage}})
+        micro_batches = run.batch.gradient_accumulation_steps
+        hidden = run.batch.micro_batch_size * 16 * 32 * FP32_BYTES
+        for stage in (0, 1):
+            # To the other stage: hidden states or their gradients, and its own gradient.
+            tied = 152 * 32 * FP32_BYTES // dp
+            assert predict_traffic(run, stage)["pp", "send"] == micro_batches * hidden + tied

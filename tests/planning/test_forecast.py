@@ -1,0 +1,114 @@
+"""Throughput, MFU, days and cost from a step time."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from megaspeed.config.resolve import Run
+from megaspeed.planning.costs.workload import workload_of
+from megaspeed.planning.forecast import PARTS, TYPICAL_FACTOR, TrainingTime, forecast
+from megaspeed.planning.goodput import Operations, predict_goodput
+from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny
+
+
+def run_of(name: str, world_size: int, *overrides: str) -> Run:
+    return from_file(FOLDER / f"{name}.json", *overrides, world_size=world_size).run
+
+
+def test_every_term_is_in_one_part() -> None:
+    made = forecast(run_of("gpt3_175b", 1024), a100s())
+    listed = [name for names in PARTS.values() for name in names]
+    assert sorted(listed) == sorted(made.step.terms)
+    assert sum(made.parts().values()) == pytest.approx(made.seconds)
+
+
+def test_mfu_is_that_of_korthikantis_formula() -> None:
+    """Korthikanti et al. 2022, appendix A: 72 B L S H^2 (1 + S / 6H + V / 12LH) FLOPs a step."""
+    run = run_of("gpt3_175b", 1024)
+    made, model = forecast(run, a100s()), run.config.model
+    batch, length = run.batch.train_batch_size, run.config.data.sequence_length
+    hidden, layers = model.hidden_size, model.num_hidden_layers
+    terms = 1 + length / (6 * hidden) + model.vocab_size / (12 * layers * hidden)
+    flops = 72 * batch * layers * length * hidden**2 * terms
+    full, causal = made.mfu(), made.mfu(causal=True)
+    assert full is not None and causal is not None
+    assert full == pytest.approx(flops / made.seconds / (1024 * 311.8e12), rel=1e-3)
+    assert 0.9 * full < causal < full
+    assert made.tokens_per_second == pytest.approx(batch * length / made.seconds)
+
+
+def test_the_ends_of_the_interval_are_the_stated_factor_away() -> None:
+    made = forecast(run_of("gpt3_175b", 1024), a100s())
+    low, high = made.interval
+    assert low < made.seconds < high
+    assert made.seconds / low == pytest.approx(TYPICAL_FACTOR)
+    assert high / made.seconds == pytest.approx(TYPICAL_FACTOR)
+    assert list(made.warnings()) == []
+
+
+def test_a_short_step_is_less_certain() -> None:
+    made = forecast(tiny("bf16.enabled=true", world_size=1).run, a100s())
+    assert made.seconds < 0.5 and made.factor > 1.3
+    assert any("shorter than 0.5 s" in warning for warning in made.warnings())
+
+
+def test_a_slow_network_gives_a_warning() -> None:
+    run = run_of("llama2_70b_64", 64)
+    slow = replace(a100s(), network_bandwidth=1.0)
+    assert forecast(run, a100s()).communication < 0.3 < forecast(run, slow).communication
+    assert any("communication takes" in each for each in forecast(run, slow).warnings())
+
+
+def test_a_head_size_that_is_slow_in_flash_attention_gives_a_warning() -> None:
+    stated = ("bf16.enabled=true", "model.hidden_size=120")
+    run = tiny(*stated, world_size=1).run
+    assert run.config.model.head_dim == 10 and workload_of(run).attention == "fa2"
+    warnings = list(forecast(run, a100s()).warnings())
+    assert any("head size of 10 is not a multiple of 8" in each for each in warnings)
+
+
+def test_days_and_cost_follow_from_the_goodput() -> None:
+    made = forecast(run_of("gpt3_175b", 1024), a100s())
+    goodput = predict_goodput(made.run, made.seconds)
+    tokens = 10**6 * made.run.tokens_per_step
+    time = TrainingTime(
+        forecast=made,
+        tokens=tokens,
+        steps=10**6,
+        goodput=goodput,
+        gpus=1030,
+        dollars_per_gpu_hour=2.0,
+    )
+    seconds = tokens / made.tokens_per_second / goodput.total
+    assert time.days == pytest.approx(seconds / 86_400)
+    assert time.gpu_hours == pytest.approx(1030 * seconds / 3600)
+    assert time.dollars == pytest.approx(2 * time.gpu_hours)
+    free = replace(time, dollars_per_gpu_hour=None)
+    assert free.dollars is None
+
+
+def test_a_training_that_never_ends_is_valid_json() -> None:
+    made = forecast(run_of("gpt3_175b", 1024, "training.save_interval=0"), a100s())
+    hopeless = predict_goodput(made.run, made.seconds, Operations(failures_per_gpu_hour=1e3))
+    time = TrainingTime(forecast=made, tokens=10**12, steps=10**6, goodput=hopeless, gpus=1024)
+    assert time.days == math.inf
+    assert json.loads(json.dumps(time.as_json(), allow_nan=False))["days"] is None
+
+
+def test_a_window_leaves_fewer_operations() -> None:
+    """An MFU of the full square was 290 % with a window of 64 of 65,536 tokens."""
+    window = ("model.sliding_window=64", "model.max_position_embeddings=65536")
+    long = ("data.sequence_length=65536", "train_batch_size=8", "train_micro_batch_size_per_gpu=1")
+    made = forecast(run_of("gpt2_1.5b", 8, *window, *long), a100s())
+    full, causal = made.mfu(), made.mfu(causal=True)
+    assert full is not None and full > 1
+    assert causal is not None and causal < 0.7
+
+
+def test_what_is_not_predicted_is_warned_of() -> None:
+    offloaded = run_of("zero3_offload", 4)
+    assert any("offloading" in warning for warning in forecast(offloaded, a100s()).warnings())
+    tf32 = run_of("gpt2_1.5b", 8, "bf16.enabled=false", "training.allow_tf32=true")
+    assert any("allow_tf32" in warning for warning in forecast(tf32, a100s()).warnings())

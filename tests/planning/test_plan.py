@@ -1,0 +1,146 @@
+"""Plans: the ZeRO paper's table, every file of ds_configs, what the configuration refuses."""
+
+import json
+from bisect import bisect_left
+from pathlib import Path
+
+import pytest
+
+from megaspeed.cli import main
+from megaspeed.planning.costs.reserved_memory import usable_bytes
+from megaspeed.planning.plan import plan
+from megaspeed.planning.report import summary
+from tests.planning.tiny_runs import FOLDER, WORLD_SIZES, a100s, from_file, tiny
+
+GB = 10**9
+
+
+def test_the_zero_papers_table_1() -> None:
+    """Rajbhandari et al. 2020, Table 1, DP 64, 7.5B: 120, 31.4, 16.6 and 1.9 GB of model states.
+
+    16, 4 + 12/64, 2 + 14/64 and 16/64 bytes a parameter (figure 1); the model has 7.46B.
+    """
+    planned = plan(from_file(FOLDER / "zero_7.5b.json", world_size=64), None)
+    psi = 7.5
+    paper = (16 * psi, (4 + 12 / 64) * psi, (2 + 14 / 64) * psi, 16 / 64 * psi)
+    assert [f"{gigabytes:.1f}" for gigabytes in paper] == ["120.0", "31.4", "16.6", "1.9"]
+    for zero, gigabytes in zip(planned.zero_stages, paper, strict=True):
+        assert zero.prediction is not None
+        assert zero.prediction.heaviest.state_bytes / GB == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_a_file_is_listed_with_its_world_size() -> None:
+    files = {file.stem for file in FOLDER.glob("*.json")} - {"megaspeed.schema"}
+    assert files == set(WORLD_SIZES)
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_every_file_plans_and_checks_at_its_world_size(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, world_size = FOLDER / f"{name}.json", WORLD_SIZES[name]
+    assert main(["check", "--config", str(file), "--world-size", str(world_size)]) == 0
+    assert "no problem found" in capsys.readouterr().out
+    planned = plan(from_file(file, world_size=world_size), a100s())
+    assert planned.run.grid.world_size == world_size
+    assert planned.verdict in ("fits", "tight")
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "zero_stage", "parameters"),
+    [
+        ("gpt3_175b", (8, 64, 8), 1, 174.6e9),
+        ("mt_nlg_530b", (35, 16, 8), 1, 529.6e9),
+        ("llama2_70b", (1, 256, 8), 3, 68.98e9),
+        ("llama2_70b_64", (1, 64, 1), 3, 68.98e9),
+        ("llama3_70b", (4, 4, 4), 1, 70.55e9),
+        ("zero_7.5b", (1, 64, 1), 2, 7.464e9),
+        ("gpt2_1.5b", (1, 8, 1), 1, 1.5576e9),
+    ],
+)
+def test_the_large_files_are_what_they_are_called(
+    name: str, degrees: tuple[int, int, int], zero_stage: int, parameters: float
+) -> None:
+    planned = plan(from_file(FOLDER / f"{name}.json", world_size=WORLD_SIZES[name]), None)
+    run = planned.run
+    assert (run.grid.pp, run.grid.dp, run.grid.tp) == degrees
+    assert run.zero_stage == zero_stage
+    assert planned.parameters == pytest.approx(parameters, rel=1e-3)
+    assert planned.ranks.between_nodes("tp") == 0
+
+
+def test_pipeline_stages_cover_the_layers_and_the_parameters() -> None:
+    planned = plan(from_file(FOLDER / "mt_nlg_530b.json", world_size=4480), None)
+    assert [stage.pipeline_stage for stage in planned.stages] == list(range(35))
+    layers = [layer for stage in planned.stages for layer in stage.layers]
+    assert layers == list(range(107))
+    # 12 D^2 + 13 D a block, all but 9 D of it split over 8 (biases of two row-parallel layers, two
+    # norms of two vectors, are whole): 3 blocks.
+    hidden = 20480
+    block = 12 * hidden**2 + 13 * hidden
+    whole = 6 * hidden
+    assert planned.stages[1].parameters == 3 * block
+    assert planned.stages[1].parameters_per_rank == 3 * ((block - whole) // 8 + whole)
+
+
+def test_a_zero_stage_that_the_configuration_refuses_states_why() -> None:
+    compressed = (
+        "parallel.gradient_compression=int8",
+        "parallel.gradient_reduction=per_micro_batch",
+    )
+    planned = plan(from_file(FOLDER / "zero1.json", *compressed, world_size=4), None)
+    reasons = {zero.zero_stage: " ".join(zero.refusals) for zero in planned.zero_stages}
+    assert reasons[0] == reasons[1] == ""
+    assert "with zero_optimization.stage 2 and parallel.gradient_reduction" in reasons[2]
+    assert planned.zero_stages[1].prediction is not None
+    assert planned.zero_stages[2].prediction is None
+    figures = planned.as_json()["zero_stages"]
+    assert figures[2]["refused"] and figures[2]["verdict"] is None
+
+
+def test_without_a_device_nothing_is_stated_about_fitting() -> None:
+    planned = plan(tiny(world_size=4), None)
+    assert planned.verdict is None and planned.change is None and planned.forecast is None
+    figures = planned.as_json()
+    assert figures["verdict"] is None
+    assert all(zero["verdict"] is None and zero["time"] is None for zero in figures["zero_stages"])
+
+
+def test_one_byte_decides_whether_a_run_fits_or_fits_tightly() -> None:
+    training = tiny(world_size=4)
+    peak = plan(training, a100s()).prediction.fullest.peak_bytes
+
+    def fits(memory_bytes: int) -> bool:
+        return plan(training, a100s(memory_bytes=memory_bytes)).verdict == "fits"
+
+    sizes = range(peak, a100s().device.memory_bytes)
+    memory = sizes[bisect_left(sizes, True, key=fits)]
+    for memory_bytes, word in ((memory, "fits"), (memory - 1, "tight")):
+        planned = plan(training, a100s(memory_bytes=memory_bytes))
+        assert planned.verdict == word
+        assert (planned.change is None) is (word == "fits")
+    assert abs(usable_bytes(training.run, a100s(memory_bytes=memory).device, 8) - peak) <= 1
+    assert plan(training, a100s(memory_bytes=peak)).verdict == "does not fit"
+
+
+def test_an_fp16_run_is_planned_without_a_gpu() -> None:
+    assert plan(tiny("fp16.enabled=true", world_size=2), None).run.precision == "fp16"
+
+
+def test_a_plan_names_what_dropout_costs() -> None:
+    dropout = "model.attention_dropout=0.1"
+    lines = [list(summary(plan(tiny(*each), None))) for each in ((dropout,), ())]
+    named = [line for line in lines[0] if "without its fused kernel" in line]
+    assert len(named) == 1 and "model.attention_dropout=0" in named[0]
+    assert lines[1] == [line for line in lines[0] if line not in named]
+
+
+def test_a_plan_takes_the_largest_layout_and_names_the_spare_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    values = {"extends": str(FOLDER / "zero3.json"), "parallel": {"spare_ranks": True}}
+    file.write_text(json.dumps(values))
+    command = ["--config", str(file), "--world-size", "7"]
+    assert main(["check", *command]) == 0 and main(["plan", *command]) == 0
+    assert "spare: 3 of 7 ranks have no work" in capsys.readouterr().out

@@ -1,0 +1,280 @@
+"""`megaspeed plan`: what it prints and writes, its exit codes, its time and memory."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaspeed.cli import main
+from megaspeed.topology.devices import DEVICES
+from tests.planning.tiny_runs import FOLDER
+
+pytestmark = pytest.mark.slow
+
+TWO_BY_TWO_BY_TWO = ("--config", str(FOLDER / "3d.json"), "--world-size", "8")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["plan", *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_the_report_names_ranks_stages_and_whether_the_run_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--config", str(FOLDER / "gpt3_175b.json"), "--world-size", "4096")
+    out = printed(capsys, *options, "--device", "a100-80gb")
+    for expected in (
+        "gpt3_175b: pp 8 x dp 64 x tp 8 = 4,096 ranks, ZeRO-1, bf16",
+        "model: 174.6B parameters",
+        "ideal bubble 22.6% of the step",
+        "Ranks: 512 nodes of 8 GPUs",
+        "across 64 nodes",
+        "1 to 6  12 blocks",
+        "FITS: predicted peak",
+    ):
+        assert expected in out, expected
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("gpt3_175b", ("--world-size", "1024")), ("llama3_70b", ("--world-size", "32", "--what-if"))],
+)
+def test_no_line_is_wider_than_80_columns_and_no_cell_is_cut(
+    name: str,
+    options: tuple[str, ...],
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    config = ("--config", str(FOLDER / f"{name}.json"))
+    out = printed(capsys, *config, *options, "--device", "h100-80gb")
+    assert "\u2026" not in out
+    # What is to be copied stays in one line.
+    assert max(len(line) for line in out.splitlines() if "--set" not in line) <= 80
+
+
+def test_without_a_device_it_states_which_option_names_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = printed(capsys, *TWO_BY_TWO_BY_TWO)
+    assert "to see whether it fits and how long a step takes" in out
+    assert "add --device h100-80gb" in out
+    assert "FIT:" not in out and "FITS" not in out and "Time in" not in out
+
+
+def test_a_run_that_does_not_fit_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "plan.json"
+    config = ("--config", str(FOLDER / "gpt2_1.5b.json"), "--world-size", "2")
+    stated = ("zero_optimization.stage=0", "train_micro_batch_size_per_gpu=16")
+    options = (*config, "--device", "a10-24gb", "--json", str(figures), "--set", *stated)
+    out = printed(capsys, *options)
+    assert "DOES NOT FIT: predicted peak" in out
+    written = json.loads(figures.read_text())
+    low, high = (size / 2**30 for size in written["zero_stages"][0]["interval_bytes"])
+    assert f"interval of nine of ten published runs: {low:.2f} to {high:.2f} GiB" in out
+    assert written["verdict"] == "does not fit"
+    change = written["cheapest_change"]
+    assert change["fits"] is True and change["world_size"] == 2
+    assert f"cheapest change: --set {' '.join(change['set'])} " in out
+    assert change["peak_bytes"] <= written["device"]["memory_bytes"]
+    assert "\nFITS: predicted peak" in printed(capsys, *options, *change["set"])
+
+
+def test_the_json_has_every_variant_of_a_what_if(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "plan.json"
+    options = (*TWO_BY_TWO_BY_TWO, "--device", "a100-80gb", "--what-if", "--json", str(figures))
+    out = printed(capsys, *options)
+    assert "the fastest variant that fits, for each of" in out and "Pareto-optimal" in out
+    written = json.loads(figures.read_text())
+    layouts = written["what_if"]["layouts"]
+    assert f"{len(layouts):,} variants fit, 0 are too large" in out
+    own = [layout for layout in layouts if not layout["set"]]
+    assert [(each["pp"], each["dp"], each["tp"], each["zero_stage"]) for each in own] == [
+        (2, 2, 2, 3)
+    ]
+    assert own[0]["peak_bytes"] == written["zero_stages"][3]["peak_bytes"]
+    assert own[0]["seconds"] == pytest.approx(written["zero_stages"][3]["time"]["seconds"], rel=0.1)
+
+
+def test_rows_that_are_not_shown_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megaspeed.planning.what_if_report.SHOWN_LAYOUTS", 2)
+    options = (*TWO_BY_TWO_BY_TWO, "--device", "a100-80gb", "--what-if")
+    shown = printed(capsys, *options).partition("What if")[2]
+    layouts = int(re.findall(r"for each of (\d+) layouts", shown)[0])
+    assert f"\nand {layouts - 2} more: --all\n" in shown
+    every = printed(capsys, *options, "--all").partition("What if")[2]
+    assert "--all" not in every
+    first, *_ = every.split("What if")
+    assert len(re.findall(r"^ *\d+ +\d+ +\d+ +[0-3] ", first, re.MULTILINE)) == layouts
+    assert main(["plan", *TWO_BY_TWO_BY_TWO, "--device", "a100-80gb", "--all"]) == 2
+    assert "--all is an option of the what-if: add --what-if" in capsys.readouterr().err
+
+
+def test_the_report_explains_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    device = ("--device", "h100-80gb")
+    out = printed(capsys, *TWO_BY_TWO_BY_TWO, *device, "--dollars-per-gpu-hour", "2")
+    assert re.search(r"^[\d,.]+ GPU-hours on 8 GPUs, \$", out, re.MULTILINE)
+    assert re.search(r"head and loss +0 +0 +0 +0\n", out)
+    assert "head and loss: 0 if the slowest stage has no head" in out
+    assert "the last stage also holds a copy of the tied embedding" in out
+    untied = printed(
+        capsys,
+        *TWO_BY_TWO_BY_TWO,
+        *("--set", "model.tie_word_embeddings=false", "parallel.pipeline=1", *device),
+    )
+    assert "tied embedding" not in untied and "the slowest stage has no head" not in untied
+
+
+def test_the_best_configuration_is_written_and_gives_the_run_that_was_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").mkdir()
+    best, figures = tmp_path / "runs" / "best.json", tmp_path / "plan.json"
+    picture = tmp_path / "parts.png"
+    config = ("--config", str(FOLDER / "3d.json"), "--nodes", "1")
+    machines = ("--device", "a100-80gb", "--nic-gbps", "200")
+    out = printed(
+        *(capsys, *config, *machines, "--write", str(best), "--json", str(figures)),
+        *("--picture", str(picture), "--set", "train_batch_size=64"),
+    )
+    assert f"written: {best}" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    first = json.loads(figures.read_text())["what_if"]["layouts"][0]
+    again = tmp_path / "again.json"
+    options = ("--config", str(best), "--nodes", "1", *machines, "--json", str(again))
+    printed(capsys, *options)
+    written = json.loads(again.read_text())
+    assert written["batch"]["train_batch_size"] == 64
+    assert written["degrees"] == {axis: first[axis] for axis in ("pp", "dp", "tp")}
+    own = written["zero_stages"][first["zero_stage"]]
+    assert written["zero_stage"] == first["zero_stage"]
+    assert own["peak_bytes"] == first["peak_bytes"]
+    assert own["verdict"] == "fits"
+
+
+def test_nothing_is_written_if_nothing_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = tmp_path / "best.json"
+    options = ("--config", str(FOLDER / "mt_nlg_530b.json"), "--world-size", "280")
+    assert main(["plan", *options, "--device", "t4-16gb", "--write", str(best)]) == 1
+    assert "is not written: no variant fits t4-16gb" in capsys.readouterr().err
+    assert not best.exists()
+
+
+@pytest.mark.parametrize("name", ["run", "base"])
+def test_no_file_is_replaced_that_the_written_one_extends(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "base.json").write_bytes((FOLDER / "base.json").read_bytes())
+    (tmp_path / "run.json").write_text('{"extends": "base.json"}')
+    file = tmp_path / f"{name}.json"
+    before = file.read_bytes()
+    config = ("--config", str(tmp_path / "run.json"))
+    options = (*config, "--world-size", "2", "--device", "h100-80gb")
+    assert main(["plan", *options, "--write", str(file)]) == 2
+    assert file.read_bytes() == before
+    assert f"would replace {file}, which it extends" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--what-if",), "--what-if needs step times: add --device h100-80gb"),
+        (("--tokens", "1T"), "--tokens needs step times"),
+        (("--device", "cpu", "--nodes", "1"), "nodes does not apply to the device cpu"),
+        (("--device", "t4-16gb", "--largest-tensor", "2"), "add --what-if"),
+        (("--nodes", "1000000", "--device", "t4-16gb"), "are more than the limit of 1,000,000"),
+        (("--nodes", "1", "--world-size", "16"), "16 ranks need more than the 8 devices of 1 node"),
+        ((), "the number of ranks is missing: add --world-size, or --nodes"),
+        (("--device", "h100", "--nodes", "1"), "there is no device called 'h100'"),
+        (("--nic-gbps", "5e-324", "--nodes", "1"), "nic_gbps: given 5e-324 (a decimal number), w"),
+        (
+            ("--nic-gbps", "0", "--nodes", "1"),
+            "nic_gbps: given 0.0 (a decimal number), wanted at least 1e-06",
+        ),
+        (("--cluster", "nowhere.json"), "nowhere.json does not exist"),
+    ],
+)
+def test_wrong_machines_state_the_mend(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = () if "--nodes" in options or not options else ("--world-size", "8")
+    assert main(["plan", "--config", str(FOLDER / "3d.json"), *world, *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
+def test_the_rank_map_follows_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, *TWO_BY_TWO_BY_TWO, "--gpus-per-node", "4")
+    assert "Ranks: 2 nodes of 4 GPUs" in out
+    assert "across 2 nodes" in out
+
+
+def test_an_unknown_device_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *TWO_BY_TWO_BY_TWO, "--device", "h100"]) == 2
+    err = capsys.readouterr().err
+    assert "there is no device called 'h100'" in err
+    assert all(name in err for name in DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "output"),
+    [
+        ((), "6", "world size 6 (from --world-size) is not divisible by"),
+        (("model.preset=gpt3-175",), "8", '"gpt3-175b"'),
+        (("parallel.tensor=3",), "12", "valid parallel.tensor: 1, 2, 4"),
+    ],
+    ids=["world", "preset", "heads"],
+)
+def test_wrong_input_states_the_mend(
+    changes: tuple[str, ...], world_size: str, output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--config", str(FOLDER / "3d.json"), "--world-size", world_size]
+    assert main(["plan", *options, *(["--set", *changes] if changes else [])]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert output in captured.err
+
+
+@pytest.mark.parametrize(("what_if", "seconds"), [((), 5.0), (("--what-if",), 20.0)])
+def test_4480_ranks_take_seconds_and_less_than_a_gigabyte(
+    what_if: tuple[str, ...], seconds: float
+) -> None:
+    """Measured in processor seconds, so that it passes on a busy machine, too."""
+    command: list[str | Path] = [Path(sys.executable).with_name("megaspeed"), "plan"]
+    command += ["--config", FOLDER / "mt_nlg_530b.json", "--device", "a100-80gb"]
+    command += ["--world-size", "4480", *what_if]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    assert used.ru_utime + used.ru_stime < seconds
+    assert used.ru_maxrss * 1024 < 10**9  # Linux counts it in KiB
+
+
+def test_a_plan_loads_no_deepspeed() -> None:
+    code = (
+        "import sys; from megaspeed.cli import main; "
+        "code = main(['plan', '--config', sys.argv[1], '--world-size', '8']); "
+        "sys.exit(code or ' '.join({'deepspeed', 'datasets'} & set(sys.modules)) or None)"
+    )
+    command = [sys.executable, "-c", code, str(FOLDER / "3d.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,167 @@
+"""What-if against brute force: every variant of 8 ranks is loaded from a file and predicted."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from megaspeed.config.errors import ConfigError
+from megaspeed.planning.costs.reserved_memory import reserved_memory, usable_bytes
+from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.step_time import predict_step_time
+from megaspeed.planning.costs.workload import Cluster, workload_of
+from megaspeed.planning.what_if import Layout, WhatIf, what_if
+from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny, tiny_file
+
+Key = tuple[int, int, int, int, str, str, str, int]
+Figures = dict[Key, tuple[float, int]]
+
+
+def key_of(layout: Layout) -> Key:
+    run, grid = layout.run, layout.run.grid
+    parallel = run.config.parallel
+    return (
+        *(grid.pp, grid.dp, grid.tp, run.zero_stage),
+        *(run.gradient_reduction if run.zero_stage >= 2 else "", parallel.schedule),
+        *(parallel.activation_checkpointing, run.batch.micro_batch_size),
+    )
+
+
+def figures_of(found: WhatIf) -> Figures:
+    return {key_of(layout): (layout.seconds, layout.peak_bytes) for layout in found.layouts}
+
+
+def by_brute_force(file: Path, world_size: int, cluster: Cluster) -> Figures:
+    """Time and peak of all that the configuration accepts, whether they fit or not."""
+    figures: Figures = {}
+    degrees, kinds = range(1, world_size + 1), ("none", "selective", "full")
+    reductions = [(0, ""), (1, "")]
+    reductions += [(stage, f"per_{each}") for stage in (2, 3) for each in ("step", "micro_batch")]
+    schedules, sizes = ("gpipe", "1f1b"), (1, 2, 4, 8, 16)
+    for pp, tp, (zero, reduction), schedule, kind, size in product(
+        degrees, degrees, reductions, schedules, kinds, sizes
+    ):
+        dp = world_size // (pp * tp)
+        if pp * dp * tp != world_size:
+            continue
+        if (dp == 1 and zero > 0) or (pp == 1 and schedule == "gpipe"):
+            continue  # as without ZeRO; as 1f1b
+        changes = (
+            f"parallel.pipeline={pp}",
+            f"parallel.tensor={tp}",
+            f"parallel.schedule={schedule}",
+            f"zero_optimization.stage={zero}",
+            f"parallel.gradient_reduction={reduction or 'auto'}",
+            f"parallel.activation_checkpointing={kind}",
+            f"train_micro_batch_size_per_gpu={size}",
+        )
+        try:
+            run = from_file(file, *changes, world_size=world_size).run
+        except ConfigError:
+            continue
+        seconds = predict_step_time(workload_of(run), cluster).total
+        peak = max(predict_memory(run, stage).peak.total for stage in range(pp))
+        figures[pp, dp, tp, zero, reduction, schedule, kind, size] = seconds, peak
+    return figures
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_file(tmp_path_factory.mktemp("what_if"), "zero_optimization.stage=0")
+
+
+@pytest.fixture(scope="module")
+def brute(file: Path) -> Figures:
+    return by_brute_force(file, 8, a100s())
+
+
+def test_every_variant_is_there_with_its_figures(file: Path, brute: Figures) -> None:
+    found = what_if(from_file(file, world_size=8), a100s())
+    assert figures_of(found) == brute
+    assert found.too_large == 0
+    # (pp, dp, tp): 4 blocks and 12 heads leave out pp 8 and tp 8: 8 of the 10 products.
+    assert len({key[:3] for key in brute}) == 8
+
+
+def test_variants_that_are_too_large_are_omitted(file: Path, brute: Figures) -> None:
+    """Reserved memory differs between layouts, so each has its own bound."""
+    peaks = sorted(peak for _, peak in brute.values())
+    some = from_file(file, world_size=8)
+    reserved = reserved_memory(some.run, a100s().device, 8, 0).total
+    cluster = a100s(memory_bytes=reserved + peaks[len(peaks) // 2])
+    found = what_if(some, cluster)
+    for layout in found.layouts:
+        fits = layout.peak_bytes <= usable_bytes(layout.run, cluster.device, 8)
+        assert (layout.verdict == "fits") is fits
+    assert 0 < len(found.layouts) < len(brute)
+    assert len(found.layouts) + found.too_large == len(brute)
+    assert found.best is not None and found.best.verdict == "fits"
+
+
+def test_if_nothing_fits_the_smallest_is_still_reported(file: Path, brute: Figures) -> None:
+    found = what_if(from_file(file, world_size=8), a100s(memory_bytes=1000))
+    assert (found.layouts, found.best) == ((), None)
+    assert found.least_peak_bytes == min(peak for _, peak in brute.values())
+
+
+def test_the_pareto_front_has_the_variants_that_no_other_beats(file: Path, brute: Figures) -> None:
+    found = what_if(from_file(file, world_size=8), a100s())
+
+    def is_beaten(point: tuple[float, int]) -> bool:
+        return any(
+            other[0] <= point[0] and other[1] <= point[1] and other != point
+            for other in brute.values()
+        )
+
+    front = {point for point in brute.values() if not is_beaten(point)}
+    assert {(each.seconds, each.peak_bytes) for each in found.layouts if each.is_pareto} == front
+    assert 1 <= len(front) < len(brute)
+
+
+def test_the_variants_are_ranked_by_time(file: Path) -> None:
+    found = what_if(from_file(file, world_size=8), a100s())
+    times = [layout.seconds for layout in found.layouts]
+    assert times == sorted(times)
+    assert found.best is found.layouts[0]
+    fastest = found.fastest_of_each_grid()
+    grids = [layout.run.grid for layout in fastest]
+    assert len(set(grids)) == len(grids) == 8
+    for layout in fastest:
+        same = [each.seconds for each in found.layouts if each.run.grid == layout.run.grid]
+        assert layout.seconds == min(same)
+
+
+def test_tensor_groups_are_as_wide_as_a_node_unless_stated_otherwise(file: Path) -> None:
+    training = from_file(file, world_size=8)
+
+    def widest(gpus_per_node: int, largest_tensor: int | None = None) -> int:
+        layouts = what_if(training, a100s(gpus_per_node), largest_tensor).layouts
+        return max(layout.run.grid.tp for layout in layouts)
+
+    assert (widest(2), widest(2, 4), widest(8, 1)) == (2, 4, 1)
+
+
+def test_a_variant_is_reached_by_its_text(file: Path) -> None:
+    training = from_file(file, world_size=8)
+    for layout in what_if(training, a100s()).layouts[::17]:
+        assert from_file(file, *layout.set_text, world_size=8).run == layout.run
+
+
+def test_the_530b_model_is_not_split_into_56_stages_with_a_bubble_of_half_the_step() -> None:
+    """Least memory and least traffic once made pp 56 x dp 40 x tp 2 the best of 4,480 GPUs."""
+    training = from_file(FOLDER / "mt_nlg_530b.json", world_size=4480)
+    found = what_if(training, a100s())
+    assert found.best is not None
+    terms = found.best.forecast.step.terms
+    assert terms["bubble"] < 0.25 * found.best.seconds
+    assert found.best.run.grid.tp == 8
+
+
+def test_no_variant_is_faster_on_more_nodes() -> None:
+    """Nothing is faster if the four ranks are on two nodes instead of one."""
+    training = tiny("zero_optimization.stage=3", world_size=4)
+    fast = what_if(training, a100s(gpus_per_node=4)).layouts
+    slow = what_if(training, a100s(gpus_per_node=2)).layouts
+    times = {key_of(layout): layout.seconds for layout in slow}
+    same = [layout for layout in fast if key_of(layout) in times]
+    assert same and all(times[key_of(layout)] >= layout.seconds for layout in same)

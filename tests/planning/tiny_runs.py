@@ -1,0 +1,66 @@
+"""Small trainings for plans, of 12 heads and 4 blocks, those of ds_configs, and clusters."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaspeed.config.layout import World
+from megaspeed.config.loading import parse_config, read_config
+from megaspeed.config.resolve import resolve_run
+from megaspeed.config.run import RunConfig
+from megaspeed.planning.costs.workload import Cluster
+from megaspeed.planning.variants import Training
+from megaspeed.topology.devices import DEVICES
+from tests.config.small import patch, small, write
+
+FOLDER = Path(__file__).parents[2] / "ds_configs"
+
+WORLD_SIZES = {
+    "base": 4,
+    "zero0": 4,
+    "zero1": 4,
+    "zero2": 4,
+    "zero3": 4,
+    "zero3_offload": 4,
+    "3d": 8,
+    "gpt2_1.5b": 8,
+    "zero_7.5b": 64,
+    "llama2_70b_64": 64,
+    "llama2_70b": 2048,
+    "llama3_70b": 64,
+    "gpt3_175b": 4096,
+    "mt_nlg_530b": 4480,
+}
+"""The file of ds_configs -> the world size that it is made for."""
+
+
+def tiny(*overrides: str, world_size: int = 1, **keys: Any) -> Training:
+    """A tiny training of 16 samples a step, with these changes."""
+    stated = parse_config(small(**{**patch(*overrides), **keys}))
+    return _training(stated, "tiny", world_size)
+
+
+def from_file(path: Path, *overrides: str, world_size: int) -> Training:
+    """The training of a file."""
+    stated = read_config(path, overrides)
+    return _training(stated, path.stem, world_size)
+
+
+def _training(stated: RunConfig, name: str, world_size: int) -> Training:
+    run = resolve_run(stated, World(world_size, "the plan", "cuda"), name=name)
+    return Training(stated=stated, run=run)
+
+
+def tiny_file(folder: Path, *overrides: str) -> Path:
+    """The tiny run as a file."""
+    return write(folder / "tiny.json", small(**patch(*overrides)))
+
+
+def a100s(gpus_per_node: int = 8, memory_bytes: int | None = None) -> Cluster:
+    """A cluster of A100s with 80 GB, or with as many bytes as stated."""
+    device = DEVICES["a100-80gb"]
+    return Cluster(
+        device=replace(device, memory_bytes=memory_bytes or device.memory_bytes),
+        gpus_per_node=gpus_per_node,
+        network_bandwidth=device.network_bandwidth,
+    )

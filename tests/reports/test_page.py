@@ -1,0 +1,163 @@
+"""`megaspeed report`: one page that a real browser shows without an error."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megaspeed.cli import main
+from megaspeed.reports.run_charts import Chart, Series, draw
+from tests.reports.written_runs import loss_at, written_run
+from tests.support.browser import open_page, photograph
+from tests.training.metrics_of_steps import STEP_KEYS
+
+pytestmark = pytest.mark.slow
+
+EVIL = "<script>alert(1)<!--&$_{^\"'"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two runs: one resumed, with a name that would be a script; one under way."""
+    folder = tmp_path_factory.mktemp("report")
+    runs = [
+        written_run(folder / EVIL, resumed_at=30),
+        written_run(
+            folder / "second",
+            steps=45,
+            factor_from=(25, 1.05),
+            optimizer={"type": "AdamW", "params": {"lr": 2e-3}},
+        ),
+    ]
+    file = folder / "report.html"
+    assert main(["report", *map(str, runs), "--output", str(file)]) == 0
+    return file
+
+
+def test_a_browser_opens_it_without_an_error_and_shows_the_final_loss(page: Path) -> None:
+    opened = open_page(page)
+    assert opened.console == []
+    assert f"<td>{loss_at(60):.4f}</td>" in opened.dom
+    assert opened.dom.count("<svg") == 6, "no MFU is recorded, so there is no chart of it"
+    assert f"second, step 45: {loss_at(45) * 1.05:.8g}" in opened.dom, "the number on hover"
+
+
+def test_no_text_of_a_run_becomes_markup_of_the_page(page: Path) -> None:
+    opened = open_page(page)
+    assert "<script" not in opened.dom
+    assert "&lt;script&gt;alert(1)&lt;!--&amp;$_{^" in opened.dom
+
+
+def test_the_policy_stops_a_script_and_the_console_would_show_an_error(
+    page: Path, tmp_path: Path
+) -> None:
+    mutated = tmp_path / "mutated.html"
+    script = "<script>document.body.append('it ' + 'ran')</script></body>"
+    mutated.write_text(page.read_text().replace("</body>", script))
+    opened = open_page(mutated)
+    assert "it ran" not in opened.dom
+    assert any("Content Security Policy" in line for line in opened.console)
+
+
+def test_the_page_names_no_address_but_namespaces(page: Path) -> None:
+    addresses = set(re.findall(r"\w+://[^\"'\s<>]+", page.read_text()))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def colours_of(picture: Image.Image) -> set[tuple[int, ...]]:
+    counted = picture.getcolors(maxcolors=picture.width * picture.height)
+    assert counted is not None
+    return {colour for _, colour in counted}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1200])
+def test_it_can_be_read_on_a_phone_and_in_the_dark(
+    page: Path, tmp_path: Path, width: int, dark: bool
+) -> None:
+    picture = photograph(page, tmp_path / "page.png", width, 3000, dark=dark)
+    assert picture.width == width
+    corner = picture.getpixel((1, 1))
+    assert isinstance(corner, tuple)
+    assert (sum(corner) < 3 * 64) is dark, "the background"
+    assert {(0x3B, 0x82, 0xF6), (0xF0, 0x78, 0x18)} <= colours_of(picture), "both runs are drawn"
+    # Text and axes contrast with the background: dark on light, light on dark.
+    shades = sorted(sum(colour) for colour in colours_of(picture))
+    assert (shades[-1] > 3 * 200) if dark else (shades[0] < 3 * 60)
+    margin = picture.crop((width - 8, 0, width, 3000))
+    assert colours_of(margin) == {corner}, "nothing is wider than the window"
+
+
+def test_it_shows_resumptions_memory_predictions_and_the_difference(page: Path) -> None:
+    text = page.read_text()
+    assert "A dashed line marks a step from which a run was resumed." in text
+    assert "pipeline stage 1, step 45: 3" in text
+    assert "<td>pp 2 x dp 2 x tp 1, ZeRO-0, fp32</td><td>20.0%</td>" in text, "1 / (4 + 1)"
+    assert "<tr><td>optimizer.params.lr</td><td>0.001</td><td>0.002</td></tr>" in text
+    assert "45 of 60, under way or interrupted" in text
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.1, 1.9), (0.72, 7.9), (3, 40), (0.01, 500)])
+def test_a_logarithmic_axis_has_at_least_two_labels(low: float, high: float) -> None:
+    line = Series(name="run", colour="red", points=[(1000, low), (2000, high)])
+    svg = draw(Chart(title="Gradient norm", unit="", series=[line], logarithmic=True))
+    labels = {float(label) for label in re.findall(r">([\d.e+-]+)</text>", svg)}
+    assert sum(low / 2 <= label <= 2 * high for label in labels) >= 2, "those of steps are higher"
+
+
+def test_the_lines_of_the_parts_of_a_step_are_named(tmp_path: Path) -> None:
+    run, file = written_run(tmp_path / "run", steps=4), tmp_path / "report.html"
+    parts = {"compute": 0.2, "tensor": 0.1, "data_loading": 0.01}
+    lines = [json.dumps({"step": step, "parts_seconds": parts}) for step in (2, 4)]
+    (run / "parts.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["report", str(run), "--output", str(file)]) == 0
+    chart = file.read_text().split("<figcaption>Parts of a step")[1].split("</figure>")[0]
+    drawn = re.findall(r"<text[^>]*>([a-z ]+)</text>", chart)
+    assert {"compute", "tensor", "data loading"} <= set(drawn)
+
+
+def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    new = written_run(tmp_path / "new", steps=0)
+    assert main(["report", str(new), "--output", str(file)]) == 0
+    assert "No step is recorded yet." in file.read_text()
+
+
+def test_a_run_of_a_hundred_thousand_steps_makes_a_small_page(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    long = written_run(tmp_path / "long", steps=100_000)
+    assert main(["report", str(long), "--output", str(file)]) == 0
+    assert file.stat().st_size < 1_000_000
+    assert f"long, step 100,000: {loss_at(100_000):.8g}" in file.read_text()
+
+
+STRANGE = (None, True, -1, 0, 5, 1e99, -1e99, 1e308, 1e-320, 10**30, "<b>", [1e99, "x"], {"a": 1})
+"""Values that a damaged or hostile file may hold for any name."""
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("strange", STRANGE, ids=str)
+def test_strange_values_of_any_name_make_a_page(tmp_path: Path, strange: object) -> None:
+    run, file = written_run(tmp_path / "run", steps=3), tmp_path / "report.html"
+    names = [*STEP_KEYS[1:], "validation_loss", "time", "pp"]
+    records = [{"step": 2, **dict.fromkeys(names, strange)}, {"step": strange, "loss": 1.0}]
+    for name in ("metrics.jsonl", "starts.jsonl"):
+        with (run / name).open("a") as lines:
+            lines.write("".join(json.dumps(record) + "\n" for record in records))
+    (run / "config.json").write_text(json.dumps({"training": strange, "model": strange}))
+    assert main(["report", str(run), "--output", str(file)]) == 0
+    assert "<b>" not in file.read_text()
+
+
+def test_a_folder_that_is_not_a_run_ends_with_2_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, file = written_run(tmp_path / "run", steps=2), tmp_path / "report.html"
+    assert main(["report", str(run), str(tmp_path), "--output", str(file)]) == 2
+    assert capsys.readouterr().err == (
+        f"{tmp_path} has no metrics.jsonl, so no run has started in it; name the folder of a run "
+        "that has started (training.run_dir, by default runs/<config name>)\n"
+    )
+    assert not file.exists()

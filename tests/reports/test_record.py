@@ -1,0 +1,130 @@
+"""A run folder is read in any state in which its run left it."""
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from megaspeed.reports.run_record import Recorded, RunFolderError, read_run
+from tests.reports.written_runs import loss_at, written_run
+
+
+def test_a_finished_run_is_read_completely(tmp_path: Path) -> None:
+    run = read_run(written_run(tmp_path / "run", resumed_at=30))
+    assert list(run.steps) == list(range(1, 61))
+    assert run.steps[60].loss == loss_at(60)
+    assert run.steps[60].peak_memory_bytes == (2.0**20, 3 * 2.0**20)
+    assert list(run.validations) == [20, 40, 60]
+    assert [(start.step, start.layout) for start in run.starts] == [
+        (0, "pp 2 x dp 2 x tp 1, ZeRO-0"),
+        (30, "pp 2 x dp 2 x tp 1, ZeRO-0"),
+    ]
+    assert (run.last_step, run.planned_steps, run.notes) == (60, 60, ())
+
+
+def test_half_a_line_of_a_running_run_is_skipped(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=7)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    run = read_run(folder)
+    assert run.last_step == 7
+    assert run.notes == ("1 of the lines of metrics.jsonl are not records and were skipped",)
+
+
+BROKEN_LINES = (
+    b"\xff\xfe\x00",
+    b"[" * 100_000,
+    b'"step"',
+    b'{"step": "9", "loss": 1.0}',
+    b'{"step": -3, "loss": 1.0}',
+    b'{"loss": 1.0}',
+    b"",
+)
+
+
+def test_other_lines_are_read_despite_broken_ones(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=3)
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+    (folder / "metrics.jsonl").write_bytes(b"\n".join([lines[0], *BROKEN_LINES, *lines[1:]]))
+    assert list(read_run(folder).steps) == [1, 2, 3]
+
+
+def test_neither_a_long_line_nor_a_hole_costs_memory_or_time(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=3)
+    file = folder / "metrics.jsonl"
+    later = file.read_bytes().replace(b'"step": 3', b'"step": 4')
+    with file.open("ab") as stream:
+        stream.write(b"[" * (48 << 20) + b"\n" + later)
+    os.truncate(file, 1 << 40)
+    tracemalloc.start()
+    try:
+        run = read_run(folder)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert list(run.steps) == [1, 2, 3, 4]
+    assert run.notes == ("2 of the lines of metrics.jsonl are not records and were skipped",)
+    assert peak < 32 << 20
+
+
+def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=2)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "loss": 9.0}\n')
+    seconds = [{"compute": 1.0}, {"compute": 2.0}]
+    lines = [json.dumps({"step": 10, "parts_seconds": each}) for each in seconds]
+    (folder / "parts.jsonl").write_text("\n".join(lines))
+    run = read_run(folder)
+    assert list(run.steps) == [1, 2] and run.steps[1].loss == 9.0
+    assert run.parts == {10: {"compute": 2.0}}
+
+
+def test_a_step_takes_less_than_half_a_kilobyte_of_memory(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=3000)
+    read_run(folder)  # what is loaded once does not count
+    tracemalloc.start()
+    try:
+        run = read_run(folder)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(run.steps) == 3000
+    assert held / 3000 < 500
+
+
+def test_values_of_the_wrong_kind_become_none(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=1)
+    strange: dict[str, object] = {"step": 2, "loss": "<b>", "grad_norm": [1], "tokens": 10**400}
+    strange |= {"mfu": {}, "peak_memory_bytes": [1, "x", None], "skipped": 1e300}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(strange) + "\n" + '{"step": 3, "loss": NaN}\n')
+    steps = read_run(folder).steps
+    assert steps[2] == Recorded(peak_memory_bytes=(1.0,))
+    assert steps[3] == Recorded()
+
+
+def test_a_run_whose_configuration_is_broken_keeps_its_steps(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=2)
+    (folder / "config.json").write_text('{"training": ')
+    run = read_run(folder)
+    assert run.last_step == 2 and run.config == {} and run.planned_steps is None
+    assert run.notes[0].startswith("no configuration: ")
+    (folder / "config.json").unlink()
+    assert "does not exist" in read_run(folder).notes[0]
+
+
+def test_a_run_before_its_first_step_has_none(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=0)
+    assert read_run(folder).last_step == 0
+
+
+def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="nothing is not a folder"):
+        read_run(tmp_path / "nothing")
+    with pytest.raises(RunFolderError, match=r"has no metrics\.jsonl"):
+        read_run(tmp_path)
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunFolderError, match=r"has no metrics\.jsonl"):
+        read_run(tmp_path)

@@ -1,0 +1,108 @@
+"""A process whose threads cannot run is ended with its stacks; one that was suspended continues."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.forked import Forked
+
+LIMIT = 3.0
+
+PROGRAM = f"""
+import ctypes, os, threading, time
+from pathlib import Path
+from megaspeed.supervision.failure import RankLog
+from megaspeed.supervision.watchdog import Watchdog
+
+def beat():
+    while True:
+        watchdog.beat("step 4")
+        time.sleep(0.2)
+
+with RankLog(Path(), 0) as log:
+    log.handle_quit()
+    log.open()
+    watchdog = Watchdog("gpu17, rank 0", {LIMIT})
+    threading.Thread(target=beat, daemon=True).start()
+    child = os.fork()  # it has the pipe, too
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    Path("started").touch()
+    while not Path("end").exists():
+        if Path("lock").exists():
+            ctypes.PyDLL(None).sleep(60)
+        time.sleep(0.1)
+    watchdog.stop()
+"""
+
+
+class Program(Forked):
+    def __init__(self, folder: Path) -> None:
+        (folder / "program.py").write_text(PROGRAM)
+        self.folder, self.console = folder, folder / "err"
+        arguments: list[str | Path] = [folder / "program.py"]
+        super().__init__(arguments, folder, os.environ, folder / "out", self.console)
+        while not (folder / "started").exists():
+            assert self.poll() is None, self.console.read_text()
+            time.sleep(0.05)
+
+    @property
+    def watchdog(self) -> psutil.Process:
+        children = psutil.Process(self.pid).children()
+        (found,) = (one for one in children if "watchdog.py" in " ".join(one.cmdline()))
+        return found
+
+    @property
+    def stacks(self) -> str:
+        return (self.folder / "logs" / "rank-00000.log").read_text()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    started = Program(tmp_path)
+    yield started
+    started.end_session()
+
+
+def test_a_call_that_holds_pythons_gil_is_ended_with_its_stacks(program: Program) -> None:
+    (program.folder / "lock").touch()
+    since = time.monotonic()
+    assert program.wait(30) == 3
+    assert LIMIT - 1 < time.monotonic() - since < LIMIT + 10
+    line = program.console.read_text()
+    assert line.startswith("[gpu17, rank 0, last known phase: step 4] no thread could run for 3 s")
+    assert "Current thread" in program.stacks and "in beat" in program.stacks, "all threads"
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_a_suspended_process_continues(program: Program, everything: bool) -> None:
+    """A run may be suspended with all its processes, or a rank alone, by a debugger."""
+    suspended = [psutil.Process(program.pid), *([program.watchdog] if everything else [])]
+    for process in suspended:
+        process.suspend()
+    time.sleep(LIMIT + 3)
+    for process in suspended:
+        process.resume()
+    time.sleep(2)
+    (program.folder / "end").touch()
+    assert program.wait(30) == 0
+    assert program.console.read_text() == ""
+
+
+def test_a_watchdog_ends_with_its_process(program: Program) -> None:
+    """Also if a child that the process has forked keeps the pipe open."""
+    watchdog = program.watchdog
+    program.kill()
+    watchdog.wait(timeout=2)
+
+
+def test_a_user_sees_the_stacks_with_sigquit(program: Program) -> None:
+    program.send_signal(signal.SIGQUIT)
+    assert program.wait(30) == 3
+    assert "program.py" in program.stacks and "in beat" in program.stacks
