@@ -3,7 +3,6 @@
 These are the keys of DeepSpeed 0.19.8 that work here. `foreign_keys.py` has the others.
 """
 
-from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -26,32 +25,6 @@ class OffloadConfig(Section):
     pin_memory: bool = True
     """Use page-locked host memory, so that transfers have full speed. Turn it off only if the limit
     of `ulimit -l` is too low."""
-
-
-GATHER_ALIGNMENT = 128
-"""Bytes. ZeRO-3 gathers each parameter to an address that is a multiple of this number. Vectorized
-loads read 16 bytes, and a cache line of a GPU has 128."""
-
-
-def aligned_elements(elements: int, element_bytes: int) -> int:
-    """The elements from the start of a gathered parameter to the start of the next one."""
-    return -(-elements * element_bytes // GATHER_ALIGNMENT) * GATHER_ALIGNMENT // element_bytes
-
-
-def _neighbours(sizes: Sequence[int], most: int, alone: int | None = None) -> list[range]:
-    """Ranges of neighbours with at most ``most`` elements, or of one neighbour, from last to first.
-
-    The neighbour with index ``alone`` has a range of its own.
-    """
-    ranges = []
-    end, elements = len(sizes), 0
-    for index in reversed(range(len(sizes))):
-        is_full = elements + sizes[index] > most
-        if elements and (is_full or alone in (index, index + 1)):
-            ranges.append(range(index + 1, end))
-            end, elements = index + 1, 0
-        elements += sizes[index]
-    return [*ranges, range(end)] if sizes else []
 
 
 class ZeroConfig(Section):
@@ -97,62 +70,6 @@ class ZeroConfig(Section):
     stage3_max_live_parameters: Annotated[ElementCount, Field(ge=0)] | None = None
     """Stage 3: the next layer is gathered while the current one computes only if both together have
     at most this many elements. Parameters that stay gathered do not count. If omitted: no limit."""
-
-    def gathered_together(self, sizes: Sequence[int]) -> list[range]:
-        """Stage 3: the blocks that are gathered together, as ranges of indices into ``sizes``.
-
-        Each range has at most ``most_together`` elements, or one block.
-        """
-        return _neighbours(sizes, self.most_together)[::-1]
-
-    @property
-    def most_together(self) -> int:
-        """Stage 3: elements of blocks that are gathered together, at most. Twice as many may live,
-        so there is room for the next ones."""
-        most, bound = self.stage3_prefetch_bucket_size, self.stage3_max_live_parameters
-        assert most is not None, "a resolved run states it"
-        return most if bound is None else min(most, bound // 2)
-
-    def held_layers(self, coming: Iterable[Any]) -> list[Any]:
-        """Stage 3: what is gathered while the first of the coming layers computes.
-
-        This is that layer, and the next other one if there is room for both. Those of them that are
-        in memory are kept, and the others are gathered. All other layers are freed. A layer may be
-        any object that states its number of ``elements``.
-        """
-        layers = iter(coming)
-        first = next(layers)
-        later = next((layer for layer in layers if layer is not first and layer.elements), None)
-        bound = self.stage3_max_live_parameters
-        if later is None or self.stage3_prefetch_bucket_size == 0:
-            return [first]
-        has_room = bound is None or first.elements + later.elements <= bound
-        return [first, later] if has_room else [first]
-
-    def columns_sent_together(self, rows: int, block: int) -> int:
-        """The number of columns of a gradient matrix that are compressed to int8 at a time.
-
-        Args:
-            rows: number of rows of the matrix.
-            block: number of elements of a row that share a scale. The result is a multiple of it.
-        """
-        assert self.reduce_bucket_size is not None, "a resolved run states it"
-        return max(1, self.reduce_bucket_size // rows // block) * block
-
-    def buckets(self, sizes: Sequence[int], alone: int | None = None) -> list[range]:
-        """The parameters of an optimizer group that are reduced together, in backward order.
-
-        Each bucket has at most ``reduce_bucket_size`` elements, or one parameter.
-
-        Args:
-            sizes: elements of each parameter.
-            alone: index of a parameter that gets a bucket of its own; None if there is none.
-
-        Returns:
-            Ranges of indices into ``sizes``.
-        """
-        assert self.reduce_bucket_size is not None, "a resolved run states it"
-        return _neighbours(sizes, self.reduce_bucket_size, alone)
 
     @property
     def offloads_optimizer(self) -> bool:

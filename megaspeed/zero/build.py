@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaspeed.config.message_sizes import buckets
 from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameter_named
@@ -256,16 +257,14 @@ def _in_buckets(
     """
     if not run.has_bucket_groups:
         return groups
-    # Until it is reduced, the gradient of the head's weight has another dtype.
-    head = None if model.head is None or run.keeps_complete_gradients else model.head.output.weight
+    weight = None if model.head is None else model.head.output.weight
     split = []
     for group in groups:
-        members, buckets = group["params"], [range(len(group["params"]))]
+        members, together = group["params"], [range(len(group["params"]))]
         if id(members[0]) not in compressed:
-            alone = next((i for i, p in enumerate(members) if p is head), None)
-            sizes = [parameter.numel() for parameter in members]
-            buckets = run.config.zero_optimization.buckets(sizes, alone)
-        split += [{**group, "params": members[one.start : one.stop]} for one in buckets]
+            head = next((i for i, p in enumerate(members) if p is weight), None)
+            together = buckets(run, [parameter.numel() for parameter in members], head)
+        split += [{**group, "params": members[one.start : one.stop]} for one in together]
     return split
 
 

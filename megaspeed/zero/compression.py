@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
+from megaspeed.config.message_sizes import buckets, columns_sent_together
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Int8Compression, PowerSgdCompression
 from megaspeed.topology.context import ParallelContext
@@ -120,7 +121,7 @@ class Int8:
         self._block = run.compression.block
         self._keeps_error = run.compression.error_feedback
         self._axis, self._dp, self._rank = context.dp_group, context.dp_size, context.dp_rank
-        self._stage, self._zero = run.zero_stage, run.config.zero_optimization
+        self._stage, self._run = run.zero_stage, run
 
     def is_due(self, step: int) -> bool:
         return True
@@ -144,7 +145,7 @@ class Int8:
         assert group.complete is not None
         if self._stage == 3:
             sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
-            for members in self._zero.buckets(sizes):
+            for members in buckets(self._run, sizes):
                 start, end = group.starts[members.start], group.ends[members.stop - 1]
                 parameters = group.complete[start:end].split(sizes[members.start : members.stop])
                 rows = [parameter.view(self._dp, -1) for parameter in parameters]
@@ -154,7 +155,7 @@ class Int8:
         columns = matrix.shape[1]
         # At ZeRO-0 the partition is complete, and its memory also has the padding after it.
         own = group.own if self._stage else group.own.as_strided(matrix.shape, (columns, 1))
-        width = self._zero.columns_sent_together(self._dp, self._block)
+        width = columns_sent_together(self._run, self._dp, self._block)
         for start in range(0, columns, width):
             yield [matrix[:, start : start + width]], own[..., start : start + width]
 

@@ -41,7 +41,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 from torch import Tensor, nn
 
-from megaspeed.config.deepspeed_keys import ZeroConfig
+from megaspeed.config.message_sizes import buckets
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.buckets import Bucket, Group, Reducer, Rules, shape_of
@@ -104,9 +104,8 @@ class Gradients:
         self._loss_scale = 1.0  # of this step
         self.steps_taken = 0
         """Optimizer steps that were not skipped."""
-        zero = run.config.zero_optimization
         self._buckets = [
-            bucket for group in self._groups for bucket in self._make_buckets(group, zero)
+            bucket for group in self._groups for bucket in self._make_buckets(group, run)
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._sums = dict(self._sums_of_parameters()) if self._rules.is_complete else {}
@@ -278,16 +277,14 @@ class Gradients:
             feedback=self._zeros(elements) if keeps_error else None,
         )
 
-    def _make_buckets(self, group: Group, zero: ZeroConfig) -> Iterator[Bucket]:
+    def _make_buckets(self, group: Group, run: Run) -> Iterator[Bucket]:
         # Without a copy, everything is sent together.
         members_of_buckets = [range(len(group.parameters))]
         is_split = self._rules.sends_copies or self._rules.overlaps
         if is_split and not self._rules.has_bucket_groups:
             sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
-            # Until it is reduced, the gradient of the head's weight has another dtype.
             of_head = (i for i, p in enumerate(group.parameters) if p is self._head_weight)
-            alone = None if self._rules.is_complete else next(of_head, None)
-            members_of_buckets = zero.buckets(sizes, alone)
+            members_of_buckets = buckets(run, sizes, next(of_head, None))
         for members in members_of_buckets:
             parameters = group.parameters[members.start : members.stop]
             start, end = group.starts[members.start], group.ends[members.stop - 1]

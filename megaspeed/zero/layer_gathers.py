@@ -42,7 +42,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from megaspeed.config.deepspeed_keys import ZeroConfig, aligned_elements
+from megaspeed.config.deepspeed_keys import ZeroConfig
+from megaspeed.config.message_sizes import aligned_elements, gathered_together, held_in_pass
 from megaspeed.model.gpt import GPT
 from megaspeed.pipeline.schedules import Pass
 from megaspeed.topology.context import ParallelContext
@@ -184,21 +185,27 @@ class LayerGathers:
         embedding = [] if model.embedding is None else [gathered(model.embedding)]
         sizes = [sum(p.ds_numel for p in own(block)) for block in model.blocks.values()]
         blocks: list[GatheredLayer] = []
-        for together in config.gathered_together(sizes):
+        for together in gathered_together(config, sizes):
             module = nn.ModuleList([layers[len(embedding) + index] for index in together])
             blocks += [gathered(module)] * len(together)
         head = [] if model.head is None else [gathered(model.head)]
         norm = [] if model.head is None else [gathered(model.head.norm)]
         # What each layer of a pass needs, in the order of the pass.
-        self._orders: dict[Pass, list[GatheredLayer]] = {
+        orders: dict[Pass, list[GatheredLayer]] = {
             "forward": [*embedding, *blocks, *head],
             "backward": [*blocks, *norm][::-1],
         }
+        self._holds = {
+            (name, following): held_in_pass(config, order, orders[following] if following else [])
+            for name, order in orders.items()
+            for following in (*orders, None)
+        }
+        """(pass, next pass) -> what is held at each layer of the pass, and after it."""
         self._embedding = embedding
-        self._config = config
+        self._layers = len(layers)
+        self._hold = self._holds["forward", None]  # of the current pass
         self._held: list[GatheredLayer] = []
         self._passes: list[Pass] = []
-        self._following: Sequence[GatheredLayer] = ()
         self._accelerator = get_accelerator()
         self._stream = None
         if not self._accelerator.is_synchronized_device():
@@ -218,7 +225,7 @@ class LayerGathers:
             self._start(self._persistent)
             self._finish(self._persistent)
         self._passes = self._passes[1:] if self._passes[:1] == [direction] else []
-        self._following = self._orders[self._passes[0]] if self._passes else ()
+        self._hold = self._holds[direction, self._passes[0] if self._passes else None]
 
     def end_backward(self) -> None:
         """Called after the model's backward."""
@@ -233,12 +240,12 @@ class LayerGathers:
 
     def _before_forward(self, index: int, layer: nn.Module, inputs: Any) -> None:
         if not _in_backward():
-            self._enter(self._orders["forward"][index:])
+            self._enter(self._hold[index])
 
     def _after_forward(self, index: int, layer: nn.Module, inputs: Any, output: Tensor) -> None:
         if _in_backward():
             return
-        if index == len(self._orders["forward"]) - 1:
+        if index == self._layers - 1:
             self._leave()
         if output.requires_grad:
             output.register_hook(functools.partial(self._before_backward, index))
@@ -249,11 +256,10 @@ class LayerGathers:
             # Autograd compares a gradient's shape with its parameter's.
             self._embedding[index].give_shapes()
         else:
-            self._enter(self._orders["backward"][len(self._orders["forward"]) - 1 - index :])
+            self._enter(self._hold[self._layers - 1 - index])
 
-    def _enter(self, layers: Sequence[GatheredLayer]) -> None:
-        """Gather the first of the layers, and start to gather the next one if there is room."""
-        hold = self._config.held_layers([*layers, *self._following])
+    def _enter(self, hold: Sequence[GatheredLayer]) -> None:
+        """Gather the first of the layers to hold, and start to gather the others."""
         self._free_all_but(hold)
         for layer in hold:
             if layer not in self._held:
@@ -264,7 +270,7 @@ class LayerGathers:
 
     def _leave(self) -> None:
         """Free all but what the next pass needs first."""
-        self._free_all_but(self._config.held_layers(self._following) if self._following else [])
+        self._free_all_but(self._hold[-1])
 
     def _free_all_but(self, hold: Sequence[GatheredLayer]) -> None:
         for layer in self._held:

@@ -196,8 +196,8 @@ def test_there_is_room_for_exactly_so_many(
 
 def layers_in_memory(rank: OneRank) -> tuple[int, int]:
     """(layers of which this rank has gathered memory, bytes of it)."""
-    orders = getattr(rank.engine._gathers, "_orders")  # noqa: B009
-    layers = dict.fromkeys([*orders["forward"], *orders["backward"]])
+    holds = getattr(rank.engine._gathers, "_holds")  # noqa: B009
+    layers = {layer for hold in holds.values() for held in hold for layer in held}
     held = [bytes_of([layer._gathered]) for layer in layers]
     return sum(size > 0 for size in held), sum(held)
 

@@ -30,7 +30,14 @@ from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from megaspeed.config.deepspeed_keys import ZeroConfig, aligned_elements
+from megaspeed.config.deepspeed_keys import ZeroConfig
+from megaspeed.config.message_sizes import (
+    aligned_elements,
+    buckets,
+    columns_sent_together,
+    gathered_together,
+    held_in_pass,
+)
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Precision, Run
 from megaspeed.config.run import Compression
@@ -209,11 +216,8 @@ def _buckets(
     """The members of an optimizer group whose gradients are reduced together."""
     dp, of_the_loss = run.grid.dp, head_weight(parameters)
     sizes = [dp * partition_elements(p, dp) if run.zero_stage == 3 else p.elements for p in members]
-    alone = None
-    if of_the_loss in members and not run.keeps_complete_gradients:
-        alone = members.index(of_the_loss)
-    buckets = run.config.zero_optimization.buckets(sizes, alone)
-    return [[members[index] for index in bucket] for bucket in buckets]
+    head = members.index(of_the_loss) if of_the_loss in members else None
+    return [[members[index] for index in bucket] for bucket in buckets(run, sizes, head)]
 
 
 def partition_elements(parameter: LocalParameter, dp: int) -> int:
@@ -265,7 +269,7 @@ def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
 
     Each part is a matrix with a row for each data rank.
     """
-    zero, dp = run.config.zero_optimization, run.grid.dp
+    dp = run.grid.dp
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
     if run.compression is None or run.compression.type != "int8":
         return []
@@ -273,10 +277,10 @@ def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
     if run.zero_stage == 3:
         for group in get_args(OptimizerGroup):
             sizes = [partition_elements(p, dp) for p in compressed if p.group == group]
-            for bucket in zero.buckets([dp * size for size in sizes]):
+            for bucket in buckets(run, [dp * size for size in sizes]):
                 columns.append(sum(sizes[index] for index in bucket))
         return columns
-    together = zero.columns_sent_together(dp, block)
+    together = columns_sent_together(run, dp, block)
     for _, elements in flat_groups(run, compressed):
         each = math.ceil(elements / dp)
         columns += [min(together, each - start) for start in range(0, each, together)]
@@ -467,17 +471,14 @@ def gathered_in_pass(
     if run.zero_stage < 3 or (dp == 1 and (on_host or not zero.offloads_parameters)):
         return [0] * layers
     orders = _gathered_by_pass(run, parameters)
-    order, coming = orders[direction], orders[following] if following else []
 
     @lru_cache
     def size(gathered: _Gathered) -> int:
         regions = (dp * partition_elements(parameter, dp) for parameter in gathered.parameters)
         return element * sum(aligned_elements(region, element) for region in regions)
 
-    held = [zero.held_layers([*order[index:], *coming]) for index in range(len(order))]
-    if len(held) < layers:  # at the embedding's backward, only what the next pass needs
-        kept = zero.held_layers(coming) if coming else []
-        held.append([gathered for gathered in held[-1] if gathered in kept])
+    # The backward of the embedding gathers nothing, and holds what is held after the pass.
+    held = held_in_pass(zero, orders[direction], orders[following] if following else [])[:layers]
     sizes = [sum(map(size, layer)) for layer in held]
     return sizes if direction == "forward" else sizes[::-1]
 
@@ -519,12 +520,9 @@ def _gathers(zero: ZeroConfig, passes: Sequence[Sequence[_Gathered]]) -> Iterato
     """What is gathered in these passes, in order; ``zero/layer_gathers.py`` does the same."""
     held: list[_Gathered] = []
     for order, following in zip(passes, [*passes[1:], []], strict=True):
-        for index in range(len(order)):
-            hold = zero.held_layers([*order[index:], *following])
+        for hold in held_in_pass(zero, order, following):
             yield from (layer for layer in hold if layer not in held)
             held = hold
-        kept = zero.held_layers(following) if following else []
-        held = [layer for layer in held if layer in kept]
 
 
 @lru_cache(maxsize=1024)
@@ -554,7 +552,7 @@ def _gathered_by_pass(
     ends = {name: layers.pop(name) for name in ("embedding", "head") if name in layers}
     own = list(layers.values())
     blocks: list[_Gathered] = []
-    for together in run.config.zero_optimization.gathered_together(list(map(elements_of, own))):
+    for together in gathered_together(run.config.zero_optimization, list(map(elements_of, own))):
         blocks += [_Gathered([*chain(*own[together.start : together.stop])])] * len(together)
     embedding = [_Gathered(ends["embedding"])] if "embedding" in ends else []
     head = [_Gathered(ends["head"])] if "head" in ends else []

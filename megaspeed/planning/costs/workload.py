@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from megaspeed.config.message_sizes import most_gathered_together
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
@@ -198,7 +199,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         reduces_in_backward=run.overlaps_reductions,
         reductions=1 if run.keeps_complete_gradients else count,
         bucket_bytes=zero.reduce_bucket_size * gradient_bytes,
-        gathered_together=zero.most_together,
+        gathered_together=most_gathered_together(zero),
     )
 
 
