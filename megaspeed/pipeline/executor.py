@@ -10,7 +10,7 @@ Backward needs only the last edge of the graph, so the output is freed after it 
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ _PARTS: dict[type, Part] = {
     OptimizerStep: "optimizer",
 }
 """The part of a step that an instruction is timed as; "pipeline" for all others."""
+
+
+Outcome = TypeVar("Outcome")
 
 
 class StageEngine(Protocol):
@@ -77,8 +80,6 @@ class Executor:
         neighbours: the links to the previous and next stage.
         load: micro-batch index -> rows of this data rank, the same on every pipeline stage.
         micro_batches: how many there are.
-        take_step: called at ``OptimizerStep`` with the sum of this rank's losses (an fp32 scalar),
-            or None if this is not the last stage.
         activity: records each instruction before it is executed.
         timeline: times each instruction.
     """
@@ -90,13 +91,11 @@ class Executor:
         *,
         load: Callable[[int], MicroBatch],
         micro_batches: int,
-        take_step: Callable[[Tensor | None], None] = lambda loss_sum: None,
         activity: Activity | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self._activity = activity or Activity()
         self._timeline = timeline or Timeline(torch.device("cpu"))
-        self._take_step = take_step
         self._engine = engine
         self._neighbours = neighbours
         self._load = load
@@ -116,18 +115,38 @@ class Executor:
         """Sum of all losses so far (fp32 scalar); None except on the last stage."""
         return functools.reduce(torch.add, self.losses.values()) if self.losses else None
 
-    def run(self, program: Iterable[Instruction | Exchange]) -> None:
-        """Execute a ``stage_program`` in order."""
+    def run(
+        self,
+        program: Iterable[Instruction | Exchange],
+        step: Callable[[Tensor | None], Outcome] | None = None,
+    ) -> Outcome | None:
+        """Execute a ``stage_program`` in order.
+
+        Args:
+            program: of a step or of an evaluation.
+            step: called at ``OptimizerStep`` with the sum of this rank's losses (an fp32 scalar),
+                or None if this is not the last stage.
+
+        Returns:
+            What ``step`` has returned; None for an evaluation.
+        """
+        outcome = None
         for instruction in program:
             try:
                 self._activity.begin(instruction)
                 with self._timeline.part(_PARTS.get(type(instruction), "pipeline"), instruction):
-                    self._execute(instruction)
+                    if isinstance(instruction, OptimizerStep):
+                        with self._timeline.part("pipeline"):
+                            self._neighbours.drain()
+                        outcome = None if step is None else step(self.loss_sum)
+                    else:
+                        self._execute(instruction)
             except Exception as error:
                 note_phase(error, repr(instruction))
                 raise
         with self._timeline.part("pipeline"):
             self._neighbours.drain()
+        return outcome
 
     def _execute(self, instruction: Instruction | Exchange) -> None:
         before, after = self._neighbours.before, self._neighbours.after
@@ -160,10 +179,6 @@ class Executor:
                 self._engine.reduce_gradients()
             case ReduceTiedGradients():
                 self._engine.reduce_tied_gradients()
-            case OptimizerStep():
-                with self._timeline.part("pipeline"):
-                    self._neighbours.drain()
-                self._take_step(self.loss_sum)
 
     def _forward(self, m: int) -> None:
         batch = self._batches.pop(m)

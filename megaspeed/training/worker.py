@@ -9,6 +9,7 @@ import math
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,6 @@ from megaspeed.training.rank_model import (
     vocab_parallel_loss,
 )
 from megaspeed.zero.build import build_engine
-from megaspeed.zero.engine import StepOutcome
 from megaspeed.zero.reductions import exchange
 
 Load = Callable[[int], MicroBatch]
@@ -137,23 +137,14 @@ class Worker:
             stop_signal: returns the number of the stop signal that this process has received; 0 if
                 none. Called after the gradients are reduced.
         """
-        micro_batches = self.run.batch.gradient_accumulation_steps
-        outcomes: list[StepOutcome] = []
-
-        def note() -> tuple[float, ...]:
-            """The values that this rank sends to all ranks with the gradient norm."""
-            own_peak = peak_memory(self.context.device)
-            return own_peak, stop_signal(), *self.context.timeline.pop_seconds()
-
-        def take_step(loss_sum: Tensor | None) -> None:
-            outcomes.append(self.engine.step(loss_sum, learning_rate, note))
-
-        executor = self._executor(load, micro_batches, take_step)
+        executor = self._executor(load, self.run.batch.gradient_accumulation_steps)
         self.engine.train(True)
         self.engine.expect(passes_of(self._program))
-        executor.run(self._program)
+        notes = partial(self._notes, stop_signal)
+        step = partial(self.engine.step, learning_rate=learning_rate, notes=notes)
+        outcome = executor.run(self._program, step)
+        assert outcome is not None, "the program of a step has an OptimizerStep"
         self._losses = executor.losses
-        (outcome,) = outcomes
         peaks, signals, *timelines = zip(*outcome.notes, strict=True)
         return StepResult(
             loss=self._loss_of(outcome.losses) / self.run.tokens_per_step,
@@ -193,18 +184,17 @@ class Worker:
         dist.all_gather_object(found, own, self.context.world_group)
         return found
 
-    def _executor(
-        self,
-        load: Load,
-        micro_batches: int,
-        take_step: Callable[[Tensor | None], None] = lambda loss_sum: None,
-    ) -> Executor:
+    def _notes(self, stop_signal: Callable[[], int]) -> tuple[float, ...]:
+        """Return the values that this rank sends to all ranks with the gradient norm."""
+        own_peak = peak_memory(self.context.device)
+        return own_peak, stop_signal(), *self.context.timeline.pop_seconds()
+
+    def _executor(self, load: Load, micro_batches: int) -> Executor:
         return Executor(
             self.engine,
             self._neighbours,
             load=load,
             micro_batches=micro_batches,
-            take_step=take_step,
             activity=self.context.activity,
             timeline=self.context.timeline,
         )

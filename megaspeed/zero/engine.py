@@ -130,14 +130,12 @@ class ZeroEngine:
         self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
         """Full name of each of this rank's parameters."""
         self._gathers: LayerGathers | None = None
-        self._scaled_norm = math.nan
         self.non_finite_parameter: str | None = None
         """This rank's first parameter with a non-finite gradient in the last step, if any."""
         self.before_step: Callable[[], None] = lambda: None
         """Called in ``step`` once all gradients are reduced, before any is clipped."""
         self.after_backward: Callable[[], None] = lambda: None
         """Called after each micro-batch's backward."""
-        use_norm(self._optimizer, lambda: self._scaled_norm)
         stay_at_the_smallest_scale(self._optimizer)
         remove_module_hooks(engine)
         drop_gradient_partitions(self._optimizer)
@@ -269,17 +267,18 @@ class ZeroEngine:
         with context.timeline.part("world"):
             reports = exchange((squares, loss, *notes()), context.world_group, context.device)
         losses = [report[1] for report in reports]
-        self._scaled_norm = self._norm_of([report[0] for report in reports], losses)
-        finite = math.isfinite(self._scaled_norm)
+        scaled_norm = self._norm_of([report[0] for report in reports], losses)
+        finite = math.isfinite(scaled_norm)
         self.non_finite_parameter = (
             None if finite else first_non_finite(self.gradients.fragments, self.names)
         )
         loss_scale = float(self._optimizer.loss_scale)  # of this step: the scaler may change it
         self.gradients.hand_over()
+        use_norm(self._optimizer, scaled_norm)  # the step clips to ``gradient_clipping`` by it
         self._optimizer.step()
         self.gradients.end_step(taken=not self._optimizer.overflow)
         return StepOutcome(
-            grad_norm=self._scaled_norm / loss_scale,
+            grad_norm=scaled_norm / loss_scale,
             skipped=bool(self._optimizer.overflow),
             losses=losses,
             notes=[report[2:] for report in reports],

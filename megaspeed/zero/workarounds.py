@@ -7,7 +7,7 @@ import importlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from deepspeed.runtime import compiler
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor
 
 from megaspeed.zero.model_states import partitions_parameters
 
@@ -94,8 +93,8 @@ INVALID_NORM = -1.0
 """DeepSpeed's norm for gradients that are not finite: the step is skipped."""
 
 
-def use_norm(optimizer: Any, norm: Callable[[], float]) -> None:
-    """Make a ZeRO optimizer clip by ``norm()``, report it, and skip the step if it is not finite.
+def use_norm(optimizer: Any, norm: float) -> None:
+    """Make the next step of a ZeRO optimizer clip by ``norm``, and skip it if this is not finite.
 
     runtime/zero/stage_1_and_2.py:2648-2701, 2943-2960 and runtime/zero/stage3.py:2419-2486,
     2573-2584: DeepSpeed all-reduces its own norm over the model-parallel group once for each
@@ -109,22 +108,18 @@ def use_norm(optimizer: Any, norm: Callable[[], float]) -> None:
 
     Args:
         optimizer: DeepSpeed's ZeRO optimizer.
-        norm: returns the norm, multiplied by the loss scale.
+        norm: of the gradients, which are multiplied by the loss scale.
     """
-
-    def in_host_memory() -> Tensor:
-        # DeepSpeed reads this tensor on the host, and multiplies gradients on any device by it. If
-        # it were on a GPU, the host would wait twice: to make it, and to read it.
-        value = norm()
-        return torch.tensor(value if math.isfinite(value) else INVALID_NORM, device="cpu")
-
+    # DeepSpeed reads this tensor on the host, and multiplies gradients on any device by it. If it
+    # were on a GPU, the host would wait twice: to make it, and to read it.
+    in_host_memory = torch.tensor(norm if math.isfinite(norm) else INVALID_NORM, device="cpu")
     optimizer.check_overflow = lambda *args, **kwargs: None
     # stage_1_and_2.py:3044 skips the step in bf16 only if this is true.
     optimizer.check_grad_overflow = True
     if hasattr(optimizer, "scaled_global_norm"):
-        optimizer.scaled_global_norm = in_host_memory
+        optimizer.scaled_global_norm = lambda: in_host_memory
     else:
-        optimizer._get_norm_groups = lambda: [in_host_memory()]
+        optimizer._get_norm_groups = lambda: [in_host_memory]
 
 
 def stay_at_the_smallest_scale(optimizer: Any) -> None:

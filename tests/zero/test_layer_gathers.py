@@ -311,9 +311,8 @@ def kept_by_autograd(
                         block.forward, backend="aot_eager", fullgraph=True, dynamic=False
                     )
         gathers: Any = rank.engine._gathers
-        storages = {
-            layer._gathered.untyped_storage()._cdata for layer in gathers._orders["forward"]
-        }
+        in_forward = {layer for held in gathers._holds["forward", None] for layer in held}
+        storages = {layer._gathered.untyped_storage()._cdata for layer in in_forward}
         forward, held = rank.engine.forward, []
 
         def watched_forward(*args: Any) -> Tensor:

@@ -359,11 +359,11 @@ def optimizer_of_zero1(
 ) -> str:
     chosen: list[str] = []
 
-    def remember(optimizer: Any, _norm: object) -> None:
+    def remember(optimizer: Any) -> None:
         chosen.append(type(optimizer).__name__)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "use_norm", remember)
+        patch.setattr(engine, "stay_at_the_smallest_scale", remember)
         if not overruled:
             patch.setattr(build, "always_the_zero_optimizer", nullcontext)
         with suppress(AttributeError), one_rank(launch, run, corpus):
