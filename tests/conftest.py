@@ -7,11 +7,22 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.fork_server import start_fork_server, use_fork_server
 
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
+
+# The same examples at every run. `--hypothesis-profile=default` draws others.
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,  # other processes may take the processors
+    print_blob=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("repeatable")
 
 
 @pytest.hookimpl(optionalhook=True)
