@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,10 +41,6 @@ class Run:
 
     config: RunConfig
     name: str
-    grid: Grid
-    batch: Batch
-    gradient_reduction: GradientReduction
-    precision: Precision
     spare_ranks: int = 0
     """Number of processes that the grid does not use."""
     notes: tuple[str, ...] = ()
@@ -60,6 +57,34 @@ class Run:
             for key in keys:
                 values[section].pop(key, None)
         return values
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The degrees of the three axes."""
+        parallel = self.config.parallel
+        assert parallel.data != "auto", "a resolved run states it"
+        return Grid(parallel.pipeline, parallel.data, parallel.tensor)
+
+    @cached_property
+    def batch(self) -> Batch:
+        """The three numbers of the batch equation."""
+        batch = solve_batch(StatedBatch.of(dict(self.config)), self.grid.dp)
+        assert batch is not None, "a resolved run states it"
+        return batch
+
+    @property
+    def precision(self) -> Precision:
+        """The number type in which the model computes."""
+        if self.config.bf16.enabled:
+            return "bf16"
+        return "fp16" if self.config.fp16.enabled else "fp32"
+
+    @property
+    def gradient_reduction(self) -> GradientReduction:
+        """When gradients are reduced over the data axis."""
+        reduction = self.config.parallel.gradient_reduction
+        assert reduction != "auto", "a resolved run states it"
+        return reduction
 
     @property
     def zero_stage(self) -> int:
@@ -172,7 +197,6 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
     grid = find_grid(config.parallel, stated, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     assert grid is not None and batch is not None, "the rules found a grid and a batch"
-    reduction = _gradient_reduction(config)
     scaling = config.training.lr_factor(batch.train_batch_size)
     resolved = config.model_copy(
         update={
@@ -182,7 +206,7 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
             "parallel": config.parallel.model_copy(
                 update={
                     "data": grid.dp,
-                    "gradient_reduction": reduction,
+                    "gradient_reduction": _gradient_reduction(config),
                     "sequence_parallel": _splits_sequence(config, world.device_type),
                 }
             ),
@@ -192,8 +216,7 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
             "zero_optimization": _resolve_zero(config, grid.tp, world.device_type),
         }
     )
-    spare = world.size - grid.world_size
-    return Run(resolved, name, grid, batch, reduction, _precision(config), spare)
+    return Run(resolved, name, spare_ranks=world.size - grid.world_size)
 
 
 def resolve_recorded(config: RunConfig, *, name: str, source: str, device_type: str) -> Run | None:
@@ -225,12 +248,6 @@ def _splits_sequence(config: RunConfig, device_type: str) -> bool:
     if stated != "auto":
         return stated
     return device_type == "cuda" and tp > 1 and config.data.sequence_length % tp == 0
-
-
-def _precision(config: RunConfig) -> Precision:
-    if config.bf16.enabled:
-        return "bf16"
-    return "fp16" if config.fp16.enabled else "fp32"
 
 
 def _resolve_training(config: RunConfig, name: str, batch: Batch) -> TrainingConfig:
