@@ -1,4 +1,4 @@
-"""A wheel of the project works outside the checkout: presets, schema and command line."""
+"""A wheel of the project works outside the checkout: presets, schema, page and command line."""
 
 import json
 import os
@@ -63,6 +63,8 @@ def test_the_installed_package_checks_plans_and_trains(installed: Path, tmp_path
     run(installed, tmp_path, *megaspeed, "plan", "--config", "run.json", "--world-size", "8")
     run(installed, tmp_path, *megaspeed, "train", "--config", "run.json")
     assert len((tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()) >= 2
+    run(installed, tmp_path, *megaspeed, "report", "runs/run")
+    assert "<figure>" in (tmp_path / "report.html").read_text()
     run(installed, tmp_path, "-m", "megaspeed.config.json_schema", "schema.json")
     schema = json.loads((tmp_path / "schema.json").read_text())
     assert schema == json.loads((ROOT / "ds_configs/megaspeed.schema.json").read_text())

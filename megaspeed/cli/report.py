@@ -6,7 +6,7 @@ A run may still be training, or may have failed: both commands read what its fol
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaspeed.cli.options import (
     EXIT_DONE,
@@ -21,34 +21,23 @@ from megaspeed.data.errors import DataError
 from megaspeed.files.durable import write_file
 from megaspeed.files.paths import path_argument
 
-if TYPE_CHECKING:
-    from megaspeed.reports.run_record import RunComparison
-
 _TOLERANCE = 1e-5
-"""About the difference between layouts of one run in fp32; see `megaspeed verify`."""
+"""About the difference between layouts of one run in fp32; see ``megaspeed verify``."""
 
 
 def add_to(commands: Any) -> None:
-    """Adds both commands and their options."""
+    """Add both commands and their options."""
     text = "write one HTML page of one or several runs"
-    parser = commands.add_parser("report", help=text, description=text)
-    parser.set_defaults(run=run_report)
-    parser.add_argument(
-        "runs", type=path_argument, nargs="+", metavar="RUN", help="the folder of a run"
-    )
-    parser.add_argument(
-        "--output",
-        type=new_file,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="the page's file (report.html)",
-    )
+    report = commands.add_parser("report", help=text, description=text)
+    report.set_defaults(run=run_report)
     text = "find the first step and quantity in which two runs differ"
-    parser = add_parser(commands, "compare-runs", run_compare_runs, text)
-    parser.add_argument(
-        "runs", type=path_argument, nargs=2, metavar="RUN", help="the folder of a run"
-    )
-    parser.add_argument(
+    compare = add_parser(commands, "compare-runs", run_compare_runs, text)
+    for parser, number in ((report, "+"), (compare, 2)):
+        help_text = "the folder of a run"
+        parser.add_argument("runs", type=path_argument, nargs=number, metavar="RUN", help=help_text)
+    file, page = Path("report.html"), "the page's file (report.html)"
+    report.add_argument("--output", type=new_file, default=file, metavar="FILE", help=page)
+    compare.add_argument(
         "--tolerance",
         type=not_negative,
         default=_TOLERANCE,
@@ -58,20 +47,19 @@ def add_to(commands: Any) -> None:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Writes the page: one file that needs no network."""
+    """Write the page: one file that needs no network."""
     from megaspeed.reports.run_page import page
     from megaspeed.reports.run_record import read_run
 
-    records = [read_run(folder) for folder in options.runs]
     # A lone surrogate, which JSON can write, has no UTF-8.
-    text = page(records).encode("utf-8", errors="replace")
+    text = page([read_run(run) for run in options.runs]).encode("utf-8", errors="replace")
     write_file(options.output, lambda stream: stream.write(text))
     say(f"{options.output} ({len(text) / 1000:,.0f} kB)")
     return EXIT_DONE
 
 
 def run_compare_runs(options: argparse.Namespace) -> int:
-    """Prints the first step and quantity in which two runs differ.
+    """Print the first step and quantity in which two runs differ.
 
     Compares both metrics.jsonl files from the first step of the later run to the last step of the
     shorter run: learning rate, tokens, loss, gradient norm, skipped steps, validation. The exit
@@ -80,52 +68,49 @@ def run_compare_runs(options: argparse.Namespace) -> int:
     """
     from megaspeed.reports.run_record import compare_runs, read_run
 
-    one, two = records = [read_run(folder) for folder in options.runs]
+    one, two = read_run(options.runs[0]), read_run(options.runs[1])
     found = compare_runs(one, two, options.tolerance)
-    if found.common_steps == 0:
+    if found["common_steps"] == 0:
         raise DataError(
             f"{one.folder} and {two.folder} have no step in common: they recorded "
             f"{len(one.steps):,} and {len(two.steps):,} steps"
         )
-    for line in _differences(found, (one.folder, two.folder), options.tolerance):
+    for line in _differences(found, options.runs, options.tolerance):
         say(line)
-    for record in records:
-        for note in record.notes:
-            say(f"note: {record.folder}: {note}")
-    begins = min(one.steps), min(two.steps)
-    if begins[0] != begins[1]:
-        say(f"note: the runs begin at steps {begins[0]:,} and {begins[1]:,}")
-    if one.last_step != two.last_step:
-        say(f"note: the runs end at steps {one.last_step:,} and {two.last_step:,}")
-    write_json(
-        options,
-        {"runs": list(map(str, options.runs)), "tolerance": options.tolerance, **found.as_json()},
-    )
-    return EXIT_DONE if found.equal else EXIT_FAILED
+    for run in (one, two):
+        for note in run.notes:
+            say(f"note: {run.folder}: {note}")
+    for verb, a, b in (
+        ("begin", one.steps[0], two.steps[0]),
+        ("end", one.steps[-1], two.steps[-1]),
+    ):
+        if a != b:
+            say(f"note: the runs {verb} at steps {a:,} and {b:,}")
+    runs = list(map(str, options.runs))
+    write_json(options, {"runs": runs, "tolerance": options.tolerance, **found})
+    return EXIT_DONE if found["equal"] else EXIT_FAILED
 
 
-def _differences(
-    found: "RunComparison", folders: tuple[Path, Path], tolerance: float
-) -> Iterator[str]:
-    differences = []
-    for parting in found.partings:
-        one, two = ("not finite" if value is None else value for value in parting.values)
-        by = "" if parting.relative is None else f", relative difference {parting.relative:.1e}"
-        differences.append((parting.step, f"{parting.quantity} {one} and {two}{by}"))
-    for missing in found.missing:
-        first, *others = missing.steps
+def _differences(found: dict[str, Any], runs: list[Path], tolerance: float) -> Iterator[str]:
+    lines = []
+    for parting in found["partings"]:
+        one, two = ("not finite" if value is None else value for value in parting["values"])
+        relative = parting["relative"]
+        by = "" if relative is None else f", relative difference {relative:.1e}"
+        lines.append((parting["step"], f"{parting['quantity']} {one} and {two}{by}"))
+    for missing in found["missing"]:
+        first, *others = missing["steps"]
         more = f", and {len(others):,} later" if others else ""
-        differences.append((first, f"{folders[missing.run]} lacks this {missing.quantity}{more}"))
-    differences.sort(key=lambda difference: difference[0])
-    for index, (step, text) in enumerate(differences):
+        lines.append((first, f"{runs[missing['run']]} lacks this {missing['quantity']}{more}"))
+    lines.sort(key=lambda line: line[0])
+    for index, (step, text) in enumerate(lines):
         yield f"{'' if index else 'first difference at '}step {step:,}: {text}"
-    if not differences:
-        steps = f"{found.common_steps:,} steps"
+    if not lines:
+        steps = f"{found['common_steps']:,} steps"
         yield f"{steps} are equal within a relative difference of {tolerance:g}"
-    if found.largest:
-        largest = ", ".join(f"{name} {value:.1e}" for name, value in found.largest.items())
+    if found["largest"]:
+        largest = ", ".join(f"{name} {value:.1e}" for name, value in found["largest"].items())
         yield f"largest relative differences: {largest}"
-    if found.config:
-        yield f"configuration ({folders[0]} -> {folders[1]}):"
-        for key, before, after in found.config:
-            yield f"  {key}: {before} -> {after}"
+    if found["config"]:
+        yield f"configuration ({runs[0]} -> {runs[1]}):"
+        yield from (f"  {key}: {before} -> {after}" for key, before, after in found["config"])

@@ -1,58 +1,54 @@
-"""Reads run folders, even while runs write to them, and finds where two runs differ.
+"""Read run folders, even while runs write to them, and find where two runs differ.
+
+    metrics.jsonl, a line for each step   {"step": 7, "loss": 3.2, "peak_memory_bytes": [5, 4], ...}
+    curves, by name                       loss: steps [..., 7], values [..., 3.2]
+                                          peak_memory_bytes/0: steps [..., 7], values [..., 5.0]
 
 A line that cannot be read is skipped and counted. A run that was killed or is still training may
 have left an incomplete line.
 """
 
 import json
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
 from megaspeed.files.json_values import leaves, read_records
-from megaspeed.training.run_folder import CONFIG, METRICS, PARTS, STARTS
+from megaspeed.topology.activity import PARTS
+from megaspeed.training import run_folder
 
 _LARGEST, _LARGEST_STEP = 1e100, 10**12
 """A larger value is treated as damaged, because sums and axes would overflow."""
+
+_COMPARED = ("tokens", "learning_rate", "loss", "grad_norm", "skipped")
+_OF_STEPS = (*_COMPARED, "step_time_seconds", "tokens_per_second", "tflops_per_rank", "mfu")
+_OF_VALIDATIONS = ("validation_loss", "validation_perplexity")
+
+QUANTITIES = (*_COMPARED, *_OF_VALIDATIONS)
+"""The compared quantities, causes before effects. Times and memory are not compared, because
+they always differ."""
+
+_EXACT = {"tokens": int, "skipped": bool}
+"""The quantities that must be the same, with the type of their values in metrics.jsonl."""
 
 
 class RunFolderError(DataError):
     """A folder is not a run folder. The message names it."""
 
 
-class Recorded(NamedTuple):
-    """The values of a step or a validation in metrics.jsonl; None if missing or not finite.
+class Curve(NamedTuple):
+    """One quantity of a run."""
 
-    It is a tuple to save memory, because a run may have a million steps.
-    """
-
-    loss: Any = None
-    grad_norm: Any = None
-    learning_rate: Any = None
-    tokens: Any = None
-    step_time_seconds: Any = None
-    tokens_per_second: Any = None
-    tflops_per_rank: Any = None
-    mfu: Any = None
-    skipped: Any = None
-    peak_memory_bytes: tuple[float, ...] = ()  # by pipeline stage
-    validation_loss: Any = None
-    validation_perplexity: Any = None
-
-
-_NUMBERS = tuple(name for name in Recorded._fields if name != "peak_memory_bytes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """One start of a run."""
-
-    step: int  # the step after which it continued; 0 for a new run
-    time: str  # in ISO 8601, with the time zone
-    layout: str  # such as "pp 2 x dp 2 x tp 1, ZeRO-3"
+    steps: np.ndarray  # at which it was recorded, in ascending order
+    values: np.ndarray  # as float64; NaN if missing, not a number or not finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,72 +56,77 @@ class RunRecord:
     """One run."""
 
     folder: Path
-    # Step -> what was recorded, in ascending order. Values are finite numbers, booleans or None.
-    steps: Mapping[int, Recorded]
-    validations: Mapping[int, Recorded]  # the same for evaluations
-    # Step -> part of a step -> seconds, for steps that were timed.
-    parts: Mapping[int, Mapping[str, float]]
-    starts: tuple[Start, ...]  # in order of time; empty for runs before version 0.2
+    # By name. Lists and objects have a curve for each of their numbers: "peak_memory_bytes/0" for
+    # pipeline stage 0, "parts_seconds/compute".
+    curves: Mapping[str, Curve]
+    starts: Sequence[Mapping[str, Any]]  # the lines of starts.jsonl, in order of time
     config: Mapping[str, Any]  # the resolved configuration; empty if it cannot be read
-    notes: tuple[str, ...]  # what could not be read, one sentence each
+    notes: Sequence[str]  # what could not be read, one sentence each
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The recorded steps."""
+        return self.curves["loss"].steps
 
     @property
     def last_step(self) -> int:
         """The last recorded step; 0 if there is none yet."""
-        return max(self.steps, default=0)
+        return int(self.steps.max(initial=0))
 
     @property
-    def planned_steps(self) -> int | None:
-        """``training.steps``; None if the configuration cannot be read."""
-        training = self.config.get("training")
-        steps = training.get("steps") if isinstance(training, dict) else None
-        return steps if isinstance(steps, int) else None
+    def resumptions(self) -> list[int]:
+        """The steps after which it was resumed."""
+        return [start["step"] for start in self.starts if start["step"] > 0]
+
+    def names_of(self, *beginnings: str) -> list[str]:
+        """Return the names of the curves that begin with any of these."""
+        return [name for name in self.curves if name.startswith(beginnings)]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The values of the configuration, by dotted key."""
+        return dict(leaves(self.config))
 
 
 def read_run(folder: Path) -> RunRecord:
-    """The run of that folder.
+    """Read the run of that folder.
 
     Raises:
         RunFolderError: the folder has no metrics.jsonl, or it cannot be read.
     """
-    file = folder / METRICS
+    file = folder / run_folder.METRICS
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; name the folder of a run")
     if not file.is_file():
         raise RunFolderError(
-            f"{folder} has no {METRICS}, so no run has started in it; name the folder of a run "
+            f"{folder} has no {file.name}, so no run has started in it; name the folder of a run "
             "that has started (training.run_dir, by default runs/<config name>)"
         )
     notes: list[str] = []
-    steps: dict[int, Recorded] = {}
-    validations: dict[int, Recorded] = {}
-    peaks: tuple[float, ...] = ()
-    for step, record in _records(file, notes):
-        found = _recorded(record, peaks)
-        peaks = found.peak_memory_bytes or peaks
-        (validations if "validation_loss" in record else steps)[step] = found
-    return RunRecord(
-        folder=folder,
-        steps=dict(sorted(steps.items())),
-        validations=dict(sorted(validations.items())),
-        parts=dict(sorted(dict(_parts(folder / PARTS, notes)).items())),
-        starts=tuple(_starts(folder / STARTS, notes)),
-        config=_config(folder / CONFIG, notes),
-        notes=tuple(notes),
-    )
-
-
-def number(value: object) -> float | None:
-    """A number as a float; None if the value is anything else, or too large to draw."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if -_LARGEST < value < _LARGEST else None
+    config: dict[str, Any] = {}
+    points: dict[str, tuple[array[int], array[float]]]
+    points = defaultdict(lambda: (array("q"), array("d")))
+    for path in (file, folder / run_folder.PARTS):
+        for step, record in _records(path, notes):
+            for name, value in _values(record):
+                points[name][0].append(step)
+                points[name][1].append(_number(value))
+    starts = [start for _, start in _records(folder / run_folder.STARTS, notes, first_step=0)]
+    try:
+        config, _ = read_json_object(folder / run_folder.CONFIG)
+    except JsonSyntaxError as error:
+        notes.append(f"no configuration: {error}")
+    names = (*_OF_STEPS, *_OF_VALIDATIONS, *points)
+    curves = {name: _curve(*points[name]) for name in names}
+    return RunRecord(folder=folder, curves=curves, starts=starts, config=config, notes=notes)
 
 
 def _records(
     file: Path, notes: list[str], first_step: int = 1
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The step and the record of each line. Skips lines without a step of the run."""
+    """Yield the step and the record of each line. Skips lines without a step of the run."""
+    if not file.is_file():
+        return
     unreadable = 0
     try:
         for record in read_records(file):
@@ -141,170 +142,112 @@ def _records(
         notes.append(f"{unreadable:,} of the lines of {file.name} are not records and were skipped")
 
 
-def _recorded(record: Mapping[str, Any], last_peaks: tuple[float, ...]) -> Recorded:
-    """The values of a record that are numbers or booleans. Equal peaks share one tuple."""
-    listed = record.get("peak_memory_bytes")
-    numbers = map(number, listed) if isinstance(listed, list) else ()
-    peaks = tuple(each for each in numbers if each is not None)
-    values = {name: _sound(record[name]) for name in _NUMBERS if name in record}
-    return Recorded(**values, peak_memory_bytes=last_peaks if peaks == last_peaks else peaks)
+def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a record by the name of their curve."""
+    parts, peaks = record.get("parts_seconds"), record.get("peak_memory_bytes")
+    if isinstance(parts, dict):
+        yield from ((f"parts_seconds/{part}", parts[part]) for part in PARTS if part in parts)
+    elif "validation_loss" in record:
+        yield from ((name, record.get(name)) for name in _OF_VALIDATIONS)
+    else:
+        yield from ((name, record.get(name)) for name in _OF_STEPS)
+        if isinstance(peaks, list):
+            yield from ((f"peak_memory_bytes/{stage}", peak) for stage, peak in enumerate(peaks))
 
 
-def _sound(value: object) -> Any:
-    return value if isinstance(value, bool) or number(value) is not None else None
+def _number(value: object) -> float:
+    if isinstance(value, int | float) and -_LARGEST < value < _LARGEST:
+        return float(value)
+    return float("nan")
 
 
-def _parts(file: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
-    for step, record in _records(file, notes) if file.is_file() else ():
-        seconds = record.get("parts_seconds")
-        if isinstance(seconds, dict):
-            numbers = {name: number(value) for name, value in seconds.items()}
-            yield step, {name: value for name, value in numbers.items() if value is not None}
+def _curve(steps: Sequence[int], values: Sequence[float]) -> Curve:
+    """Sort by step. The last record of a step counts."""
+    ascending, first = np.unique(np.array(steps, np.int64)[::-1], return_index=True)
+    return Curve(ascending, np.array(values, np.float64)[::-1][first])
 
 
-def _starts(file: Path, notes: list[str]) -> Iterator[Start]:
-    for step, record in _records(file, notes, first_step=0) if file.is_file() else ():
-        degrees = " x ".join(f"{axis} {record.get(axis, '?')}" for axis in ("pp", "dp", "tp"))
-        yield Start(
-            step=step,
-            time=str(record.get("time", "")),
-            layout=f"{degrees}, ZeRO-{record.get('zero_stage', '?')}",
-        )
-
-
-def _config(file: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        if not file.is_file():
-            raise JsonSyntaxError(f"{file} does not exist")
-        config, _ = read_json_object(file)
-    except JsonSyntaxError as error:
-        notes.append(f"no configuration: {error}")
-        return {}
-    return config
-
-
-QUANTITIES = (
-    "tokens",
-    "learning_rate",
-    "loss",
-    "grad_norm",
-    "skipped",
-    "validation_loss",
-    "validation_perplexity",
-)
-"""The compared quantities, causes before effects. Times and memory are not compared, because
-they always differ."""
-
-_EXACT = frozenset({"tokens", "skipped"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parting:
-    """The first step at which a quantity differs by more than the tolerance."""
-
-    step: int
-    quantity: str  # its name in metrics.jsonl
-    # In the first run and in the second; None is a number that is not finite.
-    values: tuple[Any, Any]
-    relative: float | None  # their difference divided by the larger; None if one is not a number
-
-
-@dataclass(frozen=True, kw_only=True)
-class Missing:
-    """Steps or validations that only one of the runs recorded."""
-
-    run: int  # the run without them: 0 for the first, 1 for the second
-    quantity: str  # "step" or "validation"
-    steps: tuple[int, ...]  # their steps, in ascending order; at least one
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunComparison:
-    """Two runs side by side."""
-
-    common_steps: int  # number of steps that both recorded
-    # Steps and validations that only one run recorded, from the first step of the later run to the
-    # last step of the shorter run.
-    missing: tuple[Missing, ...]
-    # The first difference of each quantity that differs, in the order of steps.
-    partings: tuple[Parting, ...]
-    largest: Mapping[str, float]  # quantity -> largest relative difference over common steps
-    # Keys whose values differ: key, value in the first run, value in the second.
-    config: tuple[tuple[str, str, str], ...]
-
-    @property
-    def equal(self) -> bool:
-        """Whether no quantity differs and nothing is missing."""
-        return not self.partings and not self.missing
-
-    def as_json(self) -> dict[str, Any]:
-        """The comparison as JSON values."""
-        return {"equal": self.equal, **asdict(self)}
-
-
-def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> RunComparison:
-    """Compares the steps that both runs recorded.
+def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> dict[str, Any]:
+    """Compare the steps that both runs recorded.
 
     Relative differences up to ``tolerance`` count as equal. Tokens and skipped steps must be the
     same.
+
+    Returns:
+        What ``compare-runs --json`` writes:
+
+        equal         whether no quantity differs and nothing is missing
+        common_steps  number of steps that both recorded
+        missing       steps and validations that only one recorded, between the first step of the
+                      later run and the last step of the shorter run: a list of {"run" (0 or 1, the
+                      one without them), "quantity" ("step" or "validation"), "steps"}
+        partings      the first difference of each quantity that differs, in the order of steps: a
+                      list of {"step", "quantity", "values" (of both), "relative"}. A value is None
+                      if it is not a finite number, and then the relative difference is None, too
+        largest       quantity -> largest relative difference over the common steps
+        config        keys with different values: a list of [key, value in one, value in two]
     """
-    partings: dict[str, Parting] = {}
-    largest: dict[str, float] = {}
-    for of_one, of_two in ((one.steps, two.steps), (one.validations, two.validations)):
-        for step in sorted(of_one.keys() & of_two.keys()):
-            for parting in _differences(step, of_one[step], of_two[step]):
-                if parting.relative is not None:
-                    before = largest.get(parting.quantity, 0.0)
-                    largest[parting.quantity] = max(before, parting.relative)
-                allowed = 0.0 if parting.quantity in _EXACT else tolerance
-                if parting.relative is None or parting.relative > allowed:
-                    partings.setdefault(parting.quantity, parting)
-    return RunComparison(
-        common_steps=len(one.steps.keys() & two.steps.keys()),
-        missing=tuple(_missing(one, two)),
-        # sorted is stable, so within a step the order of QUANTITIES is kept.
-        partings=tuple(
-            sorted(
-                (partings[name] for name in QUANTITIES if name in partings),
-                key=lambda parting: parting.step,
+    partings = []
+    largest = {}
+    for name in QUANTITIES:
+        steps, a, b = _differing(one.curves[name], two.curves[name])
+        relative = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
+        if np.isfinite(relative).any():
+            largest[name] = float(np.nanmax(relative))
+        is_within = relative <= (0.0 if name in _EXACT else tolerance)  # false for NaN
+        for first in np.flatnonzero(~is_within)[:1]:
+            partings.append(
+                {
+                    "step": int(steps[first]),
+                    "quantity": name,
+                    "values": [_recorded(name, value) for value in (a[first], b[first])],
+                    "relative": _recorded("", relative[first]),
+                }
             )
-        ),
-        largest=largest,
-        config=tuple((key, values[0], values[1]) for key, values in config_differences([one, two])),
-    )
+    missing = list(_missing(one, two))
+    return {
+        "equal": not partings and not missing,
+        "common_steps": len(np.intersect1d(one.steps, two.steps)),
+        "missing": missing,
+        # sorted is stable, so within a step the order of QUANTITIES is kept.
+        "partings": sorted(partings, key=lambda parting: parting["step"]),
+        "largest": largest,
+        "config": [[key, *values] for key, values in config_differences([one, two])],
+    }
 
 
-def _missing(one: RunRecord, two: RunRecord) -> Iterator[Missing]:
-    begin = max(min(run.steps, default=0) for run in (one, two))
+def _differing(one: Curve, two: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the common steps with different values, and the values of both."""
+    steps, in_one, in_two = np.intersect1d(one.steps, two.steps, return_indices=True)
+    a, b = one.values[in_one], two.values[in_two]
+    differs = ~np.isclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return steps[differs], a[differs], b[differs]
+
+
+def _recorded(name: str, value: float) -> Any:
+    """Return a value as metrics.jsonl has it."""
+    return None if np.isnan(value) else _EXACT.get(name, float)(value)
+
+
+def _missing(one: RunRecord, two: RunRecord) -> Iterator[dict[str, Any]]:
+    begin = max(run.steps.min(initial=_LARGEST_STEP) for run in (one, two))
     end = min(one.last_step, two.last_step)
     # A run validates at its end, so only a run that has ended has a validation at its last step.
     end_of_validations = end if one.last_step == two.last_step else end - 1
     for run, (lacking, having) in enumerate(((one, two), (two, one))):
-        for quantity, lacked, had, last in (
-            ("step", lacking.steps, having.steps, end),
-            ("validation", lacking.validations, having.validations, end_of_validations),
+        for quantity, name, last in (
+            ("step", "loss", end),
+            ("validation", "validation_loss", end_of_validations),
         ):
-            steps = tuple(s for s in had if begin <= s <= last and s not in lacked)
-            if steps:
-                yield Missing(run=run, quantity=quantity, steps=steps)
-
-
-def _differences(step: int, one: Recorded, two: Recorded) -> Iterator[Parting]:
-    for name in QUANTITIES:
-        values = getattr(one, name), getattr(two, name)
-        if values[0] == values[1]:
-            continue
-        a, b = (number(float(v) if isinstance(v, bool) else v) for v in values)
-        relative = None if a is None or b is None else abs(a - b) / max(abs(a), abs(b))
-        yield Parting(step=step, quantity=name, values=values, relative=relative)
+            steps = np.setdiff1d(having.curves[name].steps, lacking.curves[name].steps)
+            steps = steps[(begin <= steps) & (steps <= last)]
+            if len(steps):
+                yield {"run": run, "quantity": quantity, "steps": steps.tolist()}
 
 
 def config_differences(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
-    """Each key whose values differ among the runs, with its value in each run; "-" if missing."""
-    flat = [{key: json.dumps(value) for key, value in leaves(run.config)} for run in runs]
-    for settings in flat:
-        settings.pop("training.run_dir", None)  # always differs
-    for key in sorted(set().union(*flat)):
-        values = [settings.get(key, "-") for settings in flat]
+    """Yield each key whose values differ, with its value in each run; "-" if missing."""
+    for key in sorted(set().union(*(run.settings for run in runs)) - {"training.run_dir"}):
+        values = [json.dumps(run.settings[key]) if key in run.settings else "-" for run in runs]
         if len(set(values)) > 1:
             yield key, values

@@ -61,7 +61,7 @@ def test_a_difference_within_the_tolerance_is_none(tmp_path: Path) -> None:
     assert main(["compare-runs", str(one), str(two)]) == 0
     assert main(["compare-runs", str(one), str(two), "--tolerance", "1e-8"]) == 1
     found = compare_runs(read_run(one), read_run(two), 1e-5)
-    assert found.largest["loss"] == pytest.approx(1e-7, rel=1e-3)
+    assert found["largest"]["loss"] == pytest.approx(1e-7, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,16 @@ def test_a_difference_within_the_tolerance_is_none(tmp_path: Path) -> None:
 def test_each_quantity_can_differ(tmp_path: Path, quantity: str, value: object) -> None:
     one, two = written_run(tmp_path / "one"), written_run(tmp_path / "two")
     edit(two, 9, **{quantity: value})
-    (parting,) = compare_runs(read_run(one), read_run(two), 0.01).partings
-    assert (parting.step, parting.quantity) == (9, quantity)
+    (parting,) = compare_runs(read_run(one), read_run(two), 0.01)["partings"]
+    assert (parting["step"], parting["quantity"]) == (9, quantity)
+    assert parting["values"][1] == value and type(parting["values"][1]) is type(value)
 
 
 def test_within_a_step_a_cause_comes_before_its_effect(tmp_path: Path) -> None:
     one, two = written_run(tmp_path / "one"), written_run(tmp_path / "two")
     edit(two, 9, grad_norm=9.0, loss=9.0, learning_rate=0.5)
-    partings = compare_runs(read_run(one), read_run(two), 0.01).partings
-    assert [parting.quantity for parting in partings] == ["learning_rate", "loss", "grad_norm"]
+    partings = compare_runs(read_run(one), read_run(two), 0.01)["partings"]
+    assert [parting["quantity"] for parting in partings] == ["learning_rate", "loss", "grad_norm"]
 
 
 def test_a_run_under_way_is_compared_as_far_as_it_has_come(

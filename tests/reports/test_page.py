@@ -4,11 +4,12 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from megaspeed.cli import main
-from megaspeed.reports.run_charts import Chart, Series, draw
+from megaspeed.reports.run_charts import Chart, Line, draw
 from tests.reports.written_runs import loss_at, written_run
 from tests.support.browser import open_page, photograph
 from tests.training.metrics_of_steps import STEP_KEYS
@@ -101,8 +102,8 @@ def test_it_shows_resumptions_memory_predictions_and_the_difference(page: Path) 
 
 @pytest.mark.parametrize(("low", "high"), [(1.1, 1.9), (0.72, 7.9), (3, 40), (0.01, 500)])
 def test_a_logarithmic_axis_has_at_least_two_labels(low: float, high: float) -> None:
-    line = Series(name="run", colour="red", points=[(1000, low), (2000, high)])
-    svg = draw(Chart(title="Gradient norm", unit="", series=[line], logarithmic=True))
+    line = Line("run", "", "red", 1.3, np.array([1000, 2000]), np.array([low, high]))
+    svg = draw(Chart("Gradient norm", "", (), logarithmic=True), [line])
     labels = {float(label) for label in re.findall(r">([\d.e+-]+)</text>", svg)}
     assert sum(low / 2 <= label <= 2 * high for label in labels) >= 2, "those of steps are higher"
 

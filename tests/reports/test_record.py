@@ -5,23 +5,24 @@ import os
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megaspeed.reports.run_record import Recorded, RunFolderError, read_run
+from megaspeed.reports.run_record import RunFolderError, read_run
 from tests.reports.written_runs import loss_at, written_run
 
 
 def test_a_finished_run_is_read_completely(tmp_path: Path) -> None:
     run = read_run(written_run(tmp_path / "run", resumed_at=30))
-    assert list(run.steps) == list(range(1, 61))
-    assert run.steps[60].loss == loss_at(60)
-    assert run.steps[60].peak_memory_bytes == (2.0**20, 3 * 2.0**20)
-    assert list(run.validations) == [20, 40, 60]
-    assert [(start.step, start.layout) for start in run.starts] == [
-        (0, "pp 2 x dp 2 x tp 1, ZeRO-0"),
-        (30, "pp 2 x dp 2 x tp 1, ZeRO-0"),
+    assert run.steps.tolist() == list(range(1, 61))
+    assert run.curves["loss"].values[-1] == loss_at(60)
+    assert run.curves["peak_memory_bytes/1"].values[-1] == 3 * 2**20
+    assert run.curves["validation_loss"].steps.tolist() == [20, 40, 60]
+    assert [(start["step"], start["pp"], start["tp"]) for start in run.starts] == [
+        (0, 2, 1),
+        (30, 2, 1),
     ]
-    assert (run.last_step, run.planned_steps, run.notes) == (60, 60, ())
+    assert (run.last_step, run.settings["training.steps"], run.notes) == (60, 60, [])
 
 
 def test_half_a_line_of_a_running_run_is_skipped(tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_half_a_line_of_a_running_run_is_skipped(tmp_path: Path) -> None:
         file.write('{"step": 8, "lo')
     run = read_run(folder)
     assert run.last_step == 7
-    assert run.notes == ("1 of the lines of metrics.jsonl are not records and were skipped",)
+    assert run.notes == ["1 of the lines of metrics.jsonl are not records and were skipped"]
 
 
 BROKEN_LINES = (
@@ -48,7 +49,7 @@ def test_other_lines_are_read_despite_broken_ones(tmp_path: Path) -> None:
     folder = written_run(tmp_path / "run", steps=3)
     lines = (folder / "metrics.jsonl").read_bytes().splitlines()
     (folder / "metrics.jsonl").write_bytes(b"\n".join([lines[0], *BROKEN_LINES, *lines[1:]]))
-    assert list(read_run(folder).steps) == [1, 2, 3]
+    assert read_run(folder).steps.tolist() == [1, 2, 3]
 
 
 def test_neither_a_long_line_nor_a_hole_costs_memory_or_time(tmp_path: Path) -> None:
@@ -64,8 +65,8 @@ def test_neither_a_long_line_nor_a_hole_costs_memory_or_time(tmp_path: Path) -> 
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert list(run.steps) == [1, 2, 3, 4]
-    assert run.notes == ("2 of the lines of metrics.jsonl are not records and were skipped",)
+    assert run.steps.tolist() == [1, 2, 3, 4]
+    assert run.notes == ["2 of the lines of metrics.jsonl are not records and were skipped"]
     assert peak < 32 << 20
 
 
@@ -77,8 +78,8 @@ def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
     lines = [json.dumps({"step": 10, "parts_seconds": each}) for each in seconds]
     (folder / "parts.jsonl").write_text("\n".join(lines))
     run = read_run(folder)
-    assert list(run.steps) == [1, 2] and run.steps[1].loss == 9.0
-    assert run.parts == {10: {"compute": 2.0}}
+    assert run.steps.tolist() == [1, 2] and run.curves["loss"].values[0] == 9.0
+    assert [each.tolist() for each in run.curves["parts_seconds/compute"]] == [[10], [2.0]]
 
 
 def test_a_step_takes_less_than_half_a_kilobyte_of_memory(tmp_path: Path) -> None:
@@ -94,25 +95,25 @@ def test_a_step_takes_less_than_half_a_kilobyte_of_memory(tmp_path: Path) -> Non
     assert held / 3000 < 500
 
 
-def test_values_of_the_wrong_kind_become_none(tmp_path: Path) -> None:
+def test_values_of_the_wrong_kind_are_not_numbers(tmp_path: Path) -> None:
     folder = written_run(tmp_path / "run", steps=1)
     strange: dict[str, object] = {"step": 2, "loss": "<b>", "grad_norm": [1], "tokens": 10**400}
     strange |= {"mfu": {}, "peak_memory_bytes": [1, "x", None], "skipped": 1e300}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(strange) + "\n" + '{"step": 3, "loss": NaN}\n')
-    steps = read_run(folder).steps
-    assert steps[2] == Recorded(peak_memory_bytes=(1.0,))
-    assert steps[3] == Recorded()
+    curves = read_run(folder).curves
+    later = {name: curve.values[curve.steps > 1] for name, curve in curves.items()}
+    assert {name for name in later if np.isfinite(later[name]).any()} == {"peak_memory_bytes/0"}
 
 
 def test_a_run_whose_configuration_is_broken_keeps_its_steps(tmp_path: Path) -> None:
     folder = written_run(tmp_path / "run", steps=2)
     (folder / "config.json").write_text('{"training": ')
     run = read_run(folder)
-    assert run.last_step == 2 and run.config == {} and run.planned_steps is None
+    assert run.last_step == 2 and run.settings == {}
     assert run.notes[0].startswith("no configuration: ")
     (folder / "config.json").unlink()
-    assert "does not exist" in read_run(folder).notes[0]
+    assert "No such file" in read_run(folder).notes[0]
 
 
 def test_a_run_before_its_first_step_has_none(tmp_path: Path) -> None:
