@@ -87,6 +87,7 @@ def test_it_can_be_read_on_a_phone_and_in_the_dark(
     # Text and axes contrast with the background: dark on light, light on dark.
     shades = sorted(sum(colour) for colour in colours_of(picture))
     assert (shades[-1] > 3 * 200) if dark else (shades[0] < 3 * 60)
+    assert abs(sum(corner) - (shades[0] if dark else shades[-1])) < 3 * 8, "no black on black"
     margin = picture.crop((width - 8, 0, width, 3000))
     assert colours_of(margin) == {corner}, "nothing is wider than the window"
 
