@@ -18,6 +18,9 @@ Layouts of one model on the same GPUs, with the same sequences and batch, are a 
 group the fastest layout by prediction is compared with the fastest by report, beside the layout
 that sends the fewest bytes.
 
+What only other frameworks do is predicted here, not in ``planning.costs``: fp8, other kernels and
+kinds of recomputation, collectives beside products, interleaved schedules, and DeepSpeed's engine.
+
 Rows with a memory are compared with the predicted memory of a run of megaspeed in that shape and
 layout. The memory of all logits is added, because only megaspeed computes them in chunks. Rows with
 an interleaved schedule are omitted, because megaspeed has none.
@@ -26,10 +29,10 @@ The columns (blank ones get the value in brackets):
 
     gpu, n_gpus, fact_gpn [8], fact_nic     GPUs a node, GB/s of the network for each GPU [usual]
     layers hidden heads kv_heads [heads] ffn mlp_mats (2 GELU, 3 SwiGLU) vocab seq_len
-    tp pp vp cp [1] dp mbs gbs_seqs         degrees, sequences of a micro-batch and of a step
+    tp pp vp [1] dp mbs gbs_seqs            degrees, sequences of a micro-batch and of a step
     zero_stage [0] fact_fsdp                ZeRO-3 if fact_fsdp
     recompute, precision                    none, selective, full, full 1/3; bf16, fp16, fp8
-    fact_flash, fact_fused [1]              none, fa1, fa2, fa3; whether softmax is one kernel
+    fact_flash                              none, fa1, fa2, fa3
     fact_sp fact_async_tp fact_overlap fact_scatter_gather fact_gbytes [4] fact_part framework
     d_iter_time_s                           reported seconds of a step
     memory_gib, memory_kind                 of the fullest rank: allocated, reserved, or driver's
@@ -56,15 +59,26 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import resolve_run
 from megaspeed.model.parameters import forward_flops_per_token
 from megaspeed.pipeline.partition import partition_layers
+from megaspeed.planning.costs import step_time
+from megaspeed.planning.costs.network_time import Network
 from megaspeed.planning.costs.reserved_memory import reserved_memory
-from megaspeed.planning.costs.step_time import FITTED, Constants, StepTime, predict_step_time
+from megaspeed.planning.costs.step_time import (
+    AGAIN,
+    Layers,
+    LayerTime,
+    Parts,
+    Rates,
+    StepTime,
+    recomputed_seconds,
+    stage_times,
+)
 from megaspeed.planning.costs.traffic import bytes_sent
 from megaspeed.planning.costs.workload import (
-    Attention,
+    FLASH_ATTENTION_2,
+    AttentionKernel,
     Cluster,
-    Precision,
-    RecomputedPart,
     Workload,
+    block_products,
 )
 from megaspeed.planning.forecast import (
     LARGE_FACTOR,
@@ -77,6 +91,20 @@ from megaspeed.topology.devices import DEVICES, Device, DeviceError, device_name
 from megaspeed.topology.grid import Grid
 
 ROWS = Path(__file__).parents[1] / "docs" / "published_runs" / "fitted.csv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants(step_time.Constants):
+    """What is fitted: megaspeed's constants, and one that only published runs need."""
+
+    interpreted: float
+    """How many times as long layers take under DeepSpeed's PipelineEngine of 2021 and 2022. BLOOM,
+    MT-NLG and GPT-NeoX have about the same factor. BLOOM's runs on one node also have it, although
+    they send nothing between stages or along the data axis. megaspeed does not use this engine."""
+
+
+FITTED = Constants(**asdict(step_time.FITTED), interpreted=1.24)
+"""If one source is left out, ``interpreted`` is 1.24 to 1.26."""
 
 TRIED: Mapping[str, Sequence[float]] = {
     "products": [round(0.86 + 0.01 * step, 2) for step in range(19)],
@@ -93,6 +121,30 @@ _MEGATRON_BUCKET = 40e6
 
 _SXM_94_GB = "h100-96gb"
 """The SXM H100 with 94 or 96 GB has HBM2e. The table's h100-94gb is the NVL card."""
+
+_KERNELS: Mapping[str, AttentionKernel | None] = {
+    "none": None,
+    "fa1": AttentionKernel(0.40, 0.30),
+    "fa2": FLASH_ATTENTION_2,
+    "fa3": AttentionKernel(0.65, 0.50, is_asynchronous=True),
+}
+"""FlashAttention 1 with a causal mask: 30 to 50 % and 25 to 35 % of the peak (Dao 2023,
+FlashAttention-2, section 1). FlashAttention 3: up to 75 % on H100, the backward 1.5 to 1.75 times
+that of 2 (Shah et al. 2024)."""
+
+_AGAIN: Mapping[str, Parts] = {
+    **AGAIN,
+    # The attention between its products (Korthikanti et al. 2022, section 5).
+    "attention": Parts(attention=1),
+    # Every second product, and what is not a product (torchtitan's "selective op").
+    "operations": Parts(products=0.5, pointwise=1),
+}
+"""What is recomputed -> the share of each part of a block's forward."""
+
+_EXPOSED_TP = 0.5
+"""The fraction of a tp collective's time that remains if it runs beside products in parts. The
+first part precedes all products, or the last part follows them. An assumption, for torchtitan's
+asynchronous tensor parallelism."""
 
 _NEEDED = (
     *("gpu", "n_gpus", "layers", "hidden", "heads", "ffn", "mlp_mats", "vocab", "seq_len"),
@@ -112,14 +164,20 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A published run, and what the model needs to predict it."""
+    """A published run, and what is needed to predict it."""
 
     id: str
     source: str
     gpu: str
     group: str  # layouts of one model on the same GPUs, with the same batch
-    work: Workload
+    work: Workload  # as megaspeed would train it
     cluster: Cluster
+    recomputation: str = "none"  # of ``_AGAIN``
+    is_fp8: bool = False
+    is_interpreted: bool = False  # whether DeepSpeed's PipelineEngine runs the schedule
+    chunks: int = 1  # parts of the model on each stage, of an interleaved schedule
+    splits_messages: bool = False  # whether a tensor rank sends its part to the next stage
+    overlaps_tp: bool = False  # whether tp collectives run beside products, within a node
     seconds: float | None  # reported
     memory_bytes: float | None = None  # reported, of the fullest rank
     is_drivers_memory: bool = False  # with CUDA and NCCL, or else as torch's allocator counts it
@@ -162,10 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for source in sorted({run.source for run in timed}):
                 constants[source] = fits.best([run for run in timed if run.source != source])
     show_constants(chosen, constants)
-    predicted = {
-        run.id: predict_step_time(run.work, run.cluster, constants.get(run.source, chosen))
-        for run in runs
-    }
+    predicted = {run.id: predict(run, constants.get(run.source, chosen)) for run in runs}
     errors = {run.id: predicted[run.id].total / run.seconds - 1 for run in timed if run.seconds}
     summary: dict[str, object] = {"constants": asdict(chosen)}
     if timed:
@@ -201,7 +256,7 @@ def read_runs(rows: Mapping[str, Row]) -> tuple[list[Published], dict[str, str]]
             continue
         try:
             run = published_run(row, name)
-            predict_step_time(run.work, run.cluster)
+            predict(run)
             runs.append(run)
         except (ValueError, KeyError, ZeroDivisionError) as error:
             refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -215,7 +270,8 @@ def published_run(row: Row, name: str) -> Published:
         ValueError, KeyError: a column is missing or has no number; the GPU is unknown.
     """
     device = _device(row["gpu"])
-    work = _workload(row)
+    framework = row.get("framework", "")
+    recomputation, share = _recomputation(row)
     stated = row.get("d_iter_time_s")
     keys = ("src", "model", "gpu", "n_gpus", "seq_len", "gbs_seqs")
     return Published(
@@ -223,7 +279,13 @@ def published_run(row: Row, name: str) -> Published:
         source=row.get("src") or "unknown",
         gpu=row["gpu"],
         group=" ".join(row.get(key, "") for key in keys),
-        work=work,
+        work=_workload(row, share),
+        recomputation=recomputation,
+        is_fp8="fp8" in row["precision"],
+        is_interpreted="DeepSpeed" in framework,
+        chunks=_number(row, "vp", 1),
+        splits_messages=_flag(row, "fact_scatter_gather"),
+        overlaps_tp=_flag(row, "fact_async_tp"),
         cluster=Cluster(
             device=device,
             gpus_per_node=_number(row, "fact_gpn", 8),
@@ -248,7 +310,7 @@ def _device(name: str) -> Device:
         raise
 
 
-def _workload(row: Row) -> Workload:
+def _workload(row: Row, recomputed_share: float) -> Workload:
     heads = _number(row, "heads")
     shape = {
         "architecture": "llama" if _number(row, "mlp_mats") == 3 else "gpt2",
@@ -262,12 +324,14 @@ def _workload(row: Row) -> Workload:
     }
     model = ModelConfig.model_validate(shape)
     tp, pp = _number(row, "tp", 1), _number(row, "pp", 1)
-    context = _number(row, "cp", 1)
-    dp = _number(row, "dp", _number(row, "n_gpus") // (tp * pp * context))
-    grid = Grid(pp=pp, dp=dp * context, tp=tp)
+    dp = _number(row, "dp", _number(row, "n_gpus") // (tp * pp))
+    if _number(row, "cp", 1) > 1:
+        raise ValueError("the prediction has no context parallelism")
+    kernel = row["fact_flash"]
+    if kernel not in _KERNELS:
+        raise ValueError(f"the attention kernel {kernel!r} is none of {', '.join(_KERNELS)}")
     size = _number(row, "mbs")
     micro_batches = max(1, round(_number(row, "gbs_seqs") / (dp * size)))
-    recomputation, share = _recomputation(row)
     framework, stage = row.get("framework", ""), _number(row, "zero_stage", 0)
     overlaps, gradient_bytes = _flag(row, "fact_overlap"), _number(row, "fact_gbytes", 4)
     bucket = float(_BUCKET_BYTES.get(framework, math.inf))
@@ -276,23 +340,16 @@ def _workload(row: Row) -> Workload:
     return Workload(
         model=model,
         sequence_length=_number(row, "seq_len"),
-        grid=grid,
+        grid=Grid(pp=pp, dp=dp, tp=tp),
         micro_batch_size=size,
         micro_batches=micro_batches,
         blocks_of_stages=_blocks(model, row, pp),
-        is_interpreted="DeepSpeed" in framework,
-        chunks=_number(row, "vp", 1),
-        context=context,
         zero_stage=3 if _flag(row, "fact_fsdp") else stage,
-        precision=_precision(row["precision"]),
+        precision="fp16" if row["precision"].startswith("fp16") else "bf16",
         gradient_bytes=gradient_bytes,
-        attention=_attention(row["fact_flash"]),
-        fuses_softmax=row.get("fact_fused") not in ("False", "0", "0.0"),
-        recomputation=recomputation,
-        recomputed_share=share,
+        attention=_KERNELS[kernel],
+        recomputed_share=recomputed_share,
         sequence_parallel=_flag(row, "fact_sp") and tp > 1,
-        splits_messages=_flag(row, "fact_scatter_gather"),
-        overlaps_tp=_flag(row, "fact_async_tp"),
         overlaps_dp=overlaps,
         reductions=micro_batches if _flag(row, "fact_fsdp") or stage == 3 else 1,
         bucket_bytes=bucket,
@@ -309,7 +366,7 @@ def _blocks(model: ModelConfig, row: Row, stages: int) -> tuple[int, ...]:
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
 
 
-def _recomputation(row: Row) -> tuple[RecomputedPart, float]:
+def _recomputation(row: Row) -> tuple[str, float]:
     """What is recomputed, and the share of blocks.
 
     For torchtitan, "selective" is a list of operations, or every second layer. For others, it is
@@ -325,19 +382,6 @@ def _recomputation(row: Row) -> tuple[RecomputedPart, float]:
     return ("operations" if row.get("framework") == "torchtitan" else "attention"), 1.0
 
 
-def _precision(stated: str) -> Precision:
-    if "fp8" in stated:
-        return "fp8"
-    return "fp16" if stated.startswith("fp16") else "bf16"
-
-
-def _attention(stated: str) -> Attention:
-    kernels: dict[str, Attention] = {"none": "none", "fa1": "fa1", "fa2": "fa2", "fa3": "fa3"}
-    if stated not in kernels:
-        raise ValueError(f"the attention kernel {stated!r} is none of {', '.join(kernels)}")
-    return kernels[stated]
-
-
 def _number(row: Row, column: str, default: int | None = None) -> int:
     stated = row.get(column)
     if not stated:
@@ -349,6 +393,67 @@ def _number(row: Row, column: str, default: int | None = None) -> int:
 
 def _flag(row: Row, column: str) -> bool:
     return row.get(column, "") in ("True", "1", "1.0")
+
+
+def predict(run: Published, constants: Constants = FITTED) -> StepTime:
+    """The step of a published run: as of megaspeed, with what only its framework does.
+
+    With c chunks, the pipeline's fill and drain take 1/c of the sum of all stages, and there are c
+    times as many messages (Narayanan et al. 2021, section 2.2). A tensor rank that sends its part
+    does it as with sequence parallelism (section 4.1).
+    """
+    work, cluster = run.work, run.cluster
+    rates = Rates(work, cluster, constants)
+    layers = rates.layers()._replace(block=_block(run, constants))
+    if run.is_interpreted:
+        layers = Layers(*(_scaled(layer, constants.interpreted) for layer in layers))
+    step = rates.step(layers)
+    if run.splits_messages:
+        step = replace(step, p2p=Network(replace(work, sequence_parallel=True), cluster).p2p())
+    if run.chunks > 1:
+        times = [sum(both) for both in zip(*stage_times(work, layers), strict=True)]
+        bubble = (sum(times) - max(times)) / run.chunks
+        step = replace(step, bubble=bubble, p2p=run.chunks * step.p2p)
+    return step
+
+
+def _block(run: Published, constants: Constants) -> LayerTime:
+    """A block.
+
+    In fp8, both operands of each product are read twice in 16 bits, to find the largest number and
+    to convert them, and are written in 8 bits: 5 bytes an element. All but the products of blocks
+    is in 16 bits.
+    """
+    work, cluster, device = run.work, run.cluster, run.cluster.device
+    if run.is_fp8:
+        if device.sustained_8 == 0:
+            raise ValueError(f"the table of devices has no rate of fp8 on {device.name}")
+        cluster = replace(cluster, device=replace(device, sustained_16=device.sustained_8))
+    rates = Rates(work, cluster, constants)
+    block = rates.block()
+    forward, backward = block.forward_parts, block.backward_parts
+    if run.is_fp8:
+        m, n, k = zip(*block_products(work.model, work.tokens, work.grid.tp), strict=True)
+        weights, inputs, outputs = (
+            sum(rows * columns for rows, columns in zip(*sizes, strict=True))
+            for sizes in ((n, k), (m, k), (m, n))
+        )
+        converted = 5 * (inputs + weights) / rates.memory, 5 * outputs / rates.memory
+        forward = forward._replace(pointwise=forward.pointwise + converted[0])
+        backward = backward._replace(pointwise=backward.pointwise + converted[1])
+    if run.overlaps_tp and work.grid.tp <= cluster.gpus_per_node:
+        forward = forward._replace(tp=_EXPOSED_TP * forward.tp)
+        backward = backward._replace(tp=_EXPOSED_TP * backward.tp)
+    again = work.recomputed_share * recomputed_seconds(forward, _AGAIN[run.recomputation])
+    return replace(block, forward_parts=forward, backward_parts=backward, recomputation=again)
+
+
+def _scaled(layer: LayerTime, factor: float) -> LayerTime:
+    return LayerTime(
+        forward_parts=Parts(*(factor * seconds for seconds in layer.forward_parts)),
+        backward_parts=Parts(*(factor * seconds for seconds in layer.backward_parts)),
+        recomputation=factor * layer.recomputation,
+    )
 
 
 class Fits:
@@ -381,14 +486,10 @@ class Fits:
     def _distances_with(self, constants: Constants) -> dict[str, float]:
         if constants not in self._distances:
             self._distances[constants] = {
-                run.id: abs(math.log(_predicted(run, constants).total / _seconds(run)))
+                run.id: abs(math.log(predict(run, constants).total / _seconds(run)))
                 for run in self._runs
             }
         return self._distances[constants]
-
-
-def _predicted(run: Published, constants: Constants) -> StepTime:
-    return predict_step_time(run.work, run.cluster, constants)
 
 
 def weights_of(runs: Sequence[Published]) -> dict[str, float]:
@@ -477,7 +578,7 @@ def show_coverage(runs: Sequence[Published], predicted: Mapping[str, StepTime]) 
 
 def show_memory(runs: Iterable[Published]) -> dict[str, float]:
     """Prints how many times as much memory as its predicted tensors a run needs."""
-    compared = [run for run in runs if run.memory_bytes and run.work.chunks == 1]
+    compared = [run for run in runs if run.memory_bytes and run.chunks == 1]
     factors = {run.id: memory_factor(run) for run in compared}
     shares, sources = [], _grouped(compared, lambda run: run.source)
     if len(sources) < 2:
@@ -508,7 +609,7 @@ def show_memory(runs: Iterable[Published]) -> dict[str, float]:
 def memory_factor(run: Published) -> float:
     """Reported memory of the fullest rank, without CUDA and NCCL, as a multiple of its tensors."""
     work, grid = run.work, run.work.grid
-    recomputed = work.recomputation if work.recomputation in ("none", "full") else "selective"
+    recomputed = run.recomputation if run.recomputation in ("none", "full") else "selective"
     stated: dict[str, object] = {
         "model": work.model.model_dump(exclude_defaults=True),
         "data": {"sequence_length": work.sequence_length},
@@ -544,7 +645,7 @@ def show_layouts(
     groups = [group for group in _grouped(runs, lambda run: run.group).values() if len(group) > 1]
     orders: dict[str, Callable[[Published], float]] = {
         "predicted time": lambda run: predicted[run.id].total,
-        "fewest bytes": lambda run: sent_bytes(run.work),
+        "fewest bytes": lambda run: sent_bytes(run.work, run.chunks),
     }
     figures = {}
     for name, order in orders.items():
@@ -568,13 +669,13 @@ def show_layouts(
     return figures
 
 
-def sent_bytes(work: Workload) -> float:
+def sent_bytes(work: Workload, chunks: int) -> float:
     """Bytes that a rank of the first stage sends in a step, on all axes together."""
     grid, count = work.grid, work.micro_batches
     message = work.tokens * work.model.hidden_size * work.element_bytes
     blocks = work.blocks_of_stages[0]
     tensor = count * blocks * bytes_sent("all_reduce", 4 * message, grid.tp)
-    pipeline = 2 * count * work.chunks * message * (grid.pp > 1)
+    pipeline = 2 * count * chunks * message * (grid.pp > 1)
     parameters = work.parameters_of_rank(0)
     gradients = work.reductions * parameters * work.gradient_bytes
     gathers = 2 * count if work.zero_stage == 3 else 1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megaspeed.config.resolve import Run
 from megaspeed.doctor.record import Record
-from megaspeed.planning.costs.traffic import predict_traffic
+from megaspeed.planning.costs.traffic import axis_totals, predict_traffic
 from megaspeed.units import GB, GIB, MB, counted, traffic_unit
 
 _CLOCK_SECONDS = 1.0
@@ -284,10 +284,7 @@ def _tensor_axis_across_nodes(findings: Findings) -> Iterator[str]:
     if run is None or not crossing:
         return
     slowest = min(link.bytes_per_second for link in crossing)
-    sent = max(
-        sum(sent for (axis, _), sent in predict_traffic(run, stage).items() if axis == "tp")
-        for stage in range(run.grid.pp)
-    )
+    sent = max(axis_totals(predict_traffic(run, stage))["tp"] for stage in range(run.grid.pp))
     fewest = min(len(ranks) for ranks in findings.nodes.values())
     yield (
         f"tp crosses nodes in {counted(len(crossing), 'group')}, such as ranks "

@@ -14,9 +14,9 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.section import LARGEST_WORLD, Bandwidth, Section
 from megaspeed.config.validation import translate
 from megaspeed.files.reading import file_problem
+from megaspeed.planning.costs.placement import GPUS_PER_NODE
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.goodput import Operations
-from megaspeed.planning.machines import GPUS_PER_NODE
 from megaspeed.topology.devices import DeviceError, device_named
 from megaspeed.units import counted
 

@@ -138,7 +138,7 @@ class Forecast:
         if (
             self.cluster.measured is None
             and head_dim % 8
-            and workload_of(self.run, self.cluster.device_type).attention != "none"
+            and workload_of(self.run, self.cluster.device_type).attention is not None
         ):
             yield f"attention is slow: a head size of {head_dim} is not a multiple of 8"
 

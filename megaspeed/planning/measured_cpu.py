@@ -25,7 +25,7 @@ from typing import Any
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
-from megaspeed.planning.costs.step_time import predict_block, predict_step_time
+from megaspeed.planning.costs.step_time import Rates, predict_step_time
 from megaspeed.planning.costs.workload import Cluster, HostTime, Measured, Wire, workload_of
 from megaspeed.topology.devices import Device
 
@@ -210,7 +210,7 @@ def cluster_of(run: Run, figures: Mapping[str, Any]) -> Cluster:
     small = [workload_of(each, "cpu") for each in small_runs(run)]
     for _ in range(_TURNS):
         without, once = (
-            predict_block(block, with_(pointwise=pointwise)).both for pointwise in (0.0, 1.0)
+            Rates(block, with_(pointwise=pointwise)).block().both for pointwise in (0.0, 1.0)
         )
         cluster = with_(pointwise=max(0.0, (figures["block"] - without) / (once - without)))
         idle = with_(host=_IDLE)

@@ -14,6 +14,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
 from megaspeed.planning.costs.memory import elements_of, local_parameters
+from megaspeed.planning.costs.placement import GPUS_PER_NODE, Placement
 from megaspeed.planning.costs.reserved_memory import (
     ReservedMemory,
     Verdict,
@@ -24,7 +25,6 @@ from megaspeed.planning.costs.reserved_memory import (
 from megaspeed.planning.costs.traffic import by_axis
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import Forecast, forecast
-from megaspeed.planning.machines import GPUS_PER_NODE, RankMap, map_ranks
 from megaspeed.planning.prediction import (
     Prediction,
     StagePrediction,
@@ -66,7 +66,7 @@ class Plan:
 
     run: Run
     cluster: Cluster | None  # the machines; None if no device was named
-    ranks: RankMap  # the placement of ranks on nodes
+    ranks: Placement  # of ranks on nodes
     stages: tuple[PlannedStage, ...]  # all pipeline stages
     zero_stages: tuple[PlannedZero, ...]  # ZeRO 0 to 3 at this layout
     bubble: float  # the ideal pipeline bubble, as a fraction of the step
@@ -135,7 +135,7 @@ def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_
     planned = Plan(
         run=run,
         cluster=cluster,
-        ranks=map_ranks(run.grid, per_node),
+        ranks=Placement(run.grid, per_node),
         stages=_stages(run),
         zero_stages=tuple(_at_zero_stage(training, stage, cluster) for stage in range(4)),
         bubble=ideal_bubble(run),

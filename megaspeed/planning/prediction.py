@@ -10,7 +10,6 @@ stage of each kind:
     pp 35 over 105 blocks    0: embedding + 3 blocks    1..33: 3 blocks    34: 3 blocks + head
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -107,12 +106,6 @@ def predict_peaks(run: Run) -> list[int]:
         peak = predict_memory(run, alike.pipeline_stages.start).peak.total
         peaks += [peak] * len(alike.pipeline_stages)
     return peaks
-
-
-def sent_along(traffic: Traffic, axes: Iterable[str]) -> int:
-    """Total of the bytes sent along these axes, such as "tp" or "world"."""
-    wanted = frozenset(axes)
-    return sum(sent for (axis, _), sent in traffic.items() if axis in wanted)
 
 
 def alike_stages(run: Run) -> tuple[AlikeStages, ...]:

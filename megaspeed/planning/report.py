@@ -7,11 +7,13 @@ from rich.table import Table
 
 from megaspeed.config.resolve import GradientReduction, describe_recomputation, dropout_warning
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
+from megaspeed.planning.costs.placement import AxisPlacement
+from megaspeed.planning.costs.traffic import axis_totals
 from megaspeed.planning.forecast import Forecast, TrainingTime
-from megaspeed.planning.machines import AxisMap
 from megaspeed.planning.plan import Plan, PlannedZero
-from megaspeed.planning.prediction import AlikeStages, alike_stages, sent_along
+from megaspeed.planning.prediction import AlikeStages, alike_stages
 from megaspeed.planning.variants import CheapestChange
+from megaspeed.topology.grid import AXES
 from megaspeed.units import (
     GIB,
     counted,
@@ -89,33 +91,34 @@ def _ranks(plan: Plan) -> Iterator[str | Table]:
     table = table_of(left=("axis",), right=("size", "stride", "groups"))
     table.add_column("first group", no_wrap=True)
     table.add_column("each group", no_wrap=True)
-    for axis in reversed(plan.ranks.axes):
+    for axis in map(plan.ranks.along, reversed(AXES)):
         table.add_row(
             axis.axis,
             f"{axis.size:,}",
             f"{axis.stride:,}" if axis.size > 1 else "",
-            f"{axis.groups:,}",
+            f"{len(axis.groups):,}",
             _first_group(axis),
             _place(axis),
         )
     yield table
 
 
-def _first_group(axis: AxisMap) -> str:
-    group = axis.first_group
+def _first_group(axis: AxisPlacement) -> str:
+    group = axis.groups[0]
     complete = " ".join(map(str, group))
     if len(complete) <= _LONGEST_GROUP:
         return complete
     return f"{group[0]} {group[1]} ... {group[-1]}"
 
 
-def _place(axis: AxisMap) -> str:
+def _place(axis: AxisPlacement) -> str:
     if axis.size == 1:
         return "one rank"
-    if not axis.crosses_nodes:
+    crossing, groups = axis.groups_across_nodes, len(axis.groups)
+    if not crossing:
         return "within a node"
-    if axis.groups_across_nodes < axis.groups:
-        return f"{axis.groups_across_nodes:,} of {axis.groups:,} cross nodes"
+    if crossing < groups:
+        return f"{crossing:,} of {groups:,} cross nodes"
     return f"across {axis.most_nodes:,} nodes"
 
 
@@ -226,10 +229,10 @@ def _traffic(plan: Plan) -> Iterator[str | Table]:
     )
     for each in predictions:
         sent = each.busiest
-        between = sum(
-            int(plan.ranks.between_nodes(axis) * size) for (axis, _), size in sent.traffic.items()
-        )
-        cells = [sent_along(sent.traffic, (axis,)) for axis in ("tp", "dp", "pp", "world")]
+        shares = {axis: plan.ranks.along(axis).between_nodes for axis, _ in sent.traffic}
+        between = sum(int(shares[axis] * size) for (axis, _), size in sent.traffic.items())
+        totals = axis_totals(sent.traffic)
+        cells = [totals["tp"], totals["dp"], totals["pp"], totals["world"]]
         cells += [sent.sent_bytes - between, between]
         table.add_row(_zero_stage(plan, each.run.zero_stage), *map(unit.of, cells))
     yield table

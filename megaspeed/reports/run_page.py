@@ -23,7 +23,8 @@ import numpy as np
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import resolve_recorded
-from megaspeed.planning.prediction import ideal_bubble, predict, predict_peaks, sent_along
+from megaspeed.planning.costs.traffic import axis_totals
+from megaspeed.planning.prediction import ideal_bubble, predict, predict_peaks
 from megaspeed.reports.run_charts import COLOURS, draw_charts
 from megaspeed.reports.run_record import RunRecord, config_differences
 from megaspeed.units import readable_memory, traffic_unit
@@ -91,8 +92,7 @@ def _predictions(name: str, recorded: RunRecord) -> Iterator[tuple[str, ...]]:
         run = None
     if run is None:
         return
-    traffic = predict(run).busiest.traffic
-    totals = {axis: sent_along(traffic, (axis,)) for axis, _ in traffic}
+    totals = axis_totals(predict(run).busiest.traffic)
     sent = [f"{axis} {traffic_unit((total,)).named(total)}" for axis, total in totals.items()]
     peaks = [readable_memory(peak) for peak in predict_peaks(run)]
     yield (

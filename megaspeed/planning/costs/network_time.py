@@ -9,15 +9,13 @@ measured (``Cluster.measured``).
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
+from megaspeed.planning.costs.placement import Placement
 from megaspeed.planning.costs.workload import Cluster, Message, Workload, block_parameters
-from megaspeed.topology.grid import Axis, Grid
 
 LINK_EFFICIENCY = 0.78
 """Bus bandwidth of a large collective, as a fraction of the data sheet's bandwidth. NCCL's tuning
@@ -30,11 +28,6 @@ protocol (src/graph/tuning.cc: hwLat and baseLat)."""
 SLOWDOWN_BY_OVERLAP = 0.189
 """Computation takes longer by this fraction while a collective runs beside it, because both use
 processors, memory and power (Lee et al. 2025, arXiv 2507.03114, abstract: 18.9 % on average)."""
-
-_EXPOSED_TP = 0.5
-"""The fraction of a tp collective's time that remains if it runs beside products in parts. The
-first part precedes all products, or the last part follows them. An assumption, for torchtitan's
-asynchronous tensor parallelism."""
 
 
 HOPS: Mapping[Message, Callable[[int], int]] = MappingProxyType(
@@ -57,6 +50,11 @@ class Network:
     cluster: Cluster
 
     @property
+    def placement(self) -> Placement:
+        """The ranks on the nodes."""
+        return Placement(self.work.grid, self.cluster.gpus_per_node)
+
+    @property
     def overlaps(self) -> bool:
         """Whether collectives can run beside computation. On CPUs, the same cores do both."""
         return self.cluster.measured is None
@@ -66,8 +64,7 @@ class Network:
 
         (Shoeybi et al. 2019, section 3.) With sequence parallelism, each all-reduce becomes a
         reduce-scatter and an all-gather. The backward also gathers two inputs again, while it
-        computes the gradients of these inputs (Korthikanti et al. 2022, section 4.2.2). Within a
-        node, collectives can overlap with products in parts (``overlaps_tp``).
+        computes the gradients of these inputs (Korthikanti et al. 2022, section 4.2.2).
         """
         work, tp = self.work, self.work.grid.tp
         if tp == 1:
@@ -77,12 +74,9 @@ class Network:
             gather = self.collective("tp", "all_gather", message)
             both = gather + self.collective("tp", "reduce_scatter", message)
             again = 2 * (SLOWDOWN_BY_OVERLAP if self.overlaps else 1.0) * gather
-            forward, backward = 2 * both, 2 * both + again
-        else:
-            forward = backward = 2 * self.collective("tp", "all_reduce", message)
-        within_node = tp <= self.cluster.gpus_per_node
-        share = _EXPOSED_TP if work.overlaps_tp and within_node else 1.0
-        return share * forward, share * backward
+            return 2 * both, 2 * both + again
+        both = 2 * self.collective("tp", "all_reduce", message)
+        return both, both
 
     def tp_of_ends(self) -> tuple[float, float]:
         """Seconds of the embedding and of the head with its loss, forward and backward together.
@@ -104,23 +98,23 @@ class Network:
     def p2p(self) -> float:
         """Seconds of sending activations and their gradients between stages.
 
-        Each stage waits for two exchanges, one with each neighbour, for each micro-batch and chunk
-        (Narayanan et al. 2021, section 2.2).
+        Each stage waits for two exchanges, one with each neighbour, for each micro-batch (Narayanan
+        et al. 2021, section 2.2).
         """
         work, pp = self.work, self.work.grid.pp
         if pp == 1:
             return 0.0
-        return 2 * self.message() * work.chunks * (work.micro_batches + pp - 1)
+        return 2 * self.message() * (work.micro_batches + pp - 1)
 
     def message(self) -> float:
         """Seconds of one message between two stages: the activations of a micro-batch.
 
-        A tensor rank may send only its part (Narayanan et al. 2021, section 4.1). A message to
-        another node uses the network of one GPU.
+        With sequence parallelism, a tensor rank sends only its part. A message to another node uses
+        the network of one GPU.
         """
         work = self.work
         message: float = work.tokens * work.model.hidden_size * work.element_bytes
-        if work.splits_messages or work.sequence_parallel:
+        if work.sequence_parallel:
             message /= work.grid.tp
         cluster = self.cluster
         if cluster.measured is not None:
@@ -201,41 +195,26 @@ class Network:
             ranks, wire = self.work.grid.size_along(axis), measured.messages[kind]
             return HOPS[kind](ranks) * (wire.latency + message / ranks / wire.bandwidth)
         rounds = 2 if kind == "all_reduce" else 1
-        ranks, nodes, bandwidth = self.ring(axis)
-        between = nodes - 1
-        hops = (ranks - 1 - between) * _HOP_WITHIN_NODE + between * _HOP_BETWEEN_NODES
+        placed, bandwidth = self.placement.along(axis), self.ring_bandwidth(axis)
+        ranks, nodes = placed.size, placed.most_nodes
+        hops = (ranks - nodes) * _HOP_WITHIN_NODE + (nodes - 1) * _HOP_BETWEEN_NODES
         if rounds == 2:
             levels = math.ceil(math.log2(nodes))
-            tree = (ranks / nodes - 1 + levels) * _HOP_OF_TREE
-            hops = min(hops, tree)
+            hops = min(hops, (ranks / nodes - 1 + levels) * _HOP_OF_TREE)
         return _START + rounds * (hops + (ranks - 1) / ranks * message / bandwidth)
 
-    def ring(self, axis: Literal["dp", "tp"]) -> tuple[int, int, float]:
-        """Numbers of ranks and nodes of a group, and the bandwidth of its ring in bytes a second.
+    def ring_bandwidth(self, axis: Literal["dp", "tp"]) -> float:
+        """Bytes a second of the ring of the axis's group that is placed worst.
 
         A ring enters and leaves each node once, through the network of all GPUs that the group has
         there, so k ranks on a node have k times the bandwidth of one. The group that is placed
         worst determines the step.
         """
-        grid, cluster = self.work.grid, self.cluster
-        ranks = grid.size_along(axis)
-        nodes, together = _worst_placement(grid, axis, cluster.gpus_per_node)
+        cluster, placed = self.cluster, self.placement.along(axis)
         bandwidth = cluster.device.link_bandwidth
-        if nodes > 1:
-            bandwidth = min(bandwidth, together * cluster.network_bandwidth)
-        return ranks, nodes, LINK_EFFICIENCY * 1e9 * bandwidth
-
-
-@lru_cache(maxsize=4096)
-def _worst_placement(grid: Grid, axis: Axis, gpus_per_node: int) -> tuple[int, int]:
-    """The most nodes on which one group has ranks, and the fewest ranks that such a group has on
-    one of its nodes."""
-    placed = [
-        Counter(rank // gpus_per_node for rank in group).values()
-        for group in grid.groups_along(axis)
-    ]
-    nodes = max(map(len, placed))
-    return nodes, min(min(counts) for counts in placed if len(counts) == nodes)
+        if placed.most_nodes > 1:
+            bandwidth = min(bandwidth, placed.fewest_together * cluster.network_bandwidth)
+        return LINK_EFFICIENCY * 1e9 * bandwidth
 
 
 def _added(communication: float, computation: float) -> float:

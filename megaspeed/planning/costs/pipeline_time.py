@@ -24,11 +24,8 @@ time. With random times of stages and messages, the error of a step is below 0.2
 
 
 def with_timetable(step: StepTime, work: Workload, cluster: Cluster) -> StepTime:
-    """The same step with bubble and p2p from a simulation of its schedule.
-
-    A schedule with chunks cannot be simulated. It keeps the results of the formulas.
-    """
-    if work.grid.pp == 1 or work.chunks > 1:
+    """The same step with bubble and p2p from a simulation of its schedule."""
+    if work.grid.pp == 1:
         return step
     forward, backward = stage_times(work, step.layers)
     own = work.micro_batches * max(map(sum, zip(forward, backward, strict=True)))

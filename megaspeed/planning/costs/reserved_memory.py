@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaspeed.config.resolve import Run
+from megaspeed.planning.costs.placement import AxisPlacement, Placement
+from megaspeed.planning.costs.traffic import TrafficAxis
 from megaspeed.topology.devices import Device
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -133,22 +135,16 @@ def nccl_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
     The data axis has a communicator even if it has one rank. ZeRO-0 has one more of one rank
     (``zero.build``). An axis of all ranks uses the world's communicator, except the pipeline's.
     """
-    grid = run.grid
-    world, beside_pp = grid.world_size, grid.tp * grid.dp
-    groups = [(world, 1)]  # ranks, and the distance between two of them
-    if 1 < grid.tp < world:
-        groups.append((grid.tp, 1))
-    if grid.dp < world:
-        groups.append((grid.dp, grid.tp))
-    if grid.pp > 1:
-        groups.append((grid.pp, beside_pp))
+    grid, placement = run.grid, Placement(run.grid, gpus_per_node)
+    axes: list[TrafficAxis] = ["world"]
+    axes += ["tp"] if 1 < grid.tp < grid.world_size else []
+    axes += ["dp"] if grid.dp < grid.world_size else []
+    axes += ["pp"] if grid.pp > 1 else []
+    placed = [placement.along(axis) for axis in axes]
+    total = sum(communicator_bytes(each.size, each.most_together, device) for each in placed)
     if run.zero_stage == 0 and grid.dp > 1:
-        groups.append((1, 1))
-    total = sum(
-        communicator_bytes(ranks, _ranks_of_node(ranks, stride, gpus_per_node), device)
-        for ranks, stride in groups
-    )
-    return total + _sends_of_pipeline(grid.pp, beside_pp, gpus_per_node, device)
+        total += communicator_bytes(1, 1, device)
+    return total + _sends_of_pipeline(placement.along("pp"), device)
 
 
 def communicator_bytes(ranks: int, ranks_of_node: int, device: Device) -> int:
@@ -181,22 +177,18 @@ def communicator_bytes(ranks: int, ranks_of_node: int, device: Device) -> int:
     return shared + channels * each + nvls
 
 
-def _ranks_of_node(ranks: int, stride: int, gpus_per_node: int) -> int:
-    return max(1, min(ranks, gpus_per_node // stride))
-
-
-def _sends_of_pipeline(pp: int, stride: int, gpus_per_node: int, device: Device) -> int:
+def _sends_of_pipeline(pp: AxisPlacement, device: Device) -> int:
     """Bytes of the connections for sends.
 
     Within a node, all channels are used, each with a connection to each of at most two neighbours.
     Between nodes, the channels share a second buffer of the communicator.
     """
-    if pp == 1:
+    if pp.size == 1:
         return 0
-    together = _ranks_of_node(pp, stride, gpus_per_node)
-    channels = _channels(pp, together, device)
+    together = pp.most_together
+    channels = _channels(pp.size, together, device)
     within = min(2, together - 1) * _power_of_two(channels) * _RING
-    return within + _shared_bytes(channels, pp == together, device) * (pp > together)
+    return within + _shared_bytes(channels, pp.size == together, device) * (pp.size > together)
 
 
 def _channels(ranks: int, ranks_of_node: int, device: Device) -> int:

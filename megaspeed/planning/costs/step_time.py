@@ -14,15 +14,16 @@ This is plain arithmetic: a prediction takes a fraction of a millisecond, and lo
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from megaspeed.config.run import Recomputation
 from megaspeed.planning.costs.network_time import Network
 from megaspeed.planning.costs.workload import (
     Cluster,
     HostTime,
-    Precision,
     Product,
     Workload,
     attended_tokens,
@@ -30,7 +31,6 @@ from megaspeed.planning.costs.workload import (
     block_products,
     head_product,
 )
-from megaspeed.topology.devices import Device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +43,11 @@ class Constants:
     pointwise: float
     """Bytes that kernels other than products move, as a multiple of the least possible. It is above
     1 because not all of them are fused, some compute in fp32, and small ones do not fill a GPU."""
-    interpreted: float
-    """How many times as long layers take under DeepSpeed's PipelineEngine of 2021 and 2022. BLOOM,
-    MT-NLG and GPT-NeoX have about the same factor. BLOOM's runs on one node also have it, although
-    they send nothing between stages or along the data axis. megaspeed does not use this engine."""
 
 
-FITTED = Constants(products=0.99, pointwise=3.8, interpreted=1.24)
+FITTED = Constants(products=0.99, pointwise=3.8)
 """Fitted to 417 published runs of 16 sources with equal weight. If one source is left out,
-``products`` is 0.98 to 1, ``pointwise`` 3.6 to 4, and ``interpreted`` 1.24 to 1.26.
+``products`` is 0.98 to 1, and ``pointwise`` 3.6 to 4.
 
     python scripts/benchmark_plan.py --leave-one-out
 """
@@ -60,17 +56,11 @@ MEMORY_EFFICIENCY = 0.85
 """Achieved share of the data sheet's memory bandwidth. An assumption: a triad over long vectors
 reaches about 0.9, and the tensors of a training are shorter."""
 
-_ATTENTION_RATE = {"fa1": (0.40, 0.30), "fa2": (0.62, 0.50), "fa3": (0.65, 0.50)}
-"""Forward and backward rate of a causal kernel, as a fraction of the peak. FlashAttention 1: 30 to
-50 % and 25 to 35 %, 2: 50 to 73 % and up to 63 % on A100 (Dao 2023, FlashAttention-2, sections 1
-and 4). FlashAttention 3: up to 75 % on H100, the backward 1.5 to 1.75 times that of 2 (Shah et al.
-2024)."""
-
 _OLD_KERNEL = 0.58
-_ASYNCHRONOUS = frozenset({"h100", "h200", "h800", "gh200", "b200", "gb200", "mi300x"})
+_NEW_DEVICES = frozenset({"h100", "h200", "h800", "gh200", "b200", "gb200", "mi300x"})
 """FlashAttention 2 reaches 35 % of the peak of an H100 (Shah et al. 2024, FlashAttention-3,
 abstract), and about 60 % of an A100's, because it does not use the asynchronous instructions of
-newer devices. So its rates, and those of 1, are multiplied by 0.35 / 0.60 on these."""
+newer devices. So the rates of such kernels are multiplied by 0.35 / 0.60 on these."""
 
 _ROWS_OF_A_BLOCK = 128
 """Queries that one processor computes at a time (Dao 2023, section 3.2)."""
@@ -80,62 +70,56 @@ _SLOW_HEAD = 4.0
 this many times as long."""
 
 
-class Again(NamedTuple):
-    """The share of each part of a block's forward that is computed again."""
+class Parts(NamedTuple):
+    """The parts of a layer's forward or backward: seconds, or the share that is computed again."""
 
-    products: float
-    attention: float
-    pointwise: float
-    tp: float
+    products: float = 0.0
+    attention: float = 0.0
+    pointwise: float = 0.0
+    tp: float = 0.0
 
 
-_AGAIN = {
-    "none": Again(0, 0, 0, 0),
-    "selective": Again(0, 0, 1, 0),
-    "attention": Again(0, 1, 0, 0),
-    "operations": Again(0.5, 0, 1, 0),
-    "full": Again(1, 1, 1, 1),
+AGAIN: Mapping[Recomputation, Parts] = {
+    "none": Parts(),
+    "selective": Parts(pointwise=1),
+    "full": Parts(products=1, attention=1, pointwise=1, tp=1),
 }
+"""The share of each part of a block's forward that its backward computes again."""
+
+
+def recomputed_seconds(forward: Parts, again: Parts) -> float:
+    """Seconds of what a block's backward computes again."""
+    return sum(share * seconds for share, seconds in zip(again, forward, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
     """Seconds of one layer and one micro-batch on one rank."""
 
-    products: tuple[float, float]  # forward, backward
-    attention: tuple[float, float] = (0.0, 0.0)
-    pointwise: tuple[float, float] = (0.0, 0.0)
-    tp: tuple[float, float] = (0.0, 0.0)
+    forward_parts: Parts
+    backward_parts: Parts
     recomputation: float = 0.0  # of the backward
     host: float = 0.0  # half of it in each pass
 
     @property
     def forward(self) -> float:
         """Seconds of a forward."""
-        device = self.products[0] + self.attention[0] + self.pointwise[0] + self.tp[0]
-        return device + self.host / 2
+        return sum(self.forward_parts) + self.host / 2
 
     @property
     def backward(self) -> float:
         """Seconds of a backward with what it computes again."""
-        own = self.products[1] + self.attention[1] + self.pointwise[1] + self.tp[1]
-        return own + self.recomputation + self.host / 2
+        return sum(self.backward_parts) + self.recomputation + self.host / 2
 
     @property
     def both(self) -> float:
         """Seconds of a forward and a backward."""
         return self.forward + self.backward
 
-    def scaled(self, factor: float) -> "LayerTime":
-        """All times, multiplied by the same factor."""
-        return LayerTime(
-            products=_times(self.products, factor),
-            attention=_times(self.attention, factor),
-            pointwise=_times(self.pointwise, factor),
-            tp=_times(self.tp, factor),
-            recomputation=self.recomputation * factor,
-            host=self.host * factor,
-        )
+    @property
+    def parts(self) -> Parts:
+        """Seconds of each part in both passes, without what is computed again."""
+        return Parts(*map(sum, zip(self.forward_parts, self.backward_parts, strict=True)))
 
 
 class Layers(NamedTuple):
@@ -179,10 +163,8 @@ class StepTime:
         return (self.tp + self.p2p + self.dp) / self.total
 
     def scaled(self, factor: float) -> "StepTime":
-        """All times, multiplied by the same factor."""
-        layers = Layers(*(layer.scaled(factor) for layer in self.layers))
-        terms = {name: factor * seconds for name, seconds in self.terms.items()}
-        return StepTime(layers=layers, **terms)
+        """All terms, multiplied by the same factor."""
+        return replace(self, **{name: factor * seconds for name, seconds in self.terms.items()})
 
 
 def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> StepTime:
@@ -196,44 +178,8 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
     Raises:
         ValueError: the device cannot compute in this precision.
     """
-    rates = _Rates(work, cluster, constants)
-    layers = Layers(rates.embedding(), rates.block(), rates.head())
-    if work.is_interpreted:
-        layers = Layers(*(layer.scaled(constants.interpreted) for layer in layers))
-    last = work.grid.pp - 1
-    forward, backward = stage_times(work, layers)
-    times = [sum(both) for both in zip(forward, backward, strict=True)]
-    slowest = max(range(len(times)), key=times.__getitem__)
-    blocks, count = work.blocks_of_stages[slowest], work.micro_batches
-    block = layers.block
-
-    # Micro-batches for which the slowest stage computes the embedding and the head.
-    has_embedding, has_head = count * (slowest == 0), count * (slowest == last)
-
-    def of_step(term: tuple[float, float]) -> float:
-        return count * blocks * sum(term)
-
-    return StepTime(
-        layers=layers,
-        products=of_step(block.products),
-        attention=of_step(block.attention),
-        pointwise=of_step(block.pointwise) + has_embedding * sum(layers.embedding.pointwise),
-        head=has_head * (layers.head.both - sum(layers.head.tp)),
-        recomputation=count * blocks * block.recomputation,
-        tp=of_step(block.tp)
-        + has_embedding * sum(layers.embedding.tp)
-        + has_head * sum(layers.head.tp),
-        bubble=_bubble(work, forward, backward),
-        p2p=rates.network.p2p(),
-        dp=rates.network.dp(slowest, block.forward, block.backward),
-        optimizer=rates.optimizer(slowest),
-        host=count * blocks * block.host + rates.host.step + count * rates.host.micro_batch,
-    )
-
-
-def predict_block(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> LayerTime:
-    """Predicts one block of one micro-batch."""
-    return _Rates(work, cluster, constants).block()
+    rates = Rates(work, cluster, constants)
+    return rates.step(rates.layers())
 
 
 def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float]]:
@@ -256,8 +202,7 @@ def _bubble(work: Workload, forward: list[float], backward: list[float]) -> floa
 
         time = sum of all stages' times + (micro-batches - 1) x (slowest forward + slowest backward)
 
-    (Narayanan et al. 2021, section 2.2, for unequal stages). With c chunks the fill and the drain
-    take 1/c of the sum.
+    (Narayanan et al. 2021, section 2.2, for unequal stages).
 
     With 1f1b, a stage starts when the first micro-batch has passed the stages before it. After its
     own last backward, these stages run their backwards of the last micro-batch. A stage has k
@@ -267,8 +212,6 @@ def _bubble(work: Workload, forward: list[float], backward: list[float]) -> floa
     """
     times = [sum(both) for both in zip(forward, backward, strict=True)]
     count, own = work.micro_batches, work.micro_batches * max(times)
-    if work.chunks > 1:
-        return (sum(times) - max(times)) / work.chunks
     if work.schedule == "gpipe":
         return sum(times) + (count - 1) * (max(forward) + max(backward)) - own
     ends = []
@@ -282,62 +225,79 @@ def _bubble(work: Workload, forward: list[float], backward: list[float]) -> floa
     return max(ends) - own
 
 
-class _Rates:
+class Rates:
     """The times of the parts of a step, of one workload on one cluster."""
 
-    def __init__(self, work: Workload, cluster: Cluster, constants: Constants) -> None:
+    def __init__(self, work: Workload, cluster: Cluster, constants: Constants = FITTED) -> None:
         self.work, self.cluster, self.measured = work, cluster, cluster.measured
-        device = cluster.device
+        device, efficiency = cluster.device, MEMORY_EFFICIENCY
         self.network = Network(work, cluster)
-        efficiency = MEMORY_EFFICIENCY
         self.host = HostTime(block=0.0, micro_batch=0.0, step=0.0)
         if self.measured is not None:
             self.host = self.measured.host
-            constants = replace(constants, products=1.0, pointwise=self.measured.pointwise)
+            constants = Constants(products=1.0, pointwise=self.measured.pointwise)
             efficiency = 1.0
         self.constants = constants
-        self.rate = constants.products * 1e12 * _sustained(device, work.precision)
-        self.head_rate = (
-            constants.products
-            * 1e12
-            * _sustained(device, "bf16" if work.precision == "fp8" else work.precision)
-        )
+        sustained = device.peak_fp32 if work.precision == "fp32" else device.sustained_16
+        if sustained == 0:
+            raise ValueError(
+                f"the table of devices has no rate of {work.precision} on {device.name}"
+            )
+        self.rate = constants.products * 1e12 * sustained  # of a large product
         self.memory = efficiency * 1e9 * device.memory_bandwidth
         self.width = work.element_bytes
 
-    def linear(self, product: Product, rate: float) -> tuple[float, float]:
+    def layers(self) -> Layers:
+        """The time of each kind of layer."""
+        return Layers(self.embedding(), self.block(), self.head())
+
+    def step(self, layers: Layers) -> StepTime:
+        """The time of the step of the slowest stage, if layers take these times."""
+        work, (embedding, block, head) = self.work, layers
+        forward, backward = stage_times(work, layers)
+        times = [sum(both) for both in zip(forward, backward, strict=True)]
+        slowest = max(range(len(times)), key=times.__getitem__)
+        count, last = work.micro_batches, work.grid.pp - 1
+        # Micro-batches for which that stage computes a block, the embedding and the head.
+        of_blocks = count * work.blocks_of_stages[slowest]
+        of_embedding, of_head = count * (slowest == 0), count * (slowest == last)
+        parts, first, end = block.parts, embedding.parts, head.parts
+        return StepTime(
+            layers=layers,
+            products=of_blocks * parts.products,
+            attention=of_blocks * parts.attention,
+            pointwise=of_blocks * parts.pointwise + of_embedding * first.pointwise,
+            head=of_head * (head.both - end.tp),
+            recomputation=of_blocks * block.recomputation,
+            tp=of_blocks * parts.tp + of_embedding * first.tp + of_head * end.tp,
+            bubble=_bubble(work, forward, backward),
+            p2p=self.network.p2p(),
+            dp=self.network.dp(slowest, block.forward, block.backward),
+            optimizer=self.optimizer(slowest),
+            host=of_blocks * block.host + self.host.step + count * self.host.micro_batch,
+        )
+
+    def linear(self, product: Product) -> tuple[float, float]:
         """Forward and backward of a linear module."""
         device = self.cluster.device
         forward, of_input, of_weight = (
-            product_seconds(each, rate, self.memory, device.processors, self.width)
+            product_seconds(each, self.rate, self.memory, device.processors, self.width)
             for each in (product, *product.backward)
         )
         return forward, of_input + of_weight
 
     def block(self) -> LayerTime:
         """One block."""
-        work, model, tp = self.work, self.work.model, self.work.grid.tp
-        products = list(block_products(model, work.tokens, tp))
-        times = [self.linear(product, self.rate) for product in products]
-        forward = LayerTime(
-            products=(sum(f for f, _ in times), sum(b for _, b in times)),
-            attention=self.attention(),
-            pointwise=self.pointwise(products),
-            tp=self.network.tp(),
-        )
-        again = _AGAIN[work.recomputation]
-        recomputed = (
-            again.products * forward.products[0]
-            + again.attention * forward.attention[0]
-            + again.pointwise * forward.pointwise[0]
-            + again.tp * forward.tp[0]
-        )
+        work = self.work
+        products = list(block_products(work.model, work.tokens, work.grid.tp))
+        linear = map(sum, zip(*map(self.linear, products), strict=True))
+        each = (linear, self.attention(), self.pointwise(products), self.network.tp())
+        forward, backward = (Parts(*seconds) for seconds in zip(*each, strict=True))
+        again = recomputed_seconds(forward, AGAIN[work.recomputation])
         return LayerTime(
-            products=forward.products,
-            attention=forward.attention,
-            pointwise=forward.pointwise,
-            tp=forward.tp,
-            recomputation=work.recomputed_share * recomputed,
+            forward_parts=forward,
+            backward_parts=backward,
+            recomputation=work.recomputed_share * again,
             host=self.host.block,
         )
 
@@ -346,8 +306,7 @@ class _Rates:
 
         FlashAttention computes half of the square, and 2.5 times that in the backward, which
         computes the scores again (Dao 2023, section 4.1). If there are fewer blocks of queries
-        than processors, the other processors are idle. With context parallelism, the exchange of
-        keys and values is hidden (Liu et al. 2023, Ring Attention, section 3).
+        than processors, the other processors are idle.
 
         Without FlashAttention, the full square is computed and written. Each product reads or
         writes one matrix of S x S for each head. Softmax and dropout read and write it, and dropout
@@ -358,32 +317,29 @@ class _Rates:
         work, model, tp = self.work, self.work.model, self.work.grid.tp
         device = self.cluster.device
         flops = attention_flops(model, work.sequence_length, work.tokens, tp)
-        if work.attention == "none":
-            rate = self.head_rate
+        kernel = work.attention
+        if kernel is None:
+            rate = self.rate
             scores = work.tokens * work.sequence_length * model.num_attention_heads / tp
             matrix = scores * self.width / self.memory
             if model.head_dim % 8 and self.measured is None:
                 rate = min(rate, 1e12 * device.peak_fp32)
             product = max(flops / 2 / rate, matrix)
-            unfused = 0 if work.fuses_softmax else 4  # scale and mask read and write it, too
-            forward, backward = (4.5 + unfused) * matrix, (5.5 + unfused) * matrix
-            return 2 * product + forward, 4 * product + backward
+            return 2 * product + 4.5 * matrix, 4 * product + 5.5 * matrix
         kept = attended_tokens(model, work.sequence_length) / work.sequence_length
         if self.measured is not None:
             forward_rate, backward_rate = self.measured.attention
             return kept * flops / forward_rate, 2.5 * kept * flops / backward_rate
-        shares = _ATTENTION_RATE[work.attention]
         slower = 1.0
-        if work.attention != "fa3" and device.name.split("-")[0] in _ASYNCHRONOUS:
+        if not kernel.is_asynchronous and device.name.split("-")[0] in _NEW_DEVICES:
             slower /= _OLD_KERNEL
         heads = work.micro_batch_size * model.num_attention_heads / tp
-        blocks = heads * math.ceil(work.sequence_length / work.context / _ROWS_OF_A_BLOCK)
+        blocks = heads * math.ceil(work.sequence_length / _ROWS_OF_A_BLOCK)
         slower *= max(1.0, device.processors / blocks)
         if model.head_dim % 8:
             slower *= _SLOW_HEAD
-        peak = 1e12 * device.peak_16
-        seconds = kept * flops * slower / peak
-        return seconds / shares[0], 2.5 * seconds / shares[1]
+        seconds = kept * flops * slower / (1e12 * device.peak_16)
+        return seconds / kernel.forward, 2.5 * seconds / kernel.backward
 
     def pointwise(self, products: list[Product]) -> tuple[float, float]:
         """Everything between the products, limited by memory.
@@ -399,9 +355,7 @@ class _Rates:
 
         The gradient of a weight is added to its sum: the gradient is read, and the sum is read and
         written. ZeRO-3 instead copies each gathered weight out of the receive buffer in both
-        passes, and each gradient into a send buffer. In fp8, both operands of each product are read
-        twice in 16 bits, to find the largest number and to convert them, and are written in 8 bits:
-        5 bytes an element.
+        passes, and each gradient into a send buffer.
         """
         work, model, tp = self.work, self.work.model, self.work.grid.tp
         hidden = model.hidden_size / (tp if work.sequence_parallel else 1)
@@ -417,18 +371,15 @@ class _Rates:
         elif work.grid.dp > 1:
             forward += weights * 2 * self.width / self.memory
             backward += weights * (3 * self.width + work.gradient_bytes) / self.memory
-        if work.precision == "fp8":
-            inputs = sum(product.m * product.k for product in products)
-            outputs = sum(product.m * product.n for product in products)
-            forward += 5 * (inputs + weights) / self.memory
-            backward += 5 * outputs / self.memory
         return forward, backward
 
     def embedding(self) -> LayerTime:
         """Look-up and scatter: three reads or writes of (tokens, D) in each pass."""
         seconds = 3 * self.work.tokens * self.work.model.hidden_size * self.width / self.memory
         tp, _ = self.network.tp_of_ends()
-        return LayerTime(products=(0.0, 0.0), pointwise=(seconds, seconds), tp=(tp, 0.0))
+        return LayerTime(
+            forward_parts=Parts(pointwise=seconds, tp=tp), backward_parts=Parts(pointwise=seconds)
+        )
 
     def head(self) -> LayerTime:
         """The product with the vocabulary, and the cross-entropy over its logits.
@@ -438,11 +389,11 @@ class _Rates:
         """
         product = head_product(self.work.model, self.work.tokens, self.work.grid.tp)
         loss = 9 * self.width * product.m * product.n / self.memory
+        forward, backward = self.linear(product)
         _, tp = self.network.tp_of_ends()
         return LayerTime(
-            products=self.linear(product, self.head_rate),
-            pointwise=(loss / 2, loss / 2),
-            tp=(tp, 0.0),
+            forward_parts=Parts(products=forward, pointwise=loss / 2, tp=tp),
+            backward_parts=Parts(products=backward, pointwise=loss / 2),
         )
 
     def optimizer(self, stage: int) -> float:
@@ -452,19 +403,6 @@ class _Rates:
         if self.measured is not None:
             return self.measured.optimizer * self.work.parameters_of_rank(stage) / owners
         return 34 * self.work.parameters_of_rank(stage) / owners / self.memory
-
-
-def _times(seconds: tuple[float, float], factor: float) -> tuple[float, float]:
-    return seconds[0] * factor, seconds[1] * factor
-
-
-def _sustained(device: Device, precision: Precision) -> float:
-    """The rate of a large product, in 10^12 operations a second."""
-    rates = {"fp32": device.peak_fp32, "fp8": device.sustained_8}
-    rate = rates.get(precision, device.sustained_16)
-    if rate == 0:
-        raise ValueError(f"the table of devices has no rate of {precision} on {device.name}")
-    return rate
 
 
 @lru_cache(maxsize=1 << 16)

@@ -76,6 +76,14 @@ def by_axis(traffic: Traffic) -> dict[str, dict[str, int]]:
     return axes
 
 
+def axis_totals(traffic: Traffic) -> Counter[TrafficAxis]:
+    """Axis -> bytes of all its collectives; 0 for an axis that sends nothing."""
+    totals: Counter[TrafficAxis] = Counter()
+    for (axis, _), sent in traffic.items():
+        totals[axis] += sent
+    return totals
+
+
 class Messages:
     """Messages of a step by axis, collective and size of the group.
 
