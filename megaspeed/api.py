@@ -110,10 +110,9 @@ def train(
     settings = _as_settings(overrides)
     arguments += ["--set", *settings] if settings else []
     if world_size is None:
-        from megaspeed.planning.prediction import predict_peaks
         from megaspeed.training.pretrain import main
 
-        code = main(arguments, predict_peaks=predict_peaks)
+        code = main(arguments)
     else:
         command = [sys.executable, "-m", "megaspeed.cli", "train", "--world-size", str(world_size)]
         with subprocess.Popen([*command, *arguments]) as launcher:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from megaspeed.planning.costs.reserved_memory import UNEXPECTED
-from megaspeed.planning.costs.step_time import FITTED
 from megaspeed.planning.forecast import TYPICAL_FACTOR
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark_plan.py"
@@ -107,6 +106,68 @@ def test_the_published_runs_have_the_errors_that_the_documentation_states(tmp_pa
     assert f"with {errors['groups']['all']['runs']} published runs" in page
 
 
+LLAMA = dict(zip(COLUMNS, RUNS.strip().splitlines()[3].replace(" .", " ").split(" "), strict=True))
+"""torchtitan's run of one node, whose layout the following tests change."""
+
+
+def step_of(**changes: str) -> Any:
+    """The predicted step of a run whose columns differ from those of torchtitan's."""
+    plan = script()
+    return plan.predict(plan.published_run({**LLAMA, **changes}, "changed"))
+
+
+PIPELINE = {"pp": "4", "dp": "1", "tp": "2", "gbs_seqs": "8", "mbs": "1"}
+
+
+def test_deepspeeds_engine_multiplies_the_time_of_layers() -> None:
+    plain, slow = (step_of(**PIPELINE, framework=name) for name in ("", "DeepSpeed"))
+    for name in ("products", "head", "attention", "bubble"):
+        assert slow.terms[name] == pytest.approx(script().FITTED.interpreted * plain.terms[name])
+    assert (slow.optimizer, slow.p2p) == (plain.optimizer, plain.p2p)
+
+
+def test_chunks_divide_the_bubble_and_multiply_the_messages() -> None:
+    one, two = (step_of(**{**PIPELINE, "vp": chunks}) for chunks in ("1", "2"))
+    # Without chunks, 1f1b waits a little longer, because the head makes the last stage the slowest.
+    assert two.bubble == pytest.approx(one.bubble / 2, rel=0.05)
+    assert two.p2p == pytest.approx(2 * one.p2p)
+
+
+def test_tensor_parallel_collectives_overlap_only_within_a_node() -> None:
+    for tp, share in (("8", 0.5), ("16", 1.0)):
+        layout = {"tp": tp, "dp": "1", "n_gpus": "16", "fact_sp": "1"}
+        plain, overlapped = (
+            step_of(**layout, fact_async_tp=overlaps).layers.block.parts.tp
+            for overlaps in ("", "1")
+        )
+        assert overlapped == pytest.approx(share * plain)
+
+
+def test_a_tensor_rank_sends_its_part_as_with_sequence_parallelism() -> None:
+    plain, part, split = (
+        step_of(**PIPELINE, **how).p2p
+        for how in ({"fact_sp": ""}, {"fact_sp": "", "fact_scatter_gather": "1"}, {"fact_sp": "1"})
+    )
+    assert split == part < plain
+
+
+def test_recomputed_operations_take_more_than_what_is_no_product() -> None:
+    kinds = ("none", "selective", "full")
+    titan, other = (
+        [step_of(recompute=kind, framework=name).recomputation for kind in kinds]
+        for name in ("torchtitan", "")
+    )
+    assert titan[0] == 0 < titan[1] < titan[2] and other[0] == 0 < other[1] < other[2]
+    attention = step_of(recompute="none").layers.block.forward_parts.attention
+    assert other[1] == pytest.approx(32 * attention)  # one micro-batch of 32 blocks
+
+
+def test_the_head_computes_in_16_bits_beside_blocks_in_fp8() -> None:
+    wide, narrow = (step_of(precision=each).layers for each in ("bf16", "fp8"))
+    assert narrow.head == wide.head
+    assert narrow.block.forward_parts.products < wide.block.forward_parts.products
+
+
 def test_a_source_with_many_rows_counts_as_much_as_one_with_a_single_row() -> None:
     """Three quarters of the published rows are of two sources."""
     plan, made = script(), {f"a{n}": 0.01 for n in range(99)} | {"b": 0.3, "c": 0.4}
@@ -133,7 +194,7 @@ def test_an_unseen_source_has_the_error_and_the_coverage_that_are_stated(tmp_pat
     assert alike["median"] < 0.08 and alike["p90"] < 0.20
     assert 0.85 < coverage["coverage"] < 0.95
     assert coverage["factor"] == pytest.approx(TYPICAL_FACTOR, abs=0.015)
-    assert figures["constants"] == asdict(FITTED)
+    assert figures["constants"] == asdict(script().FITTED)
     found = pytest.approx([alike["median"], alike["p90"]], abs=NEAR)
     page = (root / "docs" / "planning.md").read_text()
     readme = " ".join((root / "README.md").read_text().split())

@@ -23,7 +23,6 @@ from megaspeed.config.document import Document, merge, read_document
 from megaspeed.config.layout import World
 from megaspeed.config.loading import find_problems, load_run
 from megaspeed.planning.cluster import ClusterConfig
-from megaspeed.planning.prediction import predict_peaks
 from megaspeed.training import pretrain
 from megaspeed.training.banner import banner
 from megaspeed.training.console import COLUMNS, print_folded
@@ -258,7 +257,7 @@ def test_a_command_prints_what_the_documentation_shows(
 def test_the_first_lines_of_a_run_are_those_shown(page: str, count: int) -> None:
     run = load_run(ROOT / "ds_configs" / "3d.json", (), World(8, "the test"))
     console = Console(file=StringIO(), width=COLUMNS)
-    for part in banner(run, torch.device("cpu"), predict_peaks):
+    for part in banner(run, torch.device("cpu")):
         print_folded(console, part)
     assert isinstance(console.file, StringIO)
     lines = console.file.getvalue().splitlines()

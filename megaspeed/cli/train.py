@@ -102,7 +102,6 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
 
     def train() -> int:
         # Imported here, because a supervisor does not need them.
-        from megaspeed.planning.prediction import predict_peaks
         from megaspeed.training.pretrain import main
 
         gc.freeze()
@@ -111,7 +110,6 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
             arguments,
             as_command=as_command,
             launchers=launchers,
-            predict_peaks=predict_peaks,
             explain_memory=_explain_memory,
         )
 

@@ -14,7 +14,7 @@ The columns `dp 0`, `dp 1`, ... list the tensor ranks of each data rank.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from rich.console import Console
@@ -29,24 +29,18 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.console import COLUMNS
 from megaspeed.training.metrics import device_name, peak_flops_per_second
 
-PredictPeaks = Callable[[Run], Sequence[int]]
-"""Predicted peak memory, in bytes, of a rank of each pipeline stage during a step.
-
-The function is in ``measurement``, which imports this folder. So the caller passes it.
-"""
-
 _PRODUCT_SIZE = 384
 _WORTH_A_NOTE = 1.2
 _MOST_STAGES = 6
 _MOST_DATA_RANKS = 4
 
 
-def banner(
-    run: Run, device: torch.device, predict_peaks: PredictPeaks | None = None
-) -> Iterator[str | Table]:
+def banner(run: Run, device: torch.device) -> Iterator[str | Table]:
     """The lines and the table that describe a run before its first step: at most 15, if none has
     more than 80 columns.
     """
+    from megaspeed.planning.prediction import predict_peaks  # only rank 0 prints a banner
+
     grid, batch, parallel = run.grid, run.batch, run.config.parallel
     on = device_name(device)
     micro_batches = batch.gradient_accumulation_steps
@@ -60,9 +54,8 @@ def banner(
         f"each data rank takes {_counted(micro_batches, 'micro-batch', 'micro-batches')} of "
         f"{batch.micro_batch_size:,}" + (f", {parallel.schedule}" if grid.pp > 1 else "")
     )
-    yield _stage_table(run, None if predict_peaks is None else predict_peaks(run))
-    if predict_peaks is not None:
-        yield "peak: predicted memory of one rank, as in megaspeed plan; only tensors"
+    yield _stage_table(run, predict_peaks(run))
+    yield "peak: predicted memory of one rank, as in megaspeed plan; only tensors"
     yield f"attention: {describe_attention(run, device)}"
     if parallel.activation_checkpointing != "none":
         yield f"activations: {describe_recomputation(parallel)}"
@@ -128,7 +121,7 @@ def time_of_products(precision: Precision) -> float:
     return seconds(DTYPES[precision]) / seconds(torch.float32)
 
 
-def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
+def _stage_table(run: Run, predicted_peaks: Sequence[int]) -> Table:
     """A row for each pipeline stage. If there are many, only the first ones and the last.
 
     The last column has the ranks by data rank. If this is too wide, it has the first and the last.
@@ -139,13 +132,13 @@ def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
     return table
 
 
-def _table(run: Run, predicted_peaks: Sequence[int] | None, by_data_rank: bool) -> Table:
+def _table(run: Run, predicted_peaks: Sequence[int], by_data_rank: bool) -> Table:
     layers, parameters = layers_of_stages(run), parameters_of_stages(run)
     element = DTYPES[run.precision].itemsize
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("stage", justify="right")
     table.add_column("layers")
-    for name in ("parameters", "weights", *(["peak"] if predicted_peaks is not None else [])):
+    for name in ("parameters", "weights", "peak"):
         table.add_column(name, justify="right", no_wrap=True)  # a terminal never cuts a digit
     groups = run.grid.dp if by_data_rank else 1
     size = run.grid.dp * run.grid.tp // groups
@@ -154,13 +147,12 @@ def _table(run: Run, predicted_peaks: Sequence[int] | None, by_data_rank: bool) 
         if stage is None:
             table.add_row("...")
             continue
-        peak = [] if predicted_peaks is None else [_mebibytes(predicted_peaks[stage])]
         table.add_row(
             str(stage),
             _describe_layers(layers[stage], layer_count(run.config.model)),
             f"{parameters[stage]:,}",
             _mebibytes(element * parameters[stage]),
-            *peak,
+            _mebibytes(predicted_peaks[stage]),
             " | ".join(_ranks((stage * groups + each) * size, size) for each in range(groups)),
         )
     return table

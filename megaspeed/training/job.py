@@ -29,7 +29,7 @@ from megaspeed.supervision.process_end import StopSignal
 from megaspeed.supervision.watch import Watch
 from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.banner import PredictPeaks, banner
+from megaspeed.training.banner import banner
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.compilation import CannotCompile
 from megaspeed.training.console import (
@@ -128,8 +128,6 @@ class Job:
     stop: StopSignal  # the stop signals that this process has received
     console: Console  # quiet on all ranks but rank 0
     launchers: Sequence[int]  # process numbers of the launchers above this process
-    # predicts the peak memory that the banner shows; None for no prediction
-    predict_peaks: PredictPeaks | None = None
     explain_memory: ExplainMemory | None = None  # called if memory runs out
     make_checkpointing: MakeCheckpointing = Checkpointing  # a benchmark's saves nothing
     log: RankLog = field(init=False)  # this rank's log file
@@ -206,7 +204,7 @@ class Job:
             if start.is_end_of(run):
                 return None
             if not self.console.quiet:
-                for part in banner(run, context.device, self.predict_peaks):
+                for part in banner(run, context.device):
                     print_folded(self.console, part)
             with (
                 during("building the model", timeouts=START_UP_TIMEOUTS),

@@ -42,7 +42,7 @@ from megaspeed.topology.launch import (
 )
 from megaspeed.topology.process_settings import set_defaults
 from megaspeed.topology.store import GroupError, print_error
-from megaspeed.training.banner import PredictPeaks, launch_warnings
+from megaspeed.training.banner import launch_warnings
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import describe_spare_ranks, print_line, print_warning
 from megaspeed.training.faults import inject_into_process
@@ -71,7 +71,6 @@ def main(
     *,
     as_command: bool = False,
     launchers: Sequence[int] | None = None,
-    predict_peaks: PredictPeaks | None = None,
     explain_memory: ExplainMemory | None = None,
     make_checkpointing: MakeCheckpointing = Checkpointing,
 ) -> int:
@@ -81,7 +80,6 @@ def main(
         arguments: the command line; this process's own if omitted.
         as_command: whether messages and help name ``megaspeed train``, not the script.
         launchers: process ids of the launchers above this process; looked up if omitted.
-        predict_peaks: predicts the peak memory for the banner; if omitted, the banner has none.
         explain_memory: called if memory runs out.
         make_checkpointing: makes what saves and loads checkpoints.
 
@@ -124,7 +122,6 @@ def main(
             stop=stop,
             console=console,
             launchers=launcher_processes() if launchers is None else launchers,
-            predict_peaks=predict_peaks,
             explain_memory=explain_memory,
             make_checkpointing=make_checkpointing,
         )

@@ -13,7 +13,7 @@ import pytest
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
-from megaspeed.planning.costs.step_time import predict_block, predict_step_time
+from megaspeed.planning.costs.step_time import Rates, predict_step_time
 from megaspeed.planning.costs.workload import Cluster, HostTime, workload_of
 from megaspeed.planning.measured_cpu import (
     CpuSpeedError,
@@ -63,7 +63,7 @@ def test_a_machine_is_recovered_from_the_times_that_it_takes(overrides: tuple[st
     host = HostTime(block=2e-3, micro_batch=3e-3, step=7e-3)
     true = machine(run, 2.5, host)
     steps = [predict_step_time(workload_of(each, "cpu"), true).total for each in small_runs(run)]
-    block = predict_block(workload_of(block_run(run), "cpu"), true).both
+    block = Rates(workload_of(block_run(run), "cpu"), true).block().both
     found = cluster_of(run, {**FIGURES, "block": block, "small_steps": steps})
     assert found.measured is not None
     assert found.measured.pointwise == pytest.approx(2.5, rel=1e-3)

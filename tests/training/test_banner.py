@@ -13,7 +13,6 @@ from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.planning.prediction import predict_peak_bytes, predict_peaks
 from megaspeed.training import banner as banner_module
 from megaspeed.training.banner import (
-    PredictPeaks,
     banner,
     describe_attention,
     time_of_products,
@@ -24,9 +23,9 @@ from tests.support.tiny import tiny_run
 TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
-def printed(run: Run, predict: PredictPeaks | None = predict_peaks) -> list[str]:
+def printed(run: Run) -> list[str]:
     console = Console(file=StringIO(), width=COLUMNS)
-    for part in banner(run, torch.device("cpu"), predict):
+    for part in banner(run, torch.device("cpu")):
         print_folded(console, part)
     assert isinstance(console.file, StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
@@ -93,12 +92,6 @@ def test_no_line_is_wider_than_80_columns_but_a_path_stays_in_one_piece() -> Non
     *lines, path = printed(replace(run, name="a_name_of_a_run_that_is_rather_long"))
     assert max(map(len, lines)) <= 80
     assert path.strip() == str(Path(folder))
-
-
-def test_without_a_prediction_no_peak_is_shown() -> None:
-    lines = printed(tiny_run(TEXT), None)
-    assert lines[2].split() == ["stage", "layers", "parameters", "weights", "dp", "0"]
-    assert not any(line.startswith("peak") for line in lines)
 
 
 def test_attention_is_described_with_the_reason() -> None:

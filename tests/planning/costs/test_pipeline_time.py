@@ -130,12 +130,10 @@ def test_own_work_bubble_and_messages_are_the_length_of_the_timetable() -> None:
     assert unchanged == {name: terms[name] for name in unchanged}
 
 
-def test_a_step_without_a_pipeline_or_with_chunks_keeps_its_terms() -> None:
-    one = workload(blocks_of_stages=(32,))
-    chunks = workload(blocks_of_stages=BLOCKS["equal"], chunks=2)
-    for work in (one, chunks):
-        step = predict_step_time(work, cluster())
-        assert with_timetable(step, work, cluster()) == step
+def test_a_step_without_a_pipeline_keeps_its_terms() -> None:
+    work = workload(blocks_of_stages=(32,))
+    step = predict_step_time(work, cluster())
+    assert with_timetable(step, work, cluster()) == step
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
