@@ -66,7 +66,7 @@ def test_the_large_files_are_what_they_are_called(
     assert (run.grid.pp, run.grid.dp, run.grid.tp) == degrees
     assert run.zero_stage == zero_stage
     assert planned.parameters == pytest.approx(parameters, rel=1e-3)
-    assert planned.ranks.between_nodes("tp") == 0
+    assert planned.ranks.along("tp").between_nodes == 0
 
 
 def test_pipeline_stages_cover_the_layers_and_the_parameters() -> None:
