@@ -15,11 +15,10 @@ This is plain arithmetic: a prediction takes a fraction of a millisecond, and lo
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
-from megaspeed.config.run import Recomputation
 from megaspeed.planning.costs.network_time import Network
 from megaspeed.planning.costs.workload import (
     Cluster,
@@ -79,12 +78,12 @@ class Parts(NamedTuple):
     tp: float = 0.0
 
 
-AGAIN: Mapping[Recomputation, Parts] = {
+AGAIN: Mapping[str, Parts] = {
     "none": Parts(),
     "selective": Parts(pointwise=1),
     "full": Parts(products=1, attention=1, pointwise=1, tp=1),
 }
-"""The share of each part of a block's forward that its backward computes again."""
+"""Kind of recomputation -> the share of each part of a block's forward that is computed again."""
 
 
 def recomputed_seconds(forward: Parts, again: Parts) -> float:
@@ -164,7 +163,8 @@ class StepTime:
 
     def scaled(self, factor: float) -> "StepTime":
         """All terms, multiplied by the same factor."""
-        return replace(self, **{name: factor * seconds for name, seconds in self.terms.items()})
+        terms = {name: factor * seconds for name, seconds in self.terms.items()}
+        return StepTime(layers=self.layers, **terms)
 
 
 def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> StepTime:
