@@ -13,15 +13,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.config.resolve import Run
 from megaspeed.supervision import watchdog
 from megaspeed.supervision.meeting import Meeting
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.resume import Restarts, ResumeOptions, keep_split
-from tests.checkpoint.written import CONFIG as CONFIG_SAVED
-from tests.checkpoint.written import write_checkpoint
+from megaspeed.training.resume import Restarts
 from tests.support.forked import Forked
 from tests.support.launched import free_port
 from tests.support.tiny import tiny_run
@@ -248,39 +244,6 @@ def test_a_run_ends_after_two_failures_before_training(
     assert attempt(2, store, monkeypatch, run) is None, "one failure before training"
     problem = attempt(3, store, monkeypatch, run)
     assert problem is not None and "have failed before training began" in problem
-
-
-def test_a_restart_does_not_look_for_the_checkpoint_of_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """training.keep_last has deleted it, or --fresh has moved it."""
-    run = tiny_run(TEXT, training={"run_dir": str(tmp_path / "run")})
-    folder = CheckpointFolder(run.run_dir / "checkpoints")
-    options = ResumeOptions(source=str(folder.path(5)))
-    config = CONFIG_SAVED.to_json()
-    config["data"]["hold_out_by"] = "documents"
-    write_checkpoint(folder, 10, config=config)
-    with pytest.raises(CheckpointError, match="step-00000005"):
-        keep_split(options, run)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    kept, _ = keep_split(options, run)
-    assert kept.config.data.hold_out_by == "documents"
-
-
-def test_a_restart_takes_the_split_of_the_checkpoint_that_it_resumes_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first attempt failed before --fresh moved the old checkpoints of the run folder."""
-    run = tiny_run(TEXT, training={"run_dir": str(tmp_path / "run")})
-    for folder, rule in ((run.run_dir, "tokens"), (tmp_path / "other", "documents")):
-        config = CONFIG_SAVED.to_json()
-        config["data"]["hold_out_by"] = rule
-        write_checkpoint(CheckpointFolder(folder / "checkpoints"), 10, config=config)
-    options = ResumeOptions(source=str(tmp_path / "other"), fresh=True)
-    for attempt in range(2):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        kept, _ = keep_split(options, run)
-        assert kept.config.data.hold_out_by == "documents", attempt
 
 
 CHEAP = """

@@ -52,7 +52,6 @@ from megaspeed.training.resume import (
     Restarts,
     ResumeOptions,
     check_resume,
-    keep_split,
     restart_number,
 )
 from megaspeed.training.run_folder import RunFolderLost, check_run_folder
@@ -93,7 +92,7 @@ def main(
         launch = read_launch_environment(os.environ)
         rank = str(launch.rank)
         console = Console(stderr=False, quiet=launch.rank != 0)
-        run = _checked_run(options, resume, launch, console)
+        run = _checked_run(options, resume, launch)
         for note in run.notes:
             print_line(console, escape(f"note: {note}"))
         inject_into_process(activity, launch.rank)
@@ -152,10 +151,7 @@ def parse_arguments(
 
 
 def _checked_run(
-    options: argparse.Namespace,
-    resume: ResumeOptions,
-    launch: LaunchEnvironment,
-    console: Console,
+    options: argparse.Namespace, resume: ResumeOptions, launch: LaunchEnvironment
 ) -> Run:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     world = World(launch.world_size, launch.source, device_type)
@@ -164,9 +160,6 @@ def _checked_run(
     check_packages(run)
     if not restart_number():  # after a restart, the folder may have this launch's own checkpoints
         check_resume(resume, run)
-    run, kept = keep_split(resume, run)
-    if kept is not None:
-        print_line(console, escape(kept))
     return run
 
 

@@ -9,17 +9,14 @@ Before the checkpoint is loaded, nothing is removed except the remains of failed
 
 Ranks that were restarted after a failure continue from the newest checkpoint, whatever the command
 line states, if an earlier attempt of the same launch has opened the run folder.
-
-A resumed run also keeps the rule that selected its validation data. With another rule, it would
-train on different text, and resuming would be refused.
 """
 
 import contextlib
 import os
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.folders import is_leftover, locate
@@ -33,16 +30,12 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.training.restarts import FINAL_CODE
 from megaspeed.training.resumed_run import (
     config_changes,
-    mask_changes,
     rate_change,
-    saved_config,
     training_changes,
 )
 from megaspeed.training.run_folder import checkpoint_folder
 
 AUTO, NEVER = "auto", "never"
-
-_RULE = "hold_out_by"
 
 _NO_COMMON_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """If this variable is 1, nodes can join, but torchrun keeps no information between attempts."""
@@ -242,7 +235,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
         step=saved.progress.step,
         in_place=not options.fresh and _is_of(run, checkpoint),
         skipped=skipped,
-        changes=(*mask_changes(saved, run), *config_changes(saved, run)),
+        changes=tuple(config_changes(saved, run)),
         rate_change=rate_change(saved, run),
     )
     if start.is_end_of(run) and (others := training_changes(saved, run)):
@@ -255,22 +248,6 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
             "training.steps."
         )
     return start
-
-
-def keep_split(options: ResumeOptions, run: Run) -> tuple[Run, str | None]:
-    """Uses the saved run's rule to select validation data, unless the JSON states a rule.
-
-    The corpus is prepared before the ranks communicate, so each rank reads the checkpoint itself.
-    Returns the run, and a line for the console if the rule differs from that of a new run.
-    """
-    data = run.config.data
-    rule = None if _RULE in data.model_fields_set else _saved_rule(options, run)
-    if rule in (None, data.hold_out_by):
-        return run, None
-    run = replace(run, config=run.config.changed({f"data.{_RULE}": rule}))
-    if data.validation is not None or data.validation_fraction == 0:
-        return run, None
-    return run, f'validation data is held out as in the saved run (data.{_RULE} "{rule}")'
 
 
 def _candidates(options: ResumeOptions, run: Run) -> list[Path]:
@@ -308,22 +285,3 @@ def _named(path: Path) -> list[Path]:
 def _is_of(run: Run, checkpoint: Path) -> bool:
     """Whether the checkpoint is in this run's checkpoint folder. Follows links."""
     return checkpoint.resolve().parent == checkpoint_folder(run).root.resolve()
-
-
-def _saved_rule(options: ResumeOptions, run: Run) -> Any:
-    """The rule in the newest checkpoint that the run would resume from; None if there is none."""
-    candidates = checkpoint_folder(run).newest_first()
-    if options.path is not None:
-        # A restart continues from its own checkpoints, so that DIR may be gone. If DIR exists, it
-        # has the rule. The run folder may still have old checkpoints, which --fresh moves away.
-        if options.path.exists() or not (restart_number() and candidates):
-            candidates = locate(options.path)
-    elif options.source == NEVER or options.fresh:
-        candidates = []
-    for checkpoint in candidates:
-        try:
-            saved = RunState.read(checkpoint)
-        except CheckpointError:  # reported later, with the reason
-            continue
-        return saved_config(saved).get("data", {}).get(_RULE)
-    return None

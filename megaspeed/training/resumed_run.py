@@ -16,7 +16,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
 from megaspeed.config.deepspeed_keys import OptimizerConfig, SchedulerConfig
 from megaspeed.config.foreign_keys import NO_EFFECT
@@ -66,14 +65,6 @@ _FREE_MODEL_KEYS = {
 _RELATIVE_DIFFERENCE = 1e-9
 
 
-def saved_config(saved: RunState) -> dict[str, Any]:
-    """The saved configuration. If it has no ``data.hold_out_by``, version 0.1's rule is added."""
-    data = saved.config.get("data")
-    if data is None:
-        return saved.config
-    return {**saved.config, "data": {"hold_out_by": "documents", **data}}
-
-
 def model_changes(saved: RunState, run: Run) -> list[str]:
     """The differences between this run's model and the saved one, a sentence for each.
 
@@ -95,7 +86,7 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
 
     For an imported model, only the model section is compared, because it has no other.
     """
-    before = dict(leaves(saved_config(saved)))
+    before = dict(leaves(saved.config))
     compared = saved.config if saved.imported_from is not None else run.as_json()
     now = dict(leaves({key: value for key, value in run.as_json().items() if key in compared}))
     return [
@@ -120,26 +111,6 @@ def training_changes(saved: RunState, run: Run) -> list[str]:
         for change in changes
         if change.startswith(_TRAINING_KEYS) and not change.startswith("model.preset")
     ]
-
-
-def mask_changes(saved: RunState, run: Run) -> list[str]:
-    """A line "key: before -> now" if dropout masks differ from the saved run's, otherwise none.
-
-    Version 0.1 drew the masks with the device's random generator.
-    """
-    version = saved.software.get("megaspeed", "")
-    is_old = saved.imported_from is None and version.startswith("0.1.")
-    models = (saved.model_section(), run.config.model)
-    if not (is_old and all(_has_dropout(model) for model in models)):
-        return []
-    return [
-        f"dropout masks: of version {version} -> of version {__version__}, which drops different "
-        "elements with the same probabilities"
-    ]
-
-
-def _has_dropout(model: ModelConfig) -> bool:
-    return max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
 
 
 def rate_change(saved: RunState, run: Run) -> str | None:

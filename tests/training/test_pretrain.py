@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import resource
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -12,13 +11,11 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from megaspeed.checkpoint.run_state import RUN_STATE
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain, run_folder
 from megaspeed.training.run_folder import LOCK
-from tests.checkpoint.written import seal
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2
 
@@ -194,43 +191,6 @@ def test_more_steps_that_move_the_rate_are_warned_of(pool: RankPool, config: Pat
     assert "warning: the learning rate of step 6 is " in second[1]
     assert "pass --set optimizer.params.lr=0.001 scheduler.params.total_num_steps=5\n" in second[1]
     assert "learning rate of step" not in first[1]
-
-
-def of_before_the_rule_was_stated(config: Path) -> None:
-    """Takes `data.hold_out_by` out of the newest checkpoint's configuration, and seals it anew."""
-    (checkpoint,) = (run_dir_of(config) / "checkpoints").glob("step-*")
-    state = json.loads((checkpoint / RUN_STATE).read_text())
-    del state["config"]["data"]["hold_out_by"]
-    (checkpoint / RUN_STATE).write_text(json.dumps(state))
-    seal(checkpoint)
-
-
-def test_a_run_of_before_keeps_the_rule_that_held_its_validation_data_out(
-    pool: RankPool, config: Path, tmp_path: Path
-) -> None:
-    text = tmp_path / "three.txt"
-    parts = [" ".join(f"{length}-{i}" for i in range(length)) for length in (290, 330, 380)]
-    text.write_text("<|endoftext|>".join(parts))
-    data = [f"data.train={json.dumps([str(text)])}", "data.validation_fraction=0.05"]
-    by_documents = [*data, "data.hold_out_by=documents"]
-    ((first,),) = pool.run(1, endings, config, [by_documents])
-    of_before_the_rule_was_stated(config)
-    commands = [
-        [*data, steps(2)],
-        [*data, steps(3), "data.hold_out_by=tokens"],
-        [*data, steps(2)],
-        [*data, f"training.run_dir={tmp_path / 'new'}"],
-    ]
-    ((second, stated, again, new),) = pool.run(1, endings, config, commands)
-    assert [first[0], second[0], stated[0], again[0], new[0]] == [0, 0, 2, 0, 0]
-    said = 'validation data is held out as in the saved run (data.hold_out_by "documents")'
-    assert said in second[1] and "changed since: data" not in second[1]
-    assert "the training text (data.train) was" in stated[2]
-    assert "nothing is left to train" in again[1]
-    assert said not in first[1] + new[1]
-    shares = [re.findall(r"sequences, ([\d.]+)% of all", out[1])[0] for out in (first, second, new)]
-    assert shares[0] == shares[1] and float(shares[0]) > 27
-    assert float(shares[2]) == pytest.approx(5, abs=0.5)
 
 
 def test_a_run_that_is_complete_says_so_and_changes_nothing(pool: RankPool, config: Path) -> None:
