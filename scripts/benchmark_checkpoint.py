@@ -48,7 +48,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megaspeed.checkpoint.errors import broadcast
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
 from megaspeed.checkpoint.inspection import newest_complete
 from megaspeed.checkpoint.manifest import Checksum
@@ -63,6 +62,7 @@ from megaspeed.data.mixture import Component, Mixture
 from megaspeed.data.token_file import TokenFile, TokenIndex
 from megaspeed.files.durable import flush_folder
 from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.supervision.answers import broadcast
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import read_launch_environment

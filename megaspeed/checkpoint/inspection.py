@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import skip_data
 
-from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
+from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import locate, step_named
 from megaspeed.checkpoint.index import index_problems, read_index, tensors_of
 from megaspeed.checkpoint.manifest import (
@@ -45,6 +45,7 @@ from megaspeed.checkpoint.tensors import (
 )
 from megaspeed.config.errors import shortened
 from megaspeed.config.model import ModelConfig
+from megaspeed.supervision.answers import broadcast, gather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def newest_complete(
     """
     rank, ranks = group.rank(), group.size()
     skipped: list[tuple[Path, str]] = []
-    for checkpoint in broadcast(group, lambda: list(candidates)):
+    for checkpoint in broadcast(group, lambda: list(candidates), CheckpointError):
         problems = _problems_on_all_ranks(checkpoint, slice(rank, None, ranks), group)
         if problems is None:
             return checkpoint, tuple(skipped)
@@ -126,8 +127,10 @@ def glance(checkpoint: Path) -> Inspection:
 
 def _problems_on_all_ranks(checkpoint: Path, share: slice, group: dist.ProcessGroup) -> str | None:
     """The problems found by the lowest rank that found any; None if no rank found any."""
-    found = gather(group, lambda: "; ".join(_inspect(checkpoint, share).problems))
-    return broadcast(group, lambda: next((problems for problems in found if problems), None))
+    found = gather(group, lambda: "; ".join(_inspect(checkpoint, share).problems), CheckpointError)
+    return broadcast(
+        group, lambda: next((problems for problems in found if problems), None), CheckpointError
+    )
 
 
 def _inspect(checkpoint: Path, share: slice) -> Inspection:

@@ -22,12 +22,13 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megaspeed.checkpoint.errors import CheckpointError, describe, gather
+from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.index import read_index, tensors_of
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, Piece, key
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
+from megaspeed.supervision.answers import describe, gather
 from megaspeed.tensor_parallel.parallelize import materialize
 
 ELEMENTS = "data/0"
@@ -49,7 +50,7 @@ def read_pieces(
             missing.
     """
     if group is not None:
-        gather(group, lambda: read_pieces(folder, pieces))
+        gather(group, lambda: read_pieces(folder, pieces), CheckpointError)
         return
     try:
         _read(folder, pieces)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.serialization import get_crc32_options, set_crc32_options
 from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
-from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
+from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.manifest import (
     INDEX,
@@ -41,6 +41,7 @@ from megaspeed.checkpoint.manifest import (
 )
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, Piece, WrittenBox, expected_tensors
+from megaspeed.supervision.answers import broadcast, gather
 
 FILE_BYTES = 1 << 30
 """A single process that writes a model begins a new file after this many bytes, because the ranks
@@ -91,10 +92,14 @@ class Saver:
         self, step: int, pieces: Sequence[Piece], state: RunState
     ) -> tuple[int, tuple[Path, ...]]:
         rank = self.group.rank()
-        writing = broadcast(self.group, lambda: self._begin(step))
+        writing = broadcast(self.group, lambda: self._begin(step), CheckpointError)
         try:
-            written = gather(self.group, lambda: write_pieces(writing, pieces, rank=rank))
-            return broadcast(self.group, lambda: self._finish(writing, written, state))
+            written = gather(
+                self.group, lambda: write_pieces(writing, pieces, rank=rank), CheckpointError
+            )
+            return broadcast(
+                self.group, lambda: self._finish(writing, written, state), CheckpointError
+            )
         except CheckpointError:
             if rank == 0:
                 self.folder.discard(writing)

@@ -21,7 +21,7 @@ from typing import Self
 from tokenizers import Tokenizer
 
 from megaspeed import __version__
-from megaspeed.checkpoint.errors import CheckpointError, broadcast
+from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
 from megaspeed.checkpoint.manifest import GENERATION, TOKENIZER, read_tokenizer_files
 from megaspeed.checkpoint.run_state import (
@@ -47,6 +47,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.model.parameters import logical_name
+from megaspeed.supervision.answers import broadcast
 from megaspeed.topology.process_settings import use_device
 from megaspeed.training.compression_state import compression_pieces, load_compression
 from megaspeed.training.resumed_run import data_changes, model_changes, resumed_progress
@@ -147,11 +148,15 @@ class Checkpointing:
         from megaspeed.checkpoint.reading import read_pieces  # takes a second, see index.py
 
         group = self._saver.group
-        saved = broadcast(group, lambda: self._fitting_state(checkpoint, allow_data_change))
+        saved = broadcast(
+            group, lambda: self._fitting_state(checkpoint, allow_data_change), CheckpointError
+        )
         read_pieces(checkpoint, self._pieces(saved.kinds, owned=False), group)
         self._zero_moments_but(saved.kinds)
         load_compression(self._worker, checkpoint, saved, group)
-        kept = broadcast(group, lambda: generation_file(checkpoint, self._saver.beside))
+        kept = broadcast(
+            group, lambda: generation_file(checkpoint, self._saver.beside), CheckpointError
+        )
         self._saver = dataclasses.replace(self._saver, beside={**self._saver.beside, **kept})
         self._worker.engine.load_state(saved.progress.steps_taken)
         if saved.loss_scale is not None:

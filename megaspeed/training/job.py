@@ -19,10 +19,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
-from megaspeed.checkpoint.errors import CheckpointError, broadcast
+from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import NOT_STATED, Progress
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.supervision.answers import RankFailed, broadcast
 from megaspeed.supervision.failure import RankLog
 from megaspeed.supervision.meeting import Meeting, RanksDisagree
 from megaspeed.supervision.process_end import StopSignal
@@ -66,7 +67,7 @@ from megaspeed.zero.engine import ZeroEngine
 STOPPED = (RanksDisagree, CannotCompile, TrainingDiverged, ReplicasDiffer, NoProgress)
 """Exceptions that all ranks raise, with a message for the user."""
 
-EXPECTED = (*STOPPED, CheckpointError, RunFolderLost, OSError)
+EXPECTED = (*STOPPED, RankFailed, RunFolderLost, OSError)
 """Exceptions with a message for the user. Any other is reported here, with its traceback."""
 
 ExplainMemory = Callable[[Run, ParallelContext, ZeroEngine | None], str]
@@ -261,7 +262,9 @@ class Job:
             with self._during(f"loading {start.checkpoint}", timeouts=SAVE_TIMEOUTS):
                 allowed = options.allow_data_change
                 begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
-        broadcast(context.checkpoint_group, lambda: self._open_run_folder(start, context))
+        broadcast(
+            context.checkpoint_group, lambda: self._open_run_folder(start, context), CheckpointError
+        )
         if start.checkpoint is not None and not start.in_place:
             # Otherwise a run that fails before its first save would restart at step 0.
             with self._during("saving the first checkpoint", timeouts=SAVE_TIMEOUTS):

@@ -23,6 +23,7 @@ from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.data.errors import DataError
 from megaspeed.data.selection import load_run_and_data
+from megaspeed.supervision.answers import RankFailed
 from megaspeed.supervision.failure import write_error_file
 from megaspeed.supervision.meeting import RanksDisagree, check_in
 from megaspeed.supervision.process_end import (
@@ -197,7 +198,7 @@ def _run(job: Job) -> int:
                 return _wait_as_spare(job)
             summary = job.train()
     except expected as error:
-        on_all_ranks = isinstance(error, (*STOPPED, CheckpointError))
+        on_all_ranks = isinstance(error, (*STOPPED, RankFailed))
         prints = launch.rank == 0 if on_all_ranks else watch.failures.must_report
         if isinstance(error, STOPPED):
             print_line(job.console, f"[red]training stopped:[/red] {escape(str(error))}")

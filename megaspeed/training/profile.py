@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as TorchProfiler
 
-from megaspeed.checkpoint.errors import describe
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.files.durable import write_file
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import bubble_fraction
+from megaspeed.supervision.answers import describe
 from megaspeed.topology.activity import OWN_WORK, PARTS, Part
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid

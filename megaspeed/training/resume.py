@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from megaspeed.checkpoint.errors import CheckpointError, broadcast
+from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import is_leftover, locate
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.files.paths import expand_home, path_argument
+from megaspeed.supervision.answers import broadcast
 from megaspeed.supervision.meeting import Meeting
 from megaspeed.supervision.process_end import EXIT_FAILED
 from megaspeed.topology.context import ParallelContext
@@ -216,7 +217,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
     with a different configuration has already taken all steps.
     """
     group = context.checkpoint_group
-    candidates = broadcast(group, lambda: _candidates(options, run))
+    candidates = broadcast(group, lambda: _candidates(options, run), CheckpointError)
     if not candidates:
         return Start()
     from megaspeed.checkpoint.inspection import newest_complete  # takes a second, see index.py
@@ -229,7 +230,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
             "with --resume DIR, or start at step 0 with --fresh, which moves them to earlier-N/ "
             "and deletes nothing."
         )
-    saved = broadcast(group, lambda: RunState.read(checkpoint))
+    saved = broadcast(group, lambda: RunState.read(checkpoint), CheckpointError)
     start = Start(
         checkpoint=checkpoint,
         step=saved.progress.step,

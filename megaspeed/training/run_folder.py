@@ -30,13 +30,14 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
+from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, step_named
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.files.durable import flush_folder, write_file
 from megaspeed.files.lock import Locked, identity, lock
 from megaspeed.files.paths import folder_problem
+from megaspeed.supervision.answers import broadcast, gather
 from megaspeed.supervision.meeting import RanksDisagree
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.metrics import records_up_to
@@ -83,8 +84,8 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
         (run_dir / name).touch()
         return name
 
-    mark = broadcast(group, create_file)
-    seen = gather(group, lambda: appears(run_dir / mark))
+    mark = broadcast(group, create_file, CheckpointError)
+    seen = gather(group, lambda: appears(run_dir / mark), CheckpointError)
     if context.rank == 0:
         with suppress(OSError):
             (run_dir / mark).unlink(missing_ok=True)
@@ -127,7 +128,7 @@ def run_lock(
             stack.callback(os.close, folder)
             check = partial(_check_lock, run_dir, identity(file), folder)
 
-        broadcast(context.checkpoint_group, take)
+        broadcast(context.checkpoint_group, take, CheckpointError)
         yield check
 
 

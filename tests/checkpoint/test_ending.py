@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from megaspeed.checkpoint import writing
-from megaspeed.checkpoint.errors import CheckpointError, gather
+from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.inspection import problems_of
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.supervision.answers import gather
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import checkpointing
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started
@@ -100,7 +101,11 @@ def save_without_groups(launch: LaunchEnvironment, run: Run, corpus: PreparedCor
         rank = SavedRun.start(run, corpus, context)
         pieces = list(rank.checkpointing._pieces(owned=True))
     try:
-        gather(context.checkpoint_group, lambda: writing.write_pieces(run.run_dir, pieces))
+        gather(
+            context.checkpoint_group,
+            lambda: writing.write_pieces(run.run_dir, pieces),
+            CheckpointError,
+        )
     except CheckpointError as error:
         return str(error)
     return "written"
