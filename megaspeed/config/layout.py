@@ -13,15 +13,15 @@ the batch of a step. As in DeepSpeed, accumulation steps are 1 if the other numb
 them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Self
 
-from megaspeed.config.deepspeed_keys import Fp16Config, OptimizerConfig
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.model import ModelConfig
-from megaspeed.config.rules import check, divisors, listed, rule, tensor_degrees
-from megaspeed.config.run import ParallelConfig, TrainingConfig
+from megaspeed.config.rules import RULES, check, divisors, listed, tensor_degrees
+from megaspeed.config.run import ParallelConfig, RunConfig
 from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_NUMBER
 from megaspeed.topology.grid import Grid
 
@@ -66,9 +66,9 @@ class StatedBatch:
     accumulation: int | None
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
-        """From the fields of a `RunConfig`."""
-        return cls(*(fields[key] for key in BATCH_KEYS))
+    def of(cls, config: RunConfig) -> Self:
+        """Return the batch that a config states."""
+        return cls(*(getattr(config, key) for key in BATCH_KEYS))
 
     @property
     def is_determined(self) -> bool:
@@ -83,17 +83,6 @@ _UNDETERMINED = (
     "the batch is not determined: write train_batch_size; the other two numbers follow from it, "
     "unless you write one of them, too"
 )
-
-
-def violations(fields: Mapping[str, Any], world: World | None = None) -> list[str]:
-    """The messages of all rules about the fields of a `RunConfig`, some of which may be missing.
-
-    Without a world, rules that depend on the processes are skipped.
-    """
-    known = {**fields, **({} if world is None else {"world": world})}
-    if fields.keys() >= set(BATCH_KEYS):
-        known["stated"] = StatedBatch.of(fields)
-    return check(known)
 
 
 def find_grid(parallel: ParallelConfig, stated: StatedBatch, world: World) -> Grid | None:
@@ -168,11 +157,9 @@ def explain_batch(stated: StatedBatch, dp: int, equation: str) -> str:
     return f"{law}. Nearest: {mend}{alternative}. {equation}"
 
 
-@rule
-def degrees_fit_world(
-    model: ModelConfig, parallel: ParallelConfig, stated: StatedBatch, world: World
-) -> Iterator[str]:
+def degrees_fit_world(config: RunConfig, world: World) -> Iterator[str]:
     """The product of the degrees is the number of processes; at most, if ranks may be spare."""
+    parallel, stated = config.parallel, StatedBatch.of(config)
     pp, tp, data = parallel.pipeline, parallel.tensor, parallel.data
     group = pp * tp
     quotient, rest = divmod(world.size, group)
@@ -203,7 +190,7 @@ def degrees_fit_world(
         mends += [f"start {start} processes"] * bool(start)
         degrees = [n for n in divisors(world.size) if data in ("auto", n)]
         products = [world.size // n for n in reversed(degrees) if solve_batch(stated, n)]
-        if products := [n for n in products if _has_degrees(model, n)]:
+        if products := [n for n in products if _has_degrees(config.model, n)]:
             mends.append(f"choose parallel.pipeline x parallel.tensor = {listed(products)}")
     batch = "" if mends else explain_batch(stated, dp, f"This is for parallel.data {dp}")
     yield f"{law}; {', or '.join(mends) or batch}"
@@ -215,16 +202,15 @@ def _has_degrees(model: ModelConfig, product: int) -> bool:
     return any(tp in valid and product // tp <= model.num_hidden_layers for tp in divisors(product))
 
 
-@rule
-def batch_is_determined(stated: StatedBatch) -> Iterator[str]:
+def batch_is_determined(config: RunConfig) -> Iterator[str]:
     """The batch or the micro-batch is stated."""
-    if not stated.is_determined:
+    if not StatedBatch.of(config).is_determined:
         yield _UNDETERMINED
 
 
-@rule
-def batch_multiplies(parallel: ParallelConfig, stated: StatedBatch, world: World) -> Iterator[str]:
+def batch_multiplies(config: RunConfig, world: World) -> Iterator[str]:
     """train_batch_size = micro-batch x accumulation steps x data degree, in whole numbers."""
+    parallel, stated = config.parallel, StatedBatch.of(config)
     if not stated.is_determined:
         return
     grid = find_grid(parallel, stated, world)
@@ -252,47 +238,53 @@ def batch_multiplies(parallel: ParallelConfig, stated: StatedBatch, world: World
         )
 
 
-@rule
-def scaled_learning_rate_is_a_rate(
-    optimizer: OptimizerConfig,
-    training: TrainingConfig,
-    parallel: ParallelConfig,
-    stated: StatedBatch,
-    world: World,
-) -> Iterator[str]:
+def scaled_learning_rate_is_a_rate(config: RunConfig, world: World) -> Iterator[str]:
     """The scaled learning rate must be within the same bounds as the stated one."""
-    grid = find_grid(parallel, stated, world)
+    lr, training, stated = config.optimizer.params.lr, config.training, StatedBatch.of(config)
+    grid = find_grid(config.parallel, stated, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     if batch is None or training.lr_scaling == "none" or training.base_batch_size is None:
         return
-    rate = optimizer.params.lr * training.lr_factor(batch.train_batch_size)
+    rate = lr * training.lr_factor(batch.train_batch_size)
     if not 0 < rate <= LARGEST_NUMBER:
         yield (
-            f"optimizer.params.lr {optimizer.params.lr} is scaled to {rate} "
+            f"optimizer.params.lr {lr} is scaled to {rate} "
             f"(training.lr_scaling {training.lr_scaling}, train_batch_size "
             f"{batch.train_batch_size}, training.base_batch_size {training.base_batch_size}), but "
             f"it must be above 0 and at most {LARGEST_NUMBER:g}; choose another rate"
         )
 
 
-@rule
-def profiled_ranks_exist(
-    parallel: ParallelConfig, training: TrainingConfig, world: World
-) -> Iterator[str]:
+def profiled_ranks_exist(config: RunConfig, world: World) -> Iterator[str]:
     """The run has the ranks that are to be profiled, unless their number may change."""
-    ranks = () if training.profile is None else training.profile.ranks or ()
-    if not parallel.spare_ranks and ranks and max(ranks) >= world.size:
+    profile = config.training.profile
+    ranks = () if profile is None else profile.ranks or ()
+    if not config.parallel.spare_ranks and ranks and max(ranks) >= world.size:
         yield (
             f"training.profile.ranks names rank {max(ranks)}, but {world} has the ranks 0 to "
             f"{world.size - 1}; remove it"
         )
 
 
-@rule
-def fp16_needs_a_gpu(fp16: Fp16Config, world: World) -> Iterator[str]:
+def fp16_needs_a_gpu(config: RunConfig, world: World) -> Iterator[str]:
     """A CPU cannot train in fp16."""
-    if fp16.enabled and world.device_type == "cpu":
+    if config.fp16.enabled and world.device_type == "cpu":
         yield (
             "fp16.enabled is true, but this run is on a CPU, which cannot train in fp16; set "
             "bf16.enabled instead, or neither for fp32"
         )
+
+
+_NEED_WORLD = (
+    degrees_fit_world,
+    batch_multiplies,
+    scaled_learning_rate_is_a_rate,
+    profiled_ranks_exist,
+    fp16_needs_a_gpu,
+)
+
+
+def violations(config: RunConfig, world: World | None = None) -> list[str]:
+    """Return the messages of all rules. Without a world, those that depend on it are omitted."""
+    of_world = () if world is None else (partial(each, world=world) for each in _NEED_WORLD)
+    return check([*RULES, batch_is_determined, *of_world], config)

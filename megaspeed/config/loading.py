@@ -76,7 +76,7 @@ def _checked(document: Document, world: World | None, where: str) -> tuple[RunCo
 def _check(
     document: Document, world: World | None
 ) -> tuple[RunConfig | None, tuple[str, ...], Accepted]:
-    """The config and all problems. If keys are wrong, rules that read other keys still apply."""
+    """Return the config and all problems: those of each key, then those of keys together."""
     accepted = accept(document.values, all_key_paths())
     if not document.is_complete:
         return None, tuple(problem.message for problem in document.problems), accepted
@@ -95,31 +95,30 @@ def _check(
     origins = {**document.origins, **file_origins}
     problems = [*document.problems, *(_with_origin(each, origins) for each in found)]
     wrong = {_without_indices(path) for each in problems for path in (each.path, each.meant)} - {()}
-    if ("model", "hidden_size") in wrong:
-        wrong.add(("model", "intermediate_size"))  # it is computed from the other if omitted
-    fields = _correct_fields(values, wrong) if config is None or wrong else dict(config)
-    messages = [*(problem.message for problem in problems), *violations(fields, world)]
+    correct = config if config is not None and not wrong else _correct_part(values, wrong)
+    messages = [*(problem.message for problem in problems), *violations(correct, world)]
     return config, tuple(dict.fromkeys(messages)), accepted
 
 
-def _correct_fields(values: Mapping[str, Any], wrong: Set[KeyPath]) -> dict[str, Any]:
-    """The fields of a `RunConfig` that can be read, without attributes for keys that are wrong."""
+def _correct_part(values: Mapping[str, Any], wrong: Set[KeyPath]) -> RunConfig:
+    """Return a config in which keys that are wrong are absent, so that no rule can read them."""
+    if ("model", "hidden_size") in wrong:
+        wrong |= {("model", "intermediate_size")}  # it is computed from the other if omitted
     kept = without(values, wrong)
-    fields: dict[str, Any] = {}
+    config = RunConfig.model_construct()
     for name, field in RunConfig.model_fields.items():
+        vars(config).pop(name, None)
         given = kept.get(name, field.get_default(call_default_factory=True))
-        # This fails if a key without a default is missing or wrong in the section.
+        # A section is absent if a key without a default is missing or wrong in it.
         with suppress(ValidationError):
-            fields[name] = TypeAdapter(field.rebuild_annotation()).validate_python(given)
+            vars(config)[name] = TypeAdapter(field.rebuild_annotation()).validate_python(given)
     for path in wrong:
-        section: Any = fields.get(str(path[0]))
-        for part in path[1:-1]:
+        section: Any = config
+        for part in path[:-1]:
             section = getattr(section, str(part), None)
-        if len(path) == 1:
-            fields.pop(str(path[0]), None)
-        elif isinstance(section, Section):
+        if isinstance(section, Section):
             vars(section).pop(str(path[-1]), None)
-    return fields
+    return config
 
 
 def _without_indices(path: KeyPath) -> KeyPath:

@@ -68,7 +68,7 @@ class Run:
     @cached_property
     def batch(self) -> Batch:
         """The three numbers of the batch equation."""
-        batch = solve_batch(StatedBatch.of(dict(self.config)), self.grid.dp)
+        batch = solve_batch(StatedBatch.of(self.config), self.grid.dp)
         assert batch is not None, "a resolved run states it"
         return batch
 
@@ -190,10 +190,10 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
     Raises:
         ConfigError: with all problems, including those that do not depend on the processes.
     """
-    problems = violations(dict(config), world)
+    problems = violations(config, world)
     if problems:
         raise ConfigError(problems, where=name)
-    stated = StatedBatch.of(dict(config))
+    stated = StatedBatch.of(config)
     grid = find_grid(config.parallel, stated, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     assert grid is not None and batch is not None, "the rules found a grid and a batch"

@@ -1,61 +1,40 @@
 """Rules that several keys must satisfy together.
 
-A rule is a generator function that yields a message for each violation. Its parameters are what it
-reads, by name: sections of the JSON, and in `layout.py` also the batch keys and the processes. A
-rule is skipped if one of them is not known, or if it reads a key that is wrong itself.
+A rule is a generator function that yields a message for each violation. `layout.py` has those that
+depend on the processes. In a config with mistakes, the keys that are wrong themselves are absent,
+and a rule that reads one of them is skipped.
 """
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
-from megaspeed.config.data import DataConfig
-from megaspeed.config.deepspeed_keys import (
-    Bf16Config,
-    Constant,
-    DataTypesConfig,
-    Decay,
-    Fp16Config,
-    OptimizerConfig,
-    SchedulerConfig,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-    ZeroConfig,
-)
+from megaspeed.config.deepspeed_keys import Constant, Decay, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from megaspeed.config.model import PRESETS, ModelConfig
-from megaspeed.config.run import ParallelConfig, TrainingConfig
+from megaspeed.config.run import RunConfig
 from megaspeed.config.section import Section
 
-Rule = Callable[..., Iterator[str]]
+Rule = Callable[[RunConfig], Iterator[str]]
 
-_RULES: list[tuple[Rule, tuple[str, ...]]] = []
-"""Each rule, and the names of what it reads."""
+RULES: list[Rule] = []
+"""The rules of this file, in its order."""
 
 
 def rule(function: Rule) -> Rule:
-    """Decorates a rule."""
-    _RULES.append((function, tuple(inspect.signature(function).parameters)))
+    """Add a function to the rules."""
+    RULES.append(function)
     return function
 
 
-def check(known: Mapping[str, Any]) -> list[str]:
-    """The messages of all rules that read only known values, which are given by name."""
+def check(rules: Iterable[Rule], config: RunConfig) -> list[str]:
+    """Return the messages of all rules that read no absent key."""
     messages: list[str] = []
-    for function, names in _RULES:
-        if known.keys() >= set(names):
-            try:
-                messages += function(*(known[name] for name in names))
-            except AttributeError as error:
-                if not _is_absent_key(error):
-                    raise
+    for each in rules:
+        try:
+            messages += each(config)
+        except AttributeError as error:
+            section = type(error.obj)
+            if not issubclass(section, Section) or error.name not in section.model_fields:
+                raise  # a mistake in the rule itself
     return messages
-
-
-def _is_absent_key(error: AttributeError) -> bool:
-    """Whether a rule read a key that its section lacks because the key's value is wrong."""
-    section = type(error.obj)
-    return issubclass(section, Section) and error.name in section.model_fields
 
 
 def divisors(number: int) -> list[int]:
@@ -80,9 +59,9 @@ def nearest(number: int, divisor: int) -> str:
 
 
 @rule
-def preset_has_this_architecture(model: ModelConfig) -> Iterator[str]:
+def preset_has_this_architecture(config: RunConfig) -> Iterator[str]:
     """A stated architecture is that of the preset."""
-    preset, architecture = model.preset, model.architecture
+    preset, architecture = config.model.preset, config.model.architecture
     if preset is not None and PRESETS[preset]["architecture"] != architecture:
         yield (
             f'model.architecture "{architecture}" contradicts model.preset "{preset}", which is a '
@@ -91,8 +70,9 @@ def preset_has_this_architecture(model: ModelConfig) -> Iterator[str]:
 
 
 @rule
-def fields_belong_to_features(model: ModelConfig) -> Iterator[str]:
+def fields_belong_to_features(config: RunConfig) -> Iterator[str]:
     """A field of a feature that the model does not have keeps its default."""
+    model = config.model
     has_rms_norm = model.norm == "rms_norm" or model.qk_norm
     for name, is_used, condition in (
         ("rope_theta", model.positions == "rotary", 'model.positions "rotary"'),
@@ -105,8 +85,9 @@ def fields_belong_to_features(model: ModelConfig) -> Iterator[str]:
 
 
 @rule
-def heads_have_a_size(model: ModelConfig) -> Iterator[str]:
+def heads_have_a_size(config: RunConfig) -> Iterator[str]:
     """Heads divide the hidden size unless their size is stated; rotary positions need pairs."""
+    model = config.model
     hidden, heads = model.hidden_size, model.num_attention_heads
     if "head_dim" not in model.model_fields_set and hidden % heads:
         yield (
@@ -123,9 +104,9 @@ def heads_have_a_size(model: ModelConfig) -> Iterator[str]:
 
 
 @rule
-def key_value_heads_divide_heads(model: ModelConfig) -> Iterator[str]:
+def key_value_heads_divide_heads(config: RunConfig) -> Iterator[str]:
     """Each key/value head serves the same number of query heads."""
-    heads, shared = model.num_attention_heads, model.num_key_value_heads
+    heads, shared = config.model.num_attention_heads, config.model.num_key_value_heads
     if heads % shared:
         yield (
             f"model.num_attention_heads {heads} must be divisible by model.num_key_value_heads "
@@ -135,9 +116,9 @@ def key_value_heads_divide_heads(model: ModelConfig) -> Iterator[str]:
 
 
 @rule
-def rope_factors_are_ordered(model: ModelConfig) -> Iterator[str]:
+def rope_factors_are_ordered(config: RunConfig) -> Iterator[str]:
     """The frequencies that are not scaled are above those that are scaled in full."""
-    scaling = model.rope_scaling
+    scaling = config.model.rope_scaling
     if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
         yield (
             f"model.rope_scaling.low_freq_factor {scaling.low_freq_factor} must be less than "
@@ -153,9 +134,10 @@ def tensor_degrees(model: ModelConfig) -> list[int]:
 
 
 @rule
-def tensor_divides_heads(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def tensor_divides_heads(config: RunConfig) -> Iterator[str]:
     """A tensor rank holds complete query heads, and complete or shared key/value heads."""
-    heads, shared, tp = model.num_attention_heads, model.num_key_value_heads, parallel.tensor
+    model, tp = config.model, config.parallel.tensor
+    heads, shared = model.num_attention_heads, model.num_key_value_heads
     valid = tensor_degrees(model)
     if heads % tp:
         yield (
@@ -171,9 +153,9 @@ def tensor_divides_heads(model: ModelConfig, parallel: ParallelConfig) -> Iterat
 
 
 @rule
-def tensor_divides_feed_forward(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def tensor_divides_feed_forward(config: RunConfig) -> Iterator[str]:
     """Tensor ranks hold equal parts of the feed-forward layer."""
-    width, tp = model.intermediate_size, parallel.tensor
+    width, tp = config.model.intermediate_size, config.parallel.tensor
     if width % tp:
         yield (
             f"model.intermediate_size {width} must be divisible by parallel.tensor {tp}, because "
@@ -183,9 +165,9 @@ def tensor_divides_feed_forward(model: ModelConfig, parallel: ParallelConfig) ->
 
 
 @rule
-def pipeline_stages_have_blocks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def pipeline_stages_have_blocks(config: RunConfig) -> Iterator[str]:
     """There are at most as many pipeline stages as blocks."""
-    layers, pp = model.num_hidden_layers, parallel.pipeline
+    layers, pp = config.model.num_hidden_layers, config.parallel.pipeline
     if layers < pp:
         yield (
             f"model.num_hidden_layers {layers} must be at least parallel.pipeline {pp}, because "
@@ -195,12 +177,12 @@ def pipeline_stages_have_blocks(model: ModelConfig, parallel: ParallelConfig) ->
 
 
 @rule
-def recomputed_blocks_exist(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def recomputed_blocks_exist(config: RunConfig) -> Iterator[str]:
     """The blocks that are recomputed are blocks of the model, and recomputation is on."""
-    blocks, layers = parallel.recomputed_blocks, model.num_hidden_layers
+    blocks, layers = config.parallel.recomputed_blocks, config.model.num_hidden_layers
     if blocks is None:
         return
-    if parallel.activation_checkpointing == "none":
+    if config.parallel.activation_checkpointing == "none":
         yield (
             f"parallel.recomputed_blocks {blocks} has no effect with "
             'parallel.activation_checkpointing "none"; set that to "selective" or "full", or '
@@ -215,9 +197,9 @@ def recomputed_blocks_exist(model: ModelConfig, parallel: ParallelConfig) -> Ite
 
 
 @rule
-def sequence_fits_positions(model: ModelConfig, data: DataConfig) -> Iterator[str]:
+def sequence_fits_positions(config: RunConfig) -> Iterator[str]:
     """The model has a position for each token of a sample."""
-    length, positions = data.sequence_length, model.max_position_embeddings
+    length, positions = config.data.sequence_length, config.model.max_position_embeddings
     if length > positions:
         yield (
             f"data.sequence_length {length} must be at most model.max_position_embeddings "
@@ -226,10 +208,10 @@ def sequence_fits_positions(model: ModelConfig, data: DataConfig) -> Iterator[st
 
 
 @rule
-def tensor_divides_sequence(parallel: ParallelConfig, data: DataConfig) -> Iterator[str]:
+def tensor_divides_sequence(config: RunConfig) -> Iterator[str]:
     """With sequence parallelism, tensor ranks hold equal parts of the sequence."""
-    length, tp = data.sequence_length, parallel.tensor
-    if parallel.sequence_parallel is True and length % tp:
+    length, tp = config.data.sequence_length, config.parallel.tensor
+    if config.parallel.sequence_parallel is True and length % tp:
         yield (
             f"data.sequence_length {length} must be divisible by parallel.tensor {tp} if "
             "parallel.sequence_parallel is true, because tensor ranks hold equal parts of the "
@@ -238,8 +220,9 @@ def tensor_divides_sequence(parallel: ParallelConfig, data: DataConfig) -> Itera
 
 
 @rule
-def weights_are_stated_for_all_sources_or_none(data: DataConfig) -> Iterator[str]:
+def weights_are_stated_for_all_sources_or_none(config: RunConfig) -> Iterator[str]:
     """Weights are relative to each other, so one without the others means nothing."""
+    data = config.data
     for key, sources in (
         ("data.train", data.train_sources),
         ("data.validation", data.validation_sources or ()),
@@ -255,9 +238,9 @@ def weights_are_stated_for_all_sources_or_none(data: DataConfig) -> Iterator[str
 
 
 @rule
-def one_precision(bf16: Bf16Config, fp16: Fp16Config) -> Iterator[str]:
+def one_precision(config: RunConfig) -> Iterator[str]:
     """A model is trained in bf16 or in fp16, not in both."""
-    if bf16.enabled and fp16.enabled:
+    if config.bf16.enabled and config.fp16.enabled:
         yield (
             "bf16.enabled and fp16.enabled are both true, but a model has one type; turn one off "
             "(bf16 needs no loss scale)"
@@ -265,12 +248,10 @@ def one_precision(bf16: Bf16Config, fp16: Fp16Config) -> Iterator[str]:
 
 
 @rule
-def gradients_are_summed_in_the_models_type_or_fp32(
-    data_types: DataTypesConfig, bf16: Bf16Config, fp16: Fp16Config
-) -> Iterator[str]:
+def gradients_are_summed_in_the_models_type_or_fp32(config: RunConfig) -> Iterator[str]:
     """A sum of gradients is at least as precise as the gradients."""
-    if data_types.grad_accum_dtype == "bf16" and not bf16.enabled:
-        computed = "fp16" if fp16.enabled else "fp32"
+    if config.data_types.grad_accum_dtype == "bf16" and not config.bf16.enabled:
+        computed = "fp16" if config.fp16.enabled else "fp32"
         yield (
             f'data_types.grad_accum_dtype "bf16" loses digits of gradients that the {computed} '
             'model computes; remove it, write "fp32", or set bf16.enabled'
@@ -278,37 +259,31 @@ def gradients_are_summed_in_the_models_type_or_fp32(
 
 
 @rule
-def one_type_of_messages(
-    parallel: ParallelConfig, communication_data_type: str | None
-) -> Iterator[str]:
+def one_type_of_messages(config: RunConfig) -> Iterator[str]:
     """Only one key may state what is sent for a gradient."""
-    compression = parallel.gradient_compression
-    if communication_data_type is not None and compression != "none":
+    sent, compression = config.communication_data_type, config.parallel.gradient_compression
+    if sent is not None and compression != "none":
         name = compression if isinstance(compression, str) else compression.type
         yield (
-            f'parallel.gradient_compression "{name}" and communication_data_type '
-            f'"{communication_data_type}" both state what is sent for a gradient; remove one of '
-            "them"
+            f'parallel.gradient_compression "{name}" and communication_data_type "{sent}" both '
+            "state what is sent for a gradient; remove one of them"
         )
 
 
 @rule
-def compression_has_complete_gradients(
-    parallel: ParallelConfig, zero_optimization: ZeroConfig
-) -> Iterator[str]:
+def compression_has_complete_gradients(config: RunConfig) -> Iterator[str]:
     """Compression needs the complete sum of a step on each rank."""
-    compression = parallel.gradient_compression
+    compression, zero = config.parallel.gradient_compression, config.zero_optimization
     if isinstance(compression, str):
         return
     name = f'parallel.gradient_compression "{compression.type}"'
-    stage = zero_optimization.stage
-    if parallel.gradient_reduction == "per_micro_batch" and stage >= 2:
+    if config.parallel.gradient_reduction == "per_micro_batch" and zero.stage >= 2:
         yield (
             f"{name} compresses the complete gradient of a step, but with zero_optimization.stage "
-            f'{stage} and parallel.gradient_reduction "per_micro_batch" no rank keeps it; set '
+            f'{zero.stage} and parallel.gradient_reduction "per_micro_batch" no rank keeps it; set '
             'parallel.gradient_reduction to "per_step" or "auto"'
         )
-    if zero_optimization.overlap_comm:
+    if zero.overlap_comm:
         yield (
             f"{name} compresses the gradient of a step after its last backward, so nothing can be "
             "sent while it runs; remove zero_optimization.overlap_comm, or compress to "
@@ -317,27 +292,22 @@ def compression_has_complete_gradients(
 
 
 @rule
-def compression_has_fp32_sums(
-    parallel: ParallelConfig, data_types: DataTypesConfig
-) -> Iterator[str]:
+def compression_has_fp32_sums(config: RunConfig) -> Iterator[str]:
     """What was not sent is much smaller than the gradient to which it is added."""
-    compression = parallel.gradient_compression
-    if not isinstance(compression, str) and data_types.grad_accum_dtype != "fp32":
+    compression, dtype = config.parallel.gradient_compression, config.data_types.grad_accum_dtype
+    if not isinstance(compression, str) and dtype != "fp32":
         yield (
             f'parallel.gradient_compression "{compression.type}" adds what was not sent to the '
-            f"gradient of the next step, and data_types.grad_accum_dtype "
-            f'"{data_types.grad_accum_dtype}" loses numbers 256 times smaller than the sum; set '
-            'grad_accum_dtype to "fp32"'
+            f'gradient of the next step, and data_types.grad_accum_dtype "{dtype}" loses numbers '
+            '256 times smaller than the sum; set grad_accum_dtype to "fp32"'
         )
 
 
 @rule
-def compressed_matrices_have_no_copies(
-    model: ModelConfig, parallel: ParallelConfig
-) -> Iterator[str]:
+def compressed_matrices_have_no_copies(config: RunConfig) -> Iterator[str]:
     """Copies of a key/value head on several tensor ranks must stay equal."""
-    compression, tp = parallel.gradient_compression, parallel.tensor
-    shared = model.num_key_value_heads
+    compression, tp = config.parallel.gradient_compression, config.parallel.tensor
+    shared = config.model.num_key_value_heads
     if not isinstance(compression, str) and tp > shared:
         yield (
             f'parallel.gradient_compression "{compression.type}" compresses the part of a matrix '
@@ -347,14 +317,12 @@ def compressed_matrices_have_no_copies(
 
 
 @rule
-def warmup_ends_before_the_schedule(
-    scheduler: SchedulerConfig | None, training: TrainingConfig
-) -> Iterator[str]:
+def warmup_ends_before_the_schedule(config: RunConfig) -> Iterator[str]:
     """The full learning rate is reached, and a rate that falls has steps left to fall."""
+    scheduler, end, source = config.scheduler, config.training.steps, "training.steps"
     if scheduler is None:
         return
     warmup = scheduler.params.warmup_num_steps
-    end, source = training.steps, "training.steps"
     reason = "or the full learning rate is never reached"
     if not isinstance(scheduler, Constant | WarmupLR):
         reason = "because the rate falls after warmup"
@@ -371,10 +339,9 @@ def warmup_ends_before_the_schedule(
 
 
 @rule
-def rate_stays_above_zero(
-    scheduler: SchedulerConfig | None, training: TrainingConfig
-) -> Iterator[str]:
+def rate_stays_above_zero(config: RunConfig) -> Iterator[str]:
     """A schedule that ends at 0 is at least as long as the run."""
+    scheduler, steps = config.scheduler, config.training.steps
     match scheduler:
         case Decay():
             lowest = scheduler.params.min_ratio
@@ -384,7 +351,7 @@ def rate_stays_above_zero(
             lowest = 0.0
         case _:
             return
-    total, steps = scheduler.params.total_num_steps, training.steps
+    total = scheduler.params.total_num_steps
     if lowest == 0 and total is not None and total < steps:
         yield (
             f"scheduler.params.total_num_steps {total} must be at least training.steps {steps}, "
@@ -393,13 +360,13 @@ def rate_stays_above_zero(
 
 
 @rule
-def warmup_rises(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig) -> Iterator[str]:
+def warmup_rises(config: RunConfig) -> Iterator[str]:
     """The rate at which warmup starts is not above the rate at which it ends."""
+    scheduler, high, source = config.scheduler, config.optimizer.params.lr, "optimizer.params.lr"
     if isinstance(scheduler, WarmupLR | WarmupDecayLR):
-        low, high = scheduler.params.warmup_min_lr, scheduler.params.warmup_max_lr
-        source = "scheduler.params.warmup_max_lr"
-        if high is None:
-            high, source = optimizer.params.lr, "optimizer.params.lr"
+        low = scheduler.params.warmup_min_lr
+        if scheduler.params.warmup_max_lr is not None:
+            high, source = scheduler.params.warmup_max_lr, "scheduler.params.warmup_max_lr"
         if low > high:
             yield (
                 f"scheduler.params.warmup_min_lr {low} must be at most {source} {high}, because "
@@ -408,21 +375,21 @@ def warmup_rises(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig) 
 
 
 @rule
-def profiled_steps_are_trained(training: TrainingConfig) -> Iterator[str]:
+def profiled_steps_are_trained(config: RunConfig) -> Iterator[str]:
     """The run takes the steps that are to be profiled."""
-    profile = training.profile
-    if profile is not None and profile.start_step + profile.steps - 1 > training.steps:
+    profile, steps = config.training.profile, config.training.steps
+    if profile is not None and profile.start_step + profile.steps - 1 > steps:
         yield (
             f"training.profile.start_step {profile.start_step} + training.profile.steps "
             f"{profile.steps} - 1 is the last profiled step, and must be at most training.steps "
-            f"{training.steps}; profile earlier or fewer steps"
+            f"{steps}; profile earlier or fewer steps"
         )
 
 
 @rule
-def scaling_has_a_base(training: TrainingConfig) -> Iterator[str]:
+def scaling_has_a_base(config: RunConfig) -> Iterator[str]:
     """Scaling of the learning rate and the batch that it starts from are stated together."""
-    scaling, base = training.lr_scaling, training.base_batch_size
+    scaling, base = config.training.lr_scaling, config.training.base_batch_size
     if scaling != "none" and base is None:
         yield (
             f'training.lr_scaling "{scaling}" multiplies the learning rate by a function of '

@@ -205,7 +205,7 @@ class _Schedule(Section):
 
 def _rate_mend(before: _Schedule, now: _Schedule, run: Run) -> str:
     """The end of the warning: how to keep the saved learning rates with ``--set``."""
-    problems = violations({**dict(run.config), **dict(before)})
+    problems = violations(run.config.model_copy(update=dict(before)))
     if problems:
         return f"the saved schedule cannot be kept: {problems[0]}"
     words = [f"optimizer.params.lr={before.optimizer.params.lr}"]

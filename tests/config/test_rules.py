@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from megaspeed.config import rules
+from megaspeed.config import layout
 from megaspeed.config.loading import parse_config
-from megaspeed.config.model import ModelConfig
+from megaspeed.config.run import RunConfig
 from tests.config.small import only_problem, problems, small
 
 LLAMA = ("model.architecture=llama", "model.intermediate_size=384")
@@ -271,10 +271,10 @@ def test_only_a_key_that_is_wrong_itself_lets_a_rule_be_skipped(
 ) -> None:
     """A misspelt name in a rule once counted as an absent key, so the rule was always skipped."""
 
-    def misspelt(model: ModelConfig) -> Iterator[str]:
-        yield f"{model.hidden_siz}"  # type: ignore[attr-defined]
+    def misspelt(config: RunConfig) -> Iterator[str]:
+        yield f"{config.model.hidden_siz}"  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(rules, "_RULES", [(misspelt, ("model",))])
+    monkeypatch.setattr(layout, "RULES", [misspelt])
     with pytest.raises(AttributeError, match="hidden_siz"):
         problems()
 
