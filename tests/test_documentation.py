@@ -21,7 +21,7 @@ from rich.console import Console
 from megaspeed import cli
 from megaspeed.config.document import Document, merge, read_document
 from megaspeed.config.layout import World
-from megaspeed.config.loading import find_problems, load_run
+from megaspeed.config.loading import check_document, load_run
 from megaspeed.planning.cluster import ClusterConfig
 from megaspeed.training import pretrain
 from megaspeed.training.banner import banner
@@ -143,7 +143,7 @@ def check_run(options: argparse.Namespace, ranks: int | None) -> None:
     if options.config.exists():
         world = None if ranks is None else World(ranks, "the documentation", "cuda")
         document = read_document(options.config, options.overrides)
-        assert find_problems(document, world) == ()
+        assert check_document(document, world).problems == ()
 
 
 def test_the_readme_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +222,7 @@ def test_the_example_of_a_file_that_extends_another() -> None:
     (block,) = (b for b in blocks(ROOT / "docs" / "configuration.md") if b.startswith("base.json"))
     base, run, result = (json.loads(line.split(maxsplit=1)[1]) for line in block.splitlines())
     assert run.pop("extends") == "base.json" and merge(base, run) == result
-    assert find_problems(Document(merge(COMPLETE, result)), None) == ()
+    assert check_document(Document(merge(COMPLETE, result))).problems == ()
 
 
 def outputs(page: Path) -> Iterator[tuple[str, list[str]]]:

@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 from megaspeed.cli import parse as parse_command
 from megaspeed.config.document import read_document
 from megaspeed.config.layout import World
-from megaspeed.config.loading import find_problems
+from megaspeed.config.loading import check_document
 from megaspeed.training.pretrain import parse_arguments as parse_pretrain
 from tests.support.launched import free_port
 from tests.support.nodes import ROOT
@@ -182,7 +182,7 @@ def test_the_two_pods_of_kubernetes_start_a_run_that_is_right() -> None:
     assert run_dir in arguments
     config = ROOT / "ds_configs" / "gpt2_1.5b.json"
     world = World(world_size, "the hostfile", "cuda")
-    assert find_problems(read_document(config, [run_dir]), world) == ()
+    assert check_document(read_document(config, [run_dir]), world).problems == ()
 
 
 def test_deepspeed_reads_the_hostfile() -> None:

@@ -9,7 +9,7 @@ from megaspeed.cli.options import EXIT_DONE, add_command, say, write_json
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
-from megaspeed.config.loading import find_notes, find_problems
+from megaspeed.config.loading import check_document
 from megaspeed.config.resolve import default_run_dir
 from megaspeed.data.selection import find_problems_in_file
 from megaspeed.files.paths import folder_problem, path_problem
@@ -31,17 +31,17 @@ def run(options: argparse.Namespace) -> int:
     if options.world_size is not None:
         world = World(options.world_size, "--world-size", options.device)
     document = read_document(options.config, options.overrides)
+    checked = check_document(document, world)
     problems = [
-        *find_problems(document, world),
+        *checked.problems,
         *find_problems_in_file(options.config, options.overrides),
         *_run_dir_problems(document, options.config.stem),
     ]
-    notes = find_notes(document, world)
-    figures = {"config": str(options.config), "problems": problems, "notes": notes}
+    figures = {"config": str(options.config), "problems": problems, "notes": checked.notes}
     write_json(options, figures)
     if problems:
         raise ConfigError(problems, where=str(options.config))
-    for note in notes:
+    for note in checked.notes:
         say(f"note: {note}")
     say(f"{options.config}: no problem found")
     return EXIT_DONE

@@ -1,8 +1,8 @@
-"""The JSON of a run: reads it strictly, checks it, and resolves it for a number of processes.
+"""The JSON of a run: read strictly, checked, and resolved for a number of processes.
 
     read_config(path)                   -> RunConfig, which may have "auto"
     load_run(path, overrides, world)    -> Run, with every value resolved for the processes
-    find_problems(document, world)      -> all mistakes
+    check_document(document, world)     -> all mistakes, or a RunConfig and notes
 
 A value passes through these files:
 

@@ -1,9 +1,14 @@
-"""Loads configs and runs from files, overrides and JSON values, and finds all mistakes at once."""
+"""Load configs and runs from files, overrides and JSON values, and find all mistakes at once.
+
+Mistakes are of two kinds: of one key (its name, its type, its bounds), and of keys together (the
+rules). Both are in one report: keys that are wrong are absent when the rules are checked, so a rule
+that reads one is skipped, and all others apply.
+"""
 
 import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
@@ -11,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megaspeed.config.acceptance import Accepted, accept, without
+from megaspeed.config.acceptance import accept, without
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.hugging_face import fill_from_hugging_face
@@ -22,67 +27,64 @@ from megaspeed.config.section import Section
 from megaspeed.config.validation import all_key_paths, translate
 
 
+@dataclass(frozen=True)
+class Checked:
+    """What was found in a document.
+
+    Attributes:
+        problems: a sentence for each mistake.
+        config: None if there are problems.
+        notes: see ``Run.notes``; none if there are problems.
+    """
+
+    problems: tuple[str, ...]
+    config: RunConfig | None = None
+    notes: tuple[str, ...] = ()
+
+    def correct_config(self, where: str) -> RunConfig:
+        """Return the config. Raise ConfigError, with ``where`` in its heading, if there is none."""
+        if self.config is None:
+            raise ConfigError(self.problems, where)
+        return self.config
+
+
 def read_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a config file, with what it extends, and applies `key.path=value` overrides.
+    """Read a config file, with what it extends, and apply ``key.path=value`` overrides.
 
     Raises:
         ConfigError: with all problems that do not depend on the number of processes.
     """
-    return _checked(read_document(Path(path), overrides), None, str(path))[0]
+    return check_document(read_document(Path(path), overrides)).correct_config(str(path))
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
-    """The config of JSON values that are in memory.
+    """Return the config of JSON values that are in memory.
 
     Raises:
         ConfigError: with all problems that do not depend on the number of processes.
     """
-    return _checked(Document(dict(values)), None, "the configuration")[0]
+    return check_document(Document(dict(values))).correct_config("the configuration")
 
 
 def load_run(path: str | PathLike[str], overrides: Sequence[str], world: World) -> Run:
-    """Reads a config file, applies overrides and resolves it for the processes of a run.
+    """Read a config file, apply overrides and resolve it for the processes of a run.
 
     Raises:
         ConfigError: with all problems.
     """
-    config, accepted = _checked(read_document(Path(path), overrides), world, str(path))
-    run = resolve_run(config, world, name=Path(path).stem)
-    return replace(run, notes=accepted.all_notes(config.to_json(), run.as_json()))
+    checked = check_document(read_document(Path(path), overrides), world)
+    run = resolve_run(checked.correct_config(str(path)), world, name=Path(path).stem)
+    return replace(run, notes=checked.notes)
 
 
-def find_problems(document: Document, world: World | None) -> tuple[str, ...]:
-    """All problems of a document. Without a world, those that depend on it are omitted."""
-    return _check(document, world)[1]
-
-
-def find_notes(document: Document, world: World | None) -> tuple[str, ...]:
-    """The notes about a document: see `Run.notes`. Empty if the document has problems."""
-    config, problems, accepted = _check(document, world)
-    if problems or config is None:
-        return ()
-    resolved = None if world is None else resolve_run(config, world, name="run").as_json()
-    return accepted.all_notes(config.to_json(), resolved)
-
-
-def _checked(document: Document, world: World | None, where: str) -> tuple[RunConfig, Accepted]:
-    """As `_check`. Raises ConfigError if there is a problem."""
-    config, problems, accepted = _check(document, world)
-    if problems or config is None:
-        raise ConfigError(problems, where)
-    return config, accepted
-
-
-def _check(
-    document: Document, world: World | None
-) -> tuple[RunConfig | None, tuple[str, ...], Accepted]:
-    """Return the config and all problems: those of each key, then those of keys together."""
+def check_document(document: Document, world: World | None = None) -> Checked:
+    """Find all problems of a document. Without a world, those that depend on it are omitted."""
     accepted = accept(document.values, all_key_paths())
     if not document.is_complete:
-        return None, tuple(problem.message for problem in document.problems), accepted
+        return Checked(tuple(problem.message for problem in document.problems))
     values, file_origins, file_problems = fill_from_hugging_face(accepted.values)
     found = [*accepted.problems, *file_problems]
-    config: RunConfig | None = None
+    config = None
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
@@ -93,11 +95,14 @@ def _check(
             if not file_problems or problem.path[:1] != ("model",)
         ]
     origins = {**document.origins, **file_origins}
-    problems = [*document.problems, *(_with_origin(each, origins) for each in found)]
-    wrong = {_without_indices(path) for each in problems for path in (each.path, each.meant)} - {()}
+    of_keys = [*document.problems, *(_with_origin(each, origins) for each in found)]
+    wrong = {_without_indices(path) for each in of_keys for path in (each.path, each.meant)} - {()}
     correct = config if config is not None and not wrong else _correct_part(values, wrong)
-    messages = [*(problem.message for problem in problems), *violations(correct, world)]
-    return config, tuple(dict.fromkeys(messages)), accepted
+    messages = [*(problem.message for problem in of_keys), *violations(correct, world)]
+    if config is None or messages:
+        return Checked(tuple(dict.fromkeys(messages)))
+    resolved = None if world is None else resolve_run(config, world, name="run").as_json()
+    return Checked((), config, accepted.all_notes(config.to_json(), resolved))
 
 
 def _correct_part(values: Mapping[str, Any], wrong: Set[KeyPath]) -> RunConfig:
@@ -122,12 +127,12 @@ def _correct_part(values: Mapping[str, Any], wrong: Set[KeyPath]) -> RunConfig:
 
 
 def _without_indices(path: KeyPath) -> KeyPath:
-    """The path of the list if `path` leads into a list, because a list is valid or invalid."""
+    """Return the path of the list that ``path`` leads into, because a list is valid or invalid."""
     return tuple(takewhile(lambda part: isinstance(part, str), path))
 
 
 def _with_origin(problem: Problem, origins: Mapping[KeyPath, str]) -> Problem:
-    """Adds the origin to the message if the key is not in the config file itself.
+    """Add the origin to the message if the key is not in the config file itself.
 
     A file removes a key of the file that it extends by setting it to null.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 from megaspeed.config.document import Document, merge, parse_override
 from megaspeed.config.layout import World
-from megaspeed.config.loading import find_problems, load_run
+from megaspeed.config.loading import check_document, load_run
 from megaspeed.config.resolve import Run
 
 _SMALL: dict[str, Any] = {
@@ -46,7 +46,7 @@ def problems(
     """All problems of the small config with overrides, or with keys given as values."""
     world = None if world_size is None else World(world_size, "WORLD_SIZE", device_type)
     values = small(**{**patch(*overrides), **keys})
-    return list(find_problems(Document(values), world))
+    return list(check_document(Document(values), world).problems)
 
 
 def only_problem(

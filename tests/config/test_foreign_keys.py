@@ -15,7 +15,7 @@ from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.config.document import Document, merge, read_document
 from megaspeed.config.foreign_keys import EFFECTIVE_STAGES, NO_EFFECT, REFUSED, RENAMED
 from megaspeed.config.layout import BATCH_KEYS, World
-from megaspeed.config.loading import find_notes, find_problems, parse_config
+from megaspeed.config.loading import check_document, parse_config
 from megaspeed.config.validation import all_key_paths
 from tests.config.small import only_problem, small, write
 
@@ -155,8 +155,8 @@ def notes(*, world_size: int | None = None, **keys: Any) -> tuple[str, ...]:
     """The notes about the small config with these keys. It must have no problem."""
     world = None if world_size is None else World(world_size, "--world-size")
     document = Document(small(**keys))
-    assert find_problems(document, world) == ()
-    return find_notes(document, world)
+    assert check_document(document, world).problems == ()
+    return check_document(document, world).notes
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def test_auto_is_as_if_omitted(key: str) -> None:
     auto = merge(base, nested(key, "auto"))
     assert parse_config(auto) == parse_config(omitted)
     assert parse_config(auto).model_fields_set == parse_config(omitted).model_fields_set
-    (note, *_) = find_notes(Document(auto), World(2, "--world-size"))
+    (note, *_) = check_document(Document(auto), World(2, "--world-size")).notes
     assert note.startswith(f'"auto" means omitted here: {key} ')
 
 
@@ -356,12 +356,12 @@ def test_the_maximum_of_warmup_is_named_if_deepspeeds_is_another() -> None:
 def test_a_key_in_an_extended_file_is_removed_by_null(tmp_path: Path) -> None:
     base = write(tmp_path / "base.json", small(pipeline={"stages": 2}, graph_harvesting=True))
     file = write(tmp_path / "run.json", {"extends": "base.json"})
-    found = find_problems(read_document(file, ["hybrid_engine.enabled=true"]), None)
+    found = check_document(read_document(file, ["hybrid_engine.enabled=true"])).problems
     assert f"no longer supports it; set it to null (from {base})" in found[0]
     assert found[1].endswith(f"set parallel.pipeline (from {base})")
     assert found[2].endswith("it is not for pretraining; remove it (from --set)")
     cleared = ["graph_harvesting=null", "pipeline=null"]
-    assert find_problems(read_document(file, cleared), None) == ()
+    assert check_document(read_document(file, cleared)).problems == ()
 
 
 def test_check_prints_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

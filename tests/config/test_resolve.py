@@ -9,7 +9,7 @@ from megaspeed.config.deepspeed_keys import WarmupLR
 from megaspeed.config.document import read_document
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
-from megaspeed.config.loading import find_problems, parse_config, read_config
+from megaspeed.config.loading import check_document, parse_config, read_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.planning.costs.workload import workload_of
 from tests.config.small import load, patch, small, write
@@ -160,7 +160,7 @@ def test_deepspeed_gets_only_its_own_keys() -> None:
 def test_problems_of_keys_rules_and_world_are_reported_together(tmp_path: Path) -> None:
     file = write(tmp_path / "a.json", small(zzz=1, parallel={"tensor": 5}))
     document = read_document(file, ["training.steps=0"])
-    found = find_problems(document, World(8, "SLURM_NTASKS"))
+    found = check_document(document, World(8, "SLURM_NTASKS")).problems
     assert [message.split(" ")[0] for message in found] == [
         "training.steps:",
         "zzz",
@@ -176,8 +176,8 @@ def test_problems_of_keys_rules_and_world_are_reported_together(tmp_path: Path) 
 
 def test_a_good_file_has_no_problems(tmp_path: Path) -> None:
     file = write(tmp_path / "a.json", small())
-    assert find_problems(read_document(file), None) == ()
-    assert find_problems(read_document(file), World(8, "WORLD_SIZE")) == ()
+    assert check_document(read_document(file)).problems == ()
+    assert check_document(read_document(file), World(8, "WORLD_SIZE")).problems == ()
     assert load(file, world_size=8).name == "a"
     assert read_config(file) == parse_config(small())
 

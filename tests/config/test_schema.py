@@ -12,7 +12,7 @@ from megaspeed.config.deepspeed_keys import SCHEDULER_TYPES
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.json_schema import TABLES, json_schema, json_schema_text, key_tables
 from megaspeed.config.layout import World
-from megaspeed.config.loading import find_problems, parse_config
+from megaspeed.config.loading import check_document, parse_config
 from megaspeed.config.validation import all_key_paths
 from tests.config.small import small, write
 
@@ -76,7 +76,7 @@ def test_the_documented_file_is_complete() -> None:
     assert parse_config(first).train_batch_size == 16
     for section, key in (("data", "sequence_length"), ("training", "steps")):
         without = {**first, section: {k: v for k, v in first[section].items() if k != key}}
-        assert find_problems(Document(without), None) == (
+        assert check_document(Document(without)).problems == (
             f"{section}.{key} is missing and has no default",
         )
 
@@ -84,7 +84,7 @@ def test_the_documented_file_is_complete() -> None:
 def test_the_documented_errors_are_those_of_the_documented_file(tmp_path: Path) -> None:
     _, wrong, *_ = examples()
     document = read_document(write(tmp_path / "run.json", wrong), ["parallel.tensor=2"])
-    found = find_problems(document, World(8, "--world-size"))
+    found = check_document(document, World(8, "--world-size")).problems
     block = prose().partition("    5 problems in run.json:\n")[2].partition("\n\n")[0]
     shown = [" ".join(text.split()) for text in re.split(r"^      \d\. ", block, flags=re.M)[1:]]
     assert shown == list(found)

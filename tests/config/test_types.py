@@ -9,7 +9,7 @@ import pytest
 from megaspeed.config.document import Document
 from megaspeed.config.errors import ConfigError, Problem, dotted
 from megaspeed.config.layout import World
-from megaspeed.config.loading import find_problems, parse_config
+from megaspeed.config.loading import check_document, parse_config
 from tests.config.small import only_problem, problems, small
 
 
@@ -212,7 +212,7 @@ def test_every_input_gets_only_our_own_messages() -> None:
                     continue
                 here[key] = choose.choice(_JUNK)
                 break
-        found = find_problems(Document(values), World(8, "WORLD_SIZE"))
+        found = check_document(Document(values), World(8, "WORLD_SIZE")).problems
         assert not any("pydantic" in message or "Input should" in message for message in found)
         reported += len(found)
     assert reported > 500
