@@ -8,16 +8,13 @@ from typing import Any, Literal
 
 from megaspeed.config.deepspeed_keys import (
     DecayParams,
-    OptimizerConfig,
-    SchedulerConfig,
     WarmupCosineLRParams,
     WarmupDecayLRParams,
     WarmupLRParams,
-    ZeroConfig,
 )
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import Batch, StatedBatch, World, find_grid, solve_batch, violations
-from megaspeed.config.run import Compression, ParallelConfig, RunConfig, TrainingConfig
+from megaspeed.config.run import Compression, ParallelConfig, RunConfig
 from megaspeed.topology.grid import Grid
 
 GradientReduction = Literal["per_step", "per_micro_batch"]
@@ -180,7 +177,7 @@ a node, and are little beside any model that needs a GPU."""
 
 
 def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
-    """Computes everything that depends on the processes.
+    """Compute everything that depends on the processes.
 
     Args:
         config: a config that may have "auto".
@@ -197,26 +194,18 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
     grid = find_grid(config.parallel, stated, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     assert grid is not None and batch is not None, "the rules found a grid and a batch"
-    scaling = config.training.lr_factor(batch.train_batch_size)
-    resolved = config.model_copy(
-        update={
-            "train_batch_size": batch.train_batch_size,
-            "train_micro_batch_size_per_gpu": batch.micro_batch_size,
-            "gradient_accumulation_steps": batch.gradient_accumulation_steps,
-            "parallel": config.parallel.model_copy(
-                update={
-                    "data": grid.dp,
-                    "gradient_reduction": _gradient_reduction(config),
-                    "sequence_parallel": _splits_sequence(config, world.device_type),
-                }
-            ),
-            "training": _resolve_training(config, name, batch),
-            "optimizer": _resolve_optimizer(config, scaling),
-            "scheduler": _resolve_scheduler(config, scaling),
-            "zero_optimization": _resolve_zero(config, grid.tp, world.device_type),
-        }
-    )
-    return Run(resolved, name, spare_ranks=world.size - grid.world_size)
+    keys = {
+        "train_batch_size": batch.train_batch_size,
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        "parallel.data": grid.dp,
+        "parallel.gradient_reduction": _gradient_reduction(config),
+        "parallel.sequence_parallel": _splits_sequence(config, world.device_type),
+        "training.run_dir": config.training.run_dir or default_run_dir(name),
+        **_learning_rates(config, batch.train_batch_size),
+        **_message_sizes(config, grid.tp, world.device_type),
+    }
+    return Run(config.changed(keys), name, spare_ranks=world.size - grid.world_size)
 
 
 def resolve_recorded(config: RunConfig, *, name: str, source: str, device_type: str) -> Run | None:
@@ -250,40 +239,27 @@ def _splits_sequence(config: RunConfig, device_type: str) -> bool:
     return device_type == "cuda" and tp > 1 and config.data.sequence_length % tp == 0
 
 
-def _resolve_training(config: RunConfig, name: str, batch: Batch) -> TrainingConfig:
-    """The training section with the run folder and, as the base batch, the run's own batch.
+def _learning_rates(config: RunConfig, train_batch_size: int) -> dict[str, Any]:
+    """Return the keys of the learning rate, scaled to the batch, and the length of its schedule.
 
-    Learning rates are scaled here, so loading the resolved configuration must not scale them again.
+    The base of the scaling becomes the run's own batch, so loading the resolved configuration does
+    not scale the rates again.
     """
-    update: dict[str, object] = {"run_dir": config.training.run_dir or default_run_dir(name)}
+    lr, scaling = config.optimizer.params.lr, config.training.lr_factor(train_batch_size)
+    keys: dict[str, Any] = {"optimizer.params.lr": lr * scaling}
     if config.training.lr_scaling != "none":
-        update["base_batch_size"] = batch.train_batch_size
-    return config.training.model_copy(update=update)
-
-
-def _resolve_optimizer(config: RunConfig, scaling: float) -> OptimizerConfig:
-    params = config.optimizer.params
-    scaled = params.model_copy(update={"lr": params.lr * scaling})
-    return config.optimizer.model_copy(update={"params": scaled})
-
-
-def _resolve_scheduler(config: RunConfig, scaling: float) -> SchedulerConfig | None:
-    scheduler = config.scheduler
-    if scheduler is None:
-        return None
-    update: dict[str, object] = {}
-    params = scheduler.params
+        keys["training.base_batch_size"] = train_batch_size
+    params = None if config.scheduler is None else config.scheduler.params
     if isinstance(params, WarmupLRParams):
-        highest = params.warmup_max_lr or config.optimizer.params.lr
-        update["warmup_max_lr"] = highest * scaling
-        update["warmup_min_lr"] = params.warmup_min_lr * scaling
+        keys["scheduler.params.warmup_max_lr"] = (params.warmup_max_lr or lr) * scaling
+        keys["scheduler.params.warmup_min_lr"] = params.warmup_min_lr * scaling
     if isinstance(params, DecayParams | WarmupDecayLRParams | WarmupCosineLRParams):
-        update["total_num_steps"] = params.total_num_steps or config.training.steps
-    return scheduler.model_copy(update={"params": params.model_copy(update=update)})
+        keys["scheduler.params.total_num_steps"] = params.total_num_steps or config.training.steps
+    return keys
 
 
-def _resolve_zero(config: RunConfig, tp: int, device_type: str) -> ZeroConfig:
-    """The ZeRO section with bucket sizes that follow from the size of the model.
+def _message_sizes(config: RunConfig, tp: int, device_type: str) -> dict[str, Any]:
+    """Return ZeRO's keys that follow from the size of the model, if the JSON omits them.
 
     A bucket of a small model is larger than a block, because many short messages take longer than a
     few long ones. On a CPU, the same cores compute and send, so reductions do not overlap.
@@ -292,20 +268,18 @@ def _resolve_zero(config: RunConfig, tp: int, device_type: str) -> ZeroConfig:
     for one size of model. With them, a model of a few hundred million parameters has one bucket,
     and every parameter of a small one stays gathered, so a higher stage saves nothing.
     """
-    zero, model = config.zero_optimization, config.model
+    hidden, compression = config.model.hidden_size, config.parallel.gradient_compression
     values = {
         # a block: 4 hidden_size^2 in the attention, about 8 in the feed-forward layer
-        "reduce_bucket_size": max(12 * model.hidden_size**2 // tp, SMALLEST_DEFAULT_BUCKET),
+        "reduce_bucket_size": max(12 * hidden**2 // tp, SMALLEST_DEFAULT_BUCKET),
         "stage3_prefetch_bucket_size": SMALLEST_DEFAULT_BUCKET,
         # norms and biases stay gathered
-        "stage3_param_persistence_threshold": 10 * model.hidden_size,
-        "overlap_comm": (
-            device_type == "cuda" and isinstance(config.parallel.gradient_compression, str)
-        ),
+        "stage3_param_persistence_threshold": 10 * hidden,
+        "overlap_comm": device_type == "cuda" and isinstance(compression, str),
     }
-    return zero.model_copy(
-        update={name: value for name, value in values.items() if getattr(zero, name) is None}
-    )
+    zero = config.zero_optimization
+    omitted = (name for name in values if getattr(zero, name) is None)
+    return {f"zero_optimization.{name}": values[name] for name in omitted}
 
 
 def describe_recomputation(parallel: ParallelConfig) -> str:

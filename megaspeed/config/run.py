@@ -1,7 +1,7 @@
 """One JSON file as an immutable object: DeepSpeed's keys and megaspeed's four sections."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -191,6 +191,14 @@ class TrainingConfig(Section):
         return ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
 
 
+def _with(section: Any, path: Sequence[str], value: Any) -> Any:
+    """Return a copy of a section with another value at a path of keys."""
+    name, *rest = path
+    if rest:
+        value = _with(getattr(section, name), rest, value)
+    return section.model_copy(update={name: value})
+
+
 class RunConfig(DeepSpeedKeys):
     """The complete JSON. Values that depend on the number of processes may be "auto"."""
 
@@ -204,14 +212,10 @@ class RunConfig(DeepSpeedKeys):
     """The length of the run, what it reports and what it keeps."""
 
     def changed(self, keys: Mapping[str, Any]) -> "RunConfig":
-        """A copy with other values of these dotted keys. They are not validated."""
+        """Return a copy with other values of these dotted keys. They are not validated."""
         config = self
         for key, value in keys.items():
-            section, _, name = key.rpartition(".")
-            update = {name: value}
-            if section:
-                update = {section: getattr(config, section).model_copy(update=update)}
-            config = config.model_copy(update=update)
+            config = _with(config, key.split("."), value)
         return config
 
     def compressed_from_step_1(self) -> "RunConfig":
