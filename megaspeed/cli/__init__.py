@@ -62,7 +62,7 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command, and return the exit code."""
     command = "megaspeed"
     try:
         options = parse(arguments)

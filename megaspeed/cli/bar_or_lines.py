@@ -49,7 +49,7 @@ class BarOrLines:
         self._bar.stop()
 
     def show(self, done: int, text: str) -> None:
-        """Shows that ``done`` of the total is done, and a text about it."""
+        """Show that ``done`` of the total is done, and a text about it."""
         self._bar.update(self._task, completed=done, description=text)
         now = time.monotonic()
         if not self._console.is_terminal and now - self._line_at >= self._seconds_between_lines:
@@ -58,7 +58,7 @@ class BarOrLines:
             self._console.print(share + text + self._left())
 
     def tell(self, text: str) -> None:
-        """Prints a line that stays, above the bar."""
+        """Print a line that stays, above the bar."""
         self._console.print(text)
 
     def _left(self) -> str:

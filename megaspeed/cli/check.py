@@ -16,7 +16,7 @@ from megaspeed.files.paths import folder_problem, path_problem
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = add_command(
         commands, "check", run, "find every mistake in a configuration", needs_world_size=False
     )
@@ -26,7 +26,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Reports every problem, those of the data section included, without reading the corpus."""
+    """Report every problem, those of the data section included, without reading the corpus."""
     world = None
     if options.world_size is not None:
         world = World(options.world_size, "--world-size", options.device)

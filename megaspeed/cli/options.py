@@ -124,16 +124,16 @@ def new_file(text: str) -> Path:
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Prints a line to standard output, or to standard error if it is an error message."""
+    """Print a line to standard output, or to standard error if it is an error message."""
     (sys.stderr if error else sys.stdout).write(text + "\n")
 
 
 def write_json(options: argparse.Namespace, figures: Any) -> None:
-    """Writes the figures to the file of ``--json``, if it was given."""
+    """Write the figures to the file of ``--json``, if it was given."""
     if options.json is not None:
         write_text(options.json, json.dumps(figures, indent=2) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Writes a file in UTF-8, or leaves it as it was."""
+    """Write a file in UTF-8, or leave it as it was."""
     write_file(file, lambda stream: stream.write(text.encode()))

@@ -42,7 +42,7 @@ _STARTER = "MEGASPEED_STARTER"
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command. All options but ``--world-size`` are those of the main job."""
+    """Add the command. All options but ``--world-size`` are those of the main job."""
     # The main job's own parser prints the help, too. It needs torch, so it is not used here.
     text = "start a process for each rank on this machine, and train"
     parser = commands.add_parser("train", help=text, add_help=False)
@@ -51,7 +51,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Starts the ranks. If this process is a rank already, or the only one, it trains instead."""
+    """Start the ranks. If this process is a rank already, or the only one, it trains instead."""
     arguments, ranks = options.rest, options.world_size
     try:
         launch = read_launch_environment(os.environ)
@@ -84,7 +84,7 @@ def _silence_torch() -> None:
 
 
 def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = False) -> NoReturn:
-    """Trains one rank, and ends this process.
+    """Train one rank, and end this process.
 
     Args:
         arguments: the command line of the main job; this process's own if omitted.
@@ -129,7 +129,7 @@ def _explain_memory(run: "Run", context: "ParallelContext", engine: "ZeroEngine 
 
 
 def _start(arguments: Sequence[str], ranks: int) -> int:
-    """Starts the ranks and waits for them; returns the exit code of the first that failed.
+    """Start the ranks and wait for them. Return the exit code of the first that failed.
 
     Raises:
         ConfigError: the configuration is wrong, so no rank is started.

@@ -19,7 +19,7 @@ from megaspeed.data.corpus import prepare_corpus
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = add_command(commands, "verify", run, "compare a layout with one plain process")
     parser.add_argument("--steps", type=positive, default=10, help="optimizer steps (10)")
     parser.add_argument(
@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains both, and prints their numbers side by side. The exit code is 1 if they differ."""
+    """Train both, and print their numbers side by side. The exit code is 1 if they differ."""
     # Imported here, because torch and DeepSpeed take seconds and other commands do not need them.
     from megaspeed.measurement.local_ranks import RanksFailed
     from megaspeed.measurement.verification.comparison import (

@@ -1,8 +1,8 @@
-"""Reads DeepSpeed's files as they are: separates megaspeed's keys from the others, and "auto".
+"""Read DeepSpeed's files as they are: separate megaspeed's keys from the others, and "auto".
 
-    values of the JSON -> `accept` -> values of megaspeed's keys, problems, notes
+    values of the JSON -> ``accept`` -> values of megaspeed's keys, problems, notes
 
-A note names each key that is accepted without its effect. `foreign_keys.py` lists the keys.
+A note names each key that is accepted without its effect. ``foreign_keys.py`` lists the keys.
 """
 
 import copy
@@ -42,7 +42,7 @@ class Accepted:
         values: the JSON without keys that megaspeed does not have.
         problems: one for each key that is refused.
         notes: a sentence for each group of keys that have another name or no effect.
-        auto: megaspeed's keys that are "auto", which `values` does not have.
+        auto: megaspeed's keys that are "auto", which ``values`` does not have.
     """
 
     values: dict[str, Any]
@@ -77,7 +77,7 @@ class Accepted:
 
 
 def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
-    """Separates megaspeed's keys from DeepSpeed's others.
+    """Separate megaspeed's keys from DeepSpeed's others.
 
     Args:
         values: the JSON, which is not changed.
@@ -140,7 +140,7 @@ def _acts(tree: Mapping[str, Any], path: KeyPath) -> bool:
 
 
 def _rename(tree: dict[str, Any]) -> tuple[list[str], list[Problem]]:
-    """Gives old names in `tree` their new ones. Returns notes and problems."""
+    """Give old names in ``tree`` their new ones. Return notes and problems."""
     notes: list[str] = []
     problems: list[Problem] = []
     zero = tree.get("zero_optimization")
@@ -177,7 +177,7 @@ def _agree(stated: Any, value: Any) -> bool:
 
 
 def _report_to(tree: dict[str, Any]) -> list[str]:
-    """Replaces DeepSpeed's sections of services by `training.report_to`. Returns notes."""
+    """Replace DeepSpeed's sections of services by ``training.report_to``. Return notes."""
     notes = []
     for service in SERVICES:
         training = tree.get("training")
@@ -267,7 +267,7 @@ def _at(tree: Any, path: KeyPath, absent: Any = None) -> Any:
 
 
 def _without_emptied(tree: Mapping[str, Any], paths: Collection[KeyPath]) -> dict[str, Any]:
-    """`without`, and without the objects that have no other keys, because they state nothing."""
+    """As ``without``, and without the objects that have no other keys, which state nothing."""
     kept = without(tree, paths)
     parents = {path[:length] for path in paths for length in range(1, len(path))}
     for parent in sorted(parents, key=len, reverse=True):

@@ -1,6 +1,6 @@
 """DeepSpeed's own keys, at the top level of the JSON, each with DeepSpeed's meaning.
 
-These are the keys of DeepSpeed 0.19.8 that work here. `foreign_keys.py` has the others.
+These are the keys of DeepSpeed 0.19.8 that work here. ``foreign_keys.py`` has the others.
 """
 
 from typing import Annotated, Any, Literal
@@ -11,7 +11,7 @@ from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_BATCH, Elemen
 
 
 def _no_boolean(value: Any) -> Any:
-    """Refuses true, which Python treats as equal to 1 in a list of allowed numbers."""
+    """Refuse true, which Python treats as equal to 1 in a list of allowed numbers."""
     if isinstance(value, bool):
         raise ValueError("a whole number")
     return value
@@ -24,7 +24,7 @@ class OffloadConfig(Section):
     """none: keep it on the accelerator; cpu: keep it in host memory."""
     pin_memory: bool = True
     """Use page-locked host memory, so that transfers have full speed. Turn it off only if the limit
-    of `ulimit -l` is too low."""
+    of ``ulimit -l`` is too low."""
 
 
 class ZeroConfig(Section):

@@ -1,4 +1,4 @@
-"""Reads config files strictly, and merges a file, what it extends and the overrides into one tree.
+"""Read config files strictly, and merge a file, what it extends and the overrides into one tree.
 
 Syntax errors have a line and a column, and duplicate keys are errors. (Python's own reader keeps
 the last of two equal keys without a warning, and accepts NaN.)
@@ -40,7 +40,7 @@ class Document:
     Attributes:
         values: the merged JSON.
         problems: what is wrong with the files and the overrides.
-        origins: where each value comes from: a path, `--set`, or "" for the config file itself.
+        origins: where each value comes from: a path, ``--set``, or "" for the config file itself.
         is_complete: False if a file could not be read. Then missing keys are no mistake.
     """
 
@@ -51,7 +51,7 @@ class Document:
 
 
 def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
-    """Reads a config file and all files that it extends, and applies the overrides."""
+    """Read a config file and all files that it extends, and apply the overrides."""
     problems: list[Problem] = []
     trees: list[tuple[str, dict[str, Any]]] = []  # each with its origin; a later one is extended
     files: list[Path] = []
@@ -90,7 +90,7 @@ def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
 
 
 def add_config_options(parser: ArgumentParser) -> None:
-    """Adds `--config` and `--set`, as `options.config` and `options.overrides`."""
+    """Add ``--config`` and ``--set``, as ``options.config`` and ``options.overrides``."""
     parser.add_argument("--config", required=True, type=path_argument, help="the run's JSON file")
     parser.add_argument(
         "--set",
@@ -104,7 +104,7 @@ def add_config_options(parser: ArgumentParser) -> None:
 
 
 def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `patch` applied as a JSON Merge Patch (RFC 7396); neither is changed.
+    """``base`` with ``patch`` applied as a JSON Merge Patch (RFC 7396); neither is changed.
 
     Objects are merged key by key, other values are replaced, and null removes an inherited key:
 
@@ -126,10 +126,10 @@ def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[dict[str, Any], list[Problem]]:
-    """Converts `a.b=value` to `{"a": {"b": value}}`.
+    """Convert ``a.b=value`` to ``{"a": {"b": value}}``.
 
-    The value is JSON (`2`, `true`, `[0.9, 0.95]`, `{"stage": 3}`). If it is not JSON, it is a
-    string (`runs/first`). A string that would be read as JSON needs quotes: `'"16"'`.
+    The value is JSON (``2``, ``true``, ``[0.9, 0.95]``, ``{"stage": 3}``). If it is not JSON, it is
+    a string (``runs/first``). A string that would be read as JSON needs quotes: ``'"16"'``.
     """
     path, equals, value_text = text.partition("=")
     keys = path.split(".")
@@ -185,7 +185,7 @@ def _read_values(file: Path, extended_by: Sequence[Path]) -> tuple[dict[str, Any
 
 
 def _problem_of_extends(extended: Any) -> str | None:
-    """Why the value of `extends` cannot be used; None if it is a path or omitted."""
+    """Why the value of ``extends`` cannot be used; None if it is a path or omitted."""
     if extended is None:
         return None
     wrong = path_problem(extended) if isinstance(extended, str) else "wanted the path of one file"
@@ -213,7 +213,7 @@ class _Pairs(list[tuple[str, Any]]):
 
 
 def parse_json(text: str, *, allow_nan: bool = False) -> tuple[Any, list[Problem]]:
-    """Reads JSON, with Python's NaN and Infinity if they are allowed, and finds duplicate keys.
+    """Read JSON, with Python's NaN and Infinity if they are allowed, and find duplicate keys.
 
     Returns:
         The value, with the last of equal keys, and a problem for each duplicate.
@@ -241,7 +241,7 @@ def parse_json(text: str, *, allow_nan: bool = False) -> tuple[Any, list[Problem
 
 
 def read_json_object(path: Path, **options: bool) -> tuple[dict[str, Any], list[Problem]]:
-    """Reads a file that contains one JSON object, as `parse_json` does.
+    """Read a file that contains one JSON object, as ``parse_json`` does.
 
     Raises:
         JsonSyntaxError: it cannot be read, is not JSON or is not an object.
@@ -266,7 +266,7 @@ def read_json_object(path: Path, **options: bool) -> tuple[dict[str, Any], list[
 
 
 def describe_value(value: Any) -> str:
-    """A JSON value and its type, such as `"16" (a string)`, for error messages."""
+    """A JSON value and its type, such as ``"16" (a string)``, for error messages."""
     text = json.dumps(value, default=str)
     shown = text if len(text) <= 60 else text[:57] + "..."
     return f"{shown} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
@@ -277,7 +277,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _with_dicts(value: Any, path: KeyPath, duplicates: list[KeyPath]) -> Any:
-    """`value` with a dict for each object. Adds the path of each duplicate key to `duplicates`."""
+    """Return ``value`` with a dict for each object, and collect the paths of ``duplicates``."""
     if isinstance(value, list) and len(path) >= _DEEPEST:
         raise JsonSyntaxError(_TOO_DEEP)
     if isinstance(value, _Pairs):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 KeyPath = tuple[str | int, ...]
-"""The path of a value in the JSON: ("data", "train", 0) is the first source in `data.train`."""
+"""The path of a value in the JSON: ("data", "train", 0) is the first source in ``data.train``."""
 
 MOST_LISTED = 20
 """How many problems a message lists. It only counts the others."""
@@ -64,7 +64,7 @@ class ConfigError(ValueError):
 
 
 def shortened(sentences: Iterable[str], most: int) -> list[str]:
-    """The first `most` sentences, and the number of the others.
+    """The first ``most`` sentences, and the number of the others.
 
     >>> shortened(["one", "two", "three"], 1)
     ['one', 'and 2 more']

@@ -1,4 +1,4 @@
-"""The families of models. To add one, define its `Family` and name it in `FAMILIES`.
+"""The families of models. To add one, define its ``Family`` and name it in ``FAMILIES``.
 
 Models of Llama's families rotate dim i of a head together with dim i + K/2, as our model does, so
 the rows of a head keep their order.
@@ -28,12 +28,12 @@ def _keys(**defaults: Any) -> dict[str, Key]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A value of `model.architecture`.
+    """A value of ``model.architecture``.
 
     Attributes:
-        features: fields of the `model` section that the family sets unless the JSON states them.
+        features: fields of the ``model`` section that the family sets unless the JSON states them.
         class_name: transformers' class with the language-modelling head.
-        keys: field of the `model` section -> the key of the config.json.
+        keys: field of the ``model`` section -> the key of the config.json.
         fixed: other keys of the config.json -> the values that our model supports; the first is
             transformers' default.
         other_names: second names of keys that transformers accepts.

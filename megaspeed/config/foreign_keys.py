@@ -5,7 +5,7 @@
     REFUSED       a key that would change what is trained, or that asks for what megaspeed does not
                   do; accepted if its value switches it off
 
-`deepspeed_keys.py` has the keys of DeepSpeed 0.19.8 that work, `acceptance.py` reads a file.
+``deepspeed_keys.py`` has the keys of DeepSpeed 0.19.8 that work, ``acceptance.py`` reads a file.
 """
 
 from collections.abc import Mapping
@@ -220,4 +220,4 @@ DISABLED_BY_DEFAULT = (
     *("amp", "nebula", "eigenvalue", "elasticity", "curriculum_learning", "progressive_layer_drop"),
     *("data_efficiency", "torch_autocast", "hybrid_engine", "comet", "expert_parallel"),
 )
-"""Sections of DeepSpeed whose `enabled` is false if it is omitted."""
+"""Sections of DeepSpeed whose ``enabled`` is false if it is omitted."""

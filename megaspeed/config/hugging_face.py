@@ -1,13 +1,13 @@
-"""Converts Hugging Face's `config.json` to fields of the `model` section, and back.
+"""Convert Hugging Face's ``config.json`` to fields of the ``model`` section, and back.
 
     {"from_hf": "gpt2-dir", "num_hidden_layers": 6}   ->   every field of the file, with 6 layers
 
-`families.py` has the tables: which of their keys are our fields, and which must have a certain
+``families.py`` has the tables: which of their keys are our fields, and which must have a certain
 value because our model supports only that one. If a file omits a key, transformers' default is
 used, which sometimes differs from ours. A key in no table is ignored, because it changes nothing in
 transformers' model of the family. Files of other models, such as the draft heads of speculative
 decoding, may state one of our families, too. They are refused because of their class, or because
-of a key in `other_families.py`.
+of a key in ``other_families.py``.
 
 Files write rotary positions in three ways:
 
@@ -49,7 +49,7 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 class Filled(NamedTuple):
-    """A config after `from_hf` was replaced. If there are problems, no field came from the file."""
+    """A config without ``from_hf``. If there are problems, no field came from the file."""
 
     values: dict[str, Any]
     origins: dict[KeyPath, str]  # the file, for each field that came from it
@@ -57,7 +57,7 @@ class Filled(NamedTuple):
 
 
 def fill_from_hugging_face(values: Mapping[str, Any]) -> Filled:
-    """Replaces `model.from_hf` by the fields of the file that `model` does not state."""
+    """Replace ``model.from_hf`` by the fields of the file that ``model`` does not state."""
     section = values.get("model")
     if not isinstance(section, dict) or not isinstance(section.get("from_hf"), str):
         return Filled(dict(values), {}, [])
@@ -81,7 +81,7 @@ def fill_from_hugging_face(values: Mapping[str, Any]) -> Filled:
 
 
 def read_model_section(place: str) -> dict[str, Any]:
-    """The fields of `model` from a config.json, named by its folder or its path.
+    """The fields of ``model`` from a config.json, named by its folder or its path.
 
     Raises:
         ConfigError: it cannot be read, or describes a model that our model does not support.
@@ -116,7 +116,7 @@ def read_keys(place: str) -> dict[str, Any]:
 
 
 def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of `model` that a config.json states.
+    """The fields of ``model`` that a config.json states.
 
     Returns:
         The fields, without those that are derived from others; and a sentence for each setting that
@@ -146,7 +146,7 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def family_of(keys: Mapping[str, Any]) -> str | None:
     """The family of a config.json. None if it is not one of ours, or not known.
 
-    Old files of GPT-2 have no `model_type`. Then the class counts, or GPT-2's own keys.
+    Old files of GPT-2 have no ``model_type``. Then the class counts, or GPT-2's own keys.
     """
     stated = keys.get("model_type")
     if stated is not None:
@@ -190,7 +190,7 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _config_file(place: str) -> Path:
-    """The config.json of a folder; `place` itself if it is a file."""
+    """The config.json of a folder; ``place`` itself if it is a file."""
     path = expand_home(place)
     return path / CONFIG_FILE if os.path.isdir(path) else path
 
@@ -198,7 +198,7 @@ def _config_file(place: str) -> Path:
 def _with_first_names(
     keys: Mapping[str, Any], other_names: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Renames second names of keys, because transformers accepts two names for some keys."""
+    """Rename second names of keys, because transformers accepts two names for some keys."""
     renamed, problems = dict(keys), []
     for other, name in other_names.items():
         if other in renamed and renamed.setdefault(name, renamed[other]) != renamed[other]:
@@ -212,7 +212,7 @@ def _with_first_names(
 def _other_classes(keys: Mapping[str, Any], family: Family) -> list[str]:
     """The classes that a file names for its model, without those that have the family's blocks.
 
-    A class in `auto_map` counts by its name: transformers uses its own class of that name.
+    A class in ``auto_map`` counts by its name: transformers uses its own class of that name.
     """
     architectures, code = keys.get("architectures") or [], keys.get("auto_map") or {}
     if not isinstance(architectures, list) or not isinstance(code, dict):
@@ -302,7 +302,7 @@ def _rotary_problems(keys: Mapping[str, Any], family: Family) -> Iterator[str]:
 
 
 def _rotary_fields(keys: Mapping[str, Any], positions: Any) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of a file without `_rotary_problems`."""
+    """``rope_theta`` and ``rope_scaling`` of a file without ``_rotary_problems``."""
     _, stated = _rotary_parameters(keys)
     fields = {"rope_theta": stated.get("rope_theta", keys.get("rope_theta", 10_000.0))}
     if _rotary_type(stated) == "llama3":

@@ -111,12 +111,12 @@ def _meanings(section: type[Section]) -> dict[str, str]:
         for field, text in pairwise(tree.body):
             match field, text:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(meaning))):
-                    found[name] = " ".join(meaning.split())
+                    found[name] = " ".join(meaning.split()).replace("``", "`")
     return found
 
 
 def _simplify(field: dict[str, Any]) -> None:
-    """Removes titles, because editors show the key, and defaults of null, which mean "omitted"."""
+    """Remove titles, because editors show the key, and defaults of null, which mean "omitted"."""
     field.pop("title", None)
     if field.get("default", ...) is None:
         field.pop("default", None)

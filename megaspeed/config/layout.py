@@ -8,9 +8,9 @@
 
     train_batch_size = micro-batch x gradient_accumulation_steps x data
 
-`train_batch_size` and one other number give the third, so that changing the degrees never changes
-the batch of a step. As in DeepSpeed, accumulation steps are 1 if the other numbers do not determine
-them.
+``train_batch_size`` and one other number give the third, so that changing the degrees never
+changes the batch of a step. As in DeepSpeed, accumulation steps are 1 if the other numbers do not
+determine them.
 """
 
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ class StatedBatch:
 
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""The keys of a `StatedBatch`, in its order."""
+"""The keys of a ``StatedBatch``, in its order."""
 
 _UNDETERMINED = (
     "the batch is not determined: write train_batch_size; the other two numbers follow from it, "
@@ -117,10 +117,10 @@ def solve_batch(stated: StatedBatch, dp: int) -> Batch | None:
 
 
 def explain_batch(stated: StatedBatch, dp: int, equation: str) -> str:
-    """Why `solve_batch` returns None: the equation with its numbers, and the nearest valid ones.
+    """Why ``solve_batch`` returns None: the equation with its numbers, and the nearest valid ones.
 
     Args:
-        stated: a batch for which `solve_batch` returned None.
+        stated: a batch for which ``solve_batch`` returned None.
         dp: the data-parallel degree.
         equation: how dp is computed.
     """

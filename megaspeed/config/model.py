@@ -1,4 +1,4 @@
-"""The `model` section: the shape of the GPT, in Hugging Face's field names."""
+"""The ``model`` section: the shape of the GPT, in Hugging Face's field names."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from megaspeed.config.section import (
 PRESETS: Mapping[str, Mapping[str, Any]] = json.loads(
     files("megaspeed.config").joinpath("presets.json").read_text(encoding="utf-8")
 )
-"""Name -> fields of a public model's shape, from its published `config.json` or its paper:
+"""Name -> fields of a public model's shape, from its published ``config.json`` or its paper:
 
     gpt3-175b    Brown et al. 2020, "Language Models are Few-Shot Learners", Table 2.1
     mt-nlg-530b  Smith et al. 2022, "Using DeepSpeed and Megatron to Train Megatron-Turing NLG
@@ -136,7 +136,7 @@ class ModelConfig(Section):
     """Standard deviation of initial weights."""
 
     def attends_without_mask(self, device_type: str, element_bytes: int) -> bool:
-        """Whether attention within documents or a window needs no mask (`model/documents.py`).
+        """Whether attention within documents or a window needs no mask (``model/documents.py``).
 
         Attention with dropout uses no fused kernel, so it needs a mask. torch's FlashAttention for
         CPUs supports no window. Its FlashAttention for GPUs supports 16-bit numbers, and head sizes
@@ -155,7 +155,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, given: Any) -> Any:
-        """Adds the fields of the preset and of the family. Runs before the fields are checked."""
+        """Add the fields of the preset and of the family. Runs before the fields are checked."""
         if not isinstance(given, dict):
             return given
         preset = given.get("preset")
@@ -174,7 +174,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fill_in_heads(self) -> Self:
-        """Runs last, so that `model_fields_set` contains head_dim only if the JSON states it."""
+        """Run last, so that ``model_fields_set`` contains head_dim only if the JSON states it."""
         head_dim = max(1, self.hidden_size // self.num_attention_heads)
         computed = {"num_key_value_heads": self.num_attention_heads, "head_dim": head_dim}
         for name in computed.keys() - self.model_fields_set:

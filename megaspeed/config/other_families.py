@@ -49,7 +49,7 @@ _LACKED = (
 
 
 def lacked_features(keys: Mapping[str, Any]) -> dict[str, str | None]:
-    """Feature -> the key of a config.json that states it; None if its `model_type` does.
+    """Feature -> the key of a config.json that states it; None if its ``model_type`` does.
 
     A key that is null, false, 0, 1 or empty states no feature.
     """

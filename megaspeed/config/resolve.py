@@ -1,4 +1,4 @@
-"""Resolves a config for a number of processes: replaces "auto" and computes all derived numbers."""
+"""Resolve a config for a number of processes: replace "auto" and compute all derived numbers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,9 +31,10 @@ _PATHS = {
 class Run:
     """A run on a number of processes.
 
-    `config` is resolved: it states the data degree, all batch keys, the gradient reduction, whether
-    the sequence is split, the run folder, ZeRO's bucket sizes, whether reductions overlap, and the
-    scheduler's numbers. Learning rates are scaled.
+    ``config`` is resolved: it states the data degree, all batch keys, the gradient reduction,
+    whether the sequence is split, the run folder, ZeRO's bucket sizes, whether reductions overlap,
+    and the scheduler's numbers. Learning rates are scaled. What else the engine and the predictions
+    need follows from it, by the properties below.
     """
 
     config: RunConfig
@@ -48,7 +49,7 @@ class Run:
         return self.config.to_json()
 
     def common_json(self) -> dict[str, Any]:
-        """`as_json` without paths, which may differ between the nodes of a run."""
+        """``as_json`` without paths, which may differ between the nodes of a run."""
         values = self.as_json()
         for section, keys in _PATHS.items():
             for key in keys:

@@ -1,8 +1,8 @@
 """Rules that several keys must satisfy together.
 
-A rule is a generator function that yields a message for each violation. `layout.py` has those that
-depend on the processes. In a config with mistakes, the keys that are wrong themselves are absent,
-and a rule that reads one of them is skipped.
+A rule is a generator function that yields a message for each violation. ``layout.py`` has those
+that depend on the processes. In a config with mistakes, the keys that are wrong themselves are
+absent, and a rule that reads one of them is skipped.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -73,8 +73,8 @@ class ParallelConfig(Section):
     backward gathers some inputs again while it computes. If true, data.sequence_length must be
     divisible by tensor. auto: true on CUDA if it is divisible, otherwise false."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Order of forwards and backwards in the pipeline. 1f1b keeps at most `pipeline` micro-batches
-    in memory, gpipe all of them."""
+    """Order of forwards and backwards in the pipeline. 1f1b keeps at most ``pipeline``
+    micro-batches in memory, gpipe all of them."""
     gradient_reduction: Literal["auto", "per_step", "per_micro_batch"] = "auto"
     """When gradients are reduced over dp: once a step (least traffic) or after every micro-batch
     (least memory). auto: per_step for ZeRO 0 and 1, and for gradient_compression int8 or powersgd;
@@ -183,7 +183,7 @@ class TrainingConfig(Section):
         return device_type == "cuda" if self.compile == "auto" else self.compile
 
     def lr_factor(self, train_batch_size: int) -> float:
-        """The factor by which `lr_scaling` multiplies every learning rate in the JSON."""
+        """The factor by which ``lr_scaling`` multiplies every learning rate in the JSON."""
         if self.lr_scaling == "none":
             return 1.0
         assert self.base_batch_size is not None, "a rule checked that the base is stated"
@@ -231,7 +231,7 @@ class RunConfig(DeepSpeedKeys):
         return self.model_dump(mode="json", exclude_none=True)
 
     def deepspeed_json(self) -> dict[str, Any]:
-        """DeepSpeed's keys alone, as JSON values for its `initialize`; null values are omitted."""
+        """Return DeepSpeed's keys alone, as JSON values for its ``initialize``, without null."""
         return self.model_dump(
             mode="json", exclude_none=True, include=set(DeepSpeedKeys.model_fields)
         )

@@ -10,8 +10,8 @@ from megaspeed.files.paths import path_problem
 class Section(BaseModel):
     """One object of the JSON: immutable, without unknown keys.
 
-    `strict` means that "16" is not 16 and that true is not 1. Fields with tuples set
-    `strict=False`, because JSON has lists and no tuples.
+    ``strict`` means that "16" is not 16 and that true is not 1. Fields with tuples set
+    ``strict=False``, because JSON has lists and no tuples.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""Converts pydantic's errors about single keys to messages, with the nearest known keys."""
+"""Convert pydantic's errors about single keys to messages, with the nearest known keys."""
 
 import difflib
 import re
@@ -87,7 +87,7 @@ def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
     problem. Errors that follow from another error are omitted.
 
     Args:
-        error: the error of `RunConfig.model_validate`.
+        error: the error of ``RunConfig.model_validate``.
         values: the JSON that it checked.
     """
     by_path: dict[KeyPath, list[ErrorDetails]] = defaultdict(list)
@@ -215,7 +215,7 @@ def _is_number(text: str) -> bool:
 def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
     """The problem of an unknown key, with the nearest known key or the list of known keys.
 
-    If `siblings` is empty, the message has neither.
+    If ``siblings`` is empty, the message has neither.
     """
     name = dotted(path)
     if not siblings:
@@ -241,7 +241,7 @@ def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
 
 
 def keys_at(path: KeyPath) -> list[str]:
-    """The known keys of the section at `path`; those of all types, if it has several."""
+    """The known keys of the section at ``path``; those of all types, if it has several."""
     section = dotted(tuple(part for part in path if isinstance(part, str)))
     found = (key.rpartition(".") for key in all_key_paths())
     return sorted(name for parent, _, name in found if parent == section)
@@ -277,7 +277,7 @@ def _key_paths(model: type[BaseModel], path: KeyPath) -> Iterator[str]:
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a field may hold: `X`, `X | None`, `Annotated[X | Y, ...]`."""
+    """The sections that a field may hold: ``X``, ``X | None``, ``Annotated[X | Y, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
