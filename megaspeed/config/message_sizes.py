@@ -28,9 +28,10 @@ def aligned_elements(elements: int, element_bytes: int) -> int:
 def buckets(run: Run, sizes: Sequence[int], head: int | None = None) -> list[range]:
     """Return the parameters of an optimizer group that are reduced together, in backward order.
 
-    Each bucket has at most ``reduce_bucket_size`` elements, or one parameter. The head's weight has
-    a bucket of its own if the complete gradient is not kept: until it is reduced, its gradient then
-    has another dtype than the others.
+    Each bucket has at most ``reduce_bucket_size`` elements, or one parameter. At ZeRO-3 the part of
+    a rank has at most ``sub_group_size`` elements. Otherwise DeepSpeed would split the bucket. If
+    the complete gradient is not kept, the head's weight has a bucket of its own: until it is
+    reduced, its gradient has another dtype than the others.
 
     Args:
         run: the resolved run.
@@ -40,9 +41,10 @@ def buckets(run: Run, sizes: Sequence[int], head: int | None = None) -> list[ran
     Returns:
         Ranges of indices into ``sizes``.
     """
-    return _neighbours(
-        sizes, _bucket_elements(run), alone=None if run.keeps_complete_gradients else head
-    )
+    most = _bucket_elements(run)
+    if run.zero_stage == 3:
+        most = min(most, run.grid.dp * run.config.zero_optimization.sub_group_size)
+    return _neighbours(sizes, most, alone=None if run.keeps_complete_gradients else head)
 
 
 def columns_sent_together(run: Run, rows: int, block: int) -> int:

@@ -138,12 +138,6 @@ class Run:
         return several and not self.keeps_complete_gradients
 
     @property
-    def has_bucket_groups(self) -> bool:
-        """Whether each bucket of gradients is a parameter group of the optimizer (``zero.build``),
-        except for compressed gradients."""
-        return self.zero_stage in (1, 2) and self.grid.dp > 1
-
-    @property
     def scatters_reductions(self) -> bool:
         """Whether a rank receives only its part of the reduced gradients."""
         zero = self.config.zero_optimization

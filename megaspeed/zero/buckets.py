@@ -6,8 +6,8 @@
     ZeRO 1, 2      flat, with padding       a reduce-scatter: rank r owns the r-th of dp equal parts
     ZeRO 3         (dp, elements / dp)      a reduce-scatter: row r is the part of rank r
 
-A bucket is a list of consecutive parameters with at most ``reduce_bucket_size`` elements, or one
-larger parameter. At ZeRO-1 and 2 it is a parameter group of the optimizer (``build``).
+A bucket is a parameter group of the optimizer (``build``): consecutive parameters with at most
+``reduce_bucket_size`` elements, or one larger parameter.
 
 Each bucket is one collective, in place. gloo's reduce-scatter (torch 2.13) copies the bucket and
 all-reduces the copy, which sends twice as many bytes. So over gloo, the ranks exchange parts, and
@@ -17,6 +17,7 @@ each rank adds up what it has received.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,34 +30,34 @@ from megaspeed.model.gpt import DTYPES
 from megaspeed.topology.context import ParallelContext
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The flat gradient of a parameter group of the optimizer (ZeRO-3: of a sub-group)."""
+@dataclass(kw_only=True, eq=False)
+class Bucket:
+    """The gradients of a parameter group of the optimizer, which are reduced together.
+
+    They are one flat tensor with the layout of DeepSpeed's master weights:
+
+        ZeRO 0         [ a | b | c | padding ]    every rank owns everything
+        ZeRO 1, 2      [ a | b | c | padding ]    rank r owns the r-th of dp equal parts
+        ZeRO 3         [ a_r | b_r | c_r ]        rank r owns the r-th of dp equal parts of a, b, c
+    """
 
     parameters: Sequence[Any]  # in the order of the flat tensor; with DeepSpeed's attributes
-    starts: Sequence[int]  # where each parameter begins in the complete gradient
-    ends: Sequence[int]
-    complete: Tensor | None  # None if only the partition is kept
+    sizes: Sequence[int]  # elements of each parameter; at ZeRO-3 with padding
+    complete: Tensor | None  # the sum of this rank's gradients; None if only the partition is kept
     own: Tensor  # this rank's partition
+    total: Tensor | None = None  # packed sum over the micro-batches; None if each one is reduced
     is_compressed: bool = False  # if so, ``own`` does not share memory with ``complete``
     # What was not sent, without loss scale, with the layout of ``complete``. None without feedback.
     feedback: Tensor | None = None
-
-
-@dataclass
-class Bucket:
-    """Consecutive parameters of a group, which are reduced together."""
-
-    group: Group
-    parameters: Sequence[Any]
-    start: int  # where the first parameter begins in the complete gradient
-    end: int  # where the last parameter ends
-    shape: tuple[int, ...]  # of packed gradients: flat; ZeRO-3: a row for each rank
-    total: Tensor | None  # sum over the micro-batches, packed; None if each of them is reduced
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # not reduced yet
     missing: set[nn.Parameter] = field(default_factory=set)  # not computed yet in this backward
     is_due: bool = True  # whether it is reduced in this backward
     is_filled: bool = False  # whether the partition contains gradients of this step
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each parameter begins in the complete gradient."""
+        return [end - size for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,6 @@ class _Message:
     sent: Tensor  # must not be freed before the work has ended
     parts: Tensor | None  # over gloo: this rank's part of every rank's gradients, a row each
     received: Tensor  # this rank's part of the sum, a view of ``sent``
-    start: int  # of ``received`` in this rank's partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,6 @@ class Rules:
 
     parts: int  # of the flat gradient; each data rank owns one, at ZeRO-0 all own everything
     is_stage3: bool
-    has_bucket_groups: bool  # whether a bucket is a parameter group of the optimizer
     is_complete: bool  # whether a complete gradient is accumulated
     is_offloaded: bool  # whether the partition is in host memory
     dtype: torch.dtype
@@ -101,7 +100,6 @@ class Rules:
         return cls(
             parts=1 if run.zero_stage == 0 else dp,
             is_stage3=is_stage3,
-            has_bucket_groups=run.has_bucket_groups,
             is_complete=is_complete,
             is_offloaded=run.config.zero_optimization.offloads_optimizer,
             dtype=DTYPES[run.accumulation_dtype],
@@ -160,17 +158,23 @@ class Reducer:
                 message.work.wait()
             if message.parts is not None:
                 torch.sum(message.parts, 0, out=message.received)
-            is_copied = self._rules.sends_copies or message.bucket.group.is_compressed
+            is_copied = self._rules.sends_copies or message.bucket.is_compressed
             if is_copied or self._rules.is_offloaded:
                 self._add(message)
         self._in_flight.clear()
 
+    def shape_of(self, bucket: Bucket) -> tuple[int, ...]:
+        """Return the shape of packed gradients: flat, or at ZeRO-3 a row for each rank."""
+        own = bucket.own.numel()
+        return (self._dp, own) if self._rules.is_stage3 else (self._rules.parts * own,)
+
     def pack(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         """Remove the gradients of one micro-batch from the bucket, and return them in its shape."""
+        shape = self.shape_of(bucket)
         gradients = [bucket.gradients.pop(parameter) for parameter in bucket.parameters]
-        if len(gradients) == 1 and gradients[0].numel() == math.prod(bucket.shape):
-            return gradients[0].to(dtype).reshape(bucket.shape)
-        packed = torch.empty(bucket.shape, dtype=dtype, device=self._device)
+        if len(gradients) == 1 and gradients[0].numel() == math.prod(shape):
+            return gradients[0].to(dtype).reshape(shape)
+        packed = torch.empty(shape, dtype=dtype, device=self._device)
         flat = [gradient.reshape(-1) for gradient in gradients]
         if self._rules.is_stage3:
             torch._chunk_cat(flat, 0, self._dp, out=packed)
@@ -183,16 +187,16 @@ class Reducer:
 
     def _packed(self, bucket: Bucket) -> Tensor:
         """The bucket's gradients: flat, or at ZeRO-3 (dp, elements / dp), one row for each rank."""
-        complete = bucket.group.complete
+        complete = bucket.complete
         if complete is not None and not self._rules.is_stage3:
-            return complete[bucket.start : bucket.end].to(self._rules.sent_dtype)
+            return complete[: math.prod(self.shape_of(bucket))].to(self._rules.sent_dtype)
         if bucket.total is not None:
             return bucket.total.to(self._rules.sent_dtype)
         if complete is None:
             return self.pack(bucket, self._rules.sent_dtype)
-        packed = torch.empty(bucket.shape, dtype=self._rules.sent_dtype, device=self._device)
-        sizes = [self._dp * parameter.partition_numel() for parameter in bucket.parameters]
-        parts = complete[bucket.start : bucket.end].split(sizes)
+        shape, dtype = self.shape_of(bucket), self._rules.sent_dtype
+        packed = torch.empty(shape, dtype=dtype, device=self._device)
+        parts = complete.split(bucket.sizes)
         torch.cat([part.view(self._dp, -1) for part in parts], dim=1, out=packed)
         return packed
 
@@ -208,13 +212,13 @@ class Reducer:
         elif self._dp > 1:
             sent = packed.view(-1)
             work = comm.reduce_scatter_fn(received, sent, group=self._axis, async_op=True)
-        return _Message(bucket, work, packed, parts, received, bucket.start // self._rules.parts)
+        return _Message(bucket, work, packed, parts, received)
 
     def _add(self, message: _Message) -> None:
         received = message.received
         if self._rules.averages_later and self._rules.is_offloaded:
             received = received / self._dp  # not on the host, which would wait for the copy
-        own = message.bucket.group.own.narrow(0, message.start, received.numel())
+        own = message.bucket.own
         if message.bucket.is_filled and own.device != received.device:
             # The device adds, so the host does not wait for it.
             received = received.to(own.dtype) + own.to(received.device, non_blocking=True)

@@ -249,21 +249,27 @@ def _in_groups_of_their_own(
 def _in_buckets(
     run: Run, groups: list[dict[str, Any]], model: GPT, compressed: Set[int]
 ) -> list[dict[str, Any]]:
-    """ZeRO-1 and 2: put each bucket of gradients into a group of its own.
+    """Put each bucket of gradients into a group of its own. Compressed gradients stay together.
 
-    DeepSpeed divides every group into dp equal parts. So a rank owns a row of each bucket, and one
-    reduce-scatter sums a bucket for all its owners. If a bucket were a part of a group, it would be
-    a part of one or a few rows, and each owner would need a message of its own.
+    At ZeRO-1 and 2, DeepSpeed divides every group into dp equal parts. So a rank owns a row of each
+    bucket, and one reduce-scatter sums a bucket for all its owners. If a bucket were a part of a
+    group, it would be a part of one or a few rows, and each owner would need a message of its own.
     """
-    if not run.has_bucket_groups:
+    if run.grid.dp == 1:
         return groups
+
+    def elements(parameter: Any) -> int:
+        if run.zero_stage == 3:
+            return run.grid.dp * int(parameter.partition_numel())
+        return int(parameter.numel())
+
     weight = None if model.head is None else model.head.output.weight
     split = []
     for group in groups:
         members, together = group["params"], [range(len(group["params"]))]
         if id(members[0]) not in compressed:
             head = next((i for i, p in enumerate(members) if p is weight), None)
-            together = buckets(run, [parameter.numel() for parameter in members], head)
+            together = buckets(run, list(map(elements, members)), head)
         split += [{**group, "params": members[one.start : one.stop]} for one in together]
     return split
 

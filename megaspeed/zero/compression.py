@@ -36,7 +36,7 @@ from megaspeed.config.message_sizes import buckets, columns_sent_together
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Int8Compression, PowerSgdCompression
 from megaspeed.topology.context import ParallelContext
-from megaspeed.zero.buckets import Group, shape_of
+from megaspeed.zero.buckets import Bucket, shape_of
 
 _LEVELS = 127
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -47,13 +47,13 @@ much smaller numbers are 0 in fp32."""
 
 
 class Compressor(Protocol):
-    """Reduces the compressed groups over the data axis."""
+    """Reduces the compressed buckets over the data axis."""
 
     def is_due(self, step: int) -> bool:
         """Whether step ``step``, counted from 1 without skipped steps, is compressed."""
 
-    def reduce(self, groups: Sequence[Group]) -> None:
-        """Write the mean to each group's ``own``, and leave in ``complete`` what was not sent."""
+    def reduce(self, compressed: Sequence[Bucket]) -> None:
+        """Write the mean to each bucket's ``own``, and leave in ``complete`` what was not sent."""
 
     def keep(self) -> None:
         """Use the state of this step in the next one. Called after a step that was not skipped."""
@@ -65,10 +65,10 @@ class Compressor(Protocol):
         """(parameter, state of the method for it), equal on all data ranks."""
 
 
-def make_compressor(run: Run, context: ParallelContext, groups: Sequence[Group]) -> Compressor:
-    """The compressor of ``groups``, for a run that compresses."""
+def make_compressor(run: Run, context: ParallelContext, compressed: Sequence[Bucket]) -> Compressor:
+    """The compressor of these buckets, for a run that compresses."""
     if isinstance(run.compression, PowerSgdCompression):
-        return PowerSgd(run, context, groups)
+        return PowerSgd(run, context, compressed)
     return Int8(run, context)
 
 
@@ -135,26 +135,25 @@ class Int8:
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         return iter(())
 
-    def reduce(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            for rows, own in self._parts(group):
+    def reduce(self, compressed: Sequence[Bucket]) -> None:
+        for bucket in compressed:
+            for rows, own in self._parts(bucket):
                 self._reduce(rows, own)
 
-    def _parts(self, group: Group) -> Iterator[tuple[list[Tensor], Tensor]]:
+    def _parts(self, bucket: Bucket) -> Iterator[tuple[list[Tensor], Tensor]]:
         """(columns of the complete gradient, (dp, width) each; their place in the partition)."""
-        assert group.complete is not None
+        assert bucket.complete is not None
         if self._stage == 3:
-            sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
-            for members in buckets(self._run, sizes):
-                start, end = group.starts[members.start], group.ends[members.stop - 1]
-                parameters = group.complete[start:end].split(sizes[members.start : members.stop])
-                rows = [parameter.view(self._dp, -1) for parameter in parameters]
-                yield rows, group.own[start // self._dp : end // self._dp]
+            parts = [part.view(self._dp, -1) for part in bucket.complete.split(bucket.sizes)]
+            for members in buckets(self._run, bucket.sizes):
+                rows = parts[members.start : members.stop]
+                start = bucket.starts[members.start] // self._dp
+                yield rows, bucket.own.narrow(0, start, sum(row.shape[1] for row in rows))
             return
-        matrix = group.complete.view(self._dp, -1)
+        matrix = bucket.complete.view(self._dp, -1)
         columns = matrix.shape[1]
         # At ZeRO-0 the partition is complete, and its memory also has the padding after it.
-        own = group.own if self._stage else group.own.as_strided(matrix.shape, (columns, 1))
+        own = bucket.own if self._stage else bucket.own.as_strided(matrix.shape, (columns, 1))
         width = columns_sent_together(self._run, self._dp, self._block)
         for start in range(0, columns, width):
             yield [matrix[:, start : start + width]], own[..., start : start + width]
@@ -211,15 +210,15 @@ class _Batch:
         return flat.as_strided(size, step, flat.storage_offset() + self.starts[0])
 
 
-def batches_of(group: Group) -> list[_Batch]:
-    """All matrices of a group, in few batches.
+def batches_of(bucket: Bucket) -> list[_Batch]:
+    """All matrices of a bucket, in few batches.
 
     Blocks of the model have equal matrices at equal distances, so the number of batches does not
     depend on the number of blocks.
     """
     batches: list[_Batch] = []
     latest: dict[tuple[int, int], _Batch] = {}
-    for parameter, start in zip(group.parameters, group.starts, strict=True):
+    for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
         rows, columns = shape_of(parameter)
         batch = latest.get((rows, columns))
         if batch is None or not batch.continues(start):
@@ -254,15 +253,15 @@ class PowerSgd:
     Args:
         run: a run that compresses with PowerSGD.
         context: this rank's groups.
-        groups: the compressed groups.
+        compressed: the compressed buckets.
     """
 
-    def __init__(self, run: Run, context: ParallelContext, groups: Sequence[Group]) -> None:
+    def __init__(self, run: Run, context: ParallelContext, compressed: Sequence[Bucket]) -> None:
         assert isinstance(run.compression, PowerSgdCompression)
         self._compression, self._rank_of = run.compression, run.compression.rank
         self._axis, self._dp, self._own = context.dp_group, context.dp_size, context.dp_rank
         self._stage, self._device = run.zero_stage, context.device
-        self._batches = [batches_of(group) for group in groups]
+        self._batches = [batches_of(bucket) for bucket in compressed]
         elements = sum(self._sizes(1))
         # The same on every data rank. Computed on the host, so that all devices have the same.
         generator = torch.Generator().manual_seed(run.config.training.seed)
@@ -283,10 +282,10 @@ class PowerSgd:
         for batch, right in zip(self._all_batches(), self._parts(self._right, 1), strict=True):
             yield from zip(batch.parameters, right, strict=True)
 
-    def reduce(self, groups: Sequence[Group]) -> None:
+    def reduce(self, compressed: Sequence[Bucket]) -> None:
         sums = [
-            batch.of(_complete(group))
-            for group, batches in zip(groups, self._batches, strict=True)
+            batch.of(_complete(bucket))
+            for bucket, batches in zip(compressed, self._batches, strict=True)
             for batch in batches
         ]
         left = torch.empty(sum(self._sizes(0)), device=self._device)
@@ -307,20 +306,20 @@ class PowerSgd:
         dist.all_reduce(self._next, group=self._axis)
         self._next /= self._dp
         products = zip(lefts, rights, strict=True)
-        for group, batches in zip(groups, self._batches, strict=True):
-            mean = group.own if self._stage == 0 else torch.zeros_like(_complete(group))
+        for bucket, batches in zip(compressed, self._batches, strict=True):
+            mean = bucket.own if self._stage == 0 else torch.zeros_like(_complete(bucket))
             for batch, (p, q) in zip(batches, products, strict=False):
                 torch.bmm(p, q.mT, out=batch.of(mean))
             if self._compression.error_feedback:
-                _complete(group)[: mean.numel()] -= mean
+                _complete(bucket)[: mean.numel()] -= mean
             if self._stage > 0:
-                group.own.copy_(self._partition(group, mean), non_blocking=True)
+                bucket.own.copy_(self._partition(bucket, mean), non_blocking=True)
 
-    def _partition(self, group: Group, mean: Tensor) -> Tensor:
+    def _partition(self, bucket: Bucket, mean: Tensor) -> Tensor:
         if self._stage < 3:
             return mean.view(self._dp, -1)[self._own]
-        sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
-        return torch.cat([part.view(self._dp, -1)[self._own] for part in mean.split(sizes)])
+        parts = mean.split(bucket.sizes)
+        return torch.cat([part.view(self._dp, -1)[self._own] for part in parts])
 
     def _all_batches(self) -> Iterator[_Batch]:
         return itertools.chain.from_iterable(self._batches)
@@ -339,6 +338,6 @@ class PowerSgd:
         ]
 
 
-def _complete(group: Group) -> Tensor:
-    assert group.complete is not None, "compression needs the complete gradient"
-    return group.complete
+def _complete(bucket: Bucket) -> Tensor:
+    assert bucket.complete is not None, "compression needs the complete gradient"
+    return bucket.complete

@@ -21,17 +21,11 @@ the previous step has not sent. What this step does not send stays in ``complete
     feedback --x loss scale--> complete --autograd adds, reduce--> what was not sent --> feedback
                                                    \-> partition: the mean
 
-The gradient of an optimizer group is one flat tensor with the layout of DeepSpeed's master weights:
-
-    ZeRO 0, 1, 2   [ a | b | c | padding ]    rank r owns the r-th of dp equal parts; ZeRO-0: all
-    ZeRO 3         [ a_r | b_r | c_r ]        rank r owns the r-th of dp equal parts of a, b, c
-
 This replaces the hooks and buckets of DeepSpeed 0.19.8. They run Python code for each parameter in
 every backward and in the step, copy each gradient several times, and expect every forward to be
 followed by its backward, which is not so in a pipeline.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,10 +35,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 from torch import Tensor, nn
 
-from megaspeed.config.message_sizes import buckets
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
-from megaspeed.zero.buckets import Bucket, Group, Reducer, Rules, shape_of
+from megaspeed.zero.buckets import Bucket, Reducer, Rules, shape_of
 from megaspeed.zero.compression import Compressor, make_compressor
 from megaspeed.zero.model_states import (
     GradientFragment,
@@ -91,12 +84,13 @@ class Gradients:
         self._head_weight = head_weight
         self._keeps_error = run.compression is not None and run.compression.error_feedback
         self._compressed_parameters = {id(parameter) for parameter in compressed}
-        self._groups = [
-            self._make_group(index) for index in range(len(master_partitions(optimizer)))
+        self._buckets = [
+            self._make_bucket(index) for index in range(len(master_partitions(optimizer)))
         ]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         members = {id(parameter) for parameter in partial}
-        self._partial = [group for group in self._groups if id(group.parameters[0]) in members]
-        self._compressed = [group for group in self._groups if group.is_compressed]
+        self._partial = [bucket for bucket in self._buckets if id(bucket.parameters[0]) in members]
+        self._compressed = [bucket for bucket in self._buckets if bucket.is_compressed]
         self._compressor: Compressor | None = None
         if self._compressed:
             self._compressor = make_compressor(run, context, self._compressed)
@@ -104,10 +98,6 @@ class Gradients:
         self._loss_scale = 1.0  # of this step
         self.steps_taken = 0
         """Optimizer steps that were not skipped."""
-        self._buckets = [
-            bucket for group in self._groups for bucket in self._make_buckets(group, run)
-        ]
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._sums = dict(self._sums_of_parameters()) if self._rules.is_complete else {}
         if self._rules.overlaps or not self._rules.autograd_adds:
             for parameter in self._bucket_of:
@@ -116,31 +106,25 @@ class Gradients:
         self._is_first = True
         self._sends_in_backward = False
         fragments = [
-            (held.group, GradientFragment(held.parameter, held.start, self._values_of(held)))
+            (held.bucket, GradientFragment(held.parameter, held.start, self._values_of(held)))
             for held in held_ranges(optimizer)
         ]
         self.fragments = tuple(fragment for _, fragment in fragments)
         """Views of this rank's reduced gradients, without padding."""
         self._partitions = [
-            [group.own]
+            [bucket.own]
             if self._rules.is_stage3
-            else GradPartitionBufferGroup([f.values for g, f in fragments if g == index], group.own)
-            for index, group in enumerate(self._groups)
+            else GradPartitionBufferGroup([f.values for b, f in fragments if b == at], bucket.own)
+            for at, bucket in enumerate(self._buckets)
         ]
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that hold gradients between two micro-batches."""
-        for group in self._groups:
-            yield group.own
-            if group.complete is not None:
-                yield group.complete
-            if group.feedback is not None:
-                yield group.feedback
+        for bucket in self._buckets:
+            held = (bucket.own, bucket.complete, bucket.feedback, bucket.total)
+            yield from (tensor for tensor in held if tensor is not None)
         if self._compressor is not None:
             yield from self._compressor.tensors()
-        for bucket in self._buckets:
-            if bucket.total is not None:
-                yield bucket.total
 
     def begin_forward(self) -> None:
         """Called before each forward that is followed by a backward."""
@@ -188,21 +172,21 @@ class Gradients:
                 and (self._dp > 1 or self._rules.is_offloaded)
             ):
                 for bucket in self._buckets:
-                    if not (self._compresses and bucket.group.is_compressed):
+                    if not (self._compresses and bucket.is_compressed):
                         self._reducer.send(bucket)
             self._reducer.receive()
             if self._compresses and self._compressor is not None:
                 self._compressor.reduce(self._compressed)
             if self._rules.averages_later and not self._rules.is_offloaded:
-                sums = [g for g in self._groups if not (self._compresses and g.is_compressed)]
+                sums = [b for b in self._buckets if not (self._compresses and b.is_compressed)]
                 if sums:
-                    torch._foreach_div_([group.own for group in sums], self._dp)
+                    torch._foreach_div_([bucket.own for bucket in sums], self._dp)
         with self._timeline.part("tensor"):
-            for group in self._partial:
-                total = group.own.to(self._device)
+            for bucket in self._partial:
+                total = bucket.own.to(self._device)
                 comm.all_reduce(total, group=self._tensor_axis)
                 if self._rules.is_offloaded:
-                    group.own.copy_(total, non_blocking=True)
+                    bucket.own.copy_(total, non_blocking=True)
         if self._rules.is_offloaded and not get_accelerator().is_synchronized_device():
             get_accelerator().current_stream().synchronize()  # the host reads the partition
         self._is_first = True
@@ -221,107 +205,85 @@ class Gradients:
         if self._compresses:
             assert self._compressor is not None
             self._compressor.keep()
-        for group in self._compressed:
-            if group.feedback is None or group.complete is None:
+        for bucket in self._compressed:
+            if bucket.feedback is None or bucket.complete is None:
                 continue
             if self._compresses:
-                torch.div(group.complete, self._loss_scale, out=group.feedback)
+                torch.div(bucket.complete, self._loss_scale, out=bucket.feedback)
             else:
-                group.feedback.zero_()  # it was a part of the sum, which was sent completely
+                bucket.feedback.zero_()  # it was a part of the sum, which was sent completely
 
     def feedback(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """(parameter, flat view of the part of its gradient that this rank has not sent yet)."""
-        for group in self._compressed:
-            if group.feedback is not None:
-                for parameter, start in zip(group.parameters, group.starts, strict=True):
-                    yield parameter, group.feedback.narrow(0, start, shape_of(parameter).numel())
+        for bucket in self._compressed:
+            if bucket.feedback is not None:
+                for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
+                    yield parameter, bucket.feedback.narrow(0, start, shape_of(parameter).numel())
 
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """PowerSGD's Q (columns, rank) of each compressed parameter, equal on all data ranks."""
         return iter(()) if self._compressor is None else self._compressor.factors()
 
-    def _make_group(self, index: int) -> Group:
-        master = master_partitions(self._optimizer)[index]
+    def _make_bucket(self, index: int) -> Bucket:
+        rules, master = self._rules, master_partitions(self._optimizer)[index]
         part = master.numel()
-        if self._rules.is_stage3:
+        if rules.is_stage3:
             parameters = self._optimizer.fp16_groups[index]
-            ends = list(itertools.accumulate(self._dp * p.partition_numel() for p in parameters))
-            starts = [0, *ends[:-1]]
+            sizes = [self._dp * parameter.partition_numel() for parameter in parameters]
         else:
             parameters = self._optimizer.round_robin_bit16_groups[index]
-            starts = self._optimizer.round_robin_bit16_offsets[index]
-            ends = [start + p.numel() for start, p in zip(starts, parameters, strict=True)]
-
+            sizes = [parameter.numel() for parameter in parameters]
         is_compressed = id(parameters[0]) in self._compressed_parameters
-        elements = self._rules.parts * part
+        elements = rules.parts * part
         if is_compressed:  # equal parts for all data ranks at ZeRO-0, too
             elements = -(-elements // self._dp) * self._dp
-        complete = self._zeros(elements) if self._rules.is_complete else None
-        if self._rules.is_offloaded:
+        complete = self._zeros(elements) if rules.is_complete else None
+        if rules.is_offloaded:
             assert master.grad is not None, "DeepSpeed allocates it in host memory"
             own = master.grad.view(-1)
         elif is_compressed:
-            own = self._zeros(elements // self._rules.parts)[:part]
-        elif complete is not None and (self._rules.parts == 1 or not self._rules.is_stage3):
+            own = self._zeros(elements // rules.parts)[:part]
+        elif complete is not None and (rules.parts == 1 or not rules.is_stage3):
             own = complete.narrow(0, self._reducer.own_part * part, part)
         else:
             own = self._zeros(part)
         keeps_error = is_compressed and self._keeps_error
-        return Group(
+        bucket = Bucket(
             parameters=parameters,
-            starts=starts,
-            ends=ends,
+            sizes=sizes,
             complete=complete,
             own=own,
             is_compressed=is_compressed,
             feedback=self._zeros(elements) if keeps_error else None,
         )
-
-    def _make_buckets(self, group: Group, run: Run) -> Iterator[Bucket]:
-        # Without a copy, everything is sent together.
-        members_of_buckets = [range(len(group.parameters))]
-        is_split = self._rules.sends_copies or self._rules.overlaps
-        if is_split and not self._rules.has_bucket_groups:
-            sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
-            of_head = (i for i, p in enumerate(group.parameters) if p is self._head_weight)
-            members_of_buckets = buckets(run, sizes, next(of_head, None))
-        for members in members_of_buckets:
-            parameters = group.parameters[members.start : members.stop]
-            start, end = group.starts[members.start], group.ends[members.stop - 1]
-            if self._rules.has_bucket_groups:
-                end = self._rules.parts * group.own.numel()  # with the padding
-            elements = end - start
-            shape = (self._dp, elements // self._dp) if self._rules.is_stage3 else (elements,)
-            total = None
-            if self._rules.sums_vectors and all(len(shape_of(p)) == 1 for p in parameters):
-                total = self._zeros(shape)
-            yield Bucket(group, parameters, start, end, shape, total)
+        if rules.sums_vectors and all(len(shape_of(p)) == 1 for p in parameters):
+            bucket.total = self._zeros(self._reducer.shape_of(bucket))
+        return bucket
 
     def _zeros(self, shape: int | Sequence[int]) -> Tensor:
         return torch.zeros(shape, dtype=self._rules.dtype, device=self._device)
 
     def _values_of(self, held: HeldRange) -> Tensor:
-        return self._groups[held.group].own.narrow(0, held.offset, held.length)
+        return self._buckets[held.bucket].own.narrow(0, held.offset, held.length)
 
     def _sums_of_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter's place in the complete gradient, with the shape of the parameter."""
-        for group in self._groups:
-            assert group.complete is not None
-            for parameter, start in zip(group.parameters, group.starts, strict=True):
+        for bucket in self._buckets:
+            assert bucket.complete is not None
+            for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
                 shape = shape_of(parameter)
-                yield parameter, group.complete[start : start + shape.numel()].view(shape)
+                yield parameter, bucket.complete[start : start + shape.numel()].view(shape)
 
     def _begin_step(self) -> None:
         self._is_first = False
         self._loss_scale = float(self._optimizer.loss_scale)
         if self._compressor is not None:
             self._compresses = self._compressor.is_due(self.steps_taken + 1)
-        for group in self._groups:
-            if group.feedback is not None:
-                torch.mul(group.feedback, self._loss_scale, out=group.complete)
-            elif group.complete is not None:
-                group.complete.zero_()
         for bucket in self._buckets:
+            if bucket.feedback is not None:
+                torch.mul(bucket.feedback, self._loss_scale, out=bucket.complete)
+            elif bucket.complete is not None:
+                bucket.complete.zero_()
             bucket.is_filled = False
             if bucket.total is not None:
                 bucket.total.zero_()

@@ -40,7 +40,7 @@ class HeldRange:
 
     parameter: nn.Parameter
     start: int  # first element of the part in the flat local tensor of the parameter
-    group: int  # index of the flat partition: one for each parameter group (ZeRO-3: sub-group)
+    bucket: int  # index of the flat partition: one for each parameter group of the optimizer
     offset: int  # first element of the part in that partition
     length: int  # elements without padding; may be 0 at stage 3
 
@@ -59,24 +59,24 @@ def held_ranges(optimizer: Any) -> Iterator[HeldRange]:
 
 
 def _flat_partition_ranges(optimizer: Any) -> Iterator[HeldRange]:
-    for group, parameters in enumerate(optimizer.params_in_partition):
-        size = optimizer.single_partition_of_fp32_groups[group].numel()
-        rank = dist.get_rank(optimizer.real_dp_process_group[group])
+    for bucket, parameters in enumerate(optimizer.params_in_partition):
+        size = optimizer.single_partition_of_fp32_groups[bucket].numel()
+        rank = dist.get_rank(optimizer.real_dp_process_group[bucket])
         for parameter in parameters:
             key = optimizer.get_param_id(parameter)
-            start = int(optimizer.grad_start_offset[group][rank][key])
-            offset = int(optimizer.grad_partition_insertion_offset[group][rank][key])
+            start = int(optimizer.grad_start_offset[bucket][rank][key])
+            offset = int(optimizer.grad_partition_insertion_offset[bucket][rank][key])
             length = min(parameter.numel() - start, size - offset)
-            yield HeldRange(parameter, start, group, offset, length)
+            yield HeldRange(parameter, start, bucket, offset, length)
 
 
 def _stage3_ranges(optimizer: Any) -> Iterator[HeldRange]:
     for parameters in optimizer.fp16_groups:
         for parameter in parameters:
-            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            bucket, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = optimizer._get_param_partition_rank(parameter) * parameter.partition_numel()
             length = max(0, min(parameter.partition_numel(), parameter.ds_numel - start))
-            yield HeldRange(parameter, start, int(group), int(offset), length)
+            yield HeldRange(parameter, start, int(bucket), int(offset), length)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def state_fragments(optimizer: Any) -> Iterator[StateFragment]:
     """This rank's optimizer state without padding. Moments that do not exist yet are zeros."""
     masters = master_partitions(optimizer)
     for held in held_ranges(optimizer):
-        master = masters[held.group]
+        master = masters[held.bucket]
         moments = _moments(optimizer.optimizer, master)
         flat = (master.data, moments["exp_avg"], moments["exp_avg_sq"])
         views = [tensor.view(-1).narrow(0, held.offset, held.length) for tensor in flat]
@@ -120,7 +120,7 @@ def load_state(optimizer: Any, steps_taken: int) -> None:
 
 
 def master_partitions(optimizer: Any) -> list[Tensor]:
-    """The flat master weights of each parameter group (ZeRO-3: sub-group)."""
+    """The flat master weights of each parameter group (a sub-group of DeepSpeed's at ZeRO-3)."""
     if partitions_parameters(optimizer):
         return list(optimizer.fp32_partitioned_groups_flat)
     return list(optimizer.single_partition_of_fp32_groups)

@@ -14,7 +14,7 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.verify import gather_gradients, gather_weights
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.zero.buckets import Group
+from megaspeed.zero.buckets import Bucket
 from megaspeed.zero.compression import (
     batches_of,
     make_compressor,
@@ -89,26 +89,25 @@ def means_of(
     whole = math.ceil(sum(sizes) / (2 * dp)) * 2 * dp if stage < 3 else sum(sizes)
     own = whole if stage == 0 else whole // dp
     with ParallelContext.create(run.grid, launch, timeout_seconds=60) as context:
-        group = Group(
+        bucket = Bucket(
             parameters=parameters,
-            starts=starts,
-            ends=[start + size for start, size in zip(starts, sizes, strict=True)],
+            sizes=sizes,
             complete=torch.zeros(whole),
             own=torch.zeros(own),
             is_compressed=True,
         )
-        assert group.complete is not None
-        compressor = make_compressor(run, context, [group])
+        assert bucket.complete is not None
+        compressor = make_compressor(run, context, [bucket])
         received = []
         for step in range(steps):
             if not run.compression or not run.compression.error_feedback:
-                group.complete.zero_()
+                bucket.complete.zero_()
             flat = gradient(step, context.dp_rank)
             for start, part in zip(starts, flat.split([math.prod(s) for s in SHAPES]), strict=True):
-                group.complete[start : start + part.numel()] += part
-            compressor.reduce([group])
+                bucket.complete[start : start + part.numel()] += part
+            compressor.reduce([bucket])
             compressor.keep()
-            received.append(group.own.clone())
+            received.append(bucket.own.clone())
         return received
 
 
@@ -208,12 +207,9 @@ class Poisoned:
 def test_matrices_at_equal_distances_are_one_batch() -> None:
     shapes = [(9, 4), (6, 4), (4, 4), (6, 4), (4, 4), (6, 4), (4, 4), (4, 4)]
     sizes = [math.prod(shape) for shape in shapes]
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
     flat = torch.arange(float(sum(sizes)))
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-    group = Group(parameters=parameters, starts=starts, ends=ends, complete=flat, own=flat)
-    batches = batches_of(group)
+    batches = batches_of(Bucket(parameters=parameters, sizes=sizes, complete=flat, own=flat))
     assert [(b.shape, len(b.parameters)) for b in batches] == [
         ((9, 4), 1),
         ((6, 4), 3),
@@ -221,8 +217,8 @@ def test_matrices_at_equal_distances_are_one_batch() -> None:
         ((4, 4), 1),  # its distance is another one
     ]
     seen = {id(p): m for b in batches for p, m in zip(b.parameters, b.of(flat), strict=True)}
-    for parameter, start, end in zip(parameters, starts, ends, strict=True):
-        assert torch.equal(seen[id(parameter)].reshape(-1), flat[start:end])
+    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+        assert torch.equal(seen[id(parameter)].reshape(-1), part)
 
 
 @pytest.mark.parametrize("rank_of_matrix", [0, 1, 2, 4])

@@ -182,28 +182,29 @@ def elements_of(parameters: Iterable[LocalParameter]) -> int:
     return sum(parameter.elements for parameter in parameters)
 
 
-def flat_groups(
+def flat_buckets(
     run: Run, parameters: Sequence[LocalParameter]
 ) -> list[tuple[Sequence[LocalParameter], int]]:
-    """ZeRO-0 to 2: the parameters of each flat tensor, and its number of elements.
+    """The parameters of each bucket of gradients, and the elements of its flat tensor.
 
-    The elements are padded to a multiple of 2 x dp, and a rank's partition is 1/dp of them. At
-    ZeRO-0 each rank owns everything, as with dp 1. At ZeRO-1 and 2, each bucket of gradients is a
-    flat tensor, unless they are compressed.
+    At ZeRO-0 to 2 the elements are padded to a multiple of 2 x dp. At ZeRO-3, each parameter is
+    padded to a multiple of dp. A rank's partition is 1/dp of them. At ZeRO-0 each rank owns
+    everything, as with dp 1. Compressed gradients of an optimizer group stay together.
     """
     multiple = _ELEMENTS_ALIGNED * _owners(run)
     flat: list[tuple[Sequence[LocalParameter], int]] = []
     for group in get_args(OptimizerGroup):
         members = [p for p in parameters if p.group == group]
-        is_split = run.has_bucket_groups and not any(p.is_compressed for p in members)
+        is_split = run.grid.dp > 1 and not any(p.is_compressed for p in members)
         for bucket in _buckets(run, parameters, members) if is_split else [members]:
-            flat.append((bucket, math.ceil(elements_of(bucket) / multiple) * multiple))
+            elements = math.ceil(elements_of(bucket) / multiple) * multiple
+            flat.append((bucket, _padded(run, bucket) if run.zero_stage == 3 else elements))
     return flat
 
 
 def flat_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
-    """ZeRO-0 to 2: elements of all flat tensors together."""
-    return sum(elements for _, elements in flat_groups(run, parameters))
+    """Elements of the flat tensors of all buckets together."""
+    return sum(elements for _, elements in flat_buckets(run, parameters))
 
 
 def _owners(run: Run) -> int:
@@ -281,7 +282,7 @@ def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
                 columns.append(sum(sizes[index] for index in bucket))
         return columns
     together = columns_sent_together(run, dp, block)
-    for _, elements in flat_groups(run, compressed):
+    for _, elements in flat_buckets(run, compressed):
         each = math.ceil(elements / dp)
         columns += [min(together, each - start) for start in range(0, each, together)]
     return columns
@@ -319,12 +320,7 @@ def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> 
 
 def _complete_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
     """Elements of the complete gradients that a rank accumulates, including padding."""
-    summed = [p for p in parameters if is_summed_over_step(run, p)]
-    if run.zero_stage == 3:
-        return _padded(run, summed)
-    if not run.keeps_complete_gradients:
-        return elements_of(summed)
-    return flat_elements(run, parameters)
+    return flat_elements(run, [p for p in parameters if is_summed_over_step(run, p)])
 
 
 def is_summed_over_step(run: Run, parameter: LocalParameter) -> bool:
@@ -343,9 +339,7 @@ def gradient_copy_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
     """
     if run.accumulation_dtype == "fp32" or run.config.zero_optimization.offloads_optimizer:
         return 0
-    if run.zero_stage == 3:
-        return _own_elements(run, parameters) * BYTES_OF["fp32"]
-    largest = max(elements for _, elements in flat_groups(run, parameters))
+    largest = max(elements for _, elements in flat_buckets(run, parameters))
     return largest // _owners(run) * BYTES_OF["fp32"]
 
 
@@ -373,9 +367,7 @@ def gradient_buckets(
     for group in get_args(OptimizerGroup):
         members = [p for p in parameters if p.group == group and not p.is_compressed]
         for own in _buckets(run, parameters, members):
-            elements = _padded(run, own)
-            if run.zero_stage < 3:
-                elements = flat_elements(run, own) if run.has_bucket_groups else elements_of(own)
+            elements = flat_elements(run, own)
             is_summed = is_summed_over_step(run, own[0])
             # The sum of norms' and biases' gradients has the layout in which it is sent.
             has_layout = not run.keeps_complete_gradients and (
@@ -399,9 +391,6 @@ def gradient_buckets(
 
 def _own_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
     """Elements of the parameters that this rank's optimizer updates, including padding."""
-    dp = run.grid.dp
-    if run.zero_stage == 3:
-        return sum(partition_elements(parameter, dp) for parameter in parameters)
     return flat_elements(run, parameters) // _owners(run)
 
 

@@ -20,7 +20,7 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from megaspeed.config.resolve import Run
@@ -32,13 +32,12 @@ from megaspeed.planning.costs.memory import (
     BYTES_OF,
     LocalParameter,
     elements_of,
+    flat_buckets,
     flat_elements,
-    flat_groups,
     gathered_elements_of_a_step,
     int8_columns,
     is_summed_over_step,
     local_parameters,
-    partition_elements,
 )
 from megaspeed.tensor_parallel.plan import key_value_replicas
 
@@ -197,10 +196,7 @@ def _partial_gradient_bytes(run: Run, pipeline_stage: int) -> int:
     """This rank's partition of the gradients of which each tensor rank computes a part."""
     partial = [p for p in local_parameters(run, pipeline_stage) if p.group == "partial"]
     dp = run.grid.dp
-    if run.zero_stage == 3:
-        elements = sum(partition_elements(parameter, dp) for parameter in partial)
-    else:
-        elements = flat_elements(run, partial) // (1 if run.zero_stage == 0 else dp)
+    elements = flat_elements(run, partial) // (1 if run.zero_stage == 0 else dp)
     # Offloaded gradients are those of the master weights.
     offloaded = run.config.zero_optimization.offloads_optimizer
     return elements * BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
@@ -243,8 +239,7 @@ def _tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
     elements = elements_of(tied)
     if tied and run.zero_stage > 0:
         dp = run.grid.dp
-        flat = flat_elements(run, tied) // dp
-        elements = min(elements, flat if run.zero_stage < 3 else -(-elements // dp))
+        elements = min(elements, flat_elements(run, tied) // dp)
     # Offloaded gradients are those of the master weights, in host memory.
     offloaded = run.config.zero_optimization.offloads_optimizer
     return elements * BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
@@ -286,15 +281,8 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host
 
 def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
     """The collectives that sum gradients, each with the bytes of its messages in one step."""
-    flat: list[tuple[Sequence[LocalParameter], int]] = [
-        ([parameter], parameter.elements) for parameter in parameters
-    ]
-    if run.has_bucket_groups:
-        flat = flat_groups(run, parameters)
-    elif run.zero_stage == 3:
-        flat = [([p], run.grid.dp * partition_elements(p, run.grid.dp)) for p in parameters]
     sent_bytes = 0
-    for (first, *_), elements in flat:
+    for (first, *_), elements in flat_buckets(run, parameters):
         times = 1 if is_summed_over_step(run, first) else run.batch.gradient_accumulation_steps
         if first.name == HEAD_WEIGHT and times > 1:
             times = math.ceil(times / _forwards_before_a_backward(run))
