@@ -156,6 +156,7 @@ class RankLog:
         # faulthandler then calls the handler that was set before. A handler is called with the
         # signal's number, so libc's _exit ends the process with 3, which is EXIT_HANG.
         assert signal.SIGQUIT == EXIT_HANG
+        faulthandler.unregister(signal.SIGQUIT)  # else it would keep the handler from before
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGQUIT, ctypes.cast(libc._exit, ctypes.c_void_p))
         self._register()

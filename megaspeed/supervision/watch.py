@@ -130,9 +130,7 @@ class Watch:
     def __enter__(self) -> Self:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # for the timer that kills this process
         self._log.handle_quit()
-        self._watchdog = Watchdog(
-            place_of(self._grid, self._rank)[1:-1], self._hang_timeout + _SECONDS_AFTER_A_HANG
-        )
+        self._watchdog = Watchdog(place_of(self._grid, self._rank)[1:-1])
         # Even if the main thread is blocked, this pipe gets the number of each signal.
         self._earlier_pipe = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         for thread in self._threads:
@@ -186,7 +184,8 @@ class Watch:
         poller.register(self._signals, select.POLLIN)
         last_poll = time.monotonic()
         while not self._closing.is_set():
-            self._watchdog.beat(str(self._activity))
+            patience = self._hang_timeout * self._activity.timeouts + _SECONDS_AFTER_A_HANG
+            self._watchdog.beat(str(self._activity), patience)
             signals = b""
             if poller.poll(_PERIOD_SECONDS * 1000):
                 signals = os.read(self._signals, 64)

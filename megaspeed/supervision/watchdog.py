@@ -1,10 +1,11 @@
 """Ends a rank in which no thread can run: a call holds Python's GIL and does not return.
 
-    rank       its watch thread writes what the rank does, each second   -> a pipe
+    rank       its watch thread writes what it does and how long that may take  -> a pipe
     watchdog   a process that runs this file and reads the pipe; it needs nothing of the rank
 
-If no line comes for some time, the watchdog sends SIGQUIT. The handler of the rank does not need
-the GIL: it writes the stacks of all threads and ends the rank (`RankLog.handle_quit`).
+The rank writes a line each second. If none comes for this time, the watchdog sends SIGQUIT. The
+handler of the rank does not need the GIL: it writes the stacks of all threads and ends the rank
+(`RankLog.handle_quit`).
 
 The time is counted in periods in which the watchdog ran and the rank was not stopped. So a run that
 was suspended (SIGSTOP, a container or a machine that sleeps) continues. The clock of
@@ -13,6 +14,7 @@ was suspended (SIGSTOP, a container or a machine that sleeps) continues. The clo
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
@@ -32,12 +34,11 @@ class Watchdog:
 
     Args:
         name: the name of this process, for the message on standard error.
-        seconds: the longest time without a line.
     """
 
-    def __init__(self, name: str, seconds: float) -> None:
+    def __init__(self, name: str) -> None:
         # In a session of its own, it gets no signals of the terminal.
-        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(seconds), name]
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), name]
         self._process = subprocess.Popen(
             command,
             bufsize=0,
@@ -49,10 +50,12 @@ class Watchdog:
         self._pipe = self._process.stdin
         os.set_blocking(self._pipe.fileno(), False)
 
-    def beat(self, doing: str) -> None:
-        """Report what this process does, and thereby that one of its threads can run."""
+    def beat(self, doing: str, seconds: float) -> None:
+        """Report what this process does, and thereby that one of its threads can run. Without
+        another report, the watchdog ends this process after ``seconds``.
+        """
         with contextlib.suppress(OSError):  # the watchdog was stopped, or has ended
-            self._pipe.write(f"{doing}\n".encode())
+            self._pipe.write(f"{seconds} {doing}\n".encode())
 
     def stop(self) -> None:
         """End the watchdog. Any thread may call this."""
@@ -64,19 +67,20 @@ class Watchdog:
             self.stop()
 
 
-def watch(process: int, limit: float, name: str) -> None:
-    """End the process if standard input gets no line for ``limit`` seconds in which it may run."""
+def watch(process: int, name: str) -> None:
+    """End the process if standard input gets no line for the time that its last line states."""
     # A scheduler may signal all processes. The rank then saves, and must be watched until it ends.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    doing, silent = "start-up", 0.0
+    limit, doing, silent = math.inf, "", 0.0
     while os.getppid() == process and silent < limit:
         if select.select([_STANDARD_INPUT], [], [], _PERIOD_SECONDS)[0]:
             text = os.read(_STANDARD_INPUT, 1 << 16)
             if not text:
                 return
-            doing, silent = text.decode(errors="replace").splitlines()[-1], 0.0
+            seconds, _, doing = text.decode(errors="replace").splitlines()[-1].partition(" ")
+            limit, silent = float(seconds), 0.0
         elif _state(process) not in ("T", "t"):  # stopped by a signal, or by a debugger
             silent += _PERIOD_SECONDS
     if os.getppid() == process:
@@ -99,4 +103,4 @@ def _state(process: int) -> str:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
+    watch(int(sys.argv[1]), sys.argv[2])

@@ -9,6 +9,7 @@ import pytest
 from deepspeed.comm.comm import comms_logger
 
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.zero import engine, workarounds
 from tests.paper_gpu.accelerator import paper_accelerator
 from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
 from tests.paper_gpu.paper_step import paper_step
@@ -86,8 +87,13 @@ def test_with_offload_the_host_waits_for_the_gradients_that_it_reads(
 
 def _reads_with_deepspeeds_overflow_check(launch: LaunchEnvironment) -> dict[str, int]:
     run = paper_run(**zero(1))
-    with paper_accelerator(), fake_rank(run, 0) as worker:
-        del worker.engine.optimizer.check_overflow  # of the instance: the class's own is back
+
+    def use_norm(optimizer: Any, norm: float) -> None:
+        workarounds.use_norm(optimizer, norm)
+        del optimizer.check_overflow  # of the instance: the class's own is back
+
+    with pytest.MonkeyPatch.context() as patch, paper_accelerator(), fake_rank(run, 0) as worker:
+        patch.setattr(engine, "use_norm", use_norm)
         worker.train_step(batches(run), 1e-3)
         with Recorder() as recorder:
             worker.train_step(batches(run), 1e-3)

@@ -143,7 +143,8 @@ def _gathered_memory_kept_for_a_stream(launch: LaunchEnvironment) -> int:
     with paper_accelerator() as accelerator, fake_rank(paper_run(**zero(3)), 0) as worker:
         worker.train_step(batches(worker.run), 1e-3)
         gathers: Any = worker.engine._gathers
-        memory = {layer._gathered.untyped_storage()._cdata for layer in gathers._orders["forward"]}
+        layers = {layer for held in gathers._holds["forward", None] for layer in held}
+        memory = {layer._gathered.untyped_storage()._cdata for layer in layers}
         return sum(storage._cdata in memory for storage, _ in accelerator.kept)
 
 

@@ -11,23 +11,24 @@ import pytest
 
 from tests.support.forked import Forked
 
-LIMIT = 3.0
+LIMIT = 3.0  # what PROGRAM states
 
-PROGRAM = f"""
-import ctypes, os, threading, time
+PROGRAM = """
+import ctypes, faulthandler, os, signal, threading, time
 from pathlib import Path
 from megaspeed.supervision.failure import RankLog
 from megaspeed.supervision.watchdog import Watchdog
 
 def beat():
     while True:
-        watchdog.beat("step 4")
+        watchdog.beat("step 4", 60 if Path("patient").exists() else 3)
         time.sleep(0.2)
 
+faulthandler.register(signal.SIGQUIT)  # as pytest and some launchers do
 with RankLog(Path(), 0) as log:
     log.handle_quit()
     log.open()
-    watchdog = Watchdog("gpu17, rank 0", {LIMIT})
+    watchdog = Watchdog("gpu17, rank 0")
     threading.Thread(target=beat, daemon=True).start()
     child = os.fork()  # it has the pipe, too
     if not child:
@@ -36,7 +37,7 @@ with RankLog(Path(), 0) as log:
     Path("started").touch()
     while not Path("end").exists():
         if Path("lock").exists():
-            ctypes.PyDLL(None).sleep(60)
+            ctypes.PyDLL(None).sleep(int(Path("lock").read_text()))
         time.sleep(0.1)
     watchdog.stop()
 """
@@ -71,13 +72,24 @@ def program(tmp_path: Path) -> Iterator[Program]:
 
 
 def test_a_call_that_holds_pythons_gil_is_ended_with_its_stacks(program: Program) -> None:
-    (program.folder / "lock").touch()
+    (program.folder / "lock").write_text("60")
     since = time.monotonic()
     assert program.wait(30) == 3
     assert LIMIT - 1 < time.monotonic() - since < LIMIT + 10
     line = program.console.read_text()
     assert line.startswith("[gpu17, rank 0, last known phase: step 4] no thread could run for 3 s")
     assert "Current thread" in program.stacks and "in beat" in program.stacks, "all threads"
+
+
+def test_a_phase_that_may_take_long_is_not_ended(program: Program) -> None:
+    """A save may hold the GIL for longer than a step."""
+    (program.folder / "patient").touch()
+    time.sleep(1)
+    (program.folder / "lock").write_text(f"{LIMIT + 3:.0f}")
+    time.sleep(LIMIT + 1)
+    (program.folder / "end").touch()
+    assert program.wait(30) == 0
+    assert program.console.read_text() == ""
 
 
 @pytest.mark.parametrize("everything", [True, False])
