@@ -273,6 +273,28 @@ def test_logits_in_chunks_change_nothing(
     assert comparison.equal, comparison.largest
 
 
+@pytest.mark.parametrize("layout", [(2, 2, 1), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_messages_of_the_default_sizes_hold_the_complete_model(
+    zero_stage: int, layout: tuple[int, int, int], pool: RankPool, references: References
+) -> None:
+    """All matrices are in one bucket and all blocks in one gather. Other tests use small ones."""
+    pp, dp, tp = layout
+    defaults = {"reduce_bucket_size": None, "stage3_prefetch_bucket_size": None}
+    run = tiny_run(
+        TEXT,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        model={"tie_word_embeddings": False},
+        parallel={"schedule": "gpipe", "gradient_reduction": "per_micro_batch"},
+        zero_optimization={"stage": zero_stage, **defaults},
+    )
+    assert run.config.zero_optimization.reduce_bucket_size == 8 << 20
+    comparison = train_and_compare(pool, references, run, FEW_STEPS)
+    assert comparison.equal, comparison.largest
+
+
 OPTIONS = [
     {"reduce_scatter": False},
     {"contiguous_gradients": False},

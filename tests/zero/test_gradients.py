@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.watched_step import WatchedZero, measure
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.zero.buckets import Bucket, Reducer
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import LEARNING_RATE, OFFLOAD, one_rank, small_run
@@ -225,3 +227,38 @@ def test_zero1_holds_one_fp32_gradient_of_every_parameter(
     )
     corpus = tiny_corpus(run, cache)
     assert max(pool.run(2, most_gradient_bytes_per_element, run, corpus)) < 1.15 * 4
+
+
+def padding_and_messages(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[bool, int, int]:
+    """(whether all of the partition is finite, elements of padding, most messages in flight)."""
+    empty, send, in_flight = torch.empty, Reducer.send, []
+
+    def counted(reducer: Reducer, bucket: Bucket) -> None:
+        send(reducer, bucket)
+        in_flight.append(len(reducer._in_flight))
+
+    with one_rank(launch, run, corpus) as rank, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(math.nan))
+        patch.setattr(Reducer, "send", counted)
+        rank.train_step(0)
+        gradients = rank.engine.gradients
+        held = sum(fragment.values.numel() for fragment in gradients.fragments)
+        own = [bucket.own for bucket in gradients._buckets]
+        padding = sum(values.numel() for values in own) - held
+        return all(bool(values.isfinite().all()) for values in own), padding, max(in_flight)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_padding_is_zero_and_one_bucket_is_exchanged_at_a_time(
+    pool: RankPool, text: Path, cache: Path, stage: int
+) -> None:
+    """Over gloo a bucket needs memory for what is exchanged. Its padding is sent, too."""
+    reduction = PER_STEP if stage == 1 else PER_MICRO_BATCH
+    run = small_run(
+        text, dp=3, zero_optimization={"stage": stage}, parallel={"gradient_reduction": reduction}
+    )
+    results = pool.run(3, padding_and_messages, run, tiny_corpus(run, cache))
+    assert all(finite for finite, *_ in results) and sum(padding for _, padding, _ in results) > 0
+    assert {messages for *_, messages in results} == {0}

@@ -1,15 +1,18 @@
 """A tied embedding exists on the first and on the last pipeline stage, and stays one weight."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.zero.reductions import add_gradients_of_other_end
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OneRank, one_rank, small_run
@@ -61,3 +64,35 @@ def test_both_copies_of_a_tied_weight_are_bitwise_equal_after_training(
         assert before is not None and on_first is not None and on_last is not None
         assert torch.equal(on_first, on_last)
         assert not torch.equal(on_first, before), "it was trained"
+
+
+def messages_of_the_exchange(launch: LaunchEnvironment) -> list[bool]:
+    """Whether each message shares its storage with the tensor whose memory it is."""
+    made: list[Tensor] = []
+    seen: list[Tensor] = []
+
+    def remembered(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any) -> Tensor:
+            made.append(make(*args))
+            return made[-1]
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", remembered(torch.cat))
+        patch.setattr(torch, "empty_like", remembered(torch.empty_like))
+        patch.setattr(dist, "P2POp", lambda kind, tensor, *rest: seen.append(tensor))
+        patch.setattr(dist, "batch_isend_irecv", lambda messages: [])
+        group: Any = None
+        own = [torch.ones(3), torch.ones(4)]
+        add_gradients_of_other_end(own, group, peer=1, device=torch.device("cpu"))
+    assert [tensor.data_ptr() for tensor in seen] == [tensor.data_ptr() for tensor in made]
+    return [
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        for one, other in zip(seen, made, strict=True)
+    ]
+
+
+def test_the_allocator_does_not_know_the_memory_of_exchanged_gradients(pool: RankPool) -> None:
+    """As for the messages of a pipeline, see ``as_message``."""
+    assert pool.run(1, messages_of_the_exchange) == [[False, False]]
