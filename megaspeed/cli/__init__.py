@@ -1,6 +1,7 @@
 """The ``megaspeed`` command. ``megaspeed --help`` lists its subcommands.
 
-Each file of this folder that has a function ``add_to`` adds one or two commands.
+The file of a command is imported when the command is called, so every command, and every rank,
+loads only what it needs. Its function ``add_to`` adds one command or two.
 Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong, 3 the run hung,
 128 + the number of the signal that stopped the command (Ctrl-C: 130).
 """
@@ -13,26 +14,9 @@ try:
     import signal
     from collections.abc import Sequence
     from contextlib import nullcontext
+    from importlib import import_module
 
     import megaspeed
-    from megaspeed.cli import (
-        bench,
-        check,
-        checkpoint,
-        compare,
-        doctor,
-        evaluate,
-        generate,
-        hugging_face,
-        plan,
-        report,
-        scaling,
-        show_batch,
-        tokenize,
-        train,
-        train_tokenizer,
-        verify,
-    )
     from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, say
     from megaspeed.config.errors import ConfigError
     from megaspeed.data.errors import DataError
@@ -41,24 +25,28 @@ except KeyboardInterrupt:  # Ctrl-C during the imports
     sys.stderr.write("megaspeed: stopped\n")
     sys.exit(130)
 
-COMMANDS = (
-    train,
-    check,
-    verify,
-    compare,
-    bench,
-    scaling,
-    report,
-    plan,
-    doctor,
-    show_batch,
-    checkpoint,
-    hugging_face,
-    generate,
-    evaluate,
-    train_tokenizer,
-    tokenize,
-)
+FILES = {
+    "train": "train",
+    "check": "check",
+    "verify": "verify",
+    "compare": "compare",
+    "bench": "bench",
+    "scaling": "scaling",
+    "report": "report",
+    "compare-runs": "report",
+    "plan": "plan",
+    "schedule": "plan",
+    "doctor": "doctor",
+    "show-batch": "show_batch",
+    "checkpoint": "checkpoint",
+    "import-hf": "hugging_face",
+    "export-hf": "hugging_face",
+    "generate": "generate",
+    "evaluate": "evaluate",
+    "train-tokenizer": "train_tokenizer",
+    "tokenize": "tokenize",
+}
+"""Command -> the file of this folder that adds it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed arguments. For ``train``, ``rest`` has those that the main job parses."""
+    """Return the parsed arguments. For ``train``, ``rest`` has those that the main job parses."""
+    words = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="megaspeed", description="3D-parallel GPT pretraining on DeepSpeed."
     )
@@ -94,9 +83,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     # The deepspeed launcher puts this option before the command. The environment has the number.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    for command in COMMANDS:
-        command.add_to(commands)
-    options, rest = parser.parse_known_args(arguments)
+    called = next((FILES[word] for word in words[:3] if word in FILES), None)
+    for file in dict.fromkeys(FILES.values()) if called is None else [called]:
+        import_module(f"megaspeed.cli.{file}").add_to(commands)
+    options, rest = parser.parse_known_args(words)
     if rest and options.command != "train":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.rest = rest

@@ -7,16 +7,16 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megaspeed.config.document import add_config_options
-from megaspeed.config.layout import World
-from megaspeed.config.resolve import Run
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
-from megaspeed.data.selection import load_run_and_data
 from megaspeed.files.durable import write_file
 from megaspeed.files.paths import path_argument
 from megaspeed.files.reading import file_problem
+
+if TYPE_CHECKING:
+    from megaspeed.config.resolve import Run
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 
@@ -53,14 +53,25 @@ def add_command(
 
 def load(
     options: argparse.Namespace, device_type: str = "cpu", world_source: str = "--world-size"
-) -> Run:
-    """The run of ``--config``, ``--set`` and ``--world-size``.
+) -> "Run":
+    """Return the run of ``--config``, ``--set`` and ``--world-size``.
 
     Raises:
         ConfigError: with every problem, those of the data section included.
     """
+    # Imported here, because a rank does not call this.
+    from megaspeed.config.layout import World
+    from megaspeed.data.selection import load_run_and_data
+
     world = World(options.world_size, world_source, device_type)
     return load_run_and_data(options.config, options.overrides, world)
+
+
+def device_type_here() -> Literal["cpu", "cuda"]:
+    """Return where a command computes: on a GPU if this machine has one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def positive(text: str) -> int:

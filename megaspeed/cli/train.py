@@ -20,19 +20,18 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, load, world_size
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, device_type_here, load, world_size
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.supervision.process_end import STOP_SIGNALS, end_with_parent, launcher_processes
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchError, read_launch_environment
 
-if TYPE_CHECKING:
-    from megaspeed.config.resolve import Run
-    from megaspeed.topology.context import ParallelContext
-    from megaspeed.zero.engine import ZeroEngine
+# torch reads it when it is imported. Without it, every rank prints dozens of lines about its
+# connection to the store when a job ends.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 _NEVER_SECONDS = 10**9
 _STOPPED = "MEGASPEED_STOPPED"
@@ -69,18 +68,10 @@ def run(options: argparse.Namespace) -> int:
     if launched or {"-h", "--help"} & set(arguments):
         return train_rank(arguments, as_command=True)
     if ranks is None:
-        _silence_torch()
         import torch
 
         ranks = max(1, torch.cuda.device_count())
     return train_rank(arguments, as_command=True) if ranks == 1 else _start(arguments, ranks)
-
-
-def _silence_torch() -> None:
-    """Call this before torch is imported. Otherwise every rank prints dozens of lines about its
-    connection to the store when a job ends.
-    """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = False) -> NoReturn:
@@ -94,7 +85,6 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
         sys.exit(128 + int(os.environ[_STOPPED]))
     if _STARTER in os.environ:
         end_with_parent(int(os.environ[_STARTER]))
-    _silence_torch()
     gc.disable()  # the objects that imports make live as long as the process
     launchers = launcher_processes()  # one that ends while torch is loaded would not be found later
     from megaspeed.supervision.process_end import end_process, keep_output_open
@@ -107,10 +97,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
         gc.freeze()
         gc.enable()
         return main(
-            arguments,
-            as_command=as_command,
-            launchers=launchers,
-            explain_memory=_explain_memory,
+            arguments, as_command=as_command, launchers=launchers, explain_memory=_explain_memory
         )
 
     keep_output_open()
@@ -121,11 +108,11 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
     end_process(code)
 
 
-def _explain_memory(run: "Run", context: "ParallelContext", engine: "ZeroEngine | None") -> str:
+def _explain_memory(*run: Any) -> str:
     # Imported here, because it is rarely needed.
     from megaspeed.measurement.watched_step import explain_out_of_memory
 
-    return explain_out_of_memory(run, context, engine)
+    return explain_out_of_memory(*run)
 
 
 def _start(arguments: Sequence[str], ranks: int) -> int:
@@ -137,16 +124,14 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     parser = argparse.ArgumentParser("megaspeed train", add_help=False)
     add_config_options(parser)
     options, _ = parser.parse_known_args(arguments, argparse.Namespace(world_size=ranks))
-    _silence_torch()
     import psutil
-    import torch
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from megaspeed.topology.process_settings import allow_open_files
 
-    run = load(options, "cuda" if torch.cuda.is_available() else "cpu")
+    run = load(options, device_type_here())
     try:
         allow_open_files(0, ranks)  # torch's launcher needs some, and shows its stack
     except TopologyError as error:

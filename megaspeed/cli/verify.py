@@ -14,7 +14,6 @@ from megaspeed.cli.options import (
     write_json,
 )
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import prepare_corpus
 
 
@@ -33,7 +32,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train both, and print their numbers side by side. The exit code is 1 if they differ."""
     # Imported here, because torch and DeepSpeed take seconds and other commands do not need them.
-    from megaspeed.measurement.local_ranks import RanksFailed
+    from megaspeed.measurement.local_ranks import RanksFailed, too_many_ranks
     from megaspeed.measurement.verification.comparison import (
         gradient_table,
         step_table,
@@ -44,9 +43,17 @@ def run(options: argparse.Namespace) -> int:
     from megaspeed.units import show
 
     run = load(options, options.device)
-    problems = _problems_on_cuda(run) if options.device == "cuda" else []
+    problems = too_many_ranks(run.grid.world_size, options.device)
+    if options.device == "cuda":
+        problems = [f"{problem}, or verify with --device cpu" for problem in problems]
+    if run.precision == "fp16" and run.config.fp16.loss_scale == 0:
+        problems.append(
+            "fp16.loss_scale must be above 0 to verify a layout, but it is 0: the loss scale is "
+            "then dynamic, and skips steps that one process does not skip; add "
+            "--set fp16.loss_scale=1024"
+        )
     if problems:
-        raise ConfigError(problems, where="verify --device cuda")
+        raise ConfigError(problems, where=f"verify --device {options.device}")
     compression = run.config.parallel.gradient_compression
     if compression != "none":
         config = run.config.changed({"parallel.gradient_compression": "none"})
@@ -69,22 +76,3 @@ def run(options: argparse.Namespace) -> int:
     show([*widened_tolerances(comparison), verdict(comparison)])
     write_json(options, comparison.as_json())
     return EXIT_DONE if comparison.equal else EXIT_FAILED
-
-
-def _problems_on_cuda(run: Run) -> list[str]:
-    import torch
-
-    problems = []
-    ranks, gpus = run.grid.world_size, torch.cuda.device_count()
-    if gpus < ranks:
-        problems.append(
-            f"{ranks} ranks need a GPU each, but this process sees {gpus}; lower --world-size, "
-            "make more visible (CUDA_VISIBLE_DEVICES), or verify this layout with --device cpu"
-        )
-    if run.precision == "fp16" and run.config.fp16.loss_scale == 0:
-        problems.append(
-            "fp16.loss_scale must be above 0 to verify a layout, but it is 0: the loss scale is "
-            "then dynamic, and skips steps that one process does not skip; add "
-            "--set fp16.loss_scale=1024"
-        )
-    return problems
