@@ -7,10 +7,7 @@ srun / mpirun ... megaspeed doctor --config F
 
 import argparse
 import os
-from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
+from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.options import (
     EXIT_DONE,
@@ -24,9 +21,12 @@ from megaspeed.cli.options import (
 from megaspeed.config.document import add_config_options
 from megaspeed.topology.launch import LaunchError, read_launch_environment
 
+if TYPE_CHECKING:
+    from megaspeed.doctor.checks import Findings
+
 
 def add_to(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     text = "check, under the run's launcher, whether the run can start here"
     parser = add_parser(commands, "doctor", run, text)
     add_config_options(parser)
@@ -36,48 +36,29 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examines all ranks. Rank 0 reports. If there are several ranks, this ends the process."""
+    """Examine all ranks. Rank 0 reports. If there are several ranks, this ends the process."""
     try:
         launch = read_launch_environment(os.environ)
     except LaunchError as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
     # Imported here: torch takes seconds to import, and other commands must not wait for it.
-    from megaspeed.doctor.checks import Messages
-    from megaspeed.doctor.diagnosis import Findings, find_problems, make_remarks
     from megaspeed.doctor.examination import examine
-    from megaspeed.doctor.report import as_json, doctor_table, problem_lines
+    from megaspeed.doctor.report import print_report
     from megaspeed.supervision.process_end import end_process
-    from megaspeed.topology.process_settings import node_address
-    from megaspeed.topology.store import GroupError, open_store
+    from megaspeed.topology.store import GroupError
 
-    def report(findings: Findings) -> int:
+    def report(findings: "Findings") -> int:
         wrong = [record.wrong_input for record in findings.answered]
         if wrong[0] is not None and all(wrong):
             say(wrong[0], error=True)
             return EXIT_WRONG_INPUT
-        problems, remarks = find_problems(findings), list(make_remarks(findings))
-        console = Console()
-        console.print(doctor_table(findings, problems))
-        lines = [
-            *(f"[red]wrong:[/red] {escape(line)}" for line in problem_lines(problems)),
-            *(f"[yellow]remark:[/yellow] {escape(remark)}" for remark in remarks),
-        ]
-        for line in lines:
-            console.print(line, highlight=False, soft_wrap=True)
-        write_json(options, as_json(findings, problems, remarks))
-        return EXIT_FAILED if problems else EXIT_DONE
+        figures = print_report(findings)
+        write_json(options, figures)
+        return EXIT_DONE if figures["fine"] else EXIT_FAILED
 
     try:
-        code = examine(
-            options.config,
-            options.overrides,
-            launch,
-            Messages(launch, open_store(launch, options.timeout)),
-            address=node_address(launch, os.environ) or "127.0.0.1",
-            seconds=options.timeout,
-            report=report,
-        )
+        code = examine(options.config, options.overrides, launch, options.timeout, report)
     except GroupError as error:
         say(str(error), error=True)
         code = EXIT_FAILED

@@ -1,262 +1,353 @@
-"""Checks between ranks over a key-value store: clocks, the shared run folder, ports.
+"""The list of checks: what was found, and what is wrong on which rank; and what works but is slow.
 
-    rank 1, 2, ...  --send("record", {...})-->  store  --gather("record")----------->  rank 0
-    rank 1, 2, ...  <--receive("token")-------  store  <--broadcast("token", ...)----  rank 0
-
-They use no collectives. A collective would wait for a missing rank, and could not name it. All
-ranks call each check; its result is on rank 0.
+Each rank is compared with the value that most ranks have. So if one rank differs, only this rank is
+reported.
 """
 
-import json
-import secrets
-import socket
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
-from datetime import timedelta
-from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
+import hashlib
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-import torch.distributed as dist
+from megaspeed.config.resolve import Run
+from megaspeed.doctor.record import Link, Record
+from megaspeed.planning.costs.traffic import axis_totals, predict_traffic
+from megaspeed.topology.store import ranks_named
+from megaspeed.units import GIB, counted, readable_memory, traffic_unit
 
-from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.process_settings import is_loopback
-from megaspeed.topology.store import GroupError
-
-Result = TypeVar("Result")
-
-_POLL_SECONDS = 0.02
-_CLOCK_ROUNDS = 5
-# A network file system may show a new file to other nodes a little later.
-_SECONDS_UNTIL_VISIBLE = 5.0
+_CLOCK_SECONDS = 1.0
+_SHARED_MEMORY_BYTES = 2**30
+_KEYS_SHOWN = 3
+_ENOUGH_GROUPS = 3
+_SLOW = 0.5
 
 
-class Messages:
-    """This rank's connection to the store of all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What rank 0 collected."""
 
-    def __init__(self, launch: LaunchEnvironment, store: dist.Store) -> None:
-        self.rank = launch.rank
-        self.world_size = launch.world_size
-        self._store = dist.PrefixStore("doctor", store)
+    records: Sequence[Record | None]  # the last record of every rank; None if there is none
+    waited_seconds: float  # how long rank 0 waited for the first records
+    run: Run | None = None  # the run of rank 0; None if its configuration is wrong
+    # The ranks that did not report the checks between ranks; None if these were not made, because
+    # an earlier step failed.
+    silent: Sequence[int] | None = None
 
-    def send(self, name: str, value: Any) -> None:
-        """Stores this rank's value. ``gather`` or ``receive("name/rank")`` reads it."""
-        self.broadcast(f"{name}/{self.rank}", value)
+    @property
+    def answered(self) -> list[Record]:
+        """The records of the ranks that answered."""
+        return [record for record in self.records if record is not None]
 
-    def broadcast(self, name: str, value: Any) -> None:
-        """Stores a value for all ranks."""
-        self._store.set(name, json.dumps(value))
+    @property
+    def nodes(self) -> dict[str, list[int]]:
+        """The ranks of each machine, by its name."""
+        ranks: dict[str, list[int]] = {}
+        for record in self.answered:
+            ranks.setdefault(self.host_of(record.rank), []).append(record.rank)
+        return ranks
 
-    def gather(self, name: str, seconds: float) -> list[Any]:
-        """The values of all ranks; None for ranks that have sent none after ``seconds``."""
-        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
-        deadline = time.monotonic() + seconds
-        while not self._store.check(keys) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        return [
-            json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys
-        ]
+    @cached_property
+    def shared_names(self) -> dict[str, int]:
+        """Host names that several machines share, and the number of these machines."""
+        machines = {(record.host, record.boot) for record in self.answered}
+        counts = Counter(host for host, _ in machines)
+        return {host: count for host, count in counts.items() if count > 1}
 
-    def receive(self, name: str, seconds: float) -> Any:
-        """Waits for a value.
+    @property
+    def clocks(self) -> dict[int, float]:
+        """First rank of a machine -> how many seconds its clock is ahead of rank 0's."""
+        return {
+            record.rank: record.clock_seconds
+            for record in self.answered
+            if record.first_of_node and record.clock_seconds is not None
+        }
 
-        Raises:
-            GroupError: it does not arrive within ``seconds``, or the store has ended.
+    @property
+    def groups(self) -> dict[str, list[Link]]:
+        """The groups of each axis, each with the figures of its slowest rank."""
+        slowest: dict[tuple[str, tuple[int, ...]], Link] = {}
+        for link in (link for record in self.answered for link in record.links):
+            group = link.axis, tuple(link.ranks)
+            known = slowest.get(group, link)
+            slowest[group] = min(known, link, key=lambda each: each.bytes_per_second)
+        axes: dict[str, list[Link]] = {}
+        for (axis, _), link in sorted(slowest.items()):
+            axes.setdefault(axis, []).append(link)
+        return axes
+
+    def host_of(self, rank: int) -> str:
+        """The machine of a rank: its host name, with its boot id if others have the same name.
+
+        "?" if the rank did not answer.
         """
-        try:
-            self._store.wait([name], timedelta(seconds=seconds))
-            return json.loads(self._store.get(name))
-        except RuntimeError as error:  # torch's DistError is one
-            raise GroupError(
-                f"rank {self.rank} waited {seconds:g} s for rank 0 ({name}), which did not answer"
-            ) from error
+        record = self.records[rank]
+        if record is None:
+            return "?"
+        is_shared = record.host in self.shared_names
+        return f"{record.host}/{record.boot[:8]}" if is_shared else record.host
+
+    def crosses_nodes(self, link: Link) -> bool:
+        """Whether the ranks of the group are on more than one machine."""
+        return len({self.host_of(rank) for rank in link.ranks}) > 1
 
 
-def call_with_timeout(seconds: float, function: Callable[[], Result]) -> Result:
-    """Calls ``function`` in another thread, because a disk or a driver may hang.
+class Check(NamedTuple):
+    """One check of all ranks."""
 
-    Raises:
-        TimeoutError: it has not returned after ``seconds``. Its thread continues in the background.
-    """
-    future: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=work, daemon=True).start()
-    return future.result(timeout=seconds)
+    name: str
+    found: str | None  # in words; None if the check was not made, "" if there is nothing to say
+    wrong: dict[int, str]  # rank -> what is wrong there
 
 
-def check_clocks(
-    messages: Messages, first_ranks: list[int], seconds: float
-) -> dict[int, float | None]:
-    """How many seconds each clock is ahead of rank 0's; None if the rank does not answer.
-
-    Clocks that differ confuse logs, network file systems and certificates.
-
-        rank 0    sent ...................... received
-        rank r          answer: its own time             offset = answer - (sent + received) / 2
-
-    The error is at most half the round trip, so the fastest of several round trips is used.
-    Only the first rank of each machine calls this. Each answer may take up to ``seconds``.
-    """
-    if messages.rank == 0:
-        return {rank: _clock_offset(messages, rank, seconds) for rank in first_ranks if rank}
-    with suppress(GroupError):
-        for number in range(_CLOCK_ROUNDS):
-            messages.receive(f"clock/{messages.rank}/{number}", seconds * len(first_ranks))
-            messages.send(f"time/{number}", time.time())
-    return {}
+def make_checks(findings: Findings) -> list[Check]:
+    """Make all checks, in the order of the report."""
+    between_ranks = (_clock, _run_folder, _ports)
+    on_each_rank = (_open_files, _shared_memory, _device)
+    checks = (_ranks, *_EQUAL, _time_limit, *between_ranks, *on_each_rank, _process_groups)
+    return [check(findings) for check in checks]
 
 
-def _clock_offset(messages: Messages, rank: int, seconds: float) -> float | None:
-    rounds = []  # (duration of the round trip, offset)
-    try:
-        for number in range(_CLOCK_ROUNDS):
-            sent = time.time()
-            messages.broadcast(f"clock/{rank}/{number}", None)
-            answer = messages.receive(f"time/{number}/{rank}", seconds)
-            received = time.time()
-            rounds.append((received - sent, answer - (sent + received) / 2))
-    except GroupError:
-        return None
-    return min(rounds)[1]
-
-
-def check_run_folder(
-    run_dir: Path, messages: Messages, seconds: float, *, token_seconds: float
-) -> dict[int, str]:
-    """What is wrong with the run folder, by rank. The check removes its own files and folders.
-
-        rank 0        writes .doctor-<random>, the token
-        every rank    reads the token, writes .doctor-<random>-<rank> and removes it
-
-    Each step may take up to ``seconds``. The other ranks wait up to ``token_seconds`` for rank 0's
-    token, because rank 0 may still be busy.
-    """
-    created: list[Path] = []
-    if messages.rank == 0:
-        name = f".doctor-{secrets.token_hex(8)}"
-        problem = _error_of(seconds, lambda: created.extend(_write_token(run_dir, name)))
-        messages.broadcast("token", {"name": name, "problem": problem})
-    try:
-        token = messages.receive("token", token_seconds)
-    except GroupError:
-        return {}
-    file = run_dir / token["name"]
-    problem = token["problem"] or _error_of(
-        seconds + _SECONDS_UNTIL_VISIBLE, lambda: _read_and_write(file, messages.rank)
+def _ranks(findings: Findings) -> Check:
+    world, records = len(findings.records), findings.answered
+    nodes = ", ".join(f"{host} ({ranks_named(ranks)})" for host, ranks in findings.nodes.items())
+    found = (
+        f"{len(records)} of {world} answered, from {records[0].launcher}, on "
+        f"{counted(len(findings.nodes), 'node')}: {nodes}"
     )
-    messages.send("folder", {"problem": problem})
-    if messages.rank != 0:
-        return {}
-    answers = messages.gather("folder", seconds + 2 * _SECONDS_UNTIL_VISIBLE)
-    no_answer = {"problem": "did not answer when it was asked for the file"}
-    problems = {rank: (answer or no_answer)["problem"] for rank, answer in enumerate(answers)}
-    _error_of(seconds, lambda: _remove(file, created))
-    return {rank: found for rank, found in problems.items() if found is not None}
+    missing = (
+        f"did not answer within {findings.waited_seconds:g} s: it is not running, or it cannot "
+        "reach MASTER_ADDR and MASTER_PORT; look for its output on its machine"
+    )
+    wrong = {rank: missing for rank, record in enumerate(findings.records) if record is None}
+    for record in records:
+        if record.world_size != world:
+            wrong[record.rank] = f"has world size {record.world_size}, but rank 0 has {world}"
+    return Check("ranks", found, wrong)
 
 
-def _write_token(run_dir: Path, name: str) -> list[Path]:
-    """Writes the token. Returns the folders that had to be created, the innermost first."""
-    folders = (run_dir.absolute(), *run_dir.absolute().parents)
-    missing = [folder for folder in folders if not folder.exists()]
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / name).write_text(name)
-    return missing
+def _versions(findings: Findings) -> Check:
+    common, wrong = _compare(findings, lambda record: record.versions)
+    return Check(
+        "versions", ", ".join(f"{name} {number}" for name, number in common.items()), wrong
+    )
 
 
-def _read_and_write(token: Path, rank: int) -> None:
-    deadline = time.monotonic() + _SECONDS_UNTIL_VISIBLE
-    while not token.exists():
-        if time.monotonic() > deadline:
-            raise OSError(f"{token} of rank 0 is not visible here: the folder is not shared")
-        time.sleep(_POLL_SECONDS)
-    if token.read_text() != token.name:
-        raise OSError(f"{token} does not contain what rank 0 wrote there")
-    own = token.with_name(f"{token.name}-{rank}")
-    own.touch()
-    own.unlink()
+def _configuration(findings: Findings) -> Check:
+    run, found = findings.run, None
+    common, wrong = _compare(findings, lambda record: record.settings)
+    if run is not None:
+        digest = hashlib.sha256(repr(sorted(common.items())).encode()).hexdigest()[:12]
+        spare = f"{counted(run.spare_ranks, 'spare rank')}, " if run.spare_ranks else ""
+        found = f"{run.name}: {run.grid}, {spare}ZeRO-{run.zero_stage}, hash {digest}"
+    for record in findings.answered:
+        if record.wrong_input is not None:
+            wrong[record.rank] = record.wrong_input
+    return Check("configuration", found, wrong)
 
 
-def _remove(token: Path, created: list[Path]) -> None:
-    token.unlink(missing_ok=True)
-    with suppress(OSError):
-        for folder in created:
-            folder.rmdir()
+def _data(findings: Findings) -> Check:
+    common, wrong = _compare(findings, lambda record: record.data)
+    found = ", ".join(f"{name} {value[:12]}" for name, value in common.items())
+    return Check("data", found or None, wrong)
 
 
-def _error_of(seconds: float, step: Callable[[], object]) -> str | None:
-    """The error of a step of the check of the run folder; None if there is none."""
-    try:
-        call_with_timeout(seconds, step)
-    except TimeoutError:
-        return f"the file system of training.run_dir did not answer within {seconds:g} s"
-    except OSError as error:
-        return str(error)
-    return None
+_EQUAL = (_versions, _configuration, _data)
 
 
-def check_ports(
-    messages: Messages, address: str, first_ranks: list[int], seconds: float
-) -> dict[int, str]:
-    """Which machines cannot connect to ports that the system chooses, as gloo and NCCL do.
+def _compare(
+    findings: Findings, part: Callable[[Record], dict[str, str]]
+) -> tuple[dict[str, str], dict[int, str]]:
+    """Return the part of the records that most ranks have, and how other ranks differ.
 
-        node 0 --> node 1 --> node 2 --> ... --> node 0      each listens, the previous one connects
-
-    Only the first rank of each machine calls this. Other machines reach it at ``address``. Each
-    connection may take up to ``seconds``.
-
-    Returns:
-        By rank, why it cannot connect, or why no rank can connect to it.
+    Empty parts are ignored. In a tie, the lowest rank's value is taken.
     """
-    next_rank = first_ranks[(first_ranks.index(messages.rank) + 1) % len(first_ranks)]
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as server:
-        server.bind((address, 0))
-        server.listen()
-        messages.send("port", server.getsockname()[:2])
-        messages.send("connected", _connect(messages, next_rank, seconds))
-        # The port stays open until all ranks have tried to connect.
-        if messages.rank != 0:
-            with suppress(GroupError):
-                messages.receive("all connected", 2 * seconds)
-            return {}
-        problems = {}
-        for rank in first_ranks:
-            try:
-                problem = messages.receive(f"connected/{rank}", 2 * seconds)
-            except GroupError:
-                problem = rank, "did not answer when ports were tested"
-            if problem is not None:
-                problems[problem[0]] = problem[1]
-        messages.broadcast("all connected", None)
-    return problems
+    parts = {record.rank: part(record) for record in findings.answered if part(record)}
+    counts = Counter(tuple(sorted(each.items())) for each in parts.values())
+    common = dict(counts.most_common(1)[0][0]) if parts else {}
+    wrong = {}
+    for rank, own in parts.items():
+        keys = [key for key in sorted(common | own) if common.get(key) != own.get(key)]
+        shown = [
+            f"{key} is {_short(own.get(key))}, but {_short(common.get(key))} on most ranks"
+            for key in keys[:_KEYS_SHOWN]
+        ]
+        more = len(keys) - len(shown)
+        if keys:
+            wrong[rank] = "; ".join(shown) + (f"; and {more} more" if more else "")
+    return common, wrong
 
 
-def _connect(messages: Messages, rank: int, seconds: float) -> tuple[int, str] | None:
-    """Connects to ``rank``. If that fails, returns the rank at fault and the problem, else None."""
-    try:
-        host, port = messages.receive(f"port/{rank}", seconds)
-    except GroupError as error:
-        return messages.rank, str(error)
-    try:
-        socket.create_connection((host, port), timeout=seconds).close()
-    except OSError as error:
-        if is_loopback(host):
-            return rank, (
-                f"MASTER_ADDR resolves to a loopback address there ({host}), and there is no "
-                f"default route, so rank {messages.rank} cannot connect to it: set "
-                "GLOO_SOCKET_IFNAME on that machine to its interface that reaches the other nodes"
+def _short(value: str | None) -> str:
+    if value is None:
+        return "missing"
+    return value if len(value) <= 40 else f"{value[:16]}..."
+
+
+def _time_limit(findings: Findings) -> Check:
+    wrong = {
+        record.rank: f"{', '.join(record.too_slow)} did not end in time; --timeout SECONDS allows "
+        "more"
+        for record in findings.answered
+        if record.too_slow
+    }
+    return Check("time limit", "", wrong)
+
+
+def _clock(findings: Findings) -> Check:
+    wrong = {}
+    for rank, offset in findings.clocks.items():
+        if abs(offset) > _CLOCK_SECONDS:
+            wrong[rank] = (
+                f"its clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} that "
+                "of rank 0: start a time service (chrony, systemd-timesyncd) on its machine"
             )
-        return messages.rank, (
-            f"cannot connect to {host} port {port}, where rank {rank} listens ({error}): gloo and "
-            "NCCL use ports that the system chooses, so the firewall must allow every "
-            "port between the machines"
+    largest = max(map(abs, findings.clocks.values()), default=None)
+    found = "one node" if largest is None else f"at most {largest * 1e3:.0f} ms apart"
+    return Check("clock", None if findings.silent is None else found, wrong)
+
+
+def _run_folder(findings: Findings) -> Check:
+    found = None
+    if findings.run is not None and findings.silent is not None:
+        found = f"{findings.run.run_dir}: written and read by all ranks"
+    problems = {record.rank: record.folder_problem for record in findings.answered}
+    return Check("run folder", found, {rank: why for rank, why in problems.items() if why})
+
+
+def _ports(findings: Findings) -> Check:
+    nodes = len(findings.nodes)
+    found = f"each of {nodes} nodes connects to the next" if nodes > 1 else "one node"
+    problems = [record.port_problem for record in findings.answered if record.port_problem]
+    wrong = {rank: text for rank, text in problems}
+    return Check("ports", None if findings.silent is None else found, wrong)
+
+
+def _open_files(findings: Findings) -> Check:
+    wrong = {}
+    for record in findings.answered:
+        needed, allowed = record.open_files
+        if 0 <= allowed < needed:
+            wrong[record.rank] = (
+                f"may open {allowed:,} files and connections, but needs up to {needed:,}: raise "
+                "the hard limit (ulimit -Hn, or nofile in /etc/security/limits.conf)"
+            )
+    most = max(record.open_files[0] for record in findings.answered)
+    return Check("open files", f"a rank needs up to {most:,}", wrong)
+
+
+def _shared_memory(findings: Findings) -> Check:
+    """NCCL exchanges data between GPUs of a machine in /dev/shm."""
+    wrong, free = {}, []
+    for record in findings.answered:
+        if record.shared_memory_bytes is None:
+            continue
+        free.append(record.shared_memory_bytes)
+        several = len(findings.nodes[findings.host_of(record.rank)]) > 1
+        if record.device != "cpu" and several and free[-1] < _SHARED_MEMORY_BYTES:
+            wrong[record.rank] = (
+                f"has {GIB.named(free[-1])} free in /dev/shm, but NCCL needs up to 1 GiB: "
+                "docker run --shm-size=8g, or in Kubernetes a volume with medium: Memory"
+            )
+    found = f"at least {readable_memory(min(free))} free in /dev/shm" if free else "no /dev/shm"
+    return Check("shared memory", found, wrong)
+
+
+def _device(findings: Findings) -> Check:
+    counts = Counter(record.device for record in findings.answered)
+    ((common, _),) = counts.most_common(1)
+    found = ", ".join(f"{count} x {name}" for name, count in counts.items())
+    nodes = [nvlinks(record.gpu_links) for record in findings.answered if record.gpu_links]
+    if pairs := sum(links.pairs for links in nodes):
+        linked = sum(links.linked for links in nodes)
+        found += f"; NVLink between {linked} of {pairs} pairs within nodes"
+    wrong = {}
+    for record in findings.answered:
+        if record.unusable_gpu is not None:
+            wrong[record.rank] = record.unusable_gpu
+        elif (record.device == "cpu") != (common == "cpu"):
+            wrong[record.rank] = f"runs on {record.device}, but most ranks on {common}"
+    return Check("device", found, wrong)
+
+
+def _process_groups(findings: Findings) -> Check:
+    silent = "did not report the checks between ranks: it has ended or hangs"
+    problems = {record.rank: record.group_problem for record in findings.answered}
+    wrong = {rank: why for rank, why in problems.items() if why is not None}
+    return Check("process groups", "", wrong | dict.fromkeys(findings.silent or (), silent))
+
+
+def make_remarks(findings: Findings) -> Iterator[str]:
+    """Yield a sentence for each setting or link that works, but is slow or confusing."""
+    for host, count in findings.shared_names.items():
+        yield (
+            f"{count} machines have the host name {host}, so messages and log files of a run do "
+            "not show which of them is meant: give each its own name"
         )
-    return None
+    yield from _tensor_axis_across_nodes(findings)
+    for record in findings.answered:
+        links = nvlinks(record.gpu_links or "")
+        if links.linked < links.pairs:
+            yield (
+                f"{findings.host_of(record.rank)}: {links.pairs - links.linked} of {links.pairs} "
+                "pairs of GPUs have no NVLink, so they exchange data over PCIe; see nvidia-smi "
+                "topo -m"
+            )
+    names = sorted({record.device for record in findings.answered})
+    if len(names) > 1:
+        yield f"the ranks have different devices ({', '.join(names)}); the slowest sets the pace"
+    for axis, groups in findings.groups.items():
+        median = statistics.median(link.bytes_per_second for link in groups)
+        for link in groups:
+            if len(groups) >= _ENOUGH_GROUPS and link.bytes_per_second < _SLOW * median:
+                yield (
+                    f"the {axis} group of ranks {list(link.ranks)} is slow: "
+                    f"{rate(link.bytes_per_second)}, but half of the groups reach {rate(median)}"
+                )
+
+
+def _tensor_axis_across_nodes(findings: Findings) -> Iterator[str]:
+    run = findings.run
+    crossing = [link for link in findings.groups.get("tp", []) if findings.crosses_nodes(link)]
+    if run is None or not crossing:
+        return
+    slowest = min(link.bytes_per_second for link in crossing)
+    sent = max(axis_totals(predict_traffic(run, stage))["tp"] for stage in range(run.grid.pp))
+    fewest = min(len(ranks) for ranks in findings.nodes.values())
+    yield (
+        f"tp crosses nodes in {counted(len(crossing), 'group')}, such as ranks "
+        f"{list(crossing[0].ranks)}. A rank sends {traffic_unit((sent,)).named(sent)} a step over "
+        f"tp, which takes {sent / slowest:.2g} s at the measured {rate(slowest)}. Choose "
+        f"parallel.tensor so that it divides the {counted(fewest, 'rank')} of a node, and let pp "
+        "or dp cross"
+    )
+
+
+class NvLinks(NamedTuple):
+    """How many pairs of GPUs there are, and how many of them have NVLink."""
+
+    pairs: int
+    linked: int
+
+
+def nvlinks(matrix: str) -> NvLinks:
+    """Count the pairs of GPUs of a machine in the matrix that ``nvidia-smi topo -m`` prints.
+
+            GPU0    GPU1    CPU Affinity
+    GPU0     X      NV18    0-55            NV18: 18 NVLinks; SYS, NODE, PHB, PIX: over PCIe
+    GPU1    NV18     X      0-55
+
+    The result is (0, 0) if there is one GPU, or if the matrix cannot be read.
+    """
+    rows = [line.split() for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
+    cells = [row[1 + column] for index, row in enumerate(rows) for column in range(index)]
+    return NvLinks(len(cells), sum(cell.startswith("NV") for cell in cells))
+
+
+def rate(bytes_per_second: float) -> str:
+    """Return bytes per second with their unit, such as "1.50 GB/s"."""
+    number = round(bytes_per_second)
+    return f"{traffic_unit((number,)).named(number)}/s"

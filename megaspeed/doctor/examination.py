@@ -1,20 +1,24 @@
-"""The steps of the doctor, in order. Every rank calls `examine`, and rank 0 gets the findings.
+"""The steps of the doctor, in order. Every rank calls ``examine``, and rank 0 gets the findings.
 
-Rank 0 reads the records, decides which further checks are possible, and informs the other ranks. So
-no rank waits in a collective if configurations differ or ranks are missing.
+Rank 0 reads the records, decides whether further checks are possible, and sends this plan. So no
+rank waits in a collective if configurations differ or ranks are missing. The further checks:
 
-The last step measures each group of the run with the operations of the training:
+    clock          each rank compares its clock with the time at which rank 0 sent the plan
+    run folder     rank 0 writes a file; every rank reads it, then writes and removes its own file
+    ports          node 0 --> node 1 --> node 2 --> ... --> node 0      each connects to the next
+    tp, dp, world  all-reduce of few and of many bytes
+    pp             each stage sends to the next while it receives from the previous one
 
-    tp, dp, world    all-reduce of few and of many bytes
-    pp               each stage sends to the next while it receives from the previous one
-
-All groups of one axis work at the same time, as they do in a step.
+Ports are chosen by the system, as gloo's and NCCL's are. All groups of one axis work at the same
+time, as they do in a step.
 """
 
+import os
+import secrets
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,24 +27,24 @@ import torch
 import torch.distributed as dist
 
 from megaspeed.config.resolve import Run
-from megaspeed.doctor.checks import (
-    Messages,
-    call_with_timeout,
-    check_clocks,
-    check_ports,
-    check_run_folder,
-)
-from megaspeed.doctor.diagnosis import Findings, Link, LinkReport
-from megaspeed.doctor.record import Record, take_record
+from megaspeed.doctor.checks import Findings
+from megaspeed.doctor.messages import Messages, call_with_timeout
+from megaspeed.doctor.record import Link, Record, take_record
 from megaspeed.planning.costs.traffic import bytes_sent
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.store import GroupError
+from megaspeed.topology.process_settings import is_loopback, node_address
+from megaspeed.topology.store import GroupError, open_store
 
 # A record has several steps, each with a limit; making all groups of a large run takes minutes.
 _LIMITS_OF_A_RECORD = 4
 _LIMITS_OF_THE_LINKS = 4
 _LIMITS_OF_EVERYTHING = 30
+
+# A network file system may show a new file to other nodes a little later.
+_SECONDS_UNTIL_VISIBLE = 5.0
+_SECONDS_UNTIL_ENDED = 5.0
+_POLL_SECONDS = 0.02
 
 _SMALL_BYTES = 8
 _LARGE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
@@ -51,58 +55,79 @@ def examine(
     config: Path,
     overrides: Sequence[str],
     launch: LaunchEnvironment,
-    messages: Messages,
-    *,
-    address: str,
     seconds: float,
     report: Callable[[Findings], int],
 ) -> int:
-    """Runs all steps, and returns the exit code. Every rank calls this.
+    """Run all steps, and return the exit code. Every rank calls this.
 
-    Each step may take up to ``seconds``. Other machines reach this one at ``address``. Rank 0 calls
-    ``report``, which returns the exit code of all ranks.
+    Each step may take up to ``seconds``. Rank 0 calls ``report``, which returns the exit code of
+    all ranks.
 
     Raises:
         GroupError: rank 0 did not answer, or its world size does not include this rank.
     """
-    record, run = take_record(config, overrides, launch, seconds)
-    messages.send("record", asdict(record))
-    if launch.rank != 0:
-        steps = messages.receive("steps", _LIMITS_OF_A_RECORD * seconds)
-        if launch.rank >= steps["world_size"]:
+    messages = Messages(launch, open_store(launch, seconds))
+    address = node_address(launch, os.environ) or "127.0.0.1"
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as server:
+        record, run = take_record(config, overrides, launch, seconds)
+        record.address = server.getsockname()[:2]
+        messages.send("record", asdict(record))
+        if launch.rank == 0:
+            findings = _collect(record, run, launch, messages, seconds)
+            code = report(findings)
+            messages.send("end", code)
+            messages.send("bye", None)
+            # The store may end with this process, and launchers end all ranks if one exits with an
+            # error. So rank 0 waits until the others have the code.
+            messages.gather("bye", _SECONDS_UNTIL_ENDED)
+            return code
+        plan = messages.receive("plan", _LIMITS_OF_A_RECORD * seconds)
+        record.clock_seconds = time.time() - plan["sent_at"]
+        if launch.rank >= plan["world_size"]:
             raise GroupError(
                 f"rank {launch.rank} is not part of the run: rank 0 has world size "
-                f"{steps['world_size']}, but here it is {launch.world_size} (from {launch.source})"
+                f"{plan['world_size']}, but here it is {launch.world_size} (from {launch.source})"
             )
-        if steps["first_ranks"] is not None:
+        if plan["token"] is not None:
             assert run is not None, "every record has the degrees of its run"
-            _check_together(run, launch, messages, address, steps["first_ranks"], seconds)
-        code: int = messages.receive("end", _LIMITS_OF_EVERYTHING * seconds)
+            _check_together(record, run, launch, plan, seconds)
+            messages.send("checked", asdict(record))
+        code = messages.receive("end", _LIMITS_OF_EVERYTHING * seconds)
         messages.send("bye", None)
         return code
+
+
+def _collect(
+    record: Record, run: Run | None, launch: LaunchEnvironment, messages: Messages, seconds: float
+) -> Findings:
+    """Make rank 0's part of the checks, and return what all ranks have found."""
     waited = _LIMITS_OF_A_RECORD / 2 * seconds
-    records = [answer and Record(**answer) for answer in messages.gather("record", waited)]
+    records = _records(messages.gather("record", waited))
     findings = Findings(records=records, waited_seconds=waited, run=run)
-    first_ranks = [each.rank for each in findings.answered if each.first_of_node]
-    comparable = _have_one_layout(records)
-    messages.broadcast(
-        "steps",
-        {"world_size": launch.world_size, "first_ranks": first_ranks if comparable else None},
+    first_ranks = [(each.rank, *each.address) for each in findings.answered if each.first_of_node]
+    plan = {"world_size": launch.world_size, "first_ranks": first_ranks, "token": None}
+    if not _have_one_layout(records):
+        messages.send("plan", {**plan, "sent_at": time.time()})
+        return findings
+    assert run is not None, "every record has the degrees of its run"
+    name = f".doctor-{secrets.token_hex(8)}"
+    problem = _error_of(seconds, lambda: _token(run.run_dir, name).write_text(name))
+    plan = {**plan, "token": (name, problem), "sent_at": time.time()}
+    messages.send("plan", plan)
+    _check_together(record, run, launch, plan, seconds)
+    messages.send("checked", asdict(record))
+    checked = _records(messages.gather("checked", 2 * seconds + _SECONDS_UNTIL_VISIBLE))
+    _error_of(seconds, lambda: _token(run.run_dir, name).unlink())
+    return replace(
+        findings,
+        records=[now or before for now, before in zip(checked, records, strict=True)],
+        silent=[rank for rank, answer in enumerate(checked) if answer is None],
     )
-    if comparable:
-        assert run is not None, "every record has the degrees of its run"
-        checked = _check_together(run, launch, messages, address, first_ranks, seconds)
-        findings = replace(findings, **checked)
-    code = report(findings)
-    messages.broadcast("end", code)
-    # The store may end with this process, and launchers end all ranks if one exits with an error.
-    # So rank 0 waits until the others have the code.
-    deadline = time.monotonic() + 5.0
-    for each in findings.answered:
-        if each.rank:
-            with suppress(GroupError):
-                messages.receive(f"bye/{each.rank}", max(0.01, deadline - time.monotonic()))
-    return code
+
+
+def _records(answers: Sequence[Any]) -> list[Record | None]:
+    return [None if answer is None else Record.of_json(answer) for answer in answers]
 
 
 def _have_one_layout(records: list[Record | None]) -> bool:
@@ -117,84 +142,135 @@ def _have_one_layout(records: list[Record | None]) -> bool:
     )
 
 
+def _token(run_dir: Path, name: str) -> Path:
+    """Return the path of a file in the run folder, or in the first folder above it that exists."""
+    folders = (run_dir, *run_dir.parents)
+    return next(folder for folder in folders if folder.exists()) / name
+
+
+def _error_of(seconds: float, step: Callable[[], object]) -> str | None:
+    """Return the error of a step of the check of the run folder; None if there is none."""
+    try:
+        call_with_timeout(seconds, step)
+    except TimeoutError:
+        return f"the file system of training.run_dir did not answer within {seconds:g} s"
+    except OSError as error:
+        return str(error)
+    return None
+
+
 def _check_together(
-    run: Run,
-    launch: LaunchEnvironment,
-    messages: Messages,
-    address: str,
-    first_ranks: list[int],
-    seconds: float,
-) -> dict[str, Any]:
-    """This rank's part of the checks between ranks.
+    record: Record, run: Run, launch: LaunchEnvironment, plan: dict[str, Any], seconds: float
+) -> None:
+    """Make this rank's part of the checks between ranks, and add the results to its record."""
+    name, problem = plan["token"]
+    record.folder_problem = problem or _error_of(
+        seconds + _SECONDS_UNTIL_VISIBLE, lambda: _read_and_write(run.run_dir, name, launch.rank)
+    )
+    record.port_problem = connect_to_next(launch.rank, plan["first_ranks"], seconds)
+    if launch.rank < run.grid.world_size:  # a spare rank joins no group
+        _measure_links(record, run, launch, _LIMITS_OF_THE_LINKS * seconds)
+
+
+def _read_and_write(run_dir: Path, name: str, rank: int) -> None:
+    token = _token(run_dir, name)
+    deadline = time.monotonic() + _SECONDS_UNTIL_VISIBLE
+    while not token.exists():
+        if time.monotonic() > deadline:
+            raise OSError(f"{token} of rank 0 is not visible here: the folder is not shared")
+        time.sleep(_POLL_SECONDS)
+    if token.read_text() != name:
+        raise OSError(f"{token} does not contain what rank 0 wrote there")
+    own = token.with_name(f"{name}-{rank}")
+    own.touch()
+    own.unlink()
+
+
+def connect_to_next(
+    rank: int, first_ranks: Sequence[tuple[int, str, int]], seconds: float
+) -> tuple[int, str] | None:
+    """Connect the first rank of a machine to that of the next one.
+
+    Args:
+        rank: of this process.
+        first_ranks: the first rank of each machine, and the host and port at which it listens.
+        seconds: how long this may take.
 
     Returns:
-        Fields of `Findings`, which are complete on rank 0 alone.
+        The rank at fault and the problem; None if there is none.
     """
-    is_first = launch.rank in first_ranks
-    clocks = check_clocks(messages, first_ranks, seconds) if is_first else {}
-    folder = check_run_folder(
-        run.run_dir, messages, seconds, token_seconds=seconds * (len(first_ranks) + 1)
-    )
-    # The other ranks wait longer, because rank 0 asks one machine after the other.
-    patience = seconds if launch.rank == 0 else 4 * seconds
-    ports = check_ports(messages, address, first_ranks, patience) if is_first else {}
-    deadline = time.monotonic() + (_LIMITS_OF_THE_LINKS + 1) * seconds
-    messages.send("links", asdict(_measure_links(run, launch, _LIMITS_OF_THE_LINKS * seconds)))
-    links: list[LinkReport | None] = []
-    if launch.rank == 0:
-        for answer in messages.gather("links", deadline - time.monotonic()):
-            if answer is not None:
-                answer["links"] = [Link(**link) for link in answer["links"]]
-            links.append(answer and LinkReport(**answer))
-    return {"clocks": clocks, "folder": folder, "ports": ports, "links": links}
+    ranks = [first for first, _, _ in first_ranks]
+    if rank not in ranks:
+        return None
+    next_rank, host, port = first_ranks[(ranks.index(rank) + 1) % len(ranks)]
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except OSError as error:
+        if is_loopback(host):
+            return next_rank, (
+                f"MASTER_ADDR resolves to a loopback address there ({host}), and there is no "
+                f"default route, so rank {rank} cannot connect to it: set "
+                "GLOO_SOCKET_IFNAME on that machine to its interface that reaches the other nodes"
+            )
+        return rank, (
+            f"cannot connect to {host} port {port}, where rank {next_rank} listens ({error}): gloo "
+            "and NCCL use ports that the system chooses, so the firewall must allow every "
+            "port between the machines"
+        )
+    return None
 
 
-def _measure_links(run: Run, launch: LaunchEnvironment, seconds: float) -> LinkReport:
-    """Joins the run's process groups, and measures those of more than one rank."""
-    report = LinkReport()
-    if launch.rank >= run.grid.world_size:
-        return report  # a spare rank joins no group
+def _measure_links(record: Record, run: Run, launch: LaunchEnvironment, seconds: float) -> None:
+    """Join the run's process groups, and measure those of more than one rank."""
     launch = replace(launch, world_size=run.grid.world_size)
     step = "while joining the process groups"
+    links: list[Link] = []
 
     def join_and_measure() -> None:
         nonlocal step
         # The groups have a longer timeout. Otherwise NCCL would end the process before its report.
         with ParallelContext.create(run.grid, launch, timeout_seconds=2 * seconds) as context:
-            groups = {
-                "tp": context.tp_group,
-                "dp": context.dp_group,
-                "pp": context.pp_group,
-                "world": context.world_group,
-            }
-            for axis, group in groups.items():
+            for axis in ("tp", "dp", "pp", "world"):
+                group = getattr(context, f"{axis}_group")
                 if group is not None and group.size() > 1:
                     step = f"while measuring {axis} {dist.get_process_group_ranks(group)}"
-                    report.links.append(_measure(axis, group, context))
+                    links.append(_measure(axis, group, context))
                 # All ranks start the next axis together, so measurements do not overlap.
                 dist.all_reduce(torch.zeros(1, device=context.device), group=context.world_group)
 
-    problem = None
     try:
         call_with_timeout(seconds, join_and_measure)
     except TimeoutError:
-        problem = f"was stuck for {seconds:g} s {step}"
+        record.group_problem = f"was stuck for {seconds:g} s {step}"
     except (RuntimeError, ValueError, OSError) as error:  # of torch and of megaspeed
-        problem = f"failed {step}: {str(error).strip().splitlines()[0]}"
-    return LinkReport(links=list(report.links), problem=problem)
+        record.group_problem = f"failed {step}: {str(error).strip().splitlines()[0]}"
+    record.links = list(links)
 
 
 def _measure(axis: str, group: dist.ProcessGroup, context: ParallelContext) -> Link:
+    def exchange(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        if axis != "pp":
+            dist.all_reduce(outgoing, group=group)
+            return
+        messages = (
+            (dist.isend, outgoing, context.next_rank),
+            (dist.irecv, incoming, context.previous_rank),
+        )
+        batch = [
+            dist.P2POp(operation, tensor, neighbour, group)
+            for operation, tensor, neighbour in messages
+            if neighbour is not None
+        ]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+
     def median_seconds(message_bytes: int, times: int) -> float:
         outgoing = torch.zeros(message_bytes // 4, device=context.device)
         incoming = torch.empty_like(outgoing)
         seconds = []
         for _ in range(times + 1):
             start = time.perf_counter()
-            if axis == "pp":
-                _exchange_with_neighbours(outgoing, incoming, group, context)
-            else:
-                dist.all_reduce(outgoing, group=group)
+            exchange(outgoing, incoming)
             if context.device.type == "cuda":
                 torch.cuda.synchronize(context.device)
             seconds.append(time.perf_counter() - start)
@@ -208,18 +284,3 @@ def _measure(axis: str, group: dist.ProcessGroup, context: ParallelContext) -> L
         latency_seconds=median_seconds(_SMALL_BYTES, _SMALL_TIMES),
         bytes_per_second=sent / median_seconds(large, _LARGE_TIMES),
     )
-
-
-def _exchange_with_neighbours(
-    outgoing: torch.Tensor,
-    incoming: torch.Tensor,
-    group: dist.ProcessGroup,
-    context: ParallelContext,
-) -> None:
-    batch = []
-    if context.next_rank is not None:
-        batch.append(dist.P2POp(dist.isend, outgoing, context.next_rank, group))
-    if context.previous_rank is not None:
-        batch.append(dist.P2POp(dist.irecv, incoming, context.previous_rank, group))
-    for work in dist.batch_isend_irecv(batch):
-        work.wait()

@@ -1,4 +1,4 @@
-"""What a rank reports about itself and its machine, without the other ranks."""
+"""What a rank reports about itself and its machine."""
 
 import os
 import platform
@@ -6,10 +6,11 @@ import resource
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 
@@ -19,7 +20,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
 from megaspeed.data.selection import load_run_and_data
-from megaspeed.doctor.checks import Result, call_with_timeout
+from megaspeed.doctor.messages import Result, call_with_timeout
 from megaspeed.files.json_values import leaves
 from megaspeed.supervision.software import software
 from megaspeed.topology.launch import LaunchEnvironment
@@ -32,9 +33,22 @@ _FIRST_GPU = Path("/dev/nvidia0")
 _UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Link:
+    """One process group, as measured by one of its ranks."""
+
+    axis: str  # pp, dp, tp or world
+    ranks: Sequence[int]  # of the group
+    latency_seconds: float  # median time for a message of 8 bytes
+    bytes_per_second: float  # bytes that a rank sends for a large message / the median time
+
+
+@dataclass(kw_only=True)
 class Record:
-    """What one rank reports. It is sent as JSON."""
+    """What one rank reports, as JSON: first what it knows alone, then what the ranks find together.
+
+    The second part is None or empty in the first report.
+    """
 
     rank: int
     world_size: int
@@ -60,12 +74,28 @@ class Record:
     # The errors of the configuration or of the corpus; None if there are none.
     wrong_input: str | None = None
     too_slow: Sequence[str] = ()  # steps that did not end within their limit
+    address: Sequence[Any] = ()  # host and port at which it accepts connections
+
+    clock_seconds: float | None = None  # how far its clock is ahead of rank 0's
+    folder_problem: str | None = None  # what is wrong with training.run_dir here
+    # Why the first rank of a node cannot connect to the next node: the rank at fault, and the text.
+    port_problem: Sequence[Any] | None = None
+    links: Sequence[Link] = ()
+    group_problem: str | None = None  # what ended the measurement of the links
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the record from ``dataclasses.asdict`` of it."""
+        return cls(**{**values, "links": [Link(**link) for link in values["links"]]})
 
 
 def take_record(
     config: Path, overrides: Sequence[str], launch: LaunchEnvironment, seconds: float
 ) -> tuple[Record, Run | None]:
-    """This rank's record, and its run if the configuration is valid. `seconds`: limit of a step."""
+    """Return this rank's record, and its run if the configuration is valid.
+
+    Each step may take up to ``seconds``.
+    """
     too_slow: list[str] = []
 
     def limited(step: str, function: Callable[[], Result]) -> Result | None:
@@ -76,6 +106,7 @@ def take_record(
             return None
 
     on_gpu = torch.cuda.is_available()
+    is_first = launch.local_rank == 0
     run, corpus, wrong = None, None, None
     try:
         world = World(launch.world_size, launch.source, "cuda" if on_gpu else "cpu")
@@ -84,10 +115,9 @@ def take_record(
         )
         if run is not None:
             data, vocabulary = run.config.data, run.config.model.vocab_size
-            reports_waits = launch.local_rank == 0
             corpus = limited(
                 "preparing the corpus",
-                lambda: prepare_corpus(data, vocabulary, reports_waits=reports_waits),
+                lambda: prepare_corpus(data, vocabulary, reports_waits=is_first),
             )
     except (ConfigError, DataError, OSError) as error:
         wrong = str(error)
@@ -97,27 +127,26 @@ def take_record(
         host=socket.gethostname(),
         boot=_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
         process=os.getpid(),
-        first_of_node=launch.local_rank == 0,
+        first_of_node=is_first,
         launcher=launch.source,
         versions=limited("reading the versions", _versions) or {},
         settings={} if run is None else {k: str(v) for k, v in leaves(run.common_json())},
         data={} if corpus is None else _fingerprints(corpus),
         degrees=() if run is None else (run.grid.pp, run.grid.dp, run.grid.tp),
-        device=(limited("naming the GPU", torch.cuda.get_device_name) or "a GPU")
-        if on_gpu
-        else "cpu",
-        unusable_gpu=None if on_gpu else limited("looking for a GPU", _unusable_gpu),
         open_files=(
             open_files_of(launch.rank, launch.world_size),
             resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # the hard limit
         ),
         shared_memory_bytes=limited("looking at /dev/shm", _shared_memory),
-        gpu_links=limited("nvidia-smi", lambda: _nvidia_smi("topo", "-m"))
-        if on_gpu and launch.local_rank == 0
-        else None,
         wrong_input=wrong,
-        too_slow=tuple(too_slow),
+        too_slow=too_slow,
     )
+    if on_gpu:
+        record.device = limited("naming the GPU", torch.cuda.get_device_name) or "a GPU"
+    else:
+        record.unusable_gpu = limited("looking for a GPU", _unusable_gpu)
+    if on_gpu and is_first:
+        record.gpu_links = limited("nvidia-smi", lambda: _nvidia_smi("topo", "-m"))
     return record, run
 
 
@@ -161,16 +190,15 @@ def _shared_memory() -> int | None:
 
 
 def _driver_version() -> str:
-    lines = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    return lines[0] if lines else _UNKNOWN
+    return _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """The output of nvidia-smi; `_UNKNOWN` if it fails, because a container may lack it."""
+    """Return the output of nvidia-smi; ``_UNKNOWN`` if it fails: a container may lack it."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=20
         )
     except (OSError, subprocess.SubprocessError):
         return _UNKNOWN
-    return done.stdout.strip()
+    return done.stdout.strip() or _UNKNOWN

@@ -1,4 +1,4 @@
-"""What a rank reports about its own machine."""
+"""What a rank reports about its own machine, and about its connection to the next one."""
 
 import json
 from dataclasses import asdict
@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaspeed.doctor.examination import connect_to_next
 from megaspeed.doctor.record import Record, take_record
 from megaspeed.topology.launch import read_launch_environment
+from tests.support.launched import free_port
 from tests.support.tiny import GPT2
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -22,7 +24,7 @@ def own_record(folder: Path) -> Record:
     data = {"train": [str(TEXT)], "validation_fraction": 0, "sequence_length": 16}
     config.write_text(json.dumps({"model": GPT2, "data": data, "train_batch_size": 4}))
     record, _ = take_record(config, [], read_launch_environment({}), 60)
-    return Record(**json.loads(json.dumps(asdict(record))))
+    return Record.of_json(json.loads(json.dumps(asdict(record))))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds a GPU here")
@@ -51,3 +53,13 @@ def test_a_record_states_this_boot_of_the_machine(
     monkeypatch.setenv("MEGASPEED_CACHE", str(tmp_path / "cache"))
     record = own_record(tmp_path)
     assert len(record.boot) == 36 and record.boot == own_record(tmp_path).boot
+
+
+def test_a_machine_that_listens_at_a_loopback_address_is_named_and_not_the_firewall() -> None:
+    """Rank 2 cannot reach rank 0, whose machine sent the address of its own name, 127.0.1.1."""
+    first_ranks = [(0, "127.0.1.1", free_port()), (2, "127.0.0.1", free_port())]
+    assert connect_to_next(1, first_ranks, 5) is None, "only the first rank of a machine connects"
+    found = connect_to_next(2, first_ranks, 5)
+    assert found is not None and found[0] == 0
+    assert "MASTER_ADDR resolves to a loopback address there (127.0.1.1)" in found[1]
+    assert "firewall" not in found[1]
