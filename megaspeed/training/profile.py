@@ -1,4 +1,4 @@
-"""Profiles some steps: one trace with a process for each rank, and a table of where the time went.
+"""Profile some steps: one trace with a process for each rank, and a table of where the time went.
 
     step         9          10  11  12            13
                  warm-up    recorded, all timed   the times of step 12 arrive: the table is written
@@ -72,7 +72,7 @@ class Clock(NamedTuple):
 
 
 def profiled_ranks(grid: Grid, stated: Sequence[int] | None = None) -> list[int]:
-    """The ranks in the trace; by default all of them, or one replica, or a rank of each stage."""
+    """Return the ranks in the trace; by default all, or one replica, or a rank of each stage."""
     ranks = list(range(grid.world_size))
     if stated is not None:
         return [rank for rank in ranks if rank in stated]
@@ -91,67 +91,58 @@ class Profile:
     def __init__(self, run: Run, context: ParallelContext) -> None:
         stated = run.config.training.profile
         self._run, self._context = run, context
-        self._steps = range(0)
-        self._records = False
+        self._steps, self._records, self._has_begun = range(0), False, False
         if stated is not None:
             self._steps = range(stated.start_step, stated.start_step + stated.steps)
             self._records = context.rank in profiled_ranks(run.grid, stated.ranks)
-        self._before: int | None = None
         self._profiler: TorchProfiler | None = None
         self._problem: str | None = None  # why this rank does not record
+        self._problems: dict[int, str] = {}  # by rank
         self._events: list[dict[str, Any]] = []
         self._times: list[Sequence[Sequence[float]]] = []
-        self.trace = ""
+        self.trace = "no trace"
         """A line about the trace: where it is, and which ranks it has or lacks."""
 
     def covers(self, step: int) -> bool:
-        """Whether the step is profiled."""
+        """Return whether the step is profiled."""
         return step in self._steps
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Encloses each step of the training loop, and records it if it is profiled."""
-        if step in self._steps and self._before not in self._steps:
-            self._steps = range(step, self._steps.stop)  # the run may have resumed here
-        self._before = step
+        """Enclose each step of the training loop, and record it if it is profiled."""
+        if step in self._steps and not self._has_begun:
+            self._has_begun, self._steps = True, range(step, self._steps.stop)
         if self._records and self._problem is None:
             try:
                 self._start(step)
             except Exception as error:
                 self._problem = describe(error)
-        if self._context.timeline.annotate is None:
+        is_recorded = self._context.timeline.annotate is not None
+        with record_function(f"step {step}") if is_recorded else contextlib.nullcontext():
             yield
-        else:
-            with record_function(f"step {step}"):
-                yield
 
     def ends_with(self, step: int, *, stops: bool) -> bool:
-        """Whether ``write`` must follow this step. It must also if the run stops after it."""
+        """Return whether ``write`` must follow this step; also if the run stops after it."""
         return step in self._steps and (stops or step + 1 not in self._steps)
 
     def write(self, last: int) -> str:
-        """Writes the trace of the steps up to ``last``, and returns ``trace``.
+        """Write the trace of the steps up to ``last``, and return ``trace``.
 
         All ranks call this together, and return when rank 0 has written.
         """
         self._steps = range(self._steps.start, last + 1)
-        clocks, not_recorded = self._exchange(self._stop)
-        parts, not_written = self._exchange(lambda: self._write_part(clocks))
-        self._events = []
-        sizes, not_joined = self._exchange(lambda: self._join(parts))
-        problems = {**not_recorded, **not_written, **not_joined}
-        lines = [f"rank {rank}: {problem}" for rank, problem in sorted(problems.items())]
+        clocks = self._exchange(self._stop)
+        parts = self._exchange(lambda: self._write_part(clocks))
+        sizes = self._exchange(lambda: self._join(list(parts.values())))
         if sizes:
             ranks = f"{len(parts)} of {self._run.grid.world_size} ranks"
             self.trace = f"{self._file('.json.gz')} ({ranks}, {sizes[0] / 1e6:,.1f} MB)"
-        else:
-            self.trace = "no trace"
-        if lines:
-            self.trace += f"; {'; '.join(shortened(lines, _MOST_PROBLEMS_NAMED))}"
+        lines = [f"rank {rank}: {why}" for rank, why in sorted(self._problems.items())]
+        self.trace = "; ".join([self.trace, *shortened(lines, _MOST_PROBLEMS_NAMED)])
         return self.trace
 
     def add_times(self, timelines: Sequence[Sequence[float]]) -> None:
-        """Adds the times of a step of all ranks; after those of the last step, writes the table."""
+        """Add the times of a step of all ranks; after those of the last step, write the table."""
         step = int(timelines[0][0])
         if step in self._steps and self._context.rank == 0:
             self._times.append(timelines)
@@ -166,15 +157,14 @@ class Profile:
             return None
         run = self._run
         schedule = SCHEDULES[run.config.parallel.schedule]
-        micro_batches = run.batch.gradient_accumulation_steps
-        bubble = bubble_fraction(schedule, run.grid.pp, micro_batches)
+        bubble = bubble_fraction(schedule, run.grid.pp, run.batch.gradient_accumulation_steps)
         return (
             f"{describe_times(self._times, run.grid, bubble)}\n"
             f"times while profiling; trace: {self.trace}\n"
         )
 
     def _start(self, step: int) -> None:
-        """Prepares the profiler one step before the first, because this takes a second or more."""
+        """Prepare the profiler one step before the first, because this takes a second or more."""
         begins = step == self._steps.start
         if self._profiler is None and (begins or step + 1 == self._steps.start):
             os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
@@ -187,7 +177,7 @@ class Profile:
             self._context.timeline.annotate = record_function
 
     def _stop(self) -> Clock | None:
-        """Ends the recording and reads the events of this rank."""
+        """End the recording and read the events of this rank."""
         self._context.timeline.annotate = None
         if self._problem is not None:
             raise RuntimeError(self._problem)
@@ -199,77 +189,72 @@ class Profile:
             file = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(file))
             trace = json.loads(file.read_bytes())
-        self._events = [event for event in trace["traceEvents"] if isinstance(event["pid"], int)]
-        spans = [event for event in self._events if event.get("cat") == "user_annotation"]
+        spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        used = {event["pid"] for event in spans if isinstance(event["pid"], int)}
+        self._events = [event for event in trace["traceEvents"] if event["pid"] in used]
+        parts = [event for event in spans if event.get("cat") == "user_annotation"]
         return Clock(
             host=socket.gethostname(),
             base_ns=trace["baseTimeNanoseconds"],
-            start=min(event["ts"] for event in spans),
-            ends=[event["ts"] + event["dur"] for event in spans if event["name"] == _WORLD],
+            start=min(event["ts"] for event in parts),
+            ends=[event["ts"] + event["dur"] for event in parts if event["name"] == _WORLD],
         )
 
-    def _write_part(self, clocks: Mapping[int, Clock]) -> str | None:
-        """Writes this rank's events for rank 0. Returns the path."""
-        rank = self._context.rank
+    def _write_part(self, clocks: Mapping[int, Clock]) -> Path | None:
+        """Write this rank's events for rank 0. Returns the path."""
+        rank, at = self._context.rank, self._context.coordinates
         if rank not in clocks:
             return None
-        at = self._context.coordinates
         name = f"pp {at.pp} dp {at.dp} tp {at.tp} (rank {rank})"
-        events = _renumbered(self._events, rank, self._run.grid.world_size, name)
-        shift = placements(clocks)[rank]
-        for event in events:
-            if "ts" in event:
-                event["ts"] = round(event["ts"] + shift, 3)
-        path = self._file(f".rank-{rank}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-        with gzip.open(path, "wb", compresslevel=1) as stream:
-            stream.write(text.encode())
-        return str(path)
+        _place(self._events, rank, self._run.grid.world_size, name, placements(clocks)[rank])
+        part = self._file(f".rank-{rank}")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(part, "wt", compresslevel=1) as stream:
+            stream.write(json.dumps(self._events, separators=(",", ":"))[1:-1])
+        self._events = []
+        return part
 
-    def _join(self, parts: Mapping[int, str]) -> int | None:
-        """Joins the files of all ranks and removes them. Returns the size of the trace in bytes."""
+    def _join(self, parts: Sequence[Path]) -> int | None:
+        """Join the files of all ranks and remove them. Returns the size of the trace in bytes."""
         if self._context.rank != 0 or not parts:
             return None
-        files = [Path(part) for part in parts.values()]
         trace = self._file(".json.gz")
 
         def fill(target: Any) -> None:
             with gzip.open(target, "wb", compresslevel=1) as stream:
-                for file in files:
-                    stream.write(b'{"traceEvents":[\n' if file is files[0] else b",\n")
-                    if not appears(file):
-                        raise OSError(f"{file} does not exist; all nodes must share this folder")
-                    with gzip.open(file) as part:
-                        shutil.copyfileobj(part, stream)
-                stream.write(b"\n]}\n")
+                for index, part in enumerate(parts):
+                    stream.write(b"," if index else b'{"traceEvents":[')
+                    if not appears(part):
+                        raise OSError(f"{part} does not exist; all nodes must share this folder")
+                    with gzip.open(part) as events:
+                        shutil.copyfileobj(events, stream)
+                stream.write(b"]}")
 
         try:
             write_file(trace, fill)
         finally:
-            for file in files:
-                file.unlink(missing_ok=True)
+            for part in parts:
+                part.unlink(missing_ok=True)
         return trace.stat().st_size
 
     def _file(self, suffix: str) -> Path:
         first, last = self._steps[0], self._steps[-1]
         return self._run.run_dir / PROFILE / f"steps-{first}-{last}{suffix}"
 
-    def _exchange(self, make: Callable[[], T | None]) -> tuple[dict[int, T], dict[int, str]]:
-        """The results of all ranks by rank, without None, and the errors by rank."""
+    def _exchange(self, make: Callable[[], T | None]) -> dict[int, T]:
+        """Return the results of all ranks by rank, without None, and note the errors."""
         try:
             own: tuple[T | None, str | None] = make(), None
         except Exception as error:
             own = None, describe(error)
         answers = [own] * self._run.grid.world_size
         dist.all_gather_object(answers, own, self._context.world_group)
-        results = {rank: made for rank, (made, _) in enumerate(answers) if made is not None}
-        errors = {rank: why for rank, (_, why) in enumerate(answers) if why is not None}
-        return results, errors
+        self._problems |= {rank: why for rank, (_, why) in enumerate(answers) if why is not None}
+        return {rank: made for rank, (made, _) in enumerate(answers) if made is not None}
 
 
 def placements(clocks: Mapping[int, Clock]) -> dict[int, float]:
-    """What to add to the times of each rank, in us, so that the first span of all starts at 0.
+    """Return what to add to the times of each rank, in us: the first span of all starts at 0.
 
     Ranks of one host have one clock. Another host's clock may differ. An all-reduce among all ranks
     ends on all of them within its latency, so the median difference of these ends is removed.
@@ -294,36 +279,25 @@ def placements(clocks: Mapping[int, Clock]) -> dict[int, float]:
     return {rank: shift - begin for rank, shift in added.items()}
 
 
-def _renumbered(
-    events: Sequence[dict[str, Any]], rank: int, world_size: int, name: str
-) -> list[dict[str, Any]]:
-    """The events with process numbers and flow numbers that no other rank has, and with names."""
-    host = os.getpid()
-    used = {event["pid"] for event in events if event["ph"] == "X"} | {host}
-    numbers = {
-        pid: 1 + rank * _PROCESSES_OF_A_RANK + index
-        for index, pid in enumerate(sorted(used, key=lambda pid: (pid != host, pid)))
-    }
-    placed: list[dict[str, Any]] = []
-    for pid, number in numbers.items():
-        shown = name if pid == host else f"{name} GPU"
-        for kind, arguments in (
-            ("process_name", {"name": shown}),
-            ("process_sort_index", {"sort_index": number}),
-        ):
-            placed.append({"ph": "M", "name": kind, "pid": number, "tid": 0, "args": arguments})
+def _place(
+    events: Sequence[dict[str, Any]], rank: int, world_size: int, name: str, shift: float
+) -> None:
+    """Name the processes of a rank, shift its times, and make its numbers unique among ranks."""
     for event in events:
-        is_process = event["ph"] == "M" and event["name"].startswith("process_")
-        if event["pid"] in numbers and not is_process:
-            changed = {"pid": numbers[event["pid"]]}
-            if "id" in event:
-                changed["id"] = event["id"] * world_size + rank
-            placed.append({**event, **changed})
-    return placed
+        is_host = event["pid"] == os.getpid()  # else a GPU, by its index
+        event["pid"] = rank * _PROCESSES_OF_A_RANK + (1 if is_host else 2 + event["pid"])
+        if event["name"] == "process_name":
+            event["args"]["name"] = name if is_host else f"{name} GPU"
+        elif event["name"] == "process_sort_index":
+            event["args"]["sort_index"] = event["pid"]
+        if "ts" in event:
+            event["ts"] = round(event["ts"] + shift, 3)
+        if "id" in event:  # of an arrow
+            event["id"] = event["id"] * world_size + rank
 
 
 def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid, bubble: float) -> str:
-    """The table of a profile, in lines of at most 80 characters.
+    """Return the table of a profile, in lines of at most 80 characters.
 
     Args:
         times: for each step and rank, what ``Timeline.pop_seconds`` returned.
@@ -360,7 +334,7 @@ def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid, bubbl
 
 
 def _describe_slowest(by_rank: Sequence[Sequence[float]], grid: Grid) -> list[str]:
-    """The rank that works longest, and the part that makes it slower than the median rank."""
+    """Return lines about the rank that works longest, and the part in which it is slowest."""
     work = [own_work(rank) for rank in by_rank]
     slowest = max(range(len(work)), key=work.__getitem__)
     line = f"slowest: {grid.name_of(slowest)} worked {work[slowest]:,.1f} ms"
