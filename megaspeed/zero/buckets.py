@@ -44,14 +44,13 @@ class Bucket:
     parameters: Sequence[Any]  # in the order of the flat tensor; with DeepSpeed's attributes
     sizes: Sequence[int]  # elements of each parameter; at ZeRO-3 with padding
     complete: Tensor | None  # the sum of this rank's gradients; None if only the partition is kept
-    own: Tensor  # this rank's partition
+    partition: Tensor  # the part that this rank owns
     total: Tensor | None = None  # packed sum over the micro-batches; None if each one is reduced
-    is_compressed: bool = False  # if so, ``own`` does not share memory with ``complete``
+    is_compressed: bool = False  # if so, ``partition`` shares no memory with ``complete``
     # What was not sent, without loss scale, with the layout of ``complete``. None without feedback.
     feedback: Tensor | None = None
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # not reduced yet
     missing: set[nn.Parameter] = field(default_factory=set)  # not computed yet in this backward
-    is_due: bool = True  # whether it is reduced in this backward
     is_filled: bool = False  # whether the partition contains gradients of this step
 
     @property
@@ -165,8 +164,8 @@ class Reducer:
 
     def shape_of(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of packed gradients: flat, or at ZeRO-3 a row for each rank."""
-        own = bucket.own.numel()
-        return (self._dp, own) if self._rules.is_stage3 else (self._rules.parts * own,)
+        part = bucket.partition.numel()
+        return (self._dp, part) if self._rules.is_stage3 else (self._rules.parts * part,)
 
     def pack(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         """Remove the gradients of one micro-batch from the bucket, and return them in its shape."""
@@ -218,13 +217,13 @@ class Reducer:
         received = message.received
         if self._rules.averages_later and self._rules.is_offloaded:
             received = received / self._dp  # not on the host, which would wait for the copy
-        own = message.bucket.own
-        if message.bucket.is_filled and own.device != received.device:
+        partition = message.bucket.partition
+        if message.bucket.is_filled and partition.device != received.device:
             # The device adds, so the host does not wait for it.
-            received = received.to(own.dtype) + own.to(received.device, non_blocking=True)
-            own.copy_(received, non_blocking=True)
+            before = partition.to(received.device, non_blocking=True)
+            partition.copy_(received.to(partition.dtype) + before, non_blocking=True)
         elif message.bucket.is_filled:
-            own.add_(received)
+            partition.add_(received)
         else:
-            own.copy_(received, non_blocking=True)
+            partition.copy_(received, non_blocking=True)
         message.bucket.is_filled = True

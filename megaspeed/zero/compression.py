@@ -53,7 +53,7 @@ class Compressor(Protocol):
         """Whether step ``step``, counted from 1 without skipped steps, is compressed."""
 
     def reduce(self, compressed: Sequence[Bucket]) -> None:
-        """Write the mean to each bucket's ``own``, and leave in ``complete`` what was not sent."""
+        """Write the mean to each ``partition``, and leave in ``complete`` what was not sent."""
 
     def keep(self) -> None:
         """Use the state of this step in the next one. Called after a step that was not skipped."""
@@ -148,12 +148,14 @@ class Int8:
             for members in buckets(self._run, bucket.sizes):
                 rows = parts[members.start : members.stop]
                 start = bucket.starts[members.start] // self._dp
-                yield rows, bucket.own.narrow(0, start, sum(row.shape[1] for row in rows))
+                yield rows, bucket.partition.narrow(0, start, sum(row.shape[1] for row in rows))
             return
         matrix = bucket.complete.view(self._dp, -1)
         columns = matrix.shape[1]
         # At ZeRO-0 the partition is complete, and its memory also has the padding after it.
-        own = bucket.own if self._stage else bucket.own.as_strided(matrix.shape, (columns, 1))
+        own = bucket.partition
+        if self._stage == 0:
+            own = own.as_strided(matrix.shape, (columns, 1))
         width = columns_sent_together(self._run, self._dp, self._block)
         for start in range(0, columns, width):
             yield [matrix[:, start : start + width]], own[..., start : start + width]
@@ -307,13 +309,13 @@ class PowerSgd:
         self._next /= self._dp
         products = zip(lefts, rights, strict=True)
         for bucket, batches in zip(compressed, self._batches, strict=True):
-            mean = bucket.own if self._stage == 0 else torch.zeros_like(_complete(bucket))
+            mean = bucket.partition if self._stage == 0 else torch.zeros_like(_complete(bucket))
             for batch, (p, q) in zip(batches, products, strict=False):
                 torch.bmm(p, q.mT, out=batch.of(mean))
             if self._compression.error_feedback:
                 _complete(bucket)[: mean.numel()] -= mean
             if self._stage > 0:
-                bucket.own.copy_(self._partition(bucket, mean), non_blocking=True)
+                bucket.partition.copy_(self._partition(bucket, mean), non_blocking=True)
 
     def _partition(self, bucket: Bucket, mean: Tensor) -> Tensor:
         if self._stage < 3:

@@ -186,6 +186,7 @@ class ZeroEngine:
             self.gradients.begin_forward()
         if self._gathers is not None:
             self._gathers.begin("forward")
+        # The loss is computed with its gradients, so the head's weight gets its gradient here.
         loss = functools.partial(
             self.loss,
             targets=batch.targets,

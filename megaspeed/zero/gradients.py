@@ -3,6 +3,13 @@ r"""Accumulates the gradients of a step, and reduces them over the data axis.
     complete      autograd --add--> complete gradient      --reduce--> partition of this rank
     partitioned   autograd -------> gradients of a bucket  --reduce--> partition of this rank, added
 
+    complete    this rank's sum over the micro-batches of a step, of all parameters of a bucket
+    total       the same of norms and biases, packed as it is sent, if only partitions are kept
+    partition   the part of the mean over the data ranks that this rank owns
+    partial     a gradient of which each tensor rank computes a part; its partition is summed over
+                the tensor axis at the end
+    feedback    what a compressed step has not sent
+
 The gradient of the head's weight comes from the forward of the loss instead (``sum_of``).
 
 ZeRO-0 and 1 accumulate the complete gradient, and reduce it once a step. ZeRO-2 and 3 do the same
@@ -104,6 +111,7 @@ class Gradients:
                 parameter.register_post_accumulate_grad_hook(self._take)
         self._without_autograd = set() if head_is_tied else {head_weight}
         self._is_first = True
+        self._is_last = False  # whether this backward is the last one of the step
         self._sends_in_backward = False
         fragments = [
             (held.bucket, GradientFragment(held.parameter, held.start, self._values_of(held)))
@@ -112,16 +120,18 @@ class Gradients:
         self.fragments = tuple(fragment for _, fragment in fragments)
         """Views of this rank's reduced gradients, without padding."""
         self._partitions = [
-            [bucket.own]
+            [bucket.partition]
             if self._rules.is_stage3
-            else GradPartitionBufferGroup([f.values for b, f in fragments if b == at], bucket.own)
+            else GradPartitionBufferGroup(
+                [f.values for b, f in fragments if b == at], bucket.partition
+            )
             for at, bucket in enumerate(self._buckets)
         ]
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that hold gradients between two micro-batches."""
         for bucket in self._buckets:
-            held = (bucket.own, bucket.complete, bucket.feedback, bucket.total)
+            held = (bucket.partition, bucket.complete, bucket.feedback, bucket.total)
             yield from (tensor for tensor in held if tensor is not None)
         if self._compressor is not None:
             yield from self._compressor.tensors()
@@ -142,11 +152,11 @@ class Gradients:
 
     def begin_backward(self, *, last: bool) -> None:
         """Called before each backward. ``last``: whether it is the last one of the step."""
+        self._is_last = last
         self._sends_in_backward = not self._rules.is_complete or (self._rules.overlaps and last)
         if self._sends_in_backward:
             for bucket in self._buckets:
                 bucket.missing = set(bucket.parameters) - self._without_autograd
-                bucket.is_due = last or bucket.total is None
                 # If all forwards precede the first backward, the sum of all micro-batches is sent.
                 has_gradients = self._rules.is_complete or bool(bucket.gradients)
                 if not bucket.missing and has_gradients:
@@ -180,13 +190,13 @@ class Gradients:
             if self._rules.averages_later and not self._rules.is_offloaded:
                 sums = [b for b in self._buckets if not (self._compresses and b.is_compressed)]
                 if sums:
-                    torch._foreach_div_([bucket.own for bucket in sums], self._dp)
+                    torch._foreach_div_([bucket.partition for bucket in sums], self._dp)
         with self._timeline.part("tensor"):
             for bucket in self._partial:
-                total = bucket.own.to(self._device)
+                total = bucket.partition.to(self._device)
                 comm.all_reduce(total, group=self._tensor_axis)
                 if self._rules.is_offloaded:
-                    bucket.own.copy_(total, non_blocking=True)
+                    bucket.partition.copy_(total, non_blocking=True)
         if self._rules.is_offloaded and not get_accelerator().is_synchronized_device():
             get_accelerator().current_stream().synchronize()  # the host reads the partition
         self._is_first = True
@@ -240,19 +250,19 @@ class Gradients:
         complete = self._zeros(elements) if rules.is_complete else None
         if rules.is_offloaded:
             assert master.grad is not None, "DeepSpeed allocates it in host memory"
-            own = master.grad.view(-1)
+            partition = master.grad.view(-1)
         elif is_compressed:
-            own = self._zeros(elements // rules.parts)[:part]
+            partition = self._zeros(elements // rules.parts)[:part]
         elif complete is not None and (rules.parts == 1 or not rules.is_stage3):
-            own = complete.narrow(0, self._reducer.own_part * part, part)
+            partition = complete.narrow(0, self._reducer.own_part * part, part)
         else:
-            own = self._zeros(part)
+            partition = self._zeros(part)
         keeps_error = is_compressed and self._keeps_error
         bucket = Bucket(
             parameters=parameters,
             sizes=sizes,
             complete=complete,
-            own=own,
+            partition=partition,
             is_compressed=is_compressed,
             feedback=self._zeros(elements) if keeps_error else None,
         )
@@ -264,7 +274,7 @@ class Gradients:
         return torch.zeros(shape, dtype=self._rules.dtype, device=self._device)
 
     def _values_of(self, held: HeldRange) -> Tensor:
-        return self._buckets[held.bucket].own.narrow(0, held.offset, held.length)
+        return self._buckets[held.bucket].partition.narrow(0, held.offset, held.length)
 
     def _sums_of_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter's place in the complete gradient, with the shape of the parameter."""
@@ -309,7 +319,7 @@ class Gradients:
         if self._sends_in_backward and not bucket.missing:
             if bucket.total is not None:
                 bucket.total.add_(self._reducer.pack(bucket, gradient.dtype))
-            if bucket.is_due:
+            if self._is_last or bucket.total is None:
                 self._send_in_backward(bucket)
 
     def _send_in_backward(self, bucket: Bucket) -> None:

@@ -93,7 +93,7 @@ def means_of(
             parameters=parameters,
             sizes=sizes,
             complete=torch.zeros(whole),
-            own=torch.zeros(own),
+            partition=torch.zeros(own),
             is_compressed=True,
         )
         assert bucket.complete is not None
@@ -107,7 +107,7 @@ def means_of(
                 bucket.complete[start : start + part.numel()] += part
             compressor.reduce([bucket])
             compressor.keep()
-            received.append(bucket.own.clone())
+            received.append(bucket.partition.clone())
         return received
 
 
@@ -209,7 +209,7 @@ def test_matrices_at_equal_distances_are_one_batch() -> None:
     sizes = [math.prod(shape) for shape in shapes]
     flat = torch.arange(float(sum(sizes)))
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    batches = batches_of(Bucket(parameters=parameters, sizes=sizes, complete=flat, own=flat))
+    batches = batches_of(Bucket(parameters=parameters, sizes=sizes, complete=flat, partition=flat))
     assert [(b.shape, len(b.parameters)) for b in batches] == [
         ((9, 4), 1),
         ((6, 4), 3),

@@ -245,7 +245,7 @@ def padding_and_messages(
         rank.train_step(0)
         gradients = rank.engine.gradients
         held = sum(fragment.values.numel() for fragment in gradients.fragments)
-        own = [bucket.own for bucket in gradients._buckets]
+        own = [bucket.partition for bucket in gradients._buckets]
         padding = sum(values.numel() for values in own) - held
         return all(bool(values.isfinite().all()) for values in own), padding, max(in_flight)
 
