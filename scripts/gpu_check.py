@@ -42,7 +42,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
-from megaspeed.measurement.bench.turn import WARM_UP_STEPS
+from megaspeed.measurement.timed_steps import WARM_UP_STEPS
 from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import forecast

@@ -1,24 +1,40 @@
-"""What the commands that train on ranks of this machine share: options, folder and results."""
+"""What the commands that train on ranks of this machine share: options, folder, turns, results."""
 
 import argparse
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaspeed.cli.options import positive, say, write_json, write_text
+from megaspeed.cli.bar_or_lines import BarOrLines
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, positive, say, write_json
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.files.paths import folder_problem, path_argument
 
 if TYPE_CHECKING:
     from megaspeed.measurement.local_ranks import DeviceType
+    from megaspeed.measurement.report import Report
+    from megaspeed.measurement.turns import AnyRow
 
 
-def add_results_options(
-    parser: argparse.ArgumentParser, command: str, each: str, option: str = "--output"
+def add_measuring_options(
+    parser: argparse.ArgumentParser,
+    command: str,
+    *,
+    turns: int | None,
+    steps: int,
+    option: str = "--output",
 ) -> None:
-    """Adds the options for the folder of the results, and for the time limit of each training."""
+    """Add the options for turns, steps, the folder of the results, and the time limit of a turn.
+
+    If ``turns`` is None, each row takes one turn. The other numbers are defaults.
+    """
+    parser.set_defaults(turns=1)
+    if turns is not None:
+        text = f"turns of each row ({turns})"
+        parser.add_argument("--turns", type=positive, default=turns, help=text)
+    text = f"timed steps of each turn ({steps})"
+    parser.add_argument("--steps", type=positive, default=steps, help=text)
     parser.add_argument(
         option,
         dest="output",
@@ -27,12 +43,12 @@ def add_results_options(
         help=f"folder for the results (runs/<name>-{command})",
     )
     parser.add_argument(
-        "--timeout", type=positive, default=1800, help=f"seconds for each {each} (1800)"
+        "--timeout", type=positive, default=1800, help="seconds for each turn (1800)"
     )
 
 
 def device_type_here() -> "DeviceType":
-    """Where ranks of this machine train: on its GPUs if it has any."""
+    """Return where ranks of this machine train: on its GPUs if it has any."""
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
     import torch
 
@@ -42,54 +58,63 @@ def device_type_here() -> "DeviceType":
 def results_folder(
     options: argparse.Namespace,
     run: Run,
-    device_type: "DeviceType",
     *,
-    command: str,
-    what: str,
     option: str = "--output",
     size_option: str = "--world-size",
 ) -> Path:
-    """The folder for the results of ``what``. It need not exist.
+    """Return the folder for the results of a command. It need not exist.
 
     Raises:
         ConfigError: the folder cannot be written, or this machine cannot run the ranks of ``run``.
     """
     from megaspeed.measurement.local_ranks import too_many_ranks
 
+    command: str = options.command
     folder: Path = options.output or Path("runs") / f"{run.name}-{command}"
     problem = folder_problem(option, folder)
     problems = [] if problem is None else [problem]
-    problems += too_many_ranks(run.grid.world_size, device_type, size_option)
+    problems += too_many_ranks(run.grid.world_size, device_type_here(), size_option)
     if problems:
-        raise ConfigError(problems, where=f"the {what} of {options.config}")
+        raise ConfigError(problems, where=f"{command} of {options.config}")
     return folder
 
 
-def write_results(
-    folder: Path, name: str, figures: Any, text: str, pictures: Mapping[str, Callable[[Path], None]]
-) -> list[Path]:
-    """Writes NAME.json, NAME.md and pictures to a folder. Returns the files.
+def measure(
+    options: argparse.Namespace,
+    folder: Path,
+    rows: "Sequence[AnyRow]",
+    part_of_turn: "Callable[[AnyRow, int], tuple[Any, ...]]",
+    report_of: "Callable[..., Report]",
+) -> int:
+    """Let the rows take their turns, then show and write the report. Return the exit code.
 
-    Args:
-        folder: an existing folder.
-        name: of the first two files, without the suffix.
-        figures: for the JSON file.
-        text: Markdown.
-        pictures: name of each file -> the function that draws it.
+    ``report_of`` gets the fields of ``Result``.
     """
-    json_file, markdown = folder / f"{name}.json", folder / f"{name}.md"
-    write_text(json_file, json.dumps(figures, indent=2) + "\n")
-    write_text(markdown, text)
-    for picture, draw in pictures.items():  # last, so that an error in drawing loses no figures
-        draw(folder / picture)
-    return [json_file, markdown, *(folder / picture for picture in pictures)]
+    from megaspeed.measurement.turns import share_of_others, take_turns
 
-
-def show_results(
-    options: argparse.Namespace, figures: Any, text: str, files: Sequence[Path]
-) -> None:
-    """Prints the text and the names of the files; writes the figures to the file of ``--json``."""
-    say(text)
-    write_json(options, figures)
-    say("")
-    say("wrote " + ", ".join(map(str, files)))
+    folder.mkdir(parents=True, exist_ok=True)
+    share = share_of_others()
+    with BarOrLines(options.turns * len(rows)) as bar:
+        done, stopped = take_turns(
+            rows,
+            options.turns,
+            part_of_turn,
+            device_type=device_type_here(),
+            folder=folder,
+            timeout_seconds=options.timeout,
+            on_turn=bar.show,
+        )
+    report = report_of(
+        rows=done,
+        turns=options.turns,
+        steps=options.steps,
+        stopped=stopped,
+        share_of_others=max(share, share_of_others()),
+    )
+    files = report.write(folder, options.command)
+    say(report.on_screen)
+    write_json(options, report.figures)
+    say(f"\nwrote {', '.join(map(str, files))}")
+    if stopped:
+        say("stopped before the last turn; all ranks have ended", error=True)
+    return EXIT_DONE if report.succeeded else EXIT_FAILED

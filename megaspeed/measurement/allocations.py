@@ -25,6 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,12 +34,12 @@ from megaspeed.planning.costs.memory import Category, MemoryBytes
 
 @dataclass(slots=True)
 class Allocation:
-    """When a storage was allocated and freed, in ticks of the log; ``died`` is None before that."""
+    """The life of a storage. Times are numbers: the log counts allocations and frees."""
 
     size_bytes: int
-    born: int
+    born: int  # time of the allocation
     category: Category
-    died: int | None = None
+    died: int | None = None  # time of the free; None while the storage exists
 
 
 class AllocationLog(TorchDispatchMode):
@@ -106,6 +107,8 @@ class AllocationLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # torch then calls it again with the local parts
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -113,6 +116,8 @@ class AllocationLog(TorchDispatchMode):
         return result
 
     def _record(self, tensor: Tensor, category: Category | None) -> Allocation | None:
+        if isinstance(tensor, DTensor):  # it has a size but no memory
+            tensor = tensor._local_tensor
         if tensor.device.type != self._device_type:
             return None
         if tensor.layout != torch.strided:  # a sparse tensor has no storage, but its parts do

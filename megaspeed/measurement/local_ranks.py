@@ -93,12 +93,8 @@ def run_on_ranks(
         try:
             with children_on(device_type):
                 # Imports take seconds, so one process does them, and all ranks are forked from it.
-                imports = [
-                    "megaspeed.supervision.fork_server",
-                    "torch._dynamo",
-                    function.__module__,
-                ]
-                context.set_forkserver_preload(imports)
+                imports = ["megaspeed.supervision.fork_server", "torch._dynamo"]
+                context.set_forkserver_preload([*imports, function.__module__])
                 # That process may have started in another environment.
                 environment = dict(os.environ)
                 given = (function, arguments, world_size, free_port(), folder, log, environment)
@@ -115,29 +111,49 @@ def run_on_ranks(
                 each.kill()
             for each in started:
                 each.join()
-        outcomes, yielded = (
-            [torch.load(file, weights_only=False) for file in files if file.exists()]
-            for files in (
-                [folder / f"{name}{rank}" for rank in range(world_size)]
-                for name in (_OUTCOME, _YIELDED)
-            )
-        )
-    failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
-    # If one rank ends, the others fail, too. So only one failure is reported: a rank that was out
-    # of memory, else a rank that was killed, else the first exception.
-    failures.sort(key=lambda failure: (not failure.out_of_memory, failure.at_seconds))
-    reason = None
-    if failures and (failures[0].out_of_memory or -signal.SIGKILL not in codes):
-        reason = failures[0].reason
-    elif not finished:
-        reason = (
-            f"not finished after {timeout_seconds:g} s; raise --timeout, the limit of a measurement"
-        )
-    elif len(outcomes) < world_size or failures:
-        reason = _end_of([code for code in codes if code])
+        outcomes = _read(folder, _OUTCOME, world_size)
+        yielded = _read(folder, _YIELDED, world_size)
+    reason = _failure_to_report(outcomes, codes, None if finished else timeout_seconds)
     if reason is not None:
         raise RanksFailed(reason, yielded if len(yielded) == world_size else ())
     return outcomes
+
+
+def _failure_to_report(
+    outcomes: Sequence[Any], codes: Sequence[int | None], exceeded_seconds: float | None
+) -> str | None:
+    """Why the ranks failed; None if they did not.
+
+    If one rank ends, the others fail, too. So only one failure is reported: a rank that was out of
+    memory, else a rank that was killed, else the first exception.
+
+    Args:
+        outcomes: what the ranks have written: a result or a failure. A killed rank writes nothing.
+        codes: the exit code of each rank; None if it had not ended.
+        exceeded_seconds: the time limit, if it was exceeded.
+    """
+    failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
+    failures.sort(key=lambda failure: (not failure.out_of_memory, failure.at_seconds))
+    killed = -signal.SIGKILL in codes
+    if failures and (failures[0].out_of_memory or not killed):
+        return failures[0].reason
+    if exceeded_seconds is not None:
+        limit = f"{exceeded_seconds:g} s; raise --timeout, the limit of a measurement"
+        return f"not finished after {limit}"
+    if len(outcomes) == len(codes) and not failures:
+        return None
+    if killed:
+        return "a rank was killed by SIGKILL; the system does this if memory runs out"
+    code = next((code for code in codes if code), 0)
+    if code < 0:
+        return f"a rank was killed by signal {-code} ({signal.strsignal(-code)})"
+    return f"a rank ended without a result, with exit code {code}"
+
+
+def _read(folder: Path, name: str, world_size: int) -> list[Any]:
+    """What the ranks have written, without those that have written nothing."""
+    files = [folder / f"{name}{rank}" for rank in range(world_size)]
+    return [torch.load(file, weights_only=False) for file in files if file.exists()]
 
 
 def _wait(ranks: Sequence[BaseProcess], timeout_seconds: float | None) -> bool:
@@ -156,15 +172,6 @@ def _wait(ranks: Sequence[BaseProcess], timeout_seconds: float | None) -> bool:
                 rank.join(max(0.0, deadline_of_others - time.monotonic()))
             return True
     return True
-
-
-def _end_of(exit_codes: Sequence[int]) -> str:
-    if -signal.SIGKILL in exit_codes:
-        return "a rank was killed by SIGKILL; the system does this if memory runs out"
-    code = next(iter(exit_codes), 0)
-    if code < 0:
-        return f"a rank was killed by signal {-code} ({signal.strsignal(-code)})"
-    return f"a rank ended without a result, with exit code {code}"
 
 
 def _rank_main(

@@ -4,7 +4,7 @@
     weak     the micro-batches of each data rank stay, so train_batch_size grows
 
     efficiency   (tokens/s / ranks) / (the same at the smallest number of ranks)
-    ideal step   smallest number's step x tokens of a rank / the same at the smallest number
+    ideal step   step at the smallest number of ranks, if each token took a rank as long as there
     lost         (step - ideal step) / step, part by part; efficiency + all that is lost = 1
 
 ``Timeline`` times the parts of a step on each rank. A rank that arrives early at a collective waits
@@ -15,12 +15,10 @@ A step's parts are means over ranks. A row's parts are means over the middle hal
 time, so they add up to the step, and single slow steps do not count.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -28,25 +26,20 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import BATCH_KEYS, World
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.local_ranks import DeviceType, RanksFailed, run_on_ranks
-from megaspeed.measurement.turns import busy_warning
+from megaspeed.measurement.local_ranks import DeviceType
+from megaspeed.measurement.timed_steps import Steps, take_turn
+from megaspeed.measurement.turns import Result, Row
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import forecast
 from megaspeed.planning.measured_cpu import CpuSpeedError, measure_cpu
 from megaspeed.planning.prediction import ideal_bubble
 from megaspeed.topology.activity import OWN_WORK, PARTS
-from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.devices import device_by_name
 from megaspeed.topology.grid import Grid
-from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import Worker
 from megaspeed.units import counted
 
 Mode = Literal["strong", "weak"]
-
-WARM_UP_STEPS = 3
-"""Steps before the timed ones. DeepSpeed's ZeRO-3 records its gathers in the first two."""
 
 LABELS: Mapping[str, str] = {
     "compute": "compute",
@@ -110,23 +103,9 @@ class StepParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """What the ranks of one row recorded."""
+class ScaledRow(Row):
+    """The run on one number of ranks."""
 
-    timelines: Sequence[Sequence[Sequence[float]]]  # step -> rank -> ``Timeline.pop_seconds``
-    wall_seconds: Sequence[float]  # of each timed step on rank 0, from end to end
-    skipped_steps: int  # of the timed steps, because the loss or the norm was not finite
-    threads: int  # of each rank, on a CPU
-    device: str  # the GPU's name, or "CPU"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """The run on one number of ranks, and its figures once it has been trained."""
-
-    run: Run
-    record: Record | None = None
-    reason: str | None = None  # why the training failed
     predicted: StepParts | None = None
     not_predicted: str | None = None  # why there is no prediction although one was asked for
 
@@ -136,87 +115,76 @@ class Row:
         return self.run.grid.world_size
 
     @property
-    def measured(self) -> StepParts | None:
-        """The mean of the middle half of the steps; None if the training failed."""
-        if self.record is None:
-            return None
+    def measured(self) -> StepParts:
+        """The mean of the middle half of the timed steps. The row is done."""
         run, bubble = self.run, ideal_bubble(self.run)
-        steps = [split_step(ranks, run.grid, bubble) for ranks in self.record.timelines]
+        timelines, *_ = self.extras[0]  # every rank has the times of all ranks
+        steps = [split_step(ranks, run.grid, bubble) for ranks in timelines]
         steps.sort(key=lambda parts: sum(parts.values()))
         cut = len(steps) // 4
         kept = steps[cut : len(steps) - cut]
         parts = {part: fmean(step[part] for step in kept) for part in LABELS}
         return StepParts(ranks=self.ranks, tokens=run.tokens_per_step, parts=parts)
 
+    @property
+    def done(self) -> bool:
+        """Whether the row was trained and its parts are known."""
+        return super().done and bool(self.extras)
+
+    def with_prediction(self, device_type: DeviceType) -> Self:
+        """Return the row with its prediction, or with why it has none."""
+        device = "CPU" if device_type == "cpu" else torch.cuda.get_device_name()
+        try:
+            return replace(self, predicted=predict(self.run, device))
+        except (CpuSpeedError, LookupError) as error:
+            return replace(self, not_predicted=str(error))
+
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingResult:
+class ScalingResult(Result[ScaledRow]):
     """All rows of one configuration, from the smallest number of ranks to the largest."""
 
     mode: Mode
-    steps: int  # timed steps of each row
-    rows: Sequence[Row]
     processors: int  # of this machine
-    share_of_others: float = 0.0  # of the processors, see ``measurement/turns.py``
 
     @property
-    def done(self) -> list[Row]:
-        """The rows that have figures."""
-        return [row for row in self.rows if row.record is not None]
-
-    @property
-    def base(self) -> Row | None:
+    def base(self) -> ScaledRow:
         """The row that the others are compared with: the smallest one that has figures."""
-        return next(iter(self.done), None)
+        return self.done[0]
 
     @property
     def is_limited(self) -> bool:
         """Whether sharing processors limits the efficiency of any row."""
         return any(self.most_efficiency(row) < 1 for row in self.done)
 
-    def most_efficiency(self, row: Row) -> float:
+    def most_efficiency(self, row: ScaledRow) -> float:
         """About what efficiency cannot exceed, because ranks share the processors; 1 if they do
         not. Where the ranks of the base wait, they leave room for others.
         """
-        assert self.base is not None, "a row has figures"
         ratio = self._processors_of_a_rank(row) / self._processors_of_a_rank(self.base)
         step = self.base.measured
-        assert step is not None, "a row has figures"
         busy = sum(step.parts[part] for part in OWN_WORK) / step.seconds
         return min(1.0, ratio / busy) if ratio < 1 else ratio
 
-    def _processors_of_a_rank(self, row: Row) -> float:
+    def _processors_of_a_rank(self, row: ScaledRow) -> float:
         """At most one for each of its threads."""
-        record = row.record
-        assert record is not None, "it has figures"
-        if record.device != "CPU":
-            return 1.0
-        return min(record.threads, self.processors / row.ranks)
+        device = row.turns[0][0].device
+        if device.name != "CPU":
+            return device.threads
+        return min(device.threads, self.processors / row.ranks)
 
-    def _shares_processors(self, row: Row) -> bool:
-        record = row.record
-        assert record is not None, "it has figures"
-        shares = row.ranks > 1 and row.ranks * record.threads > self.processors
-        return record.device == "CPU" and shares
+    def _shares_processors(self, row: ScaledRow) -> bool:
+        return row.ranks > 1 and self._processors_of_a_rank(row) < row.turns[0][0].device.threads
 
     @property
     def notes(self) -> Iterator[str]:
-        """What went wrong, and what the figures mean if ranks share processors."""
-        yield from busy_warning(self.share_of_others)
+        """Yield what went wrong, and what the figures mean if ranks share processors."""
+        yield from super().notes
         for row in self.rows:
-            ranks, record = counted(row.ranks, "rank"), row.record
-            if row.reason is not None:
-                yield f"{ranks} FAILED: {row.reason}"
             if row.not_predicted is not None:
-                yield f"{ranks} not predicted: {row.not_predicted}"
-            if record is not None and record.skipped_steps:
-                yield (
-                    f"{ranks} skipped {record.skipped_steps} of {self.steps} steps, because the "
-                    "loss or the gradient norm was not finite"
-                )
-        if self.base is not None and self.base is not self.rows[0]:
-            ranks = counted(self.base.ranks, "rank")
-            yield f"efficiency is relative to {ranks}, the fewest that trained"
+                yield f"{row.label} not predicted: {row.not_predicted}"
+        if self.done and self.base is not self.rows[0]:
+            yield f"efficiency is relative to {self.base.label}, the fewest that trained"
         sharing = [row for row in self.done if self._shares_processors(row)]
         if sharing:
             most = (
@@ -271,8 +239,10 @@ def _least(seconds: Sequence[float], groups: Sequence[Sequence[int]]) -> float:
     return fmean(min(seconds[rank] for rank in group) for group in groups)
 
 
-def scaled_runs(base: Run, sizes: Sequence[int], mode: Mode, device_type: DeviceType) -> list[Run]:
-    """The run on each number of ranks. Only the data degree and the batch differ.
+def scaled_rows(
+    base: Run, sizes: Sequence[int], mode: Mode, device_type: DeviceType
+) -> list[ScaledRow]:
+    """Return the run on each number of ranks. Only the data degree and the batch differ.
 
     PowerSGD compresses from step 1 on, because the first steps are measured.
 
@@ -285,7 +255,7 @@ def scaled_runs(base: Run, sizes: Sequence[int], mode: Mode, device_type: Device
     Raises:
         ConfigError: with the problems of all numbers of ranks.
     """
-    runs, problems = [], []
+    rows, problems = [], []
     train, _, accumulation = BATCH_KEYS
     config = base.config.compressed_from_step_1().changed(
         {
@@ -301,106 +271,17 @@ def scaled_runs(base: Run, sizes: Sequence[int], mode: Mode, device_type: Device
         except ConfigError as error:
             problems += [each + mend for each in error.problems]
         else:
-            runs.append(run)
+            rows.append(ScaledRow(label=counted(size, "rank"), run=run))
     if problems:
         raise ConfigError(problems, where=f"{base.name} on {' '.join(map(str, sizes))} ranks")
-    return runs
+    return rows
 
 
-def train_rows(
-    runs: Sequence[Run],
-    corpus: PreparedCorpus,
-    *,
-    steps: int,
-    device_type: DeviceType,
-    folder: Path,
-    timeout_seconds: float,
-    predicts: bool = True,
-    on_row: Callable[[int, str], None] = lambda done, text: None,
-) -> tuple[list[Row], bool]:
-    """Trains the runs, one after the other, each of ``steps`` timed steps after those that warm up.
-
-    ``folder`` exists; the output of each row's ranks goes to a file in its ``logs``. The time
-    limit is that of one row. If ``predicts``, each row that has trained is also predicted. On a CPU
-    this takes some 15 seconds, because the machine is measured. ``on_row`` is called before each
-    row, with the number of rows so far and a description.
-
-    Returns the rows with their figures or why they failed, and whether Ctrl-C or a signal has
-    stopped them.
-    """
-    rows: list[Row] = []
-    (folder / "logs").mkdir(exist_ok=True)
-    try:
-        for run in runs:
-            ranks = run.grid.world_size
-            on_row(len(rows), f"{ranks} ranks")
-            log = folder / "logs" / f"{ranks}-ranks.log"
-            log.write_text("")  # the ranks append to it
-            try:
-                records = run_on_ranks(
-                    train_rank,
-                    *(run, corpus, steps, timeout_seconds),
-                    world_size=ranks,
-                    device_type=device_type,
-                    log=log,
-                    timeout_seconds=timeout_seconds,
-                )
-            except RanksFailed as failure:
-                row = Row(run=run, reason=f"{failure}; see {log}")
-            else:
-                row = Row(run=run, record=records[0])
-                row = _predicted(row, records[0].device) if predicts else row
-            rows.append(row)
-    except KeyboardInterrupt:
-        return rows, True
-    return rows, False
-
-
-def train_rank(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int, timeout_seconds: float
-) -> Record:
-    """Trains as one rank of a row. Each rank returns the times of all ranks."""
-    with ParallelContext.create(run.grid, launch, timeout_seconds=timeout_seconds) as context:
-        worker, inputs = Worker(run, context), StepInputs(run, corpus, context)
-        exchanged, ends = [], []
-        skipped: list[bool] = []
-        for number in range(WARM_UP_STEPS + steps):
-            if number >= WARM_UP_STEPS:
-                context.timeline.begin(number + 1)
-            result = worker.train_step(
-                inputs.load(number * run.batch.train_batch_size),
-                inputs.learning_rate(number - sum(skipped)),
-            )
-            context.timeline.end()
-            ends.append(time.perf_counter())
-            skipped.append(result.skipped)
-            exchanged.append(result.timelines)  # of the step before
-        exchanged.append(worker.timelines_of_last_step())
-        inputs.close()
-        on_gpu = context.device.type == "cuda"
-        device = torch.cuda.get_device_name(context.device) if on_gpu else "CPU"
-    # A rank has no times of a step (0) if its GPU had not finished it.
-    timelines = [ranks for ranks in exchanged if all(step > 0 for step, *_ in ranks)]
-    if not timelines:
-        raise RuntimeError(f"the times of none of {steps} steps are known; raise --steps")
-    first = WARM_UP_STEPS - 1
-    return Record(
-        timelines=timelines,
-        wall_seconds=[
-            end - start for start, end in zip(ends[first:], ends[first + 1 :], strict=False)
-        ],
-        skipped_steps=sum(skipped[WARM_UP_STEPS:]),
-        threads=torch.get_num_threads(),
-        device=device,
-    )
-
-
-def _predicted(row: Row, device: str) -> Row:
-    """The row with its prediction, or with why it has none."""
-    try:
-        return replace(row, predicted=predict(row.run, device))
-    except (CpuSpeedError, LookupError) as error:
-        return replace(row, not_predicted=str(error))
+def part_of_turn(
+    corpus: PreparedCorpus, steps: Steps, row: ScaledRow, number: int
+) -> tuple[Callable[..., Any], *tuple[Any, ...]]:
+    """Return what the ranks of a turn call."""
+    return take_turn, Worker, row.run, corpus, steps
 
 
 def predict(run: Run, device: str) -> StepParts:

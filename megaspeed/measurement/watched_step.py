@@ -11,7 +11,7 @@ what it holds and which changes free most memory.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -94,9 +94,6 @@ class Watched(Protocol):
 
     context: ParallelContext
 
-    def new_log(self) -> AllocationLog:
-        """A log that recognises code that allocates for communication."""
-
     def held(self) -> Held:
         """The tensors that the rank holds at the time of the call."""
 
@@ -119,7 +116,7 @@ def measure(
     compilation, because torch 2.13 compiles nothing while operations are watched.
     """
     context = watched.context
-    log = watched.new_log()
+    log = AllocationLog(context.device, _category_of)
     _claim(log, watched.held())
     log.claim_everything_else_alive("communication_buffers")
     traffic = TrafficLog(context)
@@ -128,7 +125,7 @@ def measure(
     def after_backward() -> None:
         log.claim("gradients", watched.held()["gradients"])
         if not states:
-            states_log = watched.new_log()
+            states_log = AllocationLog(context.device)
             _claim(states_log, {**watched.held(), "communication_buffers": ()})
             states.append(states_log.live())
 
@@ -175,8 +172,10 @@ class WatchedZero:
         self.train_step = worker.train_step
         self._engine = worker.engine
 
-    def new_log(self) -> AllocationLog:
-        return AllocationLog(self.context.device, _category_of)
+    @classmethod
+    def build(cls, run: Run, context: ParallelContext) -> Self:
+        """Build a worker, and watch it."""
+        return cls(Worker(run, context))
 
     def held(self) -> Held:
         return held_by(self._engine)
@@ -191,6 +190,8 @@ class WatchedZero:
 
 
 def _category_of(module: str) -> Category | None:
+    if module.startswith(("torch.distributed.fsdp.", "torch.distributed.algorithms.")):
+        return "communication_buffers"
     for_communication = allocates_for_communication(module)
     if for_communication is None:
         return None

@@ -1,21 +1,22 @@
-"""Which peers can train a run, and the turns that the contestants take.
+"""Which peers can train a run, and the rows of a benchmark.
 
-    turn 1    megaspeed   hf-deepspeed defaults   hf-deepspeed guide   ddp    each a launch of its
-    turn 2    megaspeed   hf-deepspeed defaults   hf-deepspeed guide   ddp    own, which trains
-    ...                                                                1. the host-bound workload
-                                                                       2. the run
-
-A peer whose guide recommends other settings than its defaults takes turns with both.
+    row                          trains
+    megaspeed                    the complete training job
+    hf-deepspeed defaults        a peer with its defaults,
+    hf-deepspeed guide           and as its guide recommends
+    megaspeed host-bound         the same contestants, on the host-bound workload
+    ...
 
 The host-bound workload has the run's depth, layout, dtype and micro-batches, but its blocks are so
 narrow and its samples so short that a step takes as long as the host needs to launch it.
 """
 
 import json
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,43 +26,88 @@ from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
-from megaspeed.data.corpus import prepare_corpus
-from megaspeed.measurement.bench.peers import PEERS, WITH_A_GUIDE, PeerName, Settings
-from megaspeed.measurement.bench.turn import (
-    WARM_UP_STEPS,
-    Device,
-    Turn,
-    train_megaspeed,
-    train_peer,
-)
-from megaspeed.measurement.local_ranks import DeviceType, run_on_ranks
-from megaspeed.measurement.turns import take_turns
-from megaspeed.topology.launch import free_port
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.bench.job import train_megaspeed
+from megaspeed.measurement.bench.peers import DeepspeedPipeline, HfDeepspeed, Settings
+from megaspeed.measurement.timed_steps import Steps, take_turn
+from megaspeed.measurement.torch_trainers import Ddp, Fsdp2, Plain
+from megaspeed.measurement.turns import Row
 
 MEGASPEED = "megaspeed"
 RUN, HOST_BOUND = "run", "host-bound"
+
+TRAINERS: Mapping[tuple[str, Settings | None], Callable[..., Any]] = MappingProxyType(
+    {
+        ("plain", None): Plain,
+        ("hf-deepspeed", "defaults"): partial(HfDeepspeed, settings="defaults"),
+        ("hf-deepspeed", "guide"): partial(HfDeepspeed, settings="guide"),
+        ("fsdp2", "defaults"): Fsdp2,
+        ("fsdp2", "guide"): partial(Fsdp2, guided=True),
+        ("ddp", None): Ddp,
+        ("deepspeed-pipeline", None): DeepspeedPipeline,
+    }
+)
+"""Peer and settings -> what a rank trains with. A peer whose guide recommends other settings than
+its defaults takes turns with both."""
+
+PEERS = tuple(dict.fromkeys(peer for peer, _ in TRAINERS))
 
 _TINY_WIDTH, _TINY_HEADS, _TINY_TOKENS, _TINY_VOCABULARY = 64, 4, 16, 512
 _TINY_CORPUS_TOKENS = 1 << 16
 
 
-@dataclass
-class Contestant:
-    """megaspeed, or a peer with some settings, and what its turns measured."""
+@dataclass(frozen=True, kw_only=True)
+class Contestant(Row):
+    """megaspeed, or a peer with some settings, on one workload."""
 
     name: str
     settings: Settings | None  # None if it has only one set of settings
-    turns: dict[str, list[list[Turn]]] = field(default_factory=dict)  # workload -> turn -> rank
-    devices: list[Device] = field(default_factory=list)  # of each rank in each turn
-    failure: str | None = None  # why a turn failed; the contestant takes no turn after it
-
-    @property
-    def title(self) -> str:
-        """Unique among the contestants."""
-        return self.name if self.settings is None else f"{self.name} {self.settings}"
+    workload: str
 
 
-def choose_peers(run: Run, names: Sequence[PeerName] | None) -> dict[PeerName, str | None]:
+def workloads_of(
+    run: Run, steps: Steps, folder: Path, omitted: Sequence[str] = ()
+) -> dict[str, Run]:
+    """Return the run, and the host-bound workload, if it is not omitted, with its tokens in
+    ``folder``. Both have a step more than a turn.
+    """
+    both = {RUN: run}
+    if HOST_BOUND not in omitted:
+        both[HOST_BOUND] = host_bound(run, folder / "tokens.bin")
+    return {workload: benchmarked(each, steps.total + 1) for workload, each in both.items()}
+
+
+def contestants_of(
+    workloads: Mapping[str, Run], peers: Sequence[str], omitted: Sequence[str] = ()
+) -> Iterator[Contestant]:
+    """Yield megaspeed, if not omitted, and each peer with its settings, on each workload."""
+    pairs: list[tuple[str, Settings | None]] = [] if MEGASPEED in omitted else [(MEGASPEED, None)]
+    pairs += [pair for pair in TRAINERS if pair[0] in peers]
+    for workload, run in workloads.items():
+        for name, settings in pairs:
+            words = (name, settings, workload if workload != RUN else None)
+            yield Contestant(
+                label=" ".join(word for word in words if word),
+                run=run,
+                name=name,
+                settings=settings,
+                workload=workload,
+            )
+
+
+def part_of_turn(
+    corpora: Mapping[str, PreparedCorpus], folder: Path, steps: Steps, row: Contestant, number: int
+) -> tuple[Callable[..., Any], *tuple[Any, ...]]:
+    """Return what the ranks of a turn call. megaspeed's run folder is in ``folder``."""
+    if row.name == MEGASPEED:
+        values, file = row.run.as_json(), folder / f"{row.workload}-{number}.json"
+        values["training"]["run_dir"] = str(file.with_suffix(""))
+        file.write_text(json.dumps(values), encoding="utf-8")
+        return train_megaspeed, file, row.run.precision, steps
+    return take_turn, TRAINERS[row.name, row.settings], row.run, corpora[row.workload], steps
+
+
+def choose_peers(run: Run, names: Sequence[str] | None) -> dict[str, str | None]:
     """Peers in a fixed order -> why a peer cannot train the run; None if it can.
 
     Args:
@@ -78,7 +124,7 @@ def choose_peers(run: Run, names: Sequence[PeerName] | None) -> dict[PeerName, s
     return reasons
 
 
-def _refusal(peer: PeerName, run: Run) -> str | None:
+def _refusal(peer: str, run: Run) -> str | None:
     """Why a peer cannot train the run; None if it can."""
     grid, config, model = run.grid, run.config, run.config.model
     zero = config.zero_optimization
@@ -157,91 +203,15 @@ def host_bound(run: Run, tokens: Path) -> Run:
     return _resolved(run, values)
 
 
-def contestants_of(peers: Sequence[PeerName], omitted: Sequence[str]) -> list[Contestant]:
-    """The contestants of a turn: megaspeed, if not omitted, and each peer with its settings."""
-    both: tuple[Settings, ...] = ("defaults", "guide")
-    listed = [] if MEGASPEED in omitted else [Contestant(MEGASPEED, None)]
-    for peer in peers:
-        listed += [Contestant(peer, each) for each in (both if peer in WITH_A_GUIDE else (None,))]
-    return listed
-
-
-def hold_contest(
-    run: Run,
-    peers: Sequence[PeerName],
-    *,
-    omitted: Sequence[str] = (),
-    turns: int,
-    steps: int,
-    device_type: DeviceType,
-    folder: Path,
-    timeout_seconds: float,
-    on_turn: Callable[[int, str], None] = lambda done, text: None,
-) -> tuple[list[Contestant], dict[str, Run], bool]:
-    """Lets megaspeed and the peers take turns, each of ``steps`` timed steps of each workload.
-
-    Each of the peers can train the run. ``omitted`` may name megaspeed and the host-bound workload.
-    ``folder`` exists; the output of each turn's ranks goes to a file in its ``logs``. The time
-    limit is that of one turn. For ``on_turn``, see ``take_turns``.
-
-    Returns the contestants, the run of each workload, and whether Ctrl-C or a signal has stopped
-    them. If no turn had ended by then, KeyboardInterrupt is raised.
-    """
-    listed = {each.title: each for each in contestants_of(peers, omitted)}
-    with tempfile.TemporaryDirectory(prefix="turns-", dir=folder) as name:
-        place = Path(name)
-        both = {HOST_BOUND: host_bound(run, place / "tokens.bin"), RUN: run}
-        runs = {
-            workload: _benchmarked(each, steps)
-            for workload, each in both.items()
-            if workload not in omitted
-        }
-        corpora = [
-            prepare_corpus(each.config.data, each.config.model.vocab_size) for each in runs.values()
-        ]
-
-        def launch(title: str, number: int, log: Path) -> Sequence[tuple[list[Turn], Device]]:
-            each = listed[title]
-            part: tuple[Any, ...]
-            if title == MEGASPEED:
-                part = (train_megaspeed, _configs(runs, place, number), steps, run.precision)
-            else:
-                part = (train_peer, each.name, each.settings, [*runs.values()], corpora, steps)
-            return run_on_ranks(
-                *part,
-                world_size=run.grid.world_size,
-                device_type=device_type,
-                log=log,
-                timeout_seconds=timeout_seconds,
-            )
-
-        results, failures, stopped = take_turns(
-            [*listed], turns, launch, folder=folder, on_turn=on_turn
-        )
-    contestants = [
-        replace(
-            each,
-            turns={
-                workload: [[turns[index] for turns, _ in ranks] for ranks in results[title]]
-                for index, workload in enumerate(runs)
-            },
-            devices=[device for ranks in results[title] for _, device in ranks],
-            failure=failures.get(title),
-        )
-        for title, each in listed.items()
-    ]
-    return contestants, runs, stopped
-
-
-def _benchmarked(run: Run, steps: int) -> Run:
-    """The run with as many steps as a turn has, and without what would only take time after it.
+def benchmarked(run: Run, steps: int) -> Run:
+    """Return the run with this many steps, and without what would only take time after them.
 
     The learning rate is constant, because a warmup must be shorter than the run.
     """
     values = run.as_json()
     values.pop("scheduler", None)
     values["training"] |= {
-        "steps": WARM_UP_STEPS + steps + 1,
+        "steps": steps,
         "save_interval": 0,
         "eval_interval": 0,
         "eval_batches": 1,
@@ -257,15 +227,3 @@ def _resolved(run: Run, values: dict[str, Any]) -> Run:
     return resolve_run(
         parse_config(values), World(run.grid.world_size, "--world-size"), name=run.name
     )
-
-
-def _configs(runs: dict[str, Run], place: Path, number: int) -> list[tuple[Path, int]]:
-    """For each workload of megaspeed's turn, the file of its configuration, and a port."""
-    configs = []
-    for workload, run in runs.items():
-        values = run.as_json()
-        values["training"]["run_dir"] = str(place / f"{workload}-{number}")
-        file = place / f"{workload}-{number}.json"
-        file.write_text(json.dumps(values), encoding="utf-8")
-        configs.append((file, free_port()))
-    return configs

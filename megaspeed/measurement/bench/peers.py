@@ -1,19 +1,16 @@
-"""One training step of each peer, with its defaults and as its guide recommends.
+"""Peers that train with DeepSpeed, with its defaults or as its guides recommend.
 
-    peer                 model               engine
-    plain                megaspeed's         torch alone: what a step takes without communication
-    hf-deepspeed         transformers'       deepspeed.initialize, with the run's ZeRO stage
-    fsdp2                megaspeed's         torch's fully_shard on each layer
-    ddp                  megaspeed's         torch's DistributedDataParallel
-    deepspeed-pipeline   megaspeed's layers  deepspeed.pipe.PipelineModule, with the run's stages
+    hf-deepspeed         transformers' model   deepspeed.initialize, with the run's ZeRO stage
+    deepspeed-pipeline   megaspeed's layers    deepspeed.pipe.PipelineModule, with the run's stages
 
-All train on the run's samples, with its micro-batches, dtype, clipping and torch's fused AdamW.
-megaspeed's models start from the run's initial weights. transformers' model draws its own.
+The other peers are in ``torch_trainers``. All train on the run's samples, with its micro-batches,
+dtype, clipping and torch's fused AdamW. megaspeed's layers start from the run's initial weights.
+transformers' model draws its own.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -22,19 +19,14 @@ from torch import Tensor, nn
 
 from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.config.resolve import Run
-from megaspeed.measurement.compare.baselines import Ddp, Fsdp2, Plain
 from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.initialization import initialize
 from megaspeed.model.parameters import layer_count
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.rank_model import parameter_groups, set_matmul_precision
-from megaspeed.training.worker import Load
+from megaspeed.training.rank_model import set_matmul_precision
+from megaspeed.training.worker import Load, StepResult
 
-PeerName = Literal["plain", "hf-deepspeed", "fsdp2", "ddp", "deepspeed-pipeline"]
 Settings = Literal["defaults", "guide"]
-
-Step = Callable[[Load, float], Tensor]
-"""Trains on micro-batches, at a learning rate. Returns this rank's mean loss, on the device."""
 
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 _KEYS_OF_THE_RUN = (
@@ -48,13 +40,66 @@ _KEYS_OF_THE_RUN = (
 )
 
 
-def make_step(
-    peer: PeerName, settings: Settings | None, run: Run, context: ParallelContext
-) -> Step:
-    """Builds the peer's model and engine. A collective."""
-    set_matmul_precision(run.config.training, context.device)
-    torch.manual_seed(run.config.training.seed)
-    return _PEERS[peer](run, context, settings)
+class HfDeepspeed:
+    """A user's loop over ``deepspeed.initialize(AutoModelForCausalLM)``."""
+
+    def __init__(self, run: Run, context: ParallelContext, *, settings: Settings) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self._micro_batches = run.batch.gradient_accumulation_steps
+        set_matmul_precision(run.config.training, context.device)
+        torch.manual_seed(run.config.training.seed)
+        config = AutoConfig.for_model(
+            **hugging_face_config(run.config.model), **_NO_SPECIAL_TOKENS, use_cache=False
+        )
+        with context.device:
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[run.precision])
+        if run.config.parallel.activation_checkpointing == "full":
+            model.gradient_checkpointing_enable()
+        _prepare_deepspeed()
+        self._engine, self._optimizer = _deepspeed_engine(run, model, settings)
+        self._engine.train()
+
+    def train_step(self, load: Load, learning_rate: float) -> StepResult:
+        """One optimizer step."""
+        _set_rate(self._optimizer, learning_rate)
+        losses = []
+        for m in range(self._micro_batches):
+            batch = load(m)
+            loss = _loss(self._engine(batch.tokens).logits, batch.targets)
+            self._engine.backward(loss)
+            self._engine.step()
+            losses.append(loss.detach())
+        return _result(torch.stack(losses).mean())
+
+
+class DeepspeedPipeline:
+    """The loop of DeepSpeed's pipeline tutorial: ``train_batch`` over an iterator."""
+
+    def __init__(self, run: Run, context: ParallelContext) -> None:
+        set_matmul_precision(run.config.training, context.device)
+        _prepare_deepspeed()
+        from deepspeed.pipe import PipelineModule
+
+        model = PipelineModule(
+            _pipeline_layers(run),
+            num_stages=run.grid.pp,
+            loss_fn=_loss,
+            partition_method="type:_Block",
+            activation_checkpoint_interval=0,  # the blocks do it themselves
+        )
+        self._micro_batches = run.batch.gradient_accumulation_steps
+        self._engine, self._optimizer = _deepspeed_engine(run, model, settings=None)
+
+    def train_step(self, load: Load, learning_rate: float) -> StepResult:
+        """One optimizer step."""
+        _set_rate(self._optimizer, learning_rate)
+        return _result(self._engine.train_batch(data_iter=self._samples(load)))
+
+    def _samples(self, load: Load) -> Iterator[tuple[Tensor, Tensor]]:
+        for m in range(self._micro_batches):
+            batch = load(m)
+            yield batch.tokens, batch.targets
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -62,95 +107,14 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _adamw(groups: list[dict[str, Any]], run: Run) -> torch.optim.AdamW:
-    params = run.config.optimizer.params
-    return torch.optim.AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps, fused=True)
+def _result(loss: Tensor) -> StepResult:
+    """The result with this rank's loss; the gradient norm is not read."""
+    return StepResult(float(loss), math.nan, skipped=False)
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-
-
-def _torch_step(engine: Plain | Fsdp2, run: Run) -> Step:
-    """The loop of torch's tutorials: gradients are reduced in the last micro-batch of a step, or
-    in each one if FSDP2's are and the run is configured so.
-    """
-    parameters = dict(engine.model.named_parameters())
-    optimizer = _adamw(parameter_groups(parameters, run.config.model, run.config.optimizer), run)
-    micro_batches = run.batch.gradient_accumulation_steps
-
-    def step(load: Load, learning_rate: float) -> Tensor:
-        losses = []
-        for m in range(micro_batches):
-            batch = load(m)
-            with engine.micro_batch(last=m == micro_batches - 1):
-                loss = _loss(engine.forward(batch), batch.targets) / micro_batches
-                loss.backward()
-            losses.append(loss.detach())
-        if run.config.gradient_clipping:
-            nn.utils.clip_grad_norm_(parameters.values(), run.config.gradient_clipping)
-        _set_rate(optimizer, learning_rate)
-        optimizer.step()
-        optimizer.zero_grad()
-        return torch.stack(losses).sum()
-
-    return step
-
-
-def _hf_deepspeed(run: Run, context: ParallelContext, settings: Settings | None) -> Step:
-    """A user's loop over ``deepspeed.initialize(AutoModelForCausalLM)``."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        **hugging_face_config(run.config.model), **_NO_SPECIAL_TOKENS, use_cache=False
-    )
-    with context.device:
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[run.precision])
-    if run.config.parallel.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable()
-    engine, optimizer = _deepspeed_engine(run, model, settings)
-    engine.train()
-
-    def step(load: Load, learning_rate: float) -> Tensor:
-        _set_rate(optimizer, learning_rate)
-        losses = []
-        for m in range(run.batch.gradient_accumulation_steps):
-            batch = load(m)
-            loss = _loss(engine(batch.tokens).logits, batch.targets)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
-
-    return step
-
-
-def _deepspeed_pipeline(run: Run, context: ParallelContext, settings: Settings | None) -> Step:
-    """The loop of DeepSpeed's pipeline tutorial: ``train_batch`` over an iterator."""
-    _prepare_deepspeed()
-    from deepspeed.pipe import PipelineModule
-
-    model = PipelineModule(
-        _pipeline_layers(run),
-        num_stages=run.grid.pp,
-        loss_fn=_loss,
-        partition_method="type:_Block",
-        activation_checkpoint_interval=0,  # the blocks do it themselves
-    )
-    engine, optimizer = _deepspeed_engine(run, model, settings)
-
-    def micro_batches(load: Load) -> Iterator[tuple[Tensor, Tensor]]:
-        for m in range(run.batch.gradient_accumulation_steps):
-            batch = load(m)
-            yield batch.tokens, batch.targets
-
-    def step(load: Load, learning_rate: float) -> Tensor:
-        _set_rate(optimizer, learning_rate)
-        loss: Tensor = engine.train_batch(data_iter=micro_batches(load))
-        return loss
-
-    return step
 
 
 class _Layer(nn.Module):
@@ -231,16 +195,21 @@ def _prepare_deepspeed() -> None:
 def _deepspeed_engine(
     run: Run, model: nn.Module, settings: Settings | None
 ) -> tuple[Any, torch.optim.AdamW]:
-    _prepare_deepspeed()
     import deepspeed
 
+    params = run.config.optimizer.params
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decay = run.config.optimizer.params.weight_decay
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": params.weight_decay},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = _adamw([group for group in groups if group["params"]], run)
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=params.lr,
+        betas=params.betas,
+        eps=params.eps,
+        fused=True,
+    )
     config = deepspeed_json(run, settings)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine, optimizer
@@ -275,20 +244,3 @@ def deepspeed_json(run: Run, settings: Settings | None) -> dict[str, Any]:
         "steps_per_print": 1_000_000_000,
         "timers": {"throughput": {"enabled": False}},
     }
-
-
-_Make = Callable[[Run, ParallelContext, Settings | None], Step]
-_PEERS: Mapping[PeerName, _Make] = MappingProxyType(
-    {
-        "plain": lambda run, context, _: _torch_step(Plain(run, context), run),
-        "hf-deepspeed": _hf_deepspeed,
-        "fsdp2": lambda run, context, settings: _torch_step(
-            Fsdp2(run, context, guided=settings == "guide"), run
-        ),
-        "ddp": lambda run, context, _: _torch_step(Ddp(run, context), run),
-        "deepspeed-pipeline": _deepspeed_pipeline,
-    }
-)
-PEERS: tuple[PeerName, ...] = tuple(_PEERS)
-WITH_A_GUIDE: tuple[PeerName, ...] = ("hf-deepspeed", "fsdp2")
-"""Peers whose guide recommends other settings than their defaults."""

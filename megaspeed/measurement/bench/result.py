@@ -17,19 +17,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megaspeed.config.resolve import Run
-from megaspeed.measurement.bench.contest import HOST_BOUND, MEGASPEED, RUN, Contestant
+from megaspeed.measurement.bench.contest import MEGASPEED, RUN, Contestant
 from megaspeed.measurement.bench.peers import Settings
-from megaspeed.measurement.bench.turn import Device, Turn
-from megaspeed.measurement.turns import busy_warning
+from megaspeed.measurement.turns import Result
 from megaspeed.measurement.verification.comparison import TOLERANCES, relative_difference
 from megaspeed.model.parameters import training_flops_per_token
+from megaspeed.topology.devices import peak_by_name
 from megaspeed.units import Spread
 
 _OWN_WEIGHTS = ("hf-deepspeed",)  # transformers draws its own initial weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Figures:
     """What one contestant needed for one workload, over all its turns."""
 
     name: str
@@ -39,8 +39,11 @@ class Row:
     tokens_per_second: float  # of all ranks, at the median step
     flops: float  # operations a second and rank
     causal_flops: float  # the same with half of the attention's operations
+    share_of_peak: float  # of the device, or of the matmul
+    causal_share_of_peak: float
     first_loss: float
     peak_bytes: int  # of the fullest rank
+    turns: Sequence[Sequence[float]]  # seconds of each step
 
     @property
     def compared(self) -> float:
@@ -52,123 +55,93 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchResult:
+class BenchResult(Result[Contestant]):
     """All turns of a run."""
 
-    runs: Mapping[str, Run]  # workload -> its run
-    turns: int
-    steps: int  # timed steps of a turn
-    contestants: Sequence[Contestant]
+    runs: Mapping[str, Run]  # workload -> its run; the run that was asked for first
     not_run: Mapping[str, str]  # peers that cannot train the run -> why
-    stopped: bool = False  # by Ctrl-C or a signal, before the last turn
-    share_of_others: float = 0.0  # of the processors, see ``measurement/turns.py``
 
     @property
-    def run(self) -> Run:
-        """The run that was asked for."""
-        return self.runs[RUN]
+    def matmul_flops(self) -> float | None:
+        """Operations a second of a large product, the median of all turns; None without a turn."""
+        measured = [flops for row in self.rows for ranks in row.extras for flops in ranks]
+        return statistics.median(measured) if measured else None
 
     @property
-    def turns_taken(self) -> int:
-        """How many turns all contestants together have finished."""
-        return sum(len(each.turns[RUN]) for each in self.contestants)
-
-    @property
-    def device(self) -> Device | None:
-        """Name and peak, with the median of all measured matrix products; None without a turn."""
-        devices = [device for each in self.contestants for device in each.devices]
-        if not devices:
+    def known_peak_flops(self) -> float | None:
+        """The dense peak of the device in the run's precision; None if it is not known."""
+        if self.device is None or self.runs[RUN].precision == "fp32":
             return None
-        matmul = statistics.median(device.matmul_flops for device in devices)
-        return Device(name=devices[0].name, peak_flops=devices[0].peak_flops, matmul_flops=matmul)
+        return peak_by_name(self.device.name)
 
     @property
     def peak_flops(self) -> float | None:
         """The operations a second that are compared with: the device's peak, or the matmul's."""
-        if self.device is None:
-            return None
-        return self.device.peak_flops or self.device.matmul_flops
+        return self.known_peak_flops or self.matmul_flops
 
-    @property
-    def workloads(self) -> list[str]:
-        """Those that were trained, the run first."""
-        return [workload for workload in (RUN, HOST_BOUND) if workload in self.runs]
-
-    def rows(self, workload: str) -> list[Row]:
-        """A row for each name that finished a turn; of a peer, that of its better settings."""
-        better: dict[str, Row] = {}
-        for row in self.all_rows(workload):
-            best = better.setdefault(row.name, row)
-            if row.compared < best.compared:
-                better[row.name] = row
+    def better(self, workload: str) -> list[Figures]:
+        """Return the figures of each name; of a peer, those of its better settings."""
+        better: dict[str, Figures] = {}
+        for each in self.figures(workload):
+            best = better.setdefault(each.name, each)
+            if each.compared < best.compared:
+                better[each.name] = each
         return [*better.values()]
 
-    def all_rows(self, workload: str) -> list[Row]:
-        """A row for each contestant that finished a turn."""
-        return [self._row(each, workload) for each in self.contestants if each.turns[workload]]
+    def figures(self, workload: str) -> list[Figures]:
+        """Return those of each contestant that finished a turn, even if a later one failed."""
+        rows = [row for row in self.rows if row.workload == workload and row.turns]
+        own = next((row for row in rows if row.name == MEGASPEED), None)
+        return [self._figures(row, own) for row in rows]
 
-    @property
-    def warnings(self) -> Iterator[str]:
-        """Whether the turns were stopped, or the machine was busy; each contestant that failed or
-        trains another model.
-        """
-        yield from busy_warning(self.share_of_others)
-        if self.stopped:
-            of = self.turns * len(self.contestants)
-            yield f"stopped after {self.turns_taken} of {of} turns; the figures are of these"
-        for each in self.contestants:
-            if each.failure is not None:
-                yield f"{each.title} {each.failure}"
-        for workload in self.workloads:
-            yield from self._other_losses(workload)
-
-    def _other_losses(self, workload: str) -> Iterator[str]:
-        rows = {row.name: row for row in self.rows(workload)}
-        if MEGASPEED not in rows:
-            return
-        own, run = rows[MEGASPEED].first_loss, self.runs[workload]
-        allowed = TOLERANCES[run.precision].loss
-        for name, row in rows.items():
-            difference = relative_difference(row.first_loss, own)
-            # "not <=" instead of ">", because NaN must not agree.
-            if name not in _OWN_WEIGHTS and not difference <= allowed:
-                yield (
-                    f"{name} has loss {row.first_loss:.9g} in step 1 ({workload}), but megaspeed "
-                    f"has {own:.9g}; from the same weights, only a relative difference of "
-                    f"{allowed:.0e} is allowed in {run.precision}, so its time may be that of "
-                    "another task"
-                )
-
-    def _row(self, contestant: Contestant, workload: str) -> Row:
-        run, turns = self.runs[workload], contestant.turns[workload]
-        steps = Spread.of([seconds for turn in turns for seconds in turn[0].step_seconds])
-        tokens_per_second = run.tokens_per_step / steps.median
-        flops, attention = flops_per_token(run)
-        each_rank = tokens_per_second / run.grid.world_size
-        return Row(
-            name=contestant.name,
-            settings=contestant.settings,
-            step_seconds=steps,
-            ratio=self._ratio(contestant, workload),
+    def _figures(self, row: Contestant, own: Contestant | None) -> Figures:
+        steps = [turn[0].step_seconds for turn in row.turns]
+        spread = Spread.of([seconds for turn in steps for seconds in turn])
+        tokens_per_second = row.run.tokens_per_step / spread.median
+        flops, attention = flops_per_token(row.run)
+        each_rank, peak = tokens_per_second / row.run.grid.world_size, self.peak_flops
+        assert peak is not None, "a turn has been taken"
+        return Figures(
+            name=row.name,
+            settings=row.settings,
+            step_seconds=spread,
+            ratio=None if own is None or own is row else _ratio(row, own),
             tokens_per_second=tokens_per_second,
             flops=flops * each_rank,
             causal_flops=(flops - attention / 2) * each_rank,
-            first_loss=turns[0][0].first_loss,
-            peak_bytes=max(rank.peak_bytes for turn in turns for rank in turn),
+            share_of_peak=flops * each_rank / peak,
+            causal_share_of_peak=(flops - attention / 2) * each_rank / peak,
+            first_loss=row.losses[0],
+            peak_bytes=max(rank.peak_bytes for turn in row.turns for rank in turn),
+            turns=[list(turn) for turn in steps],
         )
 
-    def _ratio(self, contestant: Contestant, workload: str) -> Spread | None:
-        """The spread of the ratios of neighbouring turns. One of them may have failed later."""
-        own = next((each for each in self.contestants if each.name == MEGASPEED), contestant)
-        ratios = [
-            _median_step(theirs) / _median_step(ours)
-            for theirs, ours in zip(contestant.turns[workload], own.turns[workload], strict=False)
-        ]
-        return Spread.of(ratios) if ratios and contestant is not own else None
+    @property
+    def notes(self) -> Iterator[str]:
+        """Yield what went wrong, and each contestant that trains another model."""
+        yield from super().notes
+        for workload, run in self.runs.items():
+            losses = {each.name: each.first_loss for each in self.better(workload)}
+            own, allowed = losses.get(MEGASPEED), TOLERANCES[run.precision].loss
+            for name, loss in losses.items():
+                if own is None or name in _OWN_WEIGHTS:
+                    continue
+                # "not <=" instead of ">", because NaN must not agree.
+                if not relative_difference(loss, own) <= allowed:
+                    yield (
+                        f"{name} has loss {loss:.9g} in step 1 ({workload}), but megaspeed has "
+                        f"{own:.9g}; from the same weights, only a relative difference of "
+                        f"{allowed:.0e} is allowed in {run.precision}, so its time may be that of "
+                        "another task"
+                    )
 
 
-def _median_step(turn: Sequence[Turn]) -> float:
-    return statistics.median(turn[0].step_seconds)
+def _ratio(row: Contestant, own: Contestant) -> Spread:
+    """The spread of the ratios of neighbouring turns. One of them may have failed later."""
+    medians = [
+        [statistics.median(turn[0].step_seconds) for turn in each.turns] for each in (row, own)
+    ]
+    return Spread.of([theirs / ours for theirs, ours in zip(*medians, strict=False)])
 
 
 def flops_per_token(run: Run) -> tuple[float, float]:

@@ -1,8 +1,6 @@
-"""`megaspeed compare`: one run, trained at each ZeRO stage and with torch's own DDP and FSDP2.
+"""``megaspeed compare``: one run, trained at each ZeRO stage and with torch's own DDP and FSDP2.
 
-rows        makes the rows, trains each of them on ranks of this machine, and measures it
-baselines   a training step with DDP or FSDP2
-result      the figures of all rows, whether their losses agree, and the row to use here
-report      the figures as tables, Markdown and JSON
-charts      the figures as two pictures
+rows      the rows, and the figures of each
+result    whether the losses of all rows agree, and the row to use here
+report    the figures as text, JSON and picture
 """

@@ -1,30 +1,54 @@
-"""The figures of a comparison as Markdown, whose first part goes to the terminal, and as JSON."""
+"""The figures of a comparison as text, JSON and a picture of the rows' memory."""
 
-import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megaspeed.measurement.compare.result import ComparisonResult, Row, Stage, StageBytes, verdict
-from megaspeed.measurement.turns import busy_warning
+from megaspeed.measurement.compare.result import ComparisonResult, verdict
+from megaspeed.measurement.compare.rows import ComparedRow, StageBytes
+from megaspeed.measurement.report import (
+    NOTHING,
+    Bar,
+    Panel,
+    Part,
+    Report,
+    Table,
+    describe_run,
+    finite,
+)
 from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.traffic import Traffic, by_axis
-from megaspeed.units import (
-    Unit,
-    counted,
-    markdown_table,
-    memory_unit,
-    three_digits,
-    wrapped,
-)
+from megaspeed.units import Unit, counted, memory_unit, three_digits
 
-NOTHING = "-"
-_REPORTS = "world"  # gradient norm and loss: a few bytes, shown only in the total
+_NOT_SHOWN = "world"  # gradient norm and loss: a few bytes, shown only in the total
 
 
-Table = tuple[list[str], list[list[str]]]
-"""Headings, and the cells of each row. The first column holds words."""
+def report(result: ComparisonResult) -> Report:
+    """Return the report. The terminal shows the verdict, a line for each row, and what failed."""
+    noted = list(notes(result))
+    parts: list[Part] = [
+        describe_run(result.run, result.device),
+        f"verdict: {verdict(result)}",
+        _describe_noise(result),
+        _summary(result),
+        *([noted] if noted else []),
+    ]
+    details: list[Part] = ["Peak: of the fullest rank. Sent: by the busiest rank in one step."]
+    if result.watched:
+        details += [
+            "Memory of a rank at its peak, in the unit above (predicted / measured)",
+            memory_table(result),
+            "Sent by a rank in one step, in the unit above (predicted / counted)",
+            traffic_table(result),
+        ]
+    return Report(
+        title=f"{result.run.name}: ZeRO stages compared",
+        parts=parts,
+        details=details,
+        figures=_figures(result),
+        panels=[_memory_panel(result)] if result.watched else [],
+        succeeded=result.succeeded,
+    )
 
 
 def memory_table(result: ComparisonResult) -> Table:
@@ -32,21 +56,20 @@ def memory_table(result: ComparisonResult) -> Table:
 
     On a GPU, the categories are sums of tensors, and the peak is the allocator's.
     """
+    headings = ["params", "grads", "optim.", "activ.", "buffers", "peak", "states"]
 
     def sizes(stage: StageBytes) -> list[int]:
         states = stage.states
         held = states.parameters + states.gradients + states.optimizer_states
         return [*asdict(stage.peak).values(), stage.peak_bytes, held]
 
-    headings = ["params", "grads", "optim.", "activ.", "buffers", "peak", "states"]
     return _stage_table(result, headings, sizes, _units(result)[0])
 
 
 def traffic_table(result: ComparisonResult) -> Table:
     """Traffic by axis and collective. The total includes the traffic among all ranks."""
-    stages = [stage for row in result.watched for stage in row.stages]
-    found = {kind for stage in stages for kind in stage.measured.traffic}
-    kinds = sorted(kind for kind in found if kind[0] != _REPORTS)
+    found = {kind for row in result.done for stage in row.measured for kind in stage.traffic}
+    kinds = sorted(kind for kind in found if kind[0] != _NOT_SHOWN)
 
     def sizes(stage: StageBytes) -> list[int]:
         return [*(stage.traffic.get(kind, 0) for kind in kinds), stage.sent_bytes]
@@ -63,17 +86,24 @@ def _stage_table(
 ) -> Table:
     """A line for each row and pipeline stage: what was found and, if not 0, predicted / found."""
 
-    def cells(stage: Stage) -> Iterator[str]:
-        predicted = None if stage.predicted is None else sizes(stage.predicted)
-        for index, found in enumerate(sizes(stage.measured)):
-            ratio = None if predicted is None else _ratio(found, predicted[index])
-            yield unit.of(found) + ("" if ratio is None else f" ({ratio:.2f})")
+    def cells(found: StageBytes, predicted: StageBytes | None) -> Iterator[str]:
+        expected = [None] * len(headings) if predicted is None else sizes(predicted)
+        for size, other in zip(sizes(found), expected, strict=True):
+            ratio = None if other is None else _ratio(size, other)
+            yield unit.of(size) + ("" if ratio is None else f" ({ratio:.2f})")
 
-    return ["row", "stage", *headings], [
-        [row.label, str(stage.pipeline_stage), *cells(stage)]
-        for row in result.watched
-        for stage in row.stages
+    lines = [
+        [row.label, str(stage), *cells(found, predicted)]
+        for row in result.done
+        for stage, (found, predicted) in enumerate(_stages(row))
     ]
+    return Table(["row", "stage", *headings], lines)
+
+
+def _stages(row: ComparedRow) -> Iterator[tuple[StageBytes, StageBytes | None]]:
+    """By pipeline stage, what was measured and what was predicted."""
+    for stage, measured in enumerate(row.measured):
+        yield measured, None if row.predicted is None else row.predicted[stage]
 
 
 def _units(result: ComparisonResult) -> tuple[Unit, Unit]:
@@ -88,37 +118,15 @@ def _ratio(found: int, predicted: int) -> float | None:
 
 
 def notes(result: ComparisonResult) -> Iterator[str]:
-    """A line for each thing that went wrong, and for what limits the figures."""
+    """Yield what went wrong, and what limits the figures."""
     for text in result.disagreements:
         yield f"THE LOSSES DISAGREE: {text}"
-    yield from busy_warning(result.share_of_others)
-    for row in result.rows:
-        label = row.label
-        if row.status == "failed":
-            yield f"{label} FAILED: {row.reason}"
-        elif skipped := row.turns[0][0].skipped_steps:
-            yield (
-                f"{label} skipped {skipped} of {1 + result.steps} steps, because the loss or the "
-                "gradient norm was not finite"
-            )
-        if row.unwatched is not None:
-            yield f"{label}: memory and traffic could not be counted: {row.unwatched}"
+    yield from result.notes
     if result.run.config.parallel.gradient_compression != "none":
         yield "gradients are compressed, so the losses agree only approximately"
-    device_type = "cpu" if result.device == "CPU" else "cuda"
-    if result.watched and result.run.config.training.compiles_on(device_type):
+    on_cpu = result.device is not None and result.device.name == "CPU"
+    if result.watched and result.run.config.training.compiles_on("cpu" if on_cpu else "cuda"):
         yield "memory by category and traffic are those of a step without compilation"
-
-
-def on_screen(result: ComparisonResult, most_lines: int = 36) -> str:
-    """Verdict, summary and notes, in at most this number of lines."""
-    lines = [line for text in result.heading for line in wrapped(f"- {text}", indent="  ")]
-    lines += ["", *wrapped(f"verdict: {verdict(result)}"), ""]
-    lines += [*wrapped(_describe_noise(result)), "", *markdown_table(*_summary(result)), ""]
-    noted = [line for note in notes(result) for line in wrapped(f"- {note}", indent="  ")]
-    if len(lines) + len(noted) > most_lines:
-        noted = [*noted[: most_lines - len(lines) - 1], "... compare.md has all notes"]
-    return "\n".join([*lines, *noted]).rstrip()
 
 
 def _describe_noise(result: ComparisonResult) -> str:
@@ -137,9 +145,9 @@ def _summary(result: ComparisonResult) -> Table:
     memory, traffic = _units(result)
     fastest = min(result.done, key=lambda row: row.step_seconds, default=None)
 
-    def cells(row: Row) -> list[str]:
-        if row.status != "done" or fastest is None:
-            return [row.label, row.status, *[NOTHING] * 4]
+    def cells(row: ComparedRow) -> list[str]:
+        if not row.done or fastest is None:
+            return [row.label, "failed", *[NOTHING] * 4]
         tied = "tied" if result.is_tied(row, fastest) else f"+{result.slower(row, fastest):.1%}"
         return [
             row.label,
@@ -152,30 +160,41 @@ def _summary(result: ComparisonResult) -> Table:
 
     headings = ["row", "step ms", "slower", "tokens/s"]
     headings += [f"peak {memory.name}", f"sent {traffic.name}"]
-    return headings, [*map(cells, result.rows)]
+    return Table(headings, [*map(cells, result.rows)])
 
 
-def as_markdown(result: ComparisonResult, pictures: Sequence[str]) -> str:
-    """The result as Markdown, with links to the pictures, which are in the same folder."""
-    lines = [f"# {result.run.name}: ZeRO stages compared", "", on_screen(result, sys.maxsize)]
-    lines += ["", "Peak: of the fullest rank. Sent: by the busiest rank in one step."]
-    if result.watched:
-        lines += ["", "Memory of a rank at its peak, in the unit above (predicted / measured)", ""]
-        lines += markdown_table(*memory_table(result))
-        lines += ["", "Sent by a rank in one step, in the unit above (predicted / counted)", ""]
-        lines += markdown_table(*traffic_table(result))
-    for picture in pictures:
-        lines += ["", f"![{picture}]({picture})"]
-    return "\n".join(lines) + "\n"
+def _memory_panel(result: ComparisonResult) -> Panel:
+    """The peak of each row's fullest stage by category, predicted beside measured."""
+    unit = _units(result)[0]
+
+    def in_unit(memory: MemoryBytes) -> dict[str, float]:
+        return {name.replace("_", " "): size / unit.size for name, size in asdict(memory).items()}
+
+    def bar(row: ComparedRow) -> Bar:
+        measured, predicted = list(_stages(row))[row.fullest_stage]
+        allocated = measured.allocator_peak_bytes
+        return Bar(
+            label=row.label.replace(" ", "\n"),
+            parts=in_unit(measured.peak),
+            predicted=None if predicted is None else in_unit(predicted.peak),
+            line=None if allocated is None else allocated / unit.size,
+            text=three_digits(measured.peak_bytes / unit.size),
+        )
+
+    return Panel(
+        title="\n".join(describe_run(result.run, result.device)),
+        unit=f"peak of the fullest rank ({unit.name}); line: of the CUDA allocator",
+        bars=[bar(row) for row in result.watched],
+    )
 
 
-def as_json(result: ComparisonResult) -> dict[str, Any]:
+def _figures(result: ComparisonResult) -> dict[str, Any]:
     """Every figure, in bytes and seconds. A loss or norm that is not finite becomes null."""
     run = result.run
     return {
         "name": run.name,
-        "device": result.device,
-        "device_memory_bytes": result.device_memory_bytes,
+        "device": result.device and result.device.name,
+        "device_memory_bytes": result.device and result.device.memory_bytes,
         "degrees": asdict(run.grid),
         "precision": run.precision,
         "batch": asdict(run.batch),
@@ -188,29 +207,37 @@ def as_json(result: ComparisonResult) -> dict[str, Any]:
         "losses_agree": not result.disagreements,
         "disagreements": result.disagreements,
         "verdict": verdict(result),
-        "rows": [_row_as_json(row) for row in result.rows],
+        "rows": [_row_figures(row) for row in result.rows],
     }
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
-    head = {"label": row.label, "engine": row.engine, "status": row.status}
-    if row.status != "done":
-        return {**head, "reason": row.reason}
+def _row_figures(row: ComparedRow) -> dict[str, Any]:
+    if not row.done:
+        head = {"label": row.label, "engine": row.engine, "status": "failed"}
+        return {**head, "reason": row.failure}
+    first = row.turns[0][0]
     return {
-        **head,
+        "label": row.label,
+        "engine": row.engine,
+        "status": "done",
         "zero_stage": row.run.zero_stage if row.engine == "zero" else None,
         "gradient_reduction": row.run.gradient_reduction,
         "step_time_seconds": row.step_seconds,
         "turn_seconds": row.turn_seconds,
         "tokens_per_second": row.tokens_per_second,
-        "loss": _finite(row.loss),
-        "grad_norm": _finite(row.turns[0][0].grad_norm),
-        "skipped_steps": row.turns[0][0].skipped_steps,
+        "loss": finite(row.loss),
+        "grad_norm": finite(first.grad_norm),
+        "skipped_steps": first.skipped_steps,
         "peak_bytes": row.peak_bytes,
-        "unwatched": row.unwatched,
-        "pipeline_stages": [_stage_as_json(stage) for stage in row.stages],
-        "losses": [_finite(loss) for loss in row.turns[0][0].losses],
-        "turns": [[list(rank.step_seconds) for rank in turn] for turn in row.turns],
+        "unwatched": row.no_extras,
+        "pipeline_stages": [
+            {"pipeline_stage": stage, **_stage_figures(*pair)}
+            for stage, pair in enumerate(_stages(row))
+        ],
+        "losses": [finite(loss) for loss in row.losses],
+        "turns": [
+            [[*rank.warm_up_seconds, *rank.step_seconds] for rank in turn] for turn in row.turns
+        ],
         "ranks": [
             {
                 "rank": rank.rank,
@@ -224,9 +251,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
     }
 
 
-def _stage_as_json(stage: Stage) -> dict[str, Any]:
-    measured, predicted = stage.measured, stage.predicted
-
+def _stage_figures(measured: StageBytes, predicted: StageBytes | None) -> dict[str, Any]:
     def compared(sizes: Callable[[StageBytes], dict[str, int]]) -> dict[str, Any]:
         found = sizes(measured)
         if predicted is None:
@@ -237,7 +262,6 @@ def _stage_as_json(stage: Stage) -> dict[str, Any]:
 
     sent_ratio = predicted and _ratio(measured.sent_bytes, predicted.sent_bytes)
     return {
-        "pipeline_stage": stage.pipeline_stage,
         "states_bytes": compared(lambda each: _memory(each.states)),
         "peak_bytes": compared(lambda each: _memory(each.peak)),
         "allocator_peak_bytes": measured.allocator_peak_bytes,
@@ -256,7 +280,3 @@ def _memory(memory: MemoryBytes) -> dict[str, int]:
 def _traffic(traffic: Traffic) -> dict[str, Any]:
     """axis -> collective -> bytes, and the total."""
     return {**by_axis(traffic), "total": sum(traffic.values())}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -1,45 +1,140 @@
-"""Makes the rows of a comparison, and trains each of them on ranks of this machine.
+"""The rows of a comparison, and the figures of each: predictions beside measurements.
 
-ZeRO-0, ZeRO-1    one row: gradients are reduced once a step
-ZeRO-2, ZeRO-3    two rows if a step has several micro-batches: reducing after each of them
-                  takes less memory, reducing once sends less
-DDP, FSDP2        DDP reduces once a step; FSDP2 has the same two rows as ZeRO-3
+    ZeRO-0, ZeRO-1    one row: gradients are reduced once a step
+    ZeRO-2, ZeRO-3    two rows if a step has several micro-batches: reducing after each of them
+                      takes less memory, reducing once sends less
+    DDP, FSDP2        DDP reduces once a step; FSDP2 has the same two rows as ZeRO-3
 
-Rows take turns, and each turn starts new processes:
+    row (ZeRO-2) -> pipeline stage 0: states, peak, traffic     of the rank with the most
+                    pipeline stage 1: ...
+                    the step of each turn, tokens/s, loss
 
-turn 1    ZeRO-0, ZeRO-1, ...    step 1 warms up, the others are timed. One more step, which is
-                                 not compiled, counts memory and traffic.
-turn 2    ZeRO-0, ZeRO-1, ...    step 1 warms up, the others are timed
+    step of a turn   the median on the slowest rank, without the first step
+    step of a row    the geometric mean of its turns
+
+In the first turn, one more step, which is not compiled, counts memory and traffic. A row that
+failed has a reason instead of figures. If only this step failed, the row has times alone.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import psutil
-import torch
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.resolve import GradientReduction, Run, resolve_run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.compare.baselines import BaselineWorker
-from megaspeed.measurement.compare.result import Baseline, Engine, Row, StageBytes, TimedRank
-from megaspeed.measurement.local_ranks import DeviceType, RanksFailed, run_on_ranks
-from megaspeed.measurement.turns import take_turns
-from megaspeed.measurement.watched_step import RankMeasurement, WatchedZero, measure
+from megaspeed.measurement.local_ranks import DeviceType
+from megaspeed.measurement.timed_steps import Steps, take_turn
+from megaspeed.measurement.torch_trainers import Ddp, Fsdp2
+from megaspeed.measurement.turns import Row
+from megaspeed.measurement.watched_step import RankMeasurement, WatchedZero
+from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.stage_memory import predict_memory
-from megaspeed.planning.costs.traffic import predict_traffic
-from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import Worker
+from megaspeed.planning.costs.traffic import Traffic, predict_traffic
+
+Baseline = Literal["ddp", "fsdp"]
+Engine = Literal["zero", "ddp", "fsdp"]
+
+_TRAINERS: dict[Engine, Callable[..., Any]] = {
+    "zero": WatchedZero.build,
+    "ddp": partial(Ddp, watched=True),
+    "fsdp": partial(Fsdp2, watched=True),
+}
 
 
-def zero_rows(run: Run, zero_stages: Sequence[int], device_type: DeviceType) -> list[Row]:
-    """One row for each ZeRO stage, or two if ``gradient_reduction`` makes a difference."""
+@dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """Memory and traffic of one pipeline stage, as measured or as predicted."""
+
+    states: MemoryBytes  # of the rank whose tensors have the highest peak
+    peak: MemoryBytes  # of the same rank
+    traffic: Traffic  # what the busiest rank sends in one step
+    allocator_peak_bytes: int | None = None  # of the CUDA allocator, the highest of all ranks
+
+    @property
+    def peak_bytes(self) -> int:
+        """The allocator's peak; if it is unknown, the peak of the tensors."""
+        return self.peak.total if self.allocator_peak_bytes is None else self.allocator_peak_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Sum over all axes and collectives."""
+        return sum(self.traffic.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRow(Row):
+    """A ZeRO stage, or an engine of torch."""
+
+    engine: Engine
+    predicted: Sequence[StageBytes] | None = None  # by pipeline stage; None for torch's engines
+
+    @property
+    def watched(self) -> Sequence[RankMeasurement]:
+        """By rank; empty if memory and traffic are not known."""
+        return self.extras[0] if self.extras else ()
+
+    @property
+    def measured(self) -> list[StageBytes]:
+        """By pipeline stage; empty if memory and traffic are not known."""
+        stages = sorted({rank.pipeline_stage for rank in self.watched})
+        return [self._of_stage(stage) for stage in stages]
+
+    def _of_stage(self, stage: int) -> StageBytes:
+        ranks = [rank for rank in self.watched if rank.pipeline_stage == stage]
+        fullest = max(ranks, key=lambda rank: rank.peak.total)
+        busiest = max(ranks, key=lambda rank: sum(rank.traffic.values()))
+        return StageBytes(
+            states=fullest.states,
+            peak=fullest.peak,
+            traffic=busiest.traffic,
+            allocator_peak_bytes=self._allocator_peak([rank.rank for rank in ranks]),
+        )
+
+    def _allocator_peak(self, ranks: Sequence[int]) -> int | None:
+        """Of these ranks in any turn; None on a CPU."""
+        timed = [turn[rank] for turn in self.turns for rank in ranks]
+        return max((rank.peak_bytes for rank in timed if rank.device.name != "CPU"), default=None)
+
+    @property
+    def fullest_stage(self) -> int:
+        """The pipeline stage with the highest peak, if memory is known."""
+        peaks = [stage.peak_bytes for stage in self.measured]
+        return peaks.index(max(peaks))
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak of the fullest rank; None if it is not known."""
+        if self.measured:
+            return max(stage.peak_bytes for stage in self.measured)
+        return self._allocator_peak(range(len(self.turns[0])))
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """What the busiest rank sends in one step; None if it is not known."""
+        return max((stage.sent_bytes for stage in self.measured), default=None)
+
+    @property
+    def turn_seconds(self) -> list[float]:
+        """The step of each turn."""
+        return [max(statistics.median(rank.step_seconds) for rank in turn) for turn in self.turns]
+
+    @property
+    def step_seconds(self) -> float:
+        """The step of the row."""
+        return statistics.geometric_mean(self.turn_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all ranks together."""
+        return self.run.tokens_per_step / self.step_seconds
+
+
+def zero_rows(run: Run, zero_stages: Sequence[int], device_type: DeviceType) -> list[ComparedRow]:
+    """Return a row for each ZeRO stage, or two if ``gradient_reduction`` makes a difference."""
     return [
         _row(run, "zero", f"ZeRO-{stage}", stage, reduction, device_type)
         for stage in sorted(set(zero_stages))
@@ -47,8 +142,10 @@ def zero_rows(run: Run, zero_stages: Sequence[int], device_type: DeviceType) -> 
     ]
 
 
-def baseline_rows(run: Run, baselines: Sequence[Baseline], device_type: DeviceType) -> list[Row]:
-    """The rows of torch's own data parallelism: DDP, then FSDP2.
+def baseline_rows(
+    run: Run, baselines: Sequence[Baseline], device_type: DeviceType
+) -> list[ComparedRow]:
+    """Return the rows of torch's own data parallelism: DDP, then FSDP2.
 
     Raises:
         ConfigError: DDP and FSDP2 cannot train this run.
@@ -76,6 +173,14 @@ def baseline_rows(run: Run, baselines: Sequence[Baseline], device_type: DeviceTy
     return rows
 
 
+def part_of_turn(
+    corpus: PreparedCorpus, steps: Steps, row: ComparedRow, number: int
+) -> tuple[Callable[..., Any], *tuple[Any, ...]]:
+    """Return what the ranks of a turn call. Only the first one counts memory and traffic."""
+    steps = replace(steps, extra="memory" if number == 1 else None)
+    return take_turn, _TRAINERS[row.engine], row.run, corpus, steps
+
+
 def _reductions(run: Run, zero_stage: int) -> tuple[GradientReduction | None, ...]:
     """The reductions that make a difference at this ZeRO stage; (None,) if none does."""
     if run.compression is not None:
@@ -91,7 +196,7 @@ def _row(
     zero_stage: int,
     reduction: GradientReduction | None,
     device_type: DeviceType,
-) -> Row:
+) -> ComparedRow:
     """A row that trains ``run`` at this ZeRO stage.
 
     If ``reduction`` is None, gradients are reduced once a step. PowerSGD starts at step 1, because
@@ -106,134 +211,21 @@ def _row(
         World(run.grid.world_size, "--world-size", device_type),
         name=run.name,
     )
-    # On a GPU, the peak is the allocator's in the timed steps.
-    watched = resolved if device_type == "cuda" else _uncompiled(resolved)
-    return Row(
+    return ComparedRow(
         label=name if reduction is None else f"{name} {reduction}",
         engine=engine,
         run=resolved,
-        predicted=_predict(watched, device_type) if engine == "zero" else None,
+        predicted=_predict(resolved, device_type) if engine == "zero" else None,
     )
 
 
-def _uncompiled(run: Run) -> Run:
-    return replace(run, config=run.config.changed({"training.compile": False}))
-
-
 def _predict(run: Run, device_type: DeviceType) -> list[StageBytes]:
+    """By pipeline stage, the figures of the step that is measured."""
+    if device_type == "cpu":  # on a GPU, the peak is the allocator's in the timed steps
+        run = replace(run, config=run.config.changed({"training.compile": False}))
     predicted = []
     for stage in range(run.grid.pp):
         memory = predict_memory(run, stage, device_type=device_type)
         traffic = predict_traffic(run, stage, device_type)
         predicted.append(StageBytes(states=memory.states, peak=memory.peak, traffic=traffic))
     return predicted
-
-
-def train_rows(
-    rows: Sequence[Row],
-    corpus: PreparedCorpus,
-    *,
-    turns: int,
-    steps: int,
-    device_type: DeviceType,
-    folder: Path,
-    timeout_seconds: float,
-    on_turn: Callable[[int, str], None] = lambda done, text: None,
-) -> tuple[list[Row], bool]:
-    """Trains the rows in turns, each of ``steps`` timed steps after one that warms up.
-
-    ``folder`` exists; the output of each turn's ranks goes to a file in its ``logs``. The time
-    limit is that of one turn, and of counting memory and traffic. For ``on_turn``, see
-    ``take_turns``.
-
-    Returns the rows with their figures or why they failed, and whether Ctrl-C or a signal has
-    stopped them. If no turn had ended by then, KeyboardInterrupt is raised.
-    """
-    by_label = {row.label: row for row in rows}
-
-    def launch(label: str, number: int, log: Path) -> Sequence[TimedRank]:
-        row = by_label[label]
-        try:
-            ranks: Sequence[list[Any]] = run_on_ranks(
-                *(train_rank, row.engine, row.run, corpus, steps, timeout_seconds, number == 1),
-                world_size=row.run.grid.world_size,
-                device_type=device_type,
-                log=log,
-                timeout_seconds=timeout_seconds,
-            )
-        except RanksFailed as failure:
-            if number > 1 or not failure.yielded:
-                raise
-            ranks = failure.yielded
-            by_label[label] = replace(row, unwatched=f"{failure}; see {log}")
-        else:
-            if number == 1:
-                by_label[label] = replace(row, watched=[watched for _, watched in ranks])
-        return [timed for timed, *_ in ranks]
-
-    results, failures, stopped = take_turns(
-        [*by_label], turns, launch, folder=folder, on_turn=on_turn
-    )
-    done = [
-        replace(row, turns=results[label], reason=failures.get(label))
-        for label, row in by_label.items()
-    ]
-    return [row for row in done if row.turns or row.reason], stopped
-
-
-def train_rank(
-    launch: LaunchEnvironment,
-    engine: Engine,
-    run: Run,
-    corpus: PreparedCorpus,
-    steps: int,
-    timeout_seconds: float,
-    watches: bool,
-) -> Iterator[TimedRank | RankMeasurement]:
-    """Trains as one rank of a row, and yields the times of its steps.
-
-    If ``watches``, it then yields the memory and traffic of one more step.
-    """
-    with ParallelContext.create(run.grid, launch, timeout_seconds=timeout_seconds) as context:
-        if engine == "zero":
-            watched: WatchedZero | BaselineWorker = WatchedZero(Worker(run, context))
-        else:
-            watched = BaselineWorker(engine, run, context)
-        inputs = StepInputs(run, corpus, context)
-        samples, on_gpu = run.batch.train_batch_size, context.device.type == "cuda"
-        losses, seconds, skipped = [], [], 0
-        for number in range(1 + steps):
-            if on_gpu and number == 1:  # the first step also compiles
-                torch.cuda.reset_peak_memory_stats(context.device)
-            start = time.perf_counter()
-            # The step returns the loss as a number, so a GPU has finished the step by then.
-            result = watched.train_step(
-                inputs.load(number * samples), inputs.learning_rate(number - skipped)
-            )
-            seconds.append(time.perf_counter() - start)
-            losses.append(result.loss)
-            skipped += result.skipped
-        peak = torch.cuda.max_memory_allocated(context.device) if on_gpu else None
-        device, memory = _device(context)
-        yield TimedRank(
-            pipeline_stage=context.pp_rank,
-            losses=losses,
-            grad_norm=result.grad_norm,
-            skipped_steps=skipped,
-            step_seconds=seconds,
-            allocator_peak_bytes=peak,
-            device=device,
-            device_memory_bytes=memory,
-        )
-        if watches:
-            load = inputs.load((1 + steps) * samples)
-            yield measure(watched, load, inputs.learning_rate(1 + steps - skipped))[1]
-        inputs.close()
-
-
-def _device(context: ParallelContext) -> tuple[str, int]:
-    """Name and memory of this rank's device. On a CPU, all ranks share the machine's memory."""
-    if context.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(context.device)
-        return properties.name, properties.total_memory
-    return "CPU", psutil.virtual_memory().total // context.world_group.size()
