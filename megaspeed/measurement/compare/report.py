@@ -183,7 +183,7 @@ def _memory_panel(result: ComparisonResult) -> Panel:
 
     return Panel(
         title="\n".join(describe_run(result.run, result.device)),
-        unit=f"peak of the fullest rank ({unit.name}); line: of the CUDA allocator",
+        unit=f"peak of the fullest rank ({unit.name}), on a GPU with its allocator's as a line",
         bars=[bar(row) for row in result.watched],
     )
 

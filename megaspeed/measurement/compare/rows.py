@@ -38,7 +38,7 @@ from megaspeed.planning.costs.traffic import Traffic, predict_traffic
 Baseline = Literal["ddp", "fsdp"]
 Engine = Literal["zero", "ddp", "fsdp"]
 
-_TRAINERS: dict[Engine, Callable[..., Any]] = {
+TRAINERS: dict[Engine, Callable[..., Any]] = {
     "zero": WatchedZero.build,
     "ddp": partial(Ddp, watched=True),
     "fsdp": partial(Fsdp2, watched=True),
@@ -178,7 +178,7 @@ def part_of_turn(
 ) -> tuple[Callable[..., Any], *tuple[Any, ...]]:
     """Return what the ranks of a turn call. Only the first one counts memory and traffic."""
     steps = replace(steps, extra="memory" if number == 1 else None)
-    return take_turn, _TRAINERS[row.engine], row.run, corpus, steps
+    return take_turn, TRAINERS[row.engine], row.run, corpus, steps
 
 
 def _reductions(run: Run, zero_stage: int) -> tuple[GradientReduction | None, ...]:

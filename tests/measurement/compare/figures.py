@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaspeed.config.resolve import Run
-from megaspeed.measurement.compare.result import ComparisonResult, Row, StageBytes, TimedRank
-from megaspeed.measurement.compare.rows import zero_rows
+from megaspeed.measurement.compare.result import ComparisonResult
+from megaspeed.measurement.compare.rows import ComparedRow, StageBytes, zero_rows
+from megaspeed.measurement.turns import Device, TimedRank
 from megaspeed.measurement.watched_step import RankMeasurement
 from megaspeed.planning.costs.memory import MemoryBytes
 from tests.support.tiny import tiny_run
@@ -50,14 +51,13 @@ def turn(*ms: float, loss: float = 2.5) -> list[TimedRank]:
     """Four ranks, each 10 ms slower than the one before. The first step, of 9 s, warms up."""
     return [
         TimedRank(
-            pipeline_stage=rank // 2,
             losses=[3.0, 2.75, loss],
             grad_norm=1.5,
             skipped_steps=0,
-            step_seconds=[9.0, *(each / 1000 + 0.01 * rank for each in ms)],
-            allocator_peak_bytes=None,
-            device="CPU",
-            device_memory_bytes=64 * MIB,
+            warm_up_seconds=[9.0],
+            step_seconds=[each / 1000 + 0.01 * rank for each in ms],
+            peak_bytes=1,
+            device=Device(name="CPU", memory_bytes=64 * MIB, threads=1),
         )
         for rank in range(4)
     ]
@@ -81,23 +81,23 @@ def predictions() -> list[StageBytes]:
     ]
 
 
-def trained(row: Row, loss: float = 2.5) -> Row:
+def trained(row: ComparedRow, loss: float = 2.5) -> ComparedRow:
     """The row with the figures of its ranks and of the formulas."""
     turns = [turn(250, 125, 500, loss=loss)]
-    return replace(row, turns=turns, watched=all_watched(), predicted=predictions())
+    return replace(row, turns=turns, extras=[all_watched()], predicted=predictions())
 
 
-def zero_0() -> Row:
+def zero_0() -> ComparedRow:
     """ZeRO-0, which has one setting of gradient_reduction."""
     return zero_rows(run(), [0], "cpu")[0]
 
 
-def zero_2() -> list[Row]:
+def zero_2() -> list[ComparedRow]:
     """ZeRO-2, which has two."""
     return zero_rows(run(), [2], "cpu")
 
 
-def result(*others: Row) -> ComparisonResult:
+def result(*others: ComparedRow) -> ComparisonResult:
     """ZeRO-0 and these rows."""
-    rows: Sequence[Row] = [trained(zero_0()), *others]
+    rows: Sequence[ComparedRow] = [trained(zero_0()), *others]
     return ComparisonResult(run=run(), turns=1, steps=3, rows=rows)

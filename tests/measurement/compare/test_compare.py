@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 MEGASPEED = Path(sys.executable).with_name("megaspeed")
-FILES = {"compare.json", "compare.md", "memory.png", "tradeoff.png", "logs"}
+FILES = {"compare.json", "compare.md", "compare.png", "logs"}
 _SECONDS_TO_START, _SECONDS_TO_END = 120.0, 60.0
 
 VALUES: dict[str, Any] = {

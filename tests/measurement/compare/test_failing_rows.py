@@ -4,6 +4,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from megaspeed.config.resolve import Run
+from megaspeed.measurement import timed_steps
 from megaspeed.measurement.compare import rows as rows_module
-from megaspeed.measurement.compare.result import Row
-from megaspeed.measurement.compare.rows import train_rank, train_rows, zero_rows
+from megaspeed.measurement.compare.rows import TRAINERS, ComparedRow, part_of_turn, zero_rows
+from megaspeed.measurement.timed_steps import Steps, take_turn
+from megaspeed.measurement.turns import take_turns
 from megaspeed.measurement.watched_step import RankMeasurement
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
@@ -25,13 +28,14 @@ TEXT = Path(__file__).parents[3] / "LICENSE"
 HUGE = {"vocab_size": 10**8, "hidden_size": 2**15}
 
 
-def row_of(run: Run, folder: Path, timeout_seconds: float = 200.0) -> Row:
+def row_of(run: Run, folder: Path, timeout_seconds: float = 200.0) -> ComparedRow:
     """ZeRO-1 of ``run``."""
-    (row,), stopped = train_rows(
+    corpus = tiny_corpus(tiny_run(TEXT), folder / "cache")
+    steps = Steps(warm_up=1, timed=1, timeout_seconds=timeout_seconds)
+    (row,), stopped = take_turns(
         zero_rows(run, [1], "cpu"),
-        tiny_corpus(tiny_run(TEXT), folder / "cache"),
-        turns=1,
-        steps=1,
+        1,
+        partial(part_of_turn, corpus, steps),
         device_type="cpu",
         folder=folder,
         timeout_seconds=timeout_seconds,
@@ -47,11 +51,11 @@ _SECONDS_TO_START = 60.0
 def test_too_little_memory_is_recognised(tmp_path: Path) -> None:
     """The token embedding alone has 10^9 x 2^15 elements: 119 TiB."""
     failed = row_of(tiny_run(TEXT, dp=2, model=HUGE), tmp_path)
-    assert failed.status == "failed" and failed.reason is not None
-    assert failed.reason.startswith("failed in turn 1: out of memory: RuntimeError: ")
-    assert "DefaultCPUAllocator: can't allocate memory" in failed.reason
+    assert failed.failure is not None
+    assert failed.failure.startswith("failed in turn 1: out of memory: RuntimeError: ")
+    assert "DefaultCPUAllocator: can't allocate memory" in failed.failure
     log = tmp_path / "logs" / "zero-1-1.log"
-    assert failed.reason.endswith(f"see {log}")
+    assert failed.failure.endswith(f"see {log}")
     assert "Traceback" in log.read_text(), "where it happened is in the log"
 
 
@@ -61,8 +65,8 @@ def test_a_killed_rank_is_distinguished_from_one_that_fails(tmp_path: Path) -> N
     killer.start()
     killed = row_of(tiny_run(TEXT, dp=2), tmp_path)
     killer.join()
-    assert killed.status == "failed" and killed.reason is not None
-    assert killed.reason.startswith(
+    assert killed.failure is not None
+    assert killed.failure.startswith(
         "failed in turn 1: a rank was killed by SIGKILL; the system does this if memory runs out; "
     )
 
@@ -81,8 +85,8 @@ def kill_a_rank() -> None:
 @pytest.mark.timeout(300)
 def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     late = row_of(tiny_run(TEXT), tmp_path, timeout_seconds=0.001)
-    assert late.status == "failed" and late.reason is not None
-    assert late.reason.startswith("failed in turn 1: not finished after 0.001 s; raise --timeout")
+    assert late.failure is not None
+    assert late.failure.startswith("failed in turn 1: not finished after 0.001 s; raise --timeout")
 
 
 def fail_to_watch(*_: object) -> None:
@@ -93,20 +97,20 @@ def fail_to_watch(*_: object) -> None:
 
 
 def train_without_watching(*arguments: Any) -> Iterator[Any]:
-    setattr(rows_module, "measure", fail_to_watch)  # noqa: B010, a rank has no monkeypatch
-    yield from train_rank(*arguments)
+    setattr(timed_steps, "measure", fail_to_watch)  # noqa: B010, a rank has no monkeypatch
+    yield from take_turn(*arguments)
 
 
 @pytest.mark.timeout(300)
 def test_a_step_that_cannot_be_watched_leaves_the_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "train_rank", train_without_watching)
+    monkeypatch.setattr(rows_module, "take_turn", train_without_watching)
     row = row_of(tiny_run(TEXT, dp=2), tmp_path)
-    assert row.status == "done" and len(row.turn_seconds) == 1
+    assert row.done and len(row.turn_seconds) == 1
     log = tmp_path / "logs" / "zero-1-1.log"
-    assert row.unwatched == f"RuntimeError: an operator is not known (rank 1); see {log}"
-    assert row.stages == []
+    assert row.no_extras == f"RuntimeError: an operator is not known (rank 1); see {log}"
+    assert row.measured == []
 
 
 def test_memory_and_traffic_of_compiled_blocks_are_those_without_compilation(
@@ -117,7 +121,8 @@ def test_memory_and_traffic_of_compiled_blocks_are_those_without_compilation(
     for compiles in (True, False):
         run = tiny_run(TEXT, dp=2, training={"compile": compiles})
         corpus = tiny_corpus(run, tmp_path)
-        ranks = pool.run(2, train_rank, "zero", run, corpus, 1, 60.0, True)
+        steps = Steps(warm_up=1, timed=1, timeout_seconds=60.0, extra="memory")
+        ranks = pool.run(2, take_turn, TRAINERS["zero"], run, corpus, steps)
         measured.append([watched for _, watched in ranks])
     assert measured[0] == measured[1] and isinstance(measured[0][0], RankMeasurement)
     compiled, plain = (

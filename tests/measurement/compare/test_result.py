@@ -6,18 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from megaspeed.measurement.compare.report import as_json
+from megaspeed.measurement.compare.report import report
+from megaspeed.measurement.turns import Device
 from tests.measurement.compare.figures import MIB, result, trained, turn, zero_0, zero_2
 
 
 def test_a_pipeline_stage_has_the_figures_of_its_fullest_and_of_its_busiest_rank() -> None:
     row = trained(zero_0())
-    first, second = row.stages
-    peaks = [stage.measured.peak for stage in (first, second)]
+    first, second = row.measured
+    peaks = [first.peak, second.peak]
     assert (peaks[0].total, peaks[0].activations) == (16 * MIB, 6 * MIB), "rank 1"
-    assert first.measured.sent_bytes == 4 * MIB + 24, "rank 0"
+    assert first.sent_bytes == 4 * MIB + 24, "rank 0"
     assert (peaks[1].total, peaks[1].activations) == (12 * MIB, 2 * MIB), "rank 2"
-    assert row.highest == first and row.busiest == first
+    assert (row.fullest_stage, row.peak_bytes, row.sent_bytes) == (0, 16 * MIB, 4 * MIB + 24)
 
 
 def test_the_step_of_a_turn_is_the_slowest_ranks_median_without_the_first_step() -> None:
@@ -28,25 +29,26 @@ def test_the_step_of_a_turn_is_the_slowest_ranks_median_without_the_first_step()
 
 
 def test_the_peak_of_a_gpu_is_its_allocators_in_any_turn() -> None:
+    gpu = Device(name="NVIDIA H100", memory_bytes=80 * 2**30, threads=1)
     turns = [
         [
-            replace(rank, allocator_peak_bytes=(20 + number + i) * MIB)
+            replace(rank, peak_bytes=(20 + number + i) * MIB, device=gpu)
             for i, rank in enumerate(turn(9))
         ]
         for number in (1, 0)
     ]
     row = replace(trained(zero_0()), turns=turns)
-    assert [stage.measured.peak_bytes for stage in row.stages] == [22 * MIB, 24 * MIB]
-    assert replace(row, watched=()).peak_bytes == 24 * MIB, "also if the tensors are not known"
+    assert [stage.peak_bytes for stage in row.measured] == [22 * MIB, 24 * MIB]
+    assert replace(row, extras=()).peak_bytes == 24 * MIB, "also if the tensors are not known"
 
 
 def test_a_row_whose_memory_could_not_be_counted_keeps_its_times() -> None:
-    row = replace(trained(zero_2()[0]), watched=(), unwatched="out of memory; see log")
+    row = replace(trained(zero_2()[0]), extras=(), no_extras="out of memory; see log")
     compared = result(row)
     assert not compared.succeeded and row.step_seconds == pytest.approx(0.28)
     assert (row.peak_bytes, row.sent_bytes) == (None, None)
     assert [each.label for each in compared.watched] == ["ZeRO-0"]
-    written = as_json(compared)["rows"][1]
+    written = report(compared).figures["rows"][1]
     assert written["turn_seconds"] == pytest.approx([0.28]) and written["pipeline_stages"] == []
     assert written["unwatched"] == "out of memory; see log"
 
@@ -75,14 +77,14 @@ def test_a_first_row_that_diverged_agrees_with_nothing() -> None:
 
 
 def test_a_failed_row_fails_the_comparison() -> None:
-    failed = replace(zero_2()[1], reason="out of memory")
-    assert failed.status == "failed" and not result(failed).succeeded
+    failed = replace(zero_2()[1], failure="out of memory")
+    assert not failed.done and not result(failed).succeeded
 
 
 def test_json_has_every_figure_of_rows_stages_and_ranks() -> None:
-    failed = replace(zero_2()[1], reason="out of memory")
+    failed = replace(zero_2()[1], failure="out of memory")
     lost = trained(zero_2()[0], loss=math.nan)
-    written = json.loads(json.dumps(as_json(result(lost, failed)), allow_nan=False))
+    written = json.loads(json.dumps(report(result(lost, failed)).figures, allow_nan=False))
     assert written["degrees"] == {"pp": 2, "dp": 2, "tp": 1}
     assert written["losses_agree"] is False and len(written["disagreements"]) == 1
     zero, nan, without = written["rows"]

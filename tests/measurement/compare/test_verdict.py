@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megaspeed.measurement.compare.result import ComparisonResult, Row, verdict
-from megaspeed.measurement.compare.rows import zero_rows
+from megaspeed.measurement.compare.result import ComparisonResult, verdict
+from megaspeed.measurement.compare.rows import ComparedRow, zero_rows
 from megaspeed.planning.costs.memory import MemoryBytes
 from tests.measurement.compare.figures import MIB, run, trained, turn, watched, zero_2
 
@@ -14,17 +14,17 @@ ROWS = zero_rows(run(), [0, 1, 2], "cpu")
 """ZeRO-0, ZeRO-1, ZeRO-2 per_micro_batch, ZeRO-2 per_step."""
 
 
-def row(index: int, *, ms: Sequence[int], peak: int, sent: int) -> Row:
+def row(index: int, *, ms: Sequence[int], peak: int, sent: int) -> ComparedRow:
     """The row at ``index``: its step in each turn in milliseconds, peak and bytes sent in MiB."""
     measured = replace(
         watched(0, activations=0, sent=0),
         peak=MemoryBytes(parameters=peak * MIB),
         traffic={("dp", "all_reduce"): sent * MIB},
     )
-    return replace(ROWS[index], turns=[turn(each)[:1] for each in ms], watched=[measured])
+    return replace(ROWS[index], turns=[turn(each)[:1] for each in ms], extras=[[measured]])
 
 
-def verdict_on(*rows: Row) -> str:
+def verdict_on(*rows: ComparedRow) -> str:
     """On a device of 64 MiB."""
     return verdict(ComparisonResult(run=run(), turns=3, steps=1, rows=rows))
 
@@ -90,7 +90,7 @@ def test_a_row_that_exceeds_the_memory_is_excluded_and_named() -> None:
 
 
 def test_a_failed_row_is_excluded() -> None:
-    failed = replace(ROWS[0], reason="out of memory")
+    failed = replace(ROWS[0], failure="out of memory")
     assert verdict_on(failed, row(1, ms=[100], peak=20, sent=1)).startswith("use ZeRO-1 here ")
 
 
@@ -109,7 +109,7 @@ def test_one_turn_does_not_show_the_noise_so_all_rows_are_tied() -> None:
 
 
 def test_a_row_whose_memory_is_not_known_is_not_recommended() -> None:
-    unknown = replace(row(0, ms=[100], peak=20, sent=1), watched=(), unwatched="killed")
+    unknown = replace(row(0, ms=[100], peak=20, sent=1), extras=(), no_extras="killed")
     assert verdict_on(unknown, row(1, ms=[300], peak=20, sent=1)).startswith("use ZeRO-1 here ")
     assert verdict_on(unknown).endswith("because no row's memory was measured.")
 
@@ -117,12 +117,12 @@ def test_a_row_whose_memory_is_not_known_is_not_recommended() -> None:
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ([replace(ROWS[0], reason="killed")], "no ZeRO row was measured."),
+        ([replace(ROWS[0], failure="killed")], "no ZeRO row was measured."),
         ([row(0, ms=[1], peak=70, sent=1), row(1, ms=[1], peak=66, sent=1)], "ZeRO-1 has the low"),
         ([trained(ROWS[0]), trained(zero_2()[0], loss=2.6)], "the losses disagree."),
     ],
     ids=["all failed", "none fits", "the losses disagree"],
 )
-def test_the_verdict_states_why_no_row_is_recommended(rows: list[Row], reason: str) -> None:
+def test_the_verdict_states_why_no_row_is_recommended(rows: list[ComparedRow], reason: str) -> None:
     text = verdict_on(*rows)
     assert text.startswith("no row is recommended, because ") and reason in text
