@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,22 +19,22 @@ from megaspeed.config.run import PowerSgdCompression
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.scaling import (
     LABELS,
-    Record,
-    Row,
+    ScaledRow,
     ScalingResult,
     StepParts,
+    part_of_turn,
     predict,
-    scaled_runs,
+    scaled_rows,
     split_step,
-    train_rank,
-    train_rows,
 )
-from megaspeed.measurement.scaling_report import as_json, as_markdown
+from megaspeed.measurement.scaling_report import report
+from megaspeed.measurement.timed_steps import Steps, take_turn
+from megaspeed.measurement.turns import Device, TimedRank, take_turns
 from megaspeed.topology.activity import PARTS
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import Load
+from megaspeed.training.worker import Load, Worker
 from tests.measurement.compare.test_failing_rows import kill_a_rank
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, merge, tiny_corpus, tiny_run
@@ -127,21 +128,36 @@ def test_single_slow_steps_do_not_count() -> None:
     """Of 8 steps, the two fastest and the two slowest are dropped."""
     run = tiny_run(TEXT)
     seconds = [9.0, 1.0, 4.0, 2.0, 100.0, 3.0, 5.0, 6.0]
-    row = Row(run=run, record=record_of([[of_rank(compute=each)] for each in seconds]))
-    assert row.measured is not None and row.measured.seconds == (3 + 4 + 5 + 6) / 4
+    row = trained(ScaledRow(label="1 rank", run=run), [[of_rank(compute=x)] for x in seconds])
+    assert row.measured.seconds == (3 + 4 + 5 + 6) / 4
 
 
-def record_of(timelines: Sequence[Sequence[Sequence[float]]], **changes: Any) -> Record:
-    values = {"wall_seconds": [], "skipped_steps": 0, "threads": 1, "device": "CPU", **changes}
-    return Record(timelines=timelines, **values)
+def trained(
+    row: ScaledRow,
+    timelines: Sequence[Sequence[Sequence[float]]],
+    *,
+    device: str = "CPU",
+    threads: int = 1,
+) -> ScaledRow:
+    rank = TimedRank(
+        losses=[1.0],
+        grad_norm=1.0,
+        skipped_steps=0,
+        warm_up_seconds=[],
+        step_seconds=[],
+        peak_bytes=1,
+        device=Device(name=device, memory_bytes=1, threads=threads),
+    )
+    ranks = row.run.grid.world_size
+    return replace(row, turns=[[rank] * ranks], extras=[[timelines] * ranks])
 
 
 def shared(processors: int, **changes: Any) -> ScalingResult:
     rows = [
-        Row(run=run, record=record_of([[of_rank(compute=1)] * run.grid.dp], **changes))
-        for run in scaled_runs(tiny_run(TEXT, **MICRO), [1, 2, 4], "strong", "cpu")
+        trained(row, [[of_rank(compute=1)] * row.ranks], **changes)
+        for row in scaled_rows(tiny_run(TEXT, **MICRO), [1, 2, 4], "strong", "cpu")
     ]
-    return ScalingResult(mode="strong", steps=1, rows=rows, processors=processors)
+    return ScalingResult(mode="strong", steps=1, turns=1, rows=rows, processors=processors)
 
 
 def test_ranks_that_share_processors_cannot_be_efficient() -> None:
@@ -149,7 +165,7 @@ def test_ranks_that_share_processors_cannot_be_efficient() -> None:
     assert [result.most_efficiency(row) for row in result.rows] == [1, 1, 0.5]
     (note,) = result.notes
     assert note.startswith("4 ranks share 2 processors, so tokens/s cannot grow")
-    text = as_markdown(result, None)
+    text = report(result).on_screen
     assert "at most" in text and max(map(len, text.splitlines())) <= 80
     all_share = shared(processors=1)
     assert [all_share.most_efficiency(row) for row in all_share.rows] == [1, 0.5, 0.25]
@@ -161,7 +177,7 @@ def test_ranks_that_share_processors_cannot_be_efficient() -> None:
     threads = shared(processors=4, threads=2)
     assert [threads.most_efficiency(row) for row in threads.rows] == [1, 1, 0.5]
     gpus = shared(processors=2, device="NVIDIA H200")
-    assert list(gpus.notes) == [] and "at most" not in as_markdown(gpus, None)
+    assert list(gpus.notes) == [] and "at most" not in report(gpus).on_screen
 
 
 @pytest.mark.parametrize(
@@ -170,7 +186,7 @@ def test_ranks_that_share_processors_cannot_be_efficient() -> None:
 def test_the_batch_of_each_number_of_ranks(mode: Any, batches: list[int]) -> None:
     """At 2 ranks and pp 2, dp is 1, and a step has 8 micro-batches of 3."""
     base = tiny_run(TEXT, pp=2, **MICRO)
-    runs = scaled_runs(base, [2, 4, 8], mode, "cpu")
+    runs = [row.run for row in scaled_rows(base, [2, 4, 8], mode, "cpu")]
     assert runs[0].batch == base.batch and runs[0].as_json() == base.as_json()
     assert [run.grid for run in runs] == [Grid(2, dp, 1) for dp in (1, 2, 4)]
     assert [run.batch.train_batch_size for run in runs] == batches
@@ -182,15 +198,15 @@ def test_the_batch_of_each_number_of_ranks(mode: Any, batches: list[int]) -> Non
 def test_compressed_gradients_are_compressed_in_the_timed_steps() -> None:
     how = {"type": "powersgd", "rank": 2, "start_step": 20}
     base = tiny_run(TEXT, parallel={"gradient_compression": how}, **MICRO)
-    _, two = scaled_runs(base, [1, 2], "strong", "cpu")
-    compression = two.config.parallel.gradient_compression
+    _, two = scaled_rows(base, [1, 2], "strong", "cpu")
+    compression = two.run.config.parallel.gradient_compression
     assert isinstance(compression, PowerSgdCompression)
     assert (compression.rank, compression.start_step) == (2, 1)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_both_mends() -> None:
     with pytest.raises(ConfigError) as error:
-        scaled_runs(tiny_run(TEXT, **MICRO), [1, 3, 16], "strong", "cpu")
+        scaled_rows(tiny_run(TEXT, **MICRO), [1, 3, 16], "strong", "cpu")
     problems = error.value.problems
     assert [problem.split(".")[0] for problem in problems] == [
         "train_batch_size 24 is not a multiple of train_micro_batch_size_per_gpu 3 x dp 3 (= 9)",
@@ -199,7 +215,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_both_mends() -> None:
     assert all(
         problem.endswith("or use --weak: each rank keeps its micro-batches") for problem in problems
     )
-    assert len(scaled_runs(tiny_run(TEXT, **MICRO), [1, 3, 16], "weak", "cpu")) == 3
+    assert len(scaled_rows(tiny_run(TEXT, **MICRO), [1, 3, 16], "weak", "cpu")) == 3
 
 
 def test_gpus_are_predicted_from_the_table() -> None:
@@ -212,34 +228,32 @@ def test_gpus_are_predicted_from_the_table() -> None:
         predict(run, "Abacus 9000")
 
 
-def train(runs: list[Run], folder: Path) -> list[Row]:
-    corpus = tiny_corpus(runs[0], folder / "cache")
-    rows, stopped = train_rows(
-        runs,
-        corpus,
-        steps=4,
-        device_type="cpu",
-        folder=folder,
-        timeout_seconds=200.0,
-        predicts=False,
+STEPS = Steps(warm_up=3, timed=4, timeout_seconds=200.0, extra="parts")
+
+
+def train(rows: list[ScaledRow], folder: Path) -> list[ScaledRow]:
+    corpus = tiny_corpus(rows[0].run, folder / "cache")
+    part = partial(part_of_turn, corpus, STEPS)
+    done, stopped = take_turns(
+        rows, 1, part, device_type="cpu", folder=folder, timeout_seconds=200.0
     )
     assert not stopped
-    return rows
+    return done
 
 
 @pytest.mark.timeout(300)
 def test_parts_add_up_to_the_wall_time(pool: RankPool, tmp_path: Path) -> None:
-    runs = scaled_runs(tiny_run(TEXT, pp=2, **MICRO), [2, 4], "weak", "cpu")
-    for row in train(runs, tmp_path):
-        assert row.record is not None, row.reason
-        assert len(row.record.timelines) == len(row.record.wall_seconds) == 4
-        assert [ranks[0][0] for ranks in row.record.timelines] == [4, 5, 6, 7], "three warm up"
-        sums = [sum(sum(rank[1:]) for rank in ranks) for ranks in row.record.timelines]
-        assert sum(sums) / row.ranks == pytest.approx(sum(row.record.wall_seconds), rel=0.05)
+    rows = scaled_rows(tiny_run(TEXT, pp=2, **MICRO), [2, 4], "weak", "cpu")
+    for row in train(rows, tmp_path):
+        assert row.done, row.failure
+        timelines, wall_seconds = row.extras[0][0], row.turns[0][0].step_seconds
+        assert len(timelines) == len(wall_seconds) == 4
+        assert [ranks[0][0] for ranks in timelines] == [4, 5, 6, 7], "three warm up"
+        sums = [sum(sum(rank[1:]) for rank in ranks) for ranks in timelines]
+        assert sum(sums) / row.ranks == pytest.approx(sum(wall_seconds), rel=0.05)
         measured = row.measured
-        assert measured is not None and measured.tokens == 16 * 24 * row.run.grid.dp
-        assert min(row.record.wall_seconds) * 0.95 < measured.seconds
-        assert measured.seconds < max(row.record.wall_seconds) * 1.05
+        assert measured.tokens == 16 * 24 * row.run.grid.dp
+        assert min(wall_seconds) * 0.95 < measured.seconds < max(wall_seconds) * 1.05
         for part in ("compute", "pipeline", "bubble", "world", "optimizer"):
             assert measured.parts[part] >= 0 and (part == "pipeline" or measured.parts[part] > 0)
 
@@ -249,7 +263,7 @@ _SLOW_SECONDS = 0.05
 
 def train_with_a_slow_rank(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, rank: int
-) -> Record:
+) -> list[Any]:
     """Rank ``rank`` reads its only micro-batch 50 ms later."""
     load: Callable[..., Load] = StepInputs.load
 
@@ -263,7 +277,7 @@ def train_with_a_slow_rank(
     try:
         if launch.rank == rank:
             StepInputs.load = slow  # type: ignore[method-assign]
-        return train_rank(launch, run, corpus, 6, 60.0)
+        return list(take_turn(launch, Worker, run, corpus, STEPS))
     finally:
         StepInputs.load = load  # type: ignore[method-assign]
 
@@ -274,10 +288,8 @@ def test_a_slow_rank_is_imbalance_not_communication(pool: RankPool, tmp_path: Pa
     corpus = tiny_corpus(run, tmp_path)
     found = []
     for slow in (-1, 1):
-        record = pool.run(2, train_with_a_slow_rank, run, corpus, slow)[0]
-        measured = Row(run=run, record=record).measured
-        assert measured is not None
-        found.append(measured.parts)
+        _, timelines = pool.run(2, train_with_a_slow_rank, run, corpus, slow)[0]
+        found.append(trained(ScaledRow(label="2 ranks", run=run), timelines).measured.parts)
     fast, slow_parts = found
     half = pytest.approx(_SLOW_SECONDS / 2, abs=0.012)
     assert slow_parts["data_loading"] - fast["data_loading"] == half
@@ -308,7 +320,7 @@ def test_the_command_measures_and_writes(
     assert {file.name for file in out.iterdir()} == files
     assert (out / "scaling.png").read_bytes().startswith(b"\x89PNG")
     shown = printed.split("\nwrote ")[0].rstrip()
-    assert (out / "scaling.md").read_text().startswith(shown)
+    assert shown in (out / "scaling.md").read_text()
     assert max(map(len, shown.splitlines())) <= 80
     assert "predicted" not in shown and "tp" not in shown.split("% of the step")[1]
     figures = json.loads((out / "scaling.json").read_text())
@@ -356,20 +368,19 @@ def test_a_row_that_fails_is_reported_and_the_others_are_kept(
 ) -> None:
     killer = threading.Thread(target=kill_a_rank, daemon=True)
     killer.start()
-    runs = scaled_runs(tiny_run(TEXT, **MICRO), [1, 2], "strong", "cpu")
-    rows = train(runs, tmp_path)
+    rows = train(scaled_rows(tiny_run(TEXT, **MICRO), [1, 2], "strong", "cpu"), tmp_path)
     killer.join()
-    result = ScalingResult(mode="strong", steps=4, rows=rows, processors=2)
-    killed, trained = rows
-    assert killed.reason is not None and killed.reason.startswith("a rank was killed by SIGKILL")
-    assert trained.reason is None and result.base is trained
+    result = ScalingResult(mode="strong", steps=4, turns=1, rows=rows, processors=2)
+    killed, other = rows
+    assert killed.failure is not None and "a rank was killed by SIGKILL" in killed.failure
+    assert other.failure is None and result.base is other
     notes = list(result.notes)
-    assert notes[0] == f"1 rank FAILED: {killed.reason}"
+    assert notes[0] == f"1 rank {killed.failure}"
     assert notes[1] == "efficiency is relative to 2 ranks, the fewest that trained"
-    first, second = as_json(result)["rows"]
-    assert (first["status"], first["reason"]) == ("failed", killed.reason)
+    first, second = report(result).figures["rows"]
+    assert (first["status"], first["reason"]) == ("failed", killed.failure)
     assert second["measured"]["efficiency"] == pytest.approx(1)
-    assert "| 1     | 1 x 8 x 3 |  failed |" in as_markdown(result, None)
+    assert "| 1     | 1 x 8 x 3 |  failed |" in report(result).on_screen
 
 
 WRONG: dict[str, tuple[dict[str, Any], Sequence[str], str]] = {

@@ -5,51 +5,90 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megaspeed.measurement import turns
 from megaspeed.measurement.local_ranks import RanksFailed
-from megaspeed.measurement.turns import busy_warning, noise_of, take_turns
+from megaspeed.measurement.turns import Row, busy_warning, noise_of, take_turns
+from tests.support.tiny import tiny_run
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
-def test_contestants_alternate_and_one_that_fails_takes_no_turn_after_it(tmp_path: Path) -> None:
+@pytest.fixture
+def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Lets rows take turns whose launch is a function of label, turn and log file."""
+
+    def take(labels: list[str], number: int, launch: Callable[[str, int, Path], Any]) -> Any:
+        monkeypatch.setattr(
+            turns, "run_on_ranks", lambda row, turn, *, log, **_: launch(row.label, turn, log)
+        )
+        return take_turns(
+            [Row(label=label, run=tiny_run(TEXT)) for label in labels],
+            number,
+            lambda row, turn: (row, turn),
+            device_type="cpu",
+            folder=tmp_path,
+            timeout_seconds=1.0,
+        )
+
+    return take
+
+
+def test_rows_alternate_and_one_that_fails_takes_no_turn_after_it(
+    take: Callable[..., Any], tmp_path: Path
+) -> None:
     taken = []
 
-    def launch(name: str, number: int, log: Path) -> int:
-        taken.append((name, number, log.name))
-        if (name, number) == ("B b", 2):
-            raise RanksFailed("too slow")
-        return number
+    def launch(label: str, number: int, log: Path) -> list[list[Any]]:
+        taken.append((label, number, log.name))
+        if (label, number) == ("B b", 2):
+            raise RanksFailed("too slow", [["times"]])
+        return [[f"times {number}", f"extra {number}"]]
 
-    results, failures, stopped = take_turns(["A", "B b"], 3, launch, folder=tmp_path)
+    (a, b), stopped = take(["A", "B b"], 3, launch)
     assert taken == [
         *(("A", 1, "a-1.log"), ("B b", 1, "b-b-1.log")),
         *(("A", 2, "a-2.log"), ("B b", 2, "b-b-2.log")),
         ("A", 3, "a-3.log"),
     ]
-    assert results == {"A": [1, 2, 3], "B b": [1]} and not stopped
+    assert a.turns == [["times 1"], ["times 2"], ["times 3"]] and not stopped
+    assert a.extras == [["extra 1"], ["extra 2"], ["extra 3"]] and a.done
     log = tmp_path / "logs" / "b-b-2.log"
-    assert failures == {"B b": f"failed in turn 2: too slow; see {log}"} and log.exists()
+    assert b.failure == f"failed in turn 2: too slow; see {log}" and log.exists()
+    assert b.turns == [["times 1"]] and not b.done, "its later turn failed, times or not"
 
 
-@pytest.mark.parametrize(("at", "results"), [(1, None), (2, {"A": [1], "B": []})])
-def test_ctrl_c_keeps_the_turns_that_have_ended(
-    at: int, results: dict[str, list[int]] | None, tmp_path: Path
-) -> None:
+def test_a_first_turn_that_fails_after_its_times_keeps_them(take: Callable[..., Any]) -> None:
+    def launch(label: str, number: int, log: Path) -> list[list[Any]]:
+        raise RanksFailed("no memory", [["times", "extra"], ["times"]] if label == "A" else [])
+
+    (a, b), _ = take(["A", "B"], 1, launch)
+    assert a.done and a.turns == [["times", "times"]] and a.extras == ()
+    assert a.no_extras.startswith("no memory; see ")
+    assert b.failure.startswith("failed in turn 1: no memory") and b.turns == ()
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_ctrl_c_keeps_the_turns_that_have_ended(at: int, take: Callable[..., Any]) -> None:
     calls = []
 
-    def launch(name: str, number: int, log: Path) -> int:
-        calls.append(name)
+    def launch(label: str, number: int, log: Path) -> list[list[Any]]:
+        calls.append(label)
         if len(calls) == at:
             raise KeyboardInterrupt
-        return number
+        return [["times"]]
 
-    if results is None:
+    if at == 1:
         with pytest.raises(KeyboardInterrupt):
-            take_turns(["A", "B"], 2, launch, folder=tmp_path)
+            take(["A", "B"], 2, launch)
     else:
-        assert take_turns(["A", "B"], 2, launch, folder=tmp_path) == (results, {}, True)
+        rows, stopped = take(["A", "B"], 2, launch)
+        assert stopped and [len(row.turns) for row in rows] == ([1] if at == 2 else [2, 1])
 
 
 def test_a_drift_that_all_share_is_no_noise() -> None:
