@@ -98,19 +98,20 @@ class BenchResult(Result[Contestant]):
         steps = [turn[0].step_seconds for turn in row.turns]
         spread = Spread.of([seconds for turn in steps for seconds in turn])
         tokens_per_second = row.run.tokens_per_step / spread.median
-        flops, attention = flops_per_token(row.run)
         each_rank, peak = tokens_per_second / row.run.grid.world_size, self.peak_flops
         assert peak is not None, "a turn has been taken"
+        total, attention = flops_per_token(row.run)
+        flops, causal_flops = total * each_rank, (total - attention / 2) * each_rank
         return Figures(
             name=row.name,
             settings=row.settings,
             step_seconds=spread,
             ratio=None if own is None or own is row else _ratio(row, own),
             tokens_per_second=tokens_per_second,
-            flops=flops * each_rank,
-            causal_flops=(flops - attention / 2) * each_rank,
-            share_of_peak=flops * each_rank / peak,
-            causal_share_of_peak=(flops - attention / 2) * each_rank / peak,
+            flops=flops,
+            causal_flops=causal_flops,
+            share_of_peak=flops / peak,
+            causal_share_of_peak=causal_flops / peak,
             first_loss=row.losses[0],
             peak_bytes=max(rank.peak_bytes for turn in row.turns for rank in turn),
             turns=[list(turn) for turn in steps],
