@@ -109,9 +109,8 @@ def run_plan(options: argparse.Namespace) -> int:
     from megaspeed.planning.forecast import complete_training
     from megaspeed.planning.measured_cpu import CpuSpeedError
     from megaspeed.planning.plan import plan
-    from megaspeed.planning.report import report
+    from megaspeed.planning.report import SHOWN_LAYOUTS, report, what_if_report
     from megaspeed.planning.what_if import what_if
-    from megaspeed.planning.what_if_report import SHOWN_LAYOUTS, what_if_report
     from megaspeed.units import show
 
     stated = _stated_cluster(options)

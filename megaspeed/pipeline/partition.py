@@ -16,7 +16,12 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import forward_flops_per_token, logical_name, parameters_of
+from megaspeed.model.parameters import (
+    forward_flops_per_token,
+    layer_count,
+    logical_name,
+    parameters_of,
+)
 
 
 def partition_layers(costs: Sequence[int], pipeline_stages: int) -> list[range]:
@@ -100,6 +105,12 @@ def layers_of_stages(run: Run) -> list[range]:
 @lru_cache(maxsize=1024)  # a plan needs the same split hundreds of times
 def _partition(costs: tuple[int, ...], pipeline_stages: int) -> tuple[range, ...]:
     return tuple(partition_layers(costs, pipeline_stages))
+
+
+def blocks_of_stages(run: Run) -> list[int]:
+    """The number of transformer blocks of each pipeline stage."""
+    head = layer_count(run.config.model) - 1
+    return [len(layers) - (0 in layers) - (head in layers) for layers in layers_of_stages(run)]
 
 
 def parameters_of_stages(run: Run) -> list[int]:

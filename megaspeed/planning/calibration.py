@@ -21,6 +21,7 @@ from megaspeed.config.section import LARGEST_SECONDS
 from megaspeed.files.json_values import read_records
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import forecast
+from megaspeed.planning.json_values import json_value
 from megaspeed.topology.devices import Device, device_by_name
 
 CONFIG, METRICS, STARTS = "config.json", "metrics.jsonl", "starts.jsonl"
@@ -58,8 +59,11 @@ class Calibration:
     device: str | None  # as the run has recorded it; None if it has not
 
     @property
-    def warnings(self) -> Iterator[str]:
+    def warnings(self) -> tuple[str, ...]:
         """Why the factor may be wrong."""
+        return tuple(self._warnings())
+
+    def _warnings(self) -> Iterator[str]:
         low, high = _PLAUSIBLE
         if not low <= self.factor <= high:
             yield (
@@ -82,8 +86,8 @@ class Calibration:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The figures as JSON values."""
-        return {**vars(self), "folder": str(self.folder), "warnings": list(self.warnings)}
+        """Return the figures as JSON values."""
+        return {**json_value(self), "warnings": list(self.warnings)}
 
 
 def calibrate(folder: Path, cluster: Cluster) -> Calibration:

@@ -16,6 +16,7 @@ from megaspeed.planning.costs.pipeline_time import with_timetable
 from megaspeed.planning.costs.step_time import StepTime, predict_step_time
 from megaspeed.planning.costs.workload import Cluster, attended_tokens, workload_of
 from megaspeed.planning.goodput import Goodput, predict_goodput
+from megaspeed.planning.json_values import picked
 
 TYPICAL_FACTOR = 1.15
 """Nine of ten runs of a source that was left out of the fit take between 1 / this and this many
@@ -74,10 +75,10 @@ class Forecast:
 
     @property
     def _waits_much(self) -> bool:
-        return self.communication > MUCH_COMMUNICATION
+        return self.communication_fraction > MUCH_COMMUNICATION
 
     @property
-    def interval(self) -> tuple[float, float]:
+    def interval_seconds(self) -> tuple[float, float]:
         """Seconds between which the step is, if it is one of these nine."""
         return self.seconds / self.factor, self.seconds * self.factor
 
@@ -87,7 +88,7 @@ class Forecast:
         return self.run.tokens_per_step / self.seconds
 
     @property
-    def communication(self) -> float:
+    def communication_fraction(self) -> float:
         """Share of the step in which ranks wait for messages, without the bubble."""
         return self.step.communication
 
@@ -96,29 +97,40 @@ class Forecast:
         terms = self.step.terms
         return {part: sum(terms[name] for name in names) for part, names in PARTS.items()}
 
-    def mfu(self, *, causal: bool = False) -> float | None:
+    @property
+    def mfu(self) -> float | None:
         """Model FLOPs utilization (Chowdhery et al. 2022, PaLM, section 4.1).
 
         Useful operations a second as a fraction of the devices' dense peak. Operations that are
-        computed again do not count. Attention counts as the full square, or what the causal mask
-        and the window leave. None if the table has no peak of the run's precision.
+        computed again do not count. Attention counts as the full square. None if the table has no
+        peak of the run's precision.
         """
+        return self._utilization(self.run.config.data.sequence_length)
+
+    @property
+    def mfu_causal(self) -> float | None:
+        """The same, but attention counts as what the causal mask and the window leave."""
+        config = self.run.config
+        # The FLOPs of attention are proportional to the number of tokens that each attends to.
+        return self._utilization(round(attended_tokens(config.model, config.data.sequence_length)))
+
+    def _utilization(self, attended: int) -> float | None:
         device = self.cluster.device
         peak = device.peak_fp32 if self.run.precision == "fp32" else device.peak_16
         if peak == 0:
             return None
-        config = self.run.config
-        length = config.data.sequence_length
-        # The FLOPs of attention are proportional to the number of tokens that each attends to.
-        attended = round(attended_tokens(config.model, length)) if causal else length
-        flops = training_flops_per_token(config.model, attended)
+        flops = training_flops_per_token(self.run.config.model, attended)
         return flops * self.tokens_per_second / (self.run.grid.world_size * peak * 1e12)
 
-    def warnings(self) -> Iterator[str]:
+    @property
+    def warnings(self) -> tuple[str, ...]:
         """What slows the step or makes the prediction less certain."""
+        return tuple(self._warnings())
+
+    def _warnings(self) -> Iterator[str]:
         if self._waits_much:
             yield (
-                f"communication takes {self.communication:.0%} of the step; above "
+                f"communication takes {self.communication_fraction:.0%} of the step; above "
                 f"{MUCH_COMMUNICATION:.0%} the prediction is less certain"
             )
         if self._is_short:
@@ -143,17 +155,10 @@ class Forecast:
             yield f"attention is slow: a head size of {head_dim} is not a multiple of 8"
 
     def as_json(self) -> dict[str, Any]:
-        """All figures as JSON values."""
-        return {
-            "seconds": self.seconds,
-            "interval_seconds": list(self.interval),
-            "terms_seconds": self.step.terms,
-            "tokens_per_second": self.tokens_per_second,
-            "mfu": self.mfu(),
-            "mfu_causal": self.mfu(causal=True),
-            "communication_fraction": self.communication,
-            "warnings": list(self.warnings()),
-        }
+        """Return all figures as JSON values."""
+        names = ("seconds", "interval_seconds", "tokens_per_second", "mfu", "mfu_causal")
+        figures = picked(self, *names, "communication_fraction", "warnings")
+        return {**figures, "terms_seconds": self.step.terms}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,16 +191,9 @@ class TrainingTime:
         return None if price is None else price * self.gpu_hours
 
     def as_json(self) -> dict[str, Any]:
-        """All figures as JSON values."""
-        ends = math.isfinite(self.days)
-        return {
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "days": self.days if ends else None,
-            "gpu_hours": self.gpu_hours if ends else None,
-            "dollars": self.dollars if ends else None,
-            "goodput": self.goodput.as_json(),
-        }
+        """Return all figures as JSON values; null for those of a training that never ends."""
+        figures = picked(self, "tokens", "steps", "days", "gpu_hours", "dollars")
+        return {**figures, "goodput": self.goodput.as_json()}
 
 
 def complete_training(

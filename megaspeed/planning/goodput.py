@@ -13,7 +13,7 @@ approximation to the optimum checkpoint interval"):
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
@@ -21,6 +21,7 @@ from pydantic import Field
 from megaspeed.config.resolve import Run
 from megaspeed.config.section import Bandwidth, Section
 from megaspeed.pipeline.partition import parameters_of_stages
+from megaspeed.planning.json_values import json_value
 
 _SAVED_BYTES = 12
 """Bytes of a parameter in a checkpoint: master weight and two moments in fp32
@@ -63,13 +64,8 @@ class Goodput:
         return self.validation * self.saves * self.restarts
 
     def as_json(self) -> dict[str, Any]:
-        """All figures as JSON values."""
-        hours = self.hours_between_failures
-        return {
-            **asdict(self),
-            "hours_between_failures": hours if math.isfinite(hours) else None,
-            "total": self.total,
-        }
+        """Return all figures as JSON values."""
+        return {**json_value(self), "total": self.total}
 
 
 def predict_goodput(

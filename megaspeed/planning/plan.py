@@ -6,7 +6,8 @@ Run --> rank map            which axes cross nodes
     --> fits the device?    if not: the cheapest change
 """
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,8 @@ from megaspeed.planning.costs.reserved_memory import (
 from megaspeed.planning.costs.traffic import by_axis
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import Forecast, forecast
-from megaspeed.planning.prediction import (
-    Prediction,
-    StagePrediction,
-    alike_stages,
-    ideal_bubble,
-    predict,
-)
+from megaspeed.planning.json_values import json_value, picked
+from megaspeed.planning.prediction import Prediction, StagePrediction, ideal_bubble, predict
 from megaspeed.planning.variants import CheapestChange, Training, cheapest_change
 
 
@@ -58,6 +54,30 @@ class PlannedZero:
     forecast: Forecast | None = None
     reserved: ReservedMemory | None = None  # memory of the fullest rank besides tensors
     verdict: Verdict | None = None
+
+    @property
+    def interval_bytes(self) -> tuple[int, int] | None:
+        """What the fullest rank needs at least, and what nine of ten published runs needed."""
+        if self.prediction is None or self.reserved is None:
+            return None
+        tensors = self.prediction.fullest.peak_bytes
+        return tensors + self.reserved.certain, tensors + self.reserved.most
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures as JSON values."""
+        prediction = self.prediction
+        if prediction is None:
+            return {**picked(self, "zero_stage", "verdict"), "refused": list(self.refusals)}
+        return {
+            **picked(self, "zero_stage", "verdict", "interval_bytes"),
+            "time": None if self.forecast is None else self.forecast.as_json(),
+            "reserved_bytes": json_value(self.reserved),
+            "gradient_reduction": prediction.run.gradient_reduction,
+            "model_state_bytes": prediction.heaviest.state_bytes,
+            "peak_bytes": prediction.fullest.peak_bytes,
+            "sent_bytes": prediction.busiest.sent_bytes,
+            "pipeline_stages": [_stage_as_json(stage) for stage in prediction.stages],
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,28 +115,20 @@ class Plan:
         return self.zero_stages[self.run.zero_stage].verdict
 
     def as_json(self) -> dict[str, Any]:
-        """Every figure as JSON values; sizes in bytes, traffic in bytes a step."""
-        grid, cluster = self.run.grid, self.cluster
+        """Return every figure as JSON values; sizes in bytes, traffic in bytes a step."""
+        run, cluster = self.run, self.cluster
+        speed = None if cluster is None else 1e9 * cluster.network_bandwidth
         return {
-            "name": self.run.name,
-            "world_size": grid.world_size,
-            "degrees": {"pp": grid.pp, "dp": grid.dp, "tp": grid.tp},
-            "zero_stage": self.run.zero_stage,
-            "precision": self.run.precision,
-            "batch": asdict(self.run.batch),
-            "parameters": self.parameters,
-            "device": None if cluster is None else asdict(cluster.device),
-            "network_bytes_per_second": None
-            if cluster is None
-            else 1e9 * cluster.network_bandwidth,
+            **picked(run, "name", "zero_stage", "precision", "batch"),
+            "world_size": run.grid.world_size,
+            "degrees": json_value(run.grid),
+            **picked(self, "parameters", "verdict"),
+            "device": None if cluster is None else json_value(cluster.device),
+            "network_bytes_per_second": speed,
             "rank_map": self.ranks.as_json(),
-            "pipeline_stages": [
-                {**asdict(stage), "layers": [stage.layers.start, stage.layers.stop]}
-                for stage in self.stages
-            ],
+            "pipeline_stages": json_value(self.stages),
             "bubble_fraction": self.bubble,
-            "zero_stages": [_zero_as_json(planned) for planned in self.zero_stages],
-            "verdict": self.verdict,
+            "zero_stages": [planned.as_json() for planned in self.zero_stages],
             "cheapest_change": None if self.change is None else self.change.as_json(),
         }
 
@@ -136,7 +148,7 @@ def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_
         run=run,
         cluster=cluster,
         ranks=Placement(run.grid, per_node),
-        stages=_stages(run),
+        stages=tuple(_stages(run)),
         zero_stages=tuple(_at_zero_stage(training, stage, cluster) for stage in range(4)),
         bubble=ideal_bubble(run),
         change=None,
@@ -147,22 +159,15 @@ def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_
     return replace(planned, change=cheapest_change(training, usable, per_node))
 
 
-def _stages(run: Run) -> tuple[PlannedStage, ...]:
+def _stages(run: Run) -> Iterator[PlannedStage]:
     layers, parameters = layers_of_stages(run), parameters_of_stages(run)
-    stages = []
-    for alike in alike_stages(run):
-        # Alike pipeline stages hold tensors of the same shapes.
-        per_rank = elements_of(local_parameters(run, alike.pipeline_stages.start))
-        stages += [
-            PlannedStage(
-                pipeline_stage=stage,
-                layers=layers[stage],
-                parameters=parameters[stage],
-                parameters_per_rank=per_rank,
-            )
-            for stage in alike.pipeline_stages
-        ]
-    return tuple(stages)
+    for stage in range(run.grid.pp):
+        yield PlannedStage(
+            pipeline_stage=stage,
+            layers=layers[stage],
+            parameters=parameters[stage],
+            parameters_per_rank=elements_of(local_parameters(run, stage)),
+        )
 
 
 def _at_zero_stage(training: Training, zero_stage: int, cluster: Cluster | None) -> PlannedZero:
@@ -184,36 +189,9 @@ def _at_zero_stage(training: Training, zero_stage: int, cluster: Cluster | None)
     )
 
 
-def _zero_as_json(planned: PlannedZero) -> dict[str, Any]:
-    prediction = planned.prediction
-    if prediction is None:
-        return {
-            "zero_stage": planned.zero_stage,
-            "verdict": None,
-            "refused": list(planned.refusals),
-        }
-
-    def stage_as_json(stage: StagePrediction) -> dict[str, Any]:
-        return {
-            "pipeline_stage": stage.pipeline_stage,
-            "states": asdict(stage.memory.states),
-            "peak": asdict(stage.memory.peak),
-            "traffic": by_axis(stage.traffic),
-        }
-
-    forecast, reserved, interval = planned.forecast, planned.reserved, None
-    if reserved is not None:
-        tensors = prediction.fullest.peak_bytes
-        interval = [tensors + reserved.certain, tensors + reserved.most]
+def _stage_as_json(stage: StagePrediction) -> dict[str, Any]:
     return {
-        "zero_stage": planned.zero_stage,
-        "verdict": planned.verdict,
-        "time": None if forecast is None else forecast.as_json(),
-        "reserved_bytes": None if reserved is None else asdict(reserved),
-        "interval_bytes": interval,
-        "gradient_reduction": prediction.run.gradient_reduction,
-        "model_state_bytes": prediction.heaviest.state_bytes,
-        "peak_bytes": prediction.fullest.peak_bytes,
-        "sent_bytes": prediction.busiest.sent_bytes,
-        "pipeline_stages": [stage_as_json(stage) for stage in prediction.stages],
+        "pipeline_stage": stage.pipeline_stage,
+        **json_value(stage.memory),
+        "traffic": by_axis(stage.traffic),
     }

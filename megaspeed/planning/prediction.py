@@ -1,7 +1,7 @@
 """Memory and traffic of every kind of pipeline stage of a run.
 
-Two pipeline stages are of the same kind if they have the same number of blocks, both or neither
-have the embedding, both or neither have the head, and they have neighbours on the same sides.
+Two pipeline stages are of the same kind if they have the same number of blocks, and both or neither
+are the first stage, which has the embedding, or the last one, which has the head.
 Stages of one kind send the same number of bytes. The first of them holds the most memory: with
 1f1b, a pipeline stage keeps at most ``pp - pipeline_stage`` micro-batches (Narayanan et al. 2021,
 section 2.2.1); with gpipe, every stage keeps all of them. So it is enough to predict the first
@@ -14,22 +14,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import layer_count
-from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.pipeline.partition import blocks_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import bubble_fraction
 from megaspeed.planning.costs.stage_memory import StageMemory, predict_memory
 from megaspeed.planning.costs.traffic import Traffic, predict_traffic
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlikeStages:
-    """Neighbouring pipeline stages that hold layers of the same kinds."""
-
-    pipeline_stages: range  # their numbers. The first stage holds the most memory.
-    blocks: int  # number of transformer blocks of each
-    has_embedding: bool  # whether they hold the first layer
-    has_head: bool  # whether they hold the last layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,57 +73,34 @@ def predict(run: Run, device_type: str = "cuda") -> Prediction:
     """Memory and traffic of the first pipeline stage of each kind, on "cuda" or "cpu"."""
     stages = tuple(
         StagePrediction(
-            pipeline_stage=stage,
-            memory=predict_memory(run, stage, device_type=device_type),
-            traffic=predict_traffic(run, stage, device_type),
+            pipeline_stage=alike.start,
+            memory=predict_memory(run, alike.start, device_type=device_type),
+            traffic=predict_traffic(run, alike.start, device_type),
         )
-        for stage in _first_of_each_kind(run)
+        for alike in alike_stages(run)
     )
     return Prediction(run=run, stages=stages)
 
 
 def predict_peak_bytes(run: Run, device_type: str = "cuda") -> int:
-    """The peak of the rank with the highest peak, on "cuda" or "cpu"."""
-    stages = _first_of_each_kind(run)
-    return max(predict_memory(run, stage, device_type=device_type).peak.total for stage in stages)
+    """Return the peak of the rank with the highest peak, on "cuda" or "cpu"."""
+    return max(predict_peaks(run, device_type))
 
 
-def predict_peaks(run: Run) -> list[int]:
-    """The peak of a rank of each pipeline stage, in the order of the pipeline."""
+def predict_peaks(run: Run, device_type: str = "cuda") -> list[int]:
+    """Return the peak of a rank of each pipeline stage, in the order of the pipeline."""
     peaks: list[int] = []
     for alike in alike_stages(run):
-        peak = predict_memory(run, alike.pipeline_stages.start).peak.total
-        peaks += [peak] * len(alike.pipeline_stages)
+        memory = predict_memory(run, alike.start, device_type=device_type)
+        peaks += [memory.peak.total] * len(alike)
     return peaks
 
 
-def alike_stages(run: Run) -> tuple[AlikeStages, ...]:
-    """The pipeline stages of a run, grouped by kind."""
-    layers = layers_of_stages(run)
-    head, last = layer_count(run.config.model) - 1, len(layers) - 1
-
-    def kind(stage: int) -> tuple[int, bool, bool, bool, bool]:
-        has_embedding, has_head = 0 in layers[stage], head in layers[stage]
-        blocks = len(layers[stage]) - has_embedding - has_head
-        return blocks, has_embedding, has_head, stage == 0, stage == last
-
-    found = []
-    for (blocks, has_embedding, has_head, _, _), members in groupby(range(len(layers)), key=kind):
-        first, *others = members
-        stages = range(first, first + len(others) + 1)
-        found.append(
-            AlikeStages(
-                pipeline_stages=stages,
-                blocks=blocks,
-                has_embedding=has_embedding,
-                has_head=has_head,
-            )
-        )
-    return tuple(found)
-
-
-def _first_of_each_kind(run: Run) -> list[int]:
-    return [alike.pipeline_stages.start for alike in alike_stages(run)]
+def alike_stages(run: Run) -> list[range]:
+    """Return the pipeline stages by kind. The first of each range holds the most memory."""
+    blocks, last = blocks_of_stages(run), run.grid.pp - 1
+    kinds = groupby(range(run.grid.pp), lambda stage: (blocks[stage], stage == 0, stage == last))
+    return [range(first, first + 1 + len(others)) for _, (first, *others) in kinds]
 
 
 def ideal_bubble(run: Run) -> float:

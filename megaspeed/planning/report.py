@@ -1,7 +1,7 @@
-"""A plan as lines and tables. The tables fit 80 columns."""
+"""A plan and a what-if as lines and tables. The tables fit 80 columns."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 
@@ -10,9 +10,10 @@ from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 from megaspeed.planning.costs.placement import AxisPlacement
 from megaspeed.planning.costs.traffic import axis_totals
 from megaspeed.planning.forecast import Forecast, TrainingTime
-from megaspeed.planning.plan import Plan, PlannedZero
-from megaspeed.planning.prediction import AlikeStages, alike_stages
+from megaspeed.planning.plan import Plan, PlannedStage, PlannedZero
+from megaspeed.planning.prediction import alike_stages
 from megaspeed.planning.variants import CheapestChange
+from megaspeed.planning.what_if import Layout, WhatIf
 from megaspeed.topology.grid import AXES
 from megaspeed.units import (
     GIB,
@@ -24,23 +25,55 @@ from megaspeed.units import (
     traffic_unit,
 )
 
+SHOWN_LAYOUTS = 12
+"""Rows of each table of a what-if without ``--all``."""
+
+_SHOWN_PARTS = 3
 _LONGEST_GROUP = 28
 _CONFIGURED = "* as configured"
-_REDUCED = "gradients are reduced each"
 _REDUCTIONS: Mapping[GradientReduction, str] = {
     "per_step": "step",
     "per_micro_batch": "micro-batch",
 }
 
+_RESERVED: Mapping[str, str] = {
+    "total": "besides tensors",
+    "context": "  CUDA and its kernels",
+    "nccl": "  buffers of NCCL",
+    "workspace": "  workspace of cuBLAS",
+    "fragmentation": "  holes in the allocator",
+}
+"""Attribute of ``ReservedMemory`` -> its row."""
 
-def report(plan: Plan, training: TrainingTime | None = None) -> Iterator[str | Table]:
-    """The lines and tables of a plan, and of the complete training if it is given."""
+TERMS: Mapping[str, str] = {
+    "products": "matrix products of blocks",
+    "attention": "attention",
+    "pointwise": "pointwise operations",
+    "head": "head and loss",
+    "recomputation": "recomputation",
+    "tp": "tensor-parallel collectives",
+    "bubble": "pipeline bubble",
+    "p2p": "sends between stages",
+    "dp": "data-parallel collectives",
+    "optimizer": "optimizer",
+    "host": "host",
+}
+"""Term of a step -> its name."""
+
+Parts = Iterator[str | Table]
+
+
+def report(plan: Plan, training: TrainingTime | None = None) -> Parts:
+    """Yield the lines and tables of a plan, and of the complete training if it is given."""
     yield from summary(plan)
     for part in (_ranks, _stages, _memory, _traffic):
         yield ""
         yield from part(plan)
-    yield from _time(plan)
+    if plan.forecast is not None:
+        yield ""
+        yield from _time(plan, plan.forecast)
     if training is not None:
+        yield ""
         yield from _training(training)
     yield ""
     for planned in plan.zero_stages:
@@ -50,10 +83,10 @@ def report(plan: Plan, training: TrainingTime | None = None) -> Iterator[str | T
 
 
 def summary(plan: Plan) -> Iterator[str]:
-    """Lines that describe the planned run."""
+    """Yield lines that describe the planned run."""
     run, batch, model = plan.run, plan.run.batch, plan.run.config.model
     yield (
-        f"{run.name}: {plan.ranks.grid} = {counted(run.grid.world_size, 'rank')}, "
+        f"{run.name}: {run.grid} = {counted(run.grid.world_size, 'rank')}, "
         f"ZeRO-{run.zero_stage}, {run.precision}"
     )
     if run.spare_ranks:
@@ -69,10 +102,9 @@ def summary(plan: Plan) -> Iterator[str]:
         f"{run.config.data.sequence_length:,} tokens; a data rank has "
         f"{counted(batch.gradient_accumulation_steps, 'micro-batch')} of {batch.micro_batch_size:,}"
     )
-    sequence = "on" if run.sequence_parallel else "off"
     yield (
         f"activations: {describe_recomputation(run.config.parallel)}; "
-        f"sequence parallelism {sequence}"
+        f"sequence parallelism {'on' if run.sequence_parallel else 'off'}"
     )
     yield from dropout_warning(run)
     if run.grid.pp > 1:
@@ -82,7 +114,7 @@ def summary(plan: Plan) -> Iterator[str]:
         )
 
 
-def _ranks(plan: Plan) -> Iterator[str | Table]:
+def _ranks(plan: Plan) -> Parts:
     """The groups of each axis, and whether they stay within a node."""
     nodes, per_node = plan.ranks.nodes, plan.ranks.gpus_per_node
     yield (
@@ -92,29 +124,20 @@ def _ranks(plan: Plan) -> Iterator[str | Table]:
     table.add_column("first group", no_wrap=True)
     table.add_column("each group", no_wrap=True)
     for axis in map(plan.ranks.along, reversed(AXES)):
-        table.add_row(
-            axis.axis,
-            f"{axis.size:,}",
-            f"{axis.stride:,}" if axis.size > 1 else "",
-            f"{len(axis.groups):,}",
-            _first_group(axis),
-            _place(axis),
-        )
+        stride = f"{axis.stride:,}" if axis.size > 1 else ""
+        group = axis.groups[0]
+        text = " ".join(map(str, group))
+        if len(text) > _LONGEST_GROUP:
+            text = f"{group[0]} {group[1]} ... {group[-1]}"
+        cells = (f"{axis.size:,}", stride, f"{len(axis.groups):,}", text, _place(axis))
+        table.add_row(axis.axis, *cells)
     yield table
 
 
-def _first_group(axis: AxisPlacement) -> str:
-    group = axis.groups[0]
-    complete = " ".join(map(str, group))
-    if len(complete) <= _LONGEST_GROUP:
-        return complete
-    return f"{group[0]} {group[1]} ... {group[-1]}"
-
-
 def _place(axis: AxisPlacement) -> str:
+    crossing, groups = axis.groups_across_nodes, len(axis.groups)
     if axis.size == 1:
         return "one rank"
-    crossing, groups = axis.groups_across_nodes, len(axis.groups)
     if not crossing:
         return "within a node"
     if crossing < groups:
@@ -122,44 +145,47 @@ def _place(axis: AxisPlacement) -> str:
     return f"across {axis.most_nodes:,} nodes"
 
 
-def _stages(plan: Plan) -> Iterator[str | Table]:
+def _stages(plan: Plan) -> Parts:
     """Layers and parameters of the pipeline stages; alike stages share a row."""
+    run = plan.run
     yield "Pipeline stages"
-    schedule = SCHEDULES[plan.run.config.parallel.schedule]
     table = table_of(
         left=("stages", "layers of each"),
         right=("parameters", "on a rank", "micro-batches\nin flight"),
     )
-    for alike in alike_stages(plan.run):
-        first = alike.pipeline_stages.start
-        micro_batches = plan.run.batch.gradient_accumulation_steps
-        in_flight = peak_micro_batches_in_flight(schedule, plan.run.grid.pp, first, micro_batches)
+    for alike in alike_stages(run):
+        first = plan.stages[alike.start]
+        in_flight = peak_micro_batches_in_flight(
+            SCHEDULES[run.config.parallel.schedule],
+            run.grid.pp,
+            alike.start,
+            run.batch.gradient_accumulation_steps,
+        )
         table.add_row(
             _numbers(alike),
-            _layers(alike),
-            short_count(plan.stages[first].parameters),
-            short_count(plan.stages[first].parameters_per_rank),
+            _layers(first, is_last=alike.stop == run.grid.pp),
+            short_count(first.parameters),
+            short_count(first.parameters_per_rank),
             f"{in_flight:,}",
         )
     yield table
     yield "on a rank: after the tensor split, before ZeRO; in flight: in the first stage"
-    if plan.run.grid.pp > 1 and plan.run.config.model.tie_word_embeddings:
+    if run.grid.pp > 1 and run.config.model.tie_word_embeddings:
         yield "the last stage also holds a copy of the tied embedding, counted only on a rank"
 
 
-def _numbers(alike: AlikeStages) -> str:
-    first, last = alike.pipeline_stages.start, alike.pipeline_stages.stop - 1
-    return str(first) if first == last else f"{first} to {last}"
+def _numbers(stages: range) -> str:
+    return str(stages.start) if len(stages) == 1 else f"{stages.start} to {stages.stop - 1}"
 
 
-def _layers(alike: AlikeStages) -> str:
-    parts = ["embedding"] if alike.has_embedding else []
-    parts += [counted(alike.blocks, "block")] if alike.blocks else []
-    parts += ["head"] if alike.has_head else []
-    return " + ".join(parts)
+def _layers(stage: PlannedStage, *, is_last: bool) -> str:
+    is_first = stage.pipeline_stage == 0
+    blocks = len(stage.layers) - is_first - is_last
+    parts = ["embedding"] * is_first + [counted(blocks, "block")] * (blocks > 0)
+    return " + ".join(parts + ["head"] * is_last)
 
 
-def _memory(plan: Plan) -> Iterator[str | Table]:
+def _memory(plan: Plan) -> Parts:
     """The memory of the fullest rank and the peaks of all pipeline stages, by ZeRO stage."""
     predictions = [each.prediction for each in plan.zero_stages]
     unit = memory_unit(each.fullest.peak_bytes for each in predictions if each is not None)
@@ -169,33 +195,21 @@ def _memory(plan: Plan) -> Iterator[str | Table]:
         prediction, reserved = planned.prediction, planned.reserved
         assert prediction is not None, "only for stages that are not refused"
         peak = prediction.fullest.memory.peak
-        figures = {
-            _REDUCED: _REDUCTIONS[prediction.run.gradient_reduction],
-            "model states": unit.of(prediction.heaviest.state_bytes),
-            "peak": unit.of(peak.total),
-            "  parameters": unit.of(peak.parameters),
-            "  gradients": unit.of(peak.gradients),
-            "  optimizer states": unit.of(peak.optimizer_states),
-            "  activations": unit.of(peak.activations),
-            "  communication buffers": unit.of(peak.communication_buffers),
-        }
-        if reserved is not None:
-            if reserved.total:
-                figures |= {
-                    "besides tensors": unit.of(reserved.total),
-                    "  CUDA and its kernels": unit.of(reserved.context),
-                    "  buffers of NCCL": unit.of(reserved.nccl),
-                    "  workspace of cuBLAS": unit.of(reserved.workspace),
-                    "  holes in the allocator": unit.of(reserved.fragmentation),
-                }
-            assert plan.cluster is not None, "memory is reserved on a device"
+        sizes = {"model states": prediction.heaviest.state_bytes, "peak": peak.total}
+        sizes |= {f"  {name.replace('_', ' ')}": size for name, size in vars(peak).items()}
+        if reserved is not None and reserved.total:
+            sizes |= {row: getattr(reserved, name) for name, row in _RESERVED.items()}
+        reduction = _REDUCTIONS[prediction.run.gradient_reduction]
+        figures = {"gradients are reduced each": reduction}
+        figures |= {row: unit.of(size) for row, size in sizes.items()}
+        if reserved is not None and plan.cluster is not None:
             share = (peak.total + reserved.total) / plan.cluster.device.memory_bytes
             figures["share of the device"] = f"{share:.0%}"
             figures["verdict"] = str(planned.verdict).replace("does not fit", "too large")
         if len(kinds) > 1:
             for alike, stage in zip(kinds, prediction.stages, strict=True):
-                stages = "stages" if len(alike.pipeline_stages) > 1 else "stage"
-                figures[f"peak of {stages} {_numbers(alike)}"] = unit.of(stage.peak_bytes)
+                name = f"peak of stage{'s' * (len(alike) > 1)} {_numbers(alike)}"
+                figures[name] = unit.of(stage.peak_bytes)
         return figures
 
     yield f"Memory in {unit.name} of the rank that holds the most"
@@ -219,7 +233,7 @@ def _zero_stage(plan: Plan, zero_stage: int) -> str:
     return f"ZeRO-{zero_stage}{' *' * (zero_stage == plan.run.zero_stage)}"
 
 
-def _traffic(plan: Plan) -> Iterator[str | Table]:
+def _traffic(plan: Plan) -> Parts:
     """What the busiest rank sends in one step, by axis and by kind of link."""
     predictions = [each.prediction for each in plan.zero_stages if each.prediction is not None]
     unit = traffic_unit(each.busiest.sent_bytes for each in predictions)
@@ -239,73 +253,48 @@ def _traffic(plan: Plan) -> Iterator[str | Table]:
     yield f"{_CONFIGURED}; between nodes: on average over the ranks of a group"
 
 
-def _time(plan: Plan) -> Iterator[str | Table]:
+def _time(plan: Plan, forecast: Forecast) -> Parts:
     """The step time by its terms and ZeRO stages, and the throughput."""
-    if plan.forecast is None:
-        return
-    longest = max(each.forecast.seconds for each in plan.zero_stages if each.forecast is not None)
-    unit, size = ("s", 1.0) if longest >= 10 else ("ms", 1e-3)
+    steps = [each.forecast.step for each in plan.zero_stages if each.forecast is not None]
+    unit, size = ("s", 1.0) if max(step.total for step in steps) >= 10 else ("ms", 1e-3)
 
     def cells(planned: PlannedZero) -> dict[str, str]:
         assert planned.forecast is not None, "every stage that is not refused has a forecast"
-        terms = planned.forecast.step.terms
-        figures = {"step": planned.forecast.seconds}
-        figures |= {f"  {TERMS[name]}": seconds for name, seconds in terms.items()}
+        step = planned.forecast.step
+        figures = {"step": step.total}
+        figures |= {f"  {TERMS[name]}": seconds for name, seconds in step.terms.items()}
         return {name: f"{seconds / size:,.4g}" for name, seconds in figures.items()}
 
-    yield ""
     yield f"Time in {unit} of one step"
     yield _by_zero_stage(plan, cells)
-    has_no_head = any(
-        each.forecast is not None and not each.forecast.step.head for each in plan.zero_stages
-    )
+    has_no_head = not all(step.head for step in steps)
     yield _CONFIGURED + "; head and loss: 0 if the slowest stage has no head" * has_no_head
-    yield from _throughput(plan.forecast)
-
-
-TERMS: Mapping[str, str] = {
-    "products": "matrix products of blocks",
-    "attention": "attention",
-    "pointwise": "pointwise operations",
-    "head": "head and loss",
-    "recomputation": "recomputation",
-    "tp": "tensor-parallel collectives",
-    "bubble": "pipeline bubble",
-    "p2p": "sends between stages",
-    "dp": "data-parallel collectives",
-    "optimizer": "optimizer",
-    "host": "host",
-}
-"""Term of a step -> its name."""
+    yield from _throughput(forecast)
 
 
 def _throughput(forecast: Forecast) -> Iterator[str]:
-    low, high = forecast.interval
-    if forecast.cluster.measured is not None:
-        yield f"step: {forecast.seconds:.3g} s predicted from this machine's measured speed"
-    elif forecast.cluster.calibration != 1.0:
-        yield f"step: {forecast.seconds:.3g} s, {forecast.cluster.calibration:.2f} x the prediction"
+    cluster, (low, high) = forecast.cluster, forecast.interval_seconds
+    step = f"step: {forecast.seconds:.3g} s"
+    if cluster.measured is not None:
+        yield f"{step} predicted from this machine's measured speed"
+    elif cluster.calibration != 1.0:
+        yield f"{step}, {cluster.calibration:.2f} x the prediction"
     else:
-        yield (
-            f"step: {forecast.seconds:.3g} s; with the error of nine of ten published runs, "
-            f"{low:.3g} to {high:.3g} s"
-        )
+        yield f"{step}; with the error of nine of ten published runs, {low:.3g} to {high:.3g} s"
     line = f"throughput: {forecast.tokens_per_second:,.0f} tokens/s"
-    full, causal = forecast.mfu(), forecast.mfu(causal=True)
+    full, causal = forecast.mfu, forecast.mfu_causal
     if full is not None and causal is not None:
-        # With a window, the full square has many times the operations that are computed.
-        is_windowed = forecast.run.config.model.sliding_window is not None
-        line += f", MFU {causal if is_windowed else full:.1%}"
-        line += ", counting attention within the window" * is_windowed
-        line += f"; {causal:.1%} if causal attention counts half" * (not is_windowed)
+        if forecast.run.config.model.sliding_window is None:
+            line += f", MFU {full:.1%}; {causal:.1%} if causal attention counts half"
+        else:  # the full square has many times the operations that are computed
+            line += f", MFU {causal:.1%}, counting attention within the window"
     yield line
-    yield from (f"warning: {warning}" for warning in forecast.warnings())
+    yield from (f"warning: {warning}" for warning in forecast.warnings)
 
 
 def _training(training: TrainingTime) -> Iterator[str]:
     """Days and cost of a complete training, and the time that its goodput loses."""
     goodput, forecast = training.goodput, training.forecast
-    yield ""
     yield f"Training on {short_count(training.tokens)} tokens, {counted(training.steps, 'step')}"
     if not math.isfinite(training.days):
         yield "it never ends: failures come more often than saves; reduce training.save_interval"
@@ -318,15 +307,14 @@ def _training(training: TrainingTime) -> Iterator[str]:
     if forecast.cluster.measured is not None:
         yield duration
         return
-    low, high = (hours / size * bound / forecast.seconds for bound in forecast.interval)
-    yield f"{duration}, {_rounded(low)} to {_rounded(high)}"
-    gpus = counted(training.gpus, "GPU")
-    cost = f"{training.gpu_hours:,.0f} GPU-hours on {gpus}"
-    if training.dollars is not None:
-        cost += f", ${training.dollars:,.0f}"
-    yield cost
-    lost = {"validation": goodput.validation, "saves": goodput.saves, "restarts": goodput.restarts}
-    parts = ", ".join(f"{name} {1 - kept:.1%}" for name, kept in lost.items())
+    low, high = (
+        _rounded(hours / size * bound / forecast.seconds) for bound in forecast.interval_seconds
+    )
+    yield f"{duration}, {low} to {high}"
+    cost = f"{training.gpu_hours:,.0f} GPU-hours on {counted(training.gpus, 'GPU')}"
+    yield cost + ("" if training.dollars is None else f", ${training.dollars:,.0f}")
+    lost = {name: 1 - getattr(goodput, name) for name in ("validation", "saves", "restarts")}
+    parts = ", ".join(f"{name} {share:.1%}" for name, share in lost.items())
     yield f"goodput {goodput.total:.1%}; lost: {parts}"
     if goodput.best_save_interval is not None:
         yield (
@@ -342,40 +330,122 @@ def _rounded(number: float) -> str:
 def _verdict(plan: Plan) -> Iterator[str]:
     """Whether the run fits; if not, the cheapest change that makes it fit."""
     own = plan.zero_stages[plan.run.zero_stage]
-    peak = readable_memory(plan.prediction.fullest.peak_bytes)
+    tensors = plan.prediction.fullest.peak_bytes
+    peak = f"predicted peak {readable_memory(tensors)} a rank"
     if plan.cluster is None or own.reserved is None or own.verdict is None:
-        yield (
-            f"predicted peak {peak} a rank; to see whether it fits and how long a step takes, add "
-            "--device h100-80gb"
-        )
+        yield f"{peak}; to see whether it fits and how long a step takes, add --device h100-80gb"
         return
     device, reserved = plan.cluster.device, own.reserved
-    yield f"{own.verdict.upper()}: predicted peak {peak} a rank"
+    yield f"{own.verdict.upper()}: {peak}"
     beside = "with CUDA, NCCL and the allocator: " if reserved.total else ""
-    tensors = plan.prediction.fullest.peak_bytes
     total = GIB.named(tensors + reserved.total)
     yield f"{beside}{total} of {GIB.named(device.memory_bytes)} ({device.name})"
-    if reserved.unexpected:
-        low, high = (GIB.of(tensors + end) for end in (reserved.certain, reserved.most))
+    if reserved.unexpected and own.interval_bytes is not None:
+        low, high = map(GIB.of, own.interval_bytes)
         yield f"interval of nine of ten published runs: {low} to {high} GiB"
     if own.verdict == "tight":
         yield "tight: it probably fits, but the upper end of the interval does not"
     if plan.change is not None:
-        yield from _change(plan, plan.change)
+        yield _change(plan, plan.change)
 
 
-def _change(plan: Plan, change: CheapestChange) -> Iterator[str]:
+def _change(plan: Plan, change: CheapestChange) -> str:
     text = f"--set {' '.join(change.set_text)}" if change.set_text else "nothing else"
-    changed_peak = readable_memory(change.peak_bytes)
+    peak, before = readable_memory(change.peak_bytes), plan.run.grid.world_size
     if not change.fits:
-        yield (
-            f"no change makes it fit; the smallest run found has a peak of {changed_peak} a rank "
+        return (
+            f"no change makes it fit; the smallest run found has a peak of {peak} a rank "
             f"({counted(change.world_size, 'rank')}, {text})"
         )
-    elif change.world_size == plan.run.grid.world_size:
-        yield f"cheapest change: {text}   (peak {changed_peak})"
-    else:
-        yield (
-            f"cheapest change: --world-size {change.world_size} {text}   (peak {changed_peak}; "
-            f"no setting is enough on {counted(plan.run.grid.world_size, 'rank')})"
+    if change.world_size == before:
+        return f"cheapest change: {text}   (peak {peak})"
+    return (
+        f"cheapest change: --world-size {change.world_size} {text}   (peak {peak}; "
+        f"no setting is enough on {counted(before, 'rank')})"
+    )
+
+
+# A what-if.
+
+
+def what_if_report(found: WhatIf, rows: int | None = SHOWN_LAYOUTS) -> Parts:
+    """Yield the fastest layouts, the Pareto front of time and memory, and why the best is the best.
+
+    Each table has at most ``rows`` rows; all if None.
+    """
+    yield ""
+    if found.layouts:
+        grids = found.fastest_of_each_grid()
+        yield f"What if: the fastest variant that fits, for each of {counted(len(grids), 'layout')}"
+        yield from _layouts(grids, rows)
+        yield ""
+        yield "What if: no other variant has both less time and less memory (Pareto-optimal)"
+        yield from _layouts([layout for layout in found.layouts if layout.is_pareto], rows)
+        yield ""
+        yield from _best(found)
+    elif found.least_peak_bytes is not None:
+        yield f"the smallest variant needs {readable_memory(found.least_peak_bytes)} a rank"
+    yield (
+        f"{len(found.layouts):,} variants fit, {found.too_large:,} are too large, "
+        f"{found.refused:,} break rules of the configuration"
+    )
+
+
+def _layouts(layouts: Sequence[Layout], rows: int | None) -> Parts:
+    shown = layouts[:rows]
+    memory = memory_unit(layout.peak_bytes for layout in shown)
+    headings = ("pp", "dp", "tp", "ZeRO", "reduce\neach", "recompute", "micro-\nbatches")
+    table = table_of(right=(*headings, "of\nsize", "step\ns", "MFU", f"peak\n{memory.name}"))
+    table.add_column("", no_wrap=True)
+    for layout in shown:
+        run, grid, mfu = layout.run, layout.run.grid, layout.forecast.mfu
+        table.add_row(
+            *map(str, (grid.pp, grid.dp, grid.tp)),
+            f"{run.zero_stage}{'' if layout.set_text else ' *'}",
+            "step" if run.keeps_complete_gradients else "micro",
+            run.config.parallel.activation_checkpointing,
+            f"{run.batch.gradient_accumulation_steps:,}",
+            f"{run.batch.micro_batch_size:,}",
+            f"{layout.seconds:.3g}",
+            "" if mfu is None else f"{mfu:.0%}",
+            memory.of(layout.peak_bytes),
+            "tight" if layout.verdict == "tight" else "",
         )
+    yield table
+    if len(layouts) > len(shown):
+        yield f"and {len(layouts) - len(shown)} more: --all"
+    if not all(layout.set_text for layout in shown):
+        yield _CONFIGURED
+
+
+def _best(found: WhatIf) -> Iterator[str]:
+    """The best variant, how to get it, and why it is faster than the next layout."""
+    best = found.best
+    assert best is not None, "there are layouts"
+    yield f"best: {best.run.grid}, ZeRO-{best.run.zero_stage}: {best.seconds:.3g} s a step"
+    first = found.layouts[0]
+    if first.seconds < best.seconds:
+        saved = best.seconds / first.seconds - 1
+        yield f"  {first.run.grid} is {saved:.0%} faster, but fits tightly"
+    for other in found.layouts:
+        if other.run.grid != best.run.grid and other.seconds >= best.seconds:
+            yield f"  faster than {other.run.grid} " + _why(best.forecast, other.forecast)
+            break
+    if not best.set_text:
+        yield "  it is the run as configured"
+        return
+    for own in found.layouts:
+        if not own.set_text and own.seconds > best.seconds:
+            yield "  faster than the run as configured " + _why(best.forecast, own.forecast)
+    yield f"  --set {' '.join(best.set_text)}"
+
+
+def _why(best: Forecast, other: Forecast) -> str:
+    """How much faster ``best`` is, and the parts of the step that differ most."""
+    before = other.parts()
+    more = {part: seconds - before[part] for part, seconds in best.parts().items()}
+    most = sorted(more, key=lambda part: abs(more[part]), reverse=True)[:_SHOWN_PARTS]
+    differ = [
+        f"{part} {more[part]:+.2g} s" for part in most if abs(more[part]) > 0.005 * best.seconds
+    ]
+    return f"by {other.seconds / best.seconds - 1:.1%}:\n    {', '.join(differ)}"

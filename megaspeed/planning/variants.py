@@ -33,7 +33,7 @@ fits, changes that it does not need are undone, the most expensive first.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from math import inf
@@ -44,6 +44,7 @@ from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.rules import divisors
 from megaspeed.config.run import Recomputation, RunConfig
+from megaspeed.planning.json_values import picked
 from megaspeed.planning.prediction import predict_peak_bytes
 
 
@@ -184,9 +185,8 @@ class CheapestChange:
     peak_bytes: int  # its predicted peak
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
-        figures = asdict(self)
-        return {"fits": self.fits, "set": list(figures.pop("set_text")), **figures}
+        """Return the same as JSON values."""
+        return {**picked(self, "fits", "world_size", "peak_bytes"), "set": list(self.set_text)}
 
 
 def cheapest_change(

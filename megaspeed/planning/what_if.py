@@ -23,6 +23,7 @@ from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.planning.costs.reserved_memory import Verdict, reserved_memory, verdict
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import Forecast, forecast
+from megaspeed.planning.json_values import picked
 from megaspeed.planning.prediction import predict_peak_bytes
 from megaspeed.planning.variants import Settings, Training
 
@@ -48,23 +49,16 @@ class Layout:
         return self.forecast.seconds
 
     def as_json(self) -> dict[str, Any]:
-        """The figures as JSON values."""
-        run, grid, parallel = self.run, self.run.grid, self.run.config.parallel
+        """Return the figures as JSON values."""
+        run, parallel = self.run, self.run.config.parallel
         return {
-            "pp": grid.pp,
-            "dp": grid.dp,
-            "tp": grid.tp,
-            "zero_stage": run.zero_stage,
-            "gradient_reduction": run.gradient_reduction,
-            "schedule": parallel.schedule,
-            "activation_checkpointing": parallel.activation_checkpointing,
-            "recomputed_blocks": parallel.recomputed_blocks,
+            **picked(run.grid, "pp", "dp", "tp"),
+            **picked(run, "zero_stage", "gradient_reduction"),
+            **picked(parallel, "schedule", "activation_checkpointing", "recomputed_blocks"),
             "micro_batch_size": run.batch.micro_batch_size,
             "micro_batches": run.batch.gradient_accumulation_steps,
-            "seconds": self.seconds,
             "terms_seconds": self.forecast.step.terms,
-            "peak_bytes": self.peak_bytes,
-            "verdict": self.verdict,
+            **picked(self, "seconds", "peak_bytes", "verdict"),
             "is_pareto_optimal": self.is_pareto,
             "set": list(self.set_text),
         }
@@ -96,13 +90,9 @@ class WhatIf:
         return list(found.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The figures as JSON values."""
-        return {
-            "layouts": [layout.as_json() for layout in self.layouts],
-            "too_large": self.too_large,
-            "refused": self.refused,
-            "least_peak_bytes": self.least_peak_bytes,
-        }
+        """Return the figures as JSON values."""
+        figures = picked(self, "too_large", "refused", "least_peak_bytes")
+        return {**figures, "layouts": [layout.as_json() for layout in self.layouts]}
 
 
 def what_if(training: Training, cluster: Cluster, largest_tensor: int | None = None) -> WhatIf:

@@ -20,6 +20,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from megaspeed.planning.costs.traffic import TrafficAxis
+from megaspeed.planning.json_values import picked
 from megaspeed.topology.grid import AXES, Grid
 
 GPUS_PER_NODE = 8
@@ -86,16 +87,10 @@ class AxisPlacement:
         return crossing / max(1, len(hops))
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers as JSON values, without a list of all ranks."""
-        return {
-            "size": self.size,
-            "stride": self.stride,
-            "first_group": self.groups[0],
-            "groups": len(self.groups),
-            "groups_across_nodes": self.groups_across_nodes,
-            "most_nodes": self.most_nodes,
-            "between_nodes": self.between_nodes,
-        }
+        """Return the numbers, without a list of all ranks."""
+        names = ("size", "stride", "groups_across_nodes", "most_nodes", "between_nodes")
+        figures = picked(self, *names)
+        return {**figures, "first_group": self.groups[0], "groups": len(self.groups)}
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import HEAD_WEIGHT, block_rows, layer_count
-from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.model.parameters import HEAD_WEIGHT, block_rows
+from megaspeed.pipeline.partition import blocks_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 from megaspeed.planning.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
 from megaspeed.planning.costs.memory import (
@@ -169,10 +169,8 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     recomputation repeats no collective.
     """
     tp, micro_batches = run.grid.tp, run.batch.gradient_accumulation_steps
-    layers = layers_of_stages(run)[pipeline_stage]
-    head = layer_count(run.config.model) - 1
-    has_embedding, has_head = 0 in layers, head in layers
-    blocks = len(layers) - has_embedding - has_head
+    has_embedding, has_head = pipeline_stage == 0, pipeline_stage == run.grid.pp - 1
+    blocks = blocks_of_stages(run)[pipeline_stage]
     parallel = run.config.parallel
     again = sum(parallel.recomputation_of(block) == "full" for block in range(blocks))
 

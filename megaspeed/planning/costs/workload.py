@@ -15,8 +15,8 @@ from megaspeed.config.message_sizes import most_gathered_together
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Precision, Run
 from megaspeed.config.run import Recomputation
-from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
-from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.model.parameters import Row, block_rows, head_rows, parameters_of
+from megaspeed.pipeline.partition import blocks_of_stages
 from megaspeed.planning.costs.memory import BYTES_OF
 from megaspeed.planning.costs.traffic import compressed_share
 from megaspeed.topology.devices import Device
@@ -161,10 +161,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
     (``model/attention.py``).
     """
     config, model, zero = run.config, run.config.model, run.config.zero_optimization
-    head = layer_count(model) - 1
-    blocks = tuple(
-        len(layers) - (0 in layers) - (head in layers) for layers in layers_of_stages(run)
-    )
+    blocks = tuple(blocks_of_stages(run))
     parallel, count = config.parallel, run.batch.gradient_accumulation_steps
     recomputed = parallel.recomputed_blocks or max(blocks)
     takes_type = run.precision != "fp32" or device_type == "cpu"
