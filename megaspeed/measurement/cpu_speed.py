@@ -14,6 +14,7 @@ can only make them slower.
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -71,10 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the speed of this machine's processors")
     add_config_options(parser)
     parser.add_argument("--ranks", type=int, required=True, help="processes at the same time")
-    parser.add_argument("--parent", type=int, help="end with this parent process")
     options = parser.parse_args(arguments)
-    if options.parent is not None:
-        end_with_parent(options.parent)
+    end_with_parent(os.getppid())
     try:
         run = load_run(options.config, options.overrides, World(options.ranks, "--ranks"))
         with ended_on_termination(), tempfile.TemporaryDirectory(prefix="megaspeed-cpu-") as folder:

@@ -2,7 +2,6 @@
 
 cluster.py         the machines, as the user states them
 measured_cpu.py    this machine as a cluster; another process measures it
-machines.py        the placement of ranks on nodes
 prediction.py      memory and traffic of every kind of pipeline stage of a run
 forecast.py        the step time of a run: throughput, utilization, days, cost
 calibration.py     one factor from the steps of a real run
@@ -10,7 +9,7 @@ goodput.py         the fraction of its time in which a long run trains
 plan.py            the complete plan of one run
 variants.py        other settings of a run; the cheapest change if it does not fit
 what_if.py         every variant on the same ranks that fits, the fastest first
-report.py          a plan as lines and tables
-what_if_report.py  a what-if as lines and tables
+report.py          a plan and a what-if as lines and tables
+json_values.py     figures as JSON values
 charts.py          the parts of a step as a picture
 """

@@ -38,6 +38,9 @@ _PLAUSIBLE = (0.5, 2.0)
 published runs are between 0.87 and 1.15."""
 
 
+_MEND = "name the folder of a run (training.run_dir)"
+
+
 class CalibrationError(ConfigError):
     """The folder gives no factor. The text states the reason and the mend."""
 
@@ -107,8 +110,11 @@ def calibrate(folder: Path, cluster: Cluster) -> Calibration:
     run = _run_of(folder, cluster.device_type)
     begin, starts, device = _last_start(folder)
     seconds = list(_counted(run, _steps(folder), begin))
-    if device is not None:
-        _check_device(folder, device, cluster.device)
+    if device is not None and not _is_same_kind(device, cluster.device):
+        raise CalibrationError(
+            f"the run in {folder} trained on {device}, but the plan is for {cluster.device.name}; "
+            "name a run on the same device"
+        )
     if len(seconds) < FEWEST_STEPS:
         since = f" since its last start, after step {begin}" if starts > 1 else ""
         raise CalibrationError(
@@ -135,24 +141,18 @@ def calibrate(folder: Path, cluster: Cluster) -> Calibration:
 
 def _run_of(folder: Path, device_type: str) -> Run:
     """The run as it was resolved when it started."""
-    if not folder.is_dir():
-        raise CalibrationError(f"{folder} is not a folder; name the folder of a run")
+    file = folder / CONFIG
     try:
-        values, _ = read_json_object(folder / CONFIG)
-        config, source = parse_config(values), str(folder / CONFIG)
-        run = resolve_recorded(config, name=folder.name, source=source, device_type=device_type)
+        values, _ = read_json_object(file)
+        config = parse_config(values)
+        run = resolve_recorded(config, name=folder.name, source=str(file), device_type=device_type)
     except JsonSyntaxError as error:
-        raise CalibrationError(
-            f"{folder} has no configuration of a run: {error}; name the folder of a run "
-            "(training.run_dir)"
-        ) from error
+        raise CalibrationError(f"{error}; {_MEND}") from error
     except ConfigError as error:
-        first = error.problems[0]
-        raise CalibrationError(f"{folder / CONFIG} is not valid here: {first}") from error
+        raise CalibrationError(f"{file} is not valid here: {error.problems[0]}") from error
     if run is None:
         raise CalibrationError(
-            f"{folder / CONFIG} does not state parallel.data, so no run has written it; name the "
-            "folder of a run (training.run_dir)"
+            f"{file} does not state parallel.data, so no run has written it; {_MEND}"
         )
     return run
 
@@ -164,19 +164,13 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
             if record is not None and type(record.get("step")) is int:
                 yield record
     except OSError as error:
-        raise CalibrationError(f"{file} cannot be read: {error.strerror}") from error
+        raise CalibrationError(f"{file} cannot be read: {error.strerror}; {_MEND}") from error
 
 
 def _steps(folder: Path) -> dict[int, dict[str, Any]]:
     """Step -> its last record, because a step may have been repeated."""
-    file = folder / METRICS
-    if not file.is_file():
-        raise CalibrationError(
-            f"{folder} has no {METRICS}, so no run has started in it; name the folder of a run "
-            "(training.run_dir)"
-        )
     steps = {}
-    for record in _records(file):
+    for record in _records(folder / METRICS):
         seconds: Any = record.get("step_time_seconds")
         if type(seconds) in (int, float) and 0 < seconds < LARGEST_SECONDS:
             steps[record["step"]] = record
@@ -195,22 +189,16 @@ def _last_start(folder: Path) -> tuple[int, int, str | None]:
     return last["step"], len(starts), device if isinstance(device, str) else None
 
 
-def _check_device(folder: Path, recorded: str, planned: Device) -> None:
-    """Raises CalibrationError if the run trained on another kind of device than the planned one.
+def _is_same_kind(recorded: str, planned: Device) -> bool:
+    """Whether a device is of the planned kind.
 
     The driver's name does not always show the memory, so that may differ.
     """
     known = device_by_name(recorded)
-    same = planned.name == recorded if known is None else _kind(known) == _kind(planned)
-    if not same:
-        raise CalibrationError(
-            f"the run in {folder} trained on {recorded}, but the plan is for {planned.name}; name "
-            "a run on the same device"
-        )
-
-
-def _kind(device: Device) -> tuple[str, float]:
-    return device.name.partition("-")[0], device.peak_16
+    if known is None:
+        return planned.name == recorded
+    kinds = [(device.name.partition("-")[0], device.peak_16) for device in (known, planned)]
+    return kinds[0] == kinds[1]
 
 
 def _counted(run: Run, records: dict[int, dict[str, Any]], begin: int) -> Iterator[float]:

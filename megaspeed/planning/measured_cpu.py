@@ -14,7 +14,6 @@ This module states what is measured (``block_run``, ``small_runs``), and compute
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -140,25 +139,21 @@ def measure_cpu(run: Run) -> tuple[Cluster, tuple[str, ...]]:
         file.write_text(json.dumps(run.as_json()), encoding="utf-8")
         ranks = run.grid.world_size
         command = [sys.executable, "-m", "megaspeed.measurement.cpu_speed"]
-        command += ["--config", str(file), "--ranks", str(ranks), "--parent", str(os.getpid())]
+        command += ["--config", str(file), "--ranks", str(ranks)]
         try:
-            program = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            program = subprocess.run(
+                command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
             )
-            try:
-                output, errors = program.communicate(timeout=_TIMEOUT_SECONDS)
-            finally:  # it ends its ranks
-                program.terminate()
-                program.wait()
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CpuSpeedError(f"this machine's speed could not be measured: {error}") from error
-    lines = errors.strip().splitlines() or [f"it ended with exit code {program.returncode}"]
-    if program.returncode:
-        raise CpuSpeedError(f"this machine's speed could not be measured: {lines[-1]}")
+    code, lines = program.returncode, program.stderr.strip().splitlines()
+    reason = lines[-1] if lines else f"it ended with exit code {code}"
+    if code:
+        raise CpuSpeedError(f"this machine's speed could not be measured: {reason}")
     try:
-        figures = json.loads(output)
+        figures = json.loads(program.stdout)
     except ValueError as error:
-        raise CpuSpeedError(f"the measurement printed no JSON: {lines[-1]}") from error
+        raise CpuSpeedError(f"the measurement printed no JSON: {reason}") from error
     notes = []
     if figures["processors"] < ranks:
         notes.append(

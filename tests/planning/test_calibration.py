@@ -152,12 +152,12 @@ def test_damaged_lines_are_omitted(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_usable_run_is_refused(tmp_path: Path) -> None:
     run = trained()
-    assert "is not a folder" in refused(tmp_path / "none")
+    assert "cannot be read" in refused(tmp_path / "none")
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "config.json cannot be read: No such file" in refused(empty)
     (empty / run_folder.CONFIG).write_text(json.dumps(run.as_json()))
-    assert "has no metrics.jsonl" in refused(empty)
+    assert "metrics.jsonl cannot be read: No such file" in refused(empty)
     assert f"has 5 steps to measure, but a calibration needs {calibration.FEWEST_STEPS}" in refused(
         write_run(tmp_path / "short", run, steady(10))
     )
