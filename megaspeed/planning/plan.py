@@ -14,8 +14,8 @@ from typing import Any
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
-from megaspeed.planning.costs.memory import elements_of, local_parameters
 from megaspeed.planning.costs.placement import GPUS_PER_NODE, Placement
+from megaspeed.planning.costs.rank_parameters import elements_of, local_parameters
 from megaspeed.planning.costs.reserved_memory import (
     ReservedMemory,
     Verdict,

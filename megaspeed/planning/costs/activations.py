@@ -53,7 +53,7 @@ from functools import cache
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Recomputation
 from megaspeed.model.parameters import parameter_named
-from megaspeed.planning.costs.memory import BYTES_OF
+from megaspeed.planning.costs.rank_parameters import BYTES_OF
 from megaspeed.tensor_parallel.plan import shard_of, tokens_of_a_chunk, vocabulary_rows_per_rank
 
 _FP32, _INT32, _INT64 = 4, 4, 8

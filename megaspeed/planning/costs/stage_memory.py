@@ -23,20 +23,22 @@ from megaspeed.model.parameters import HEAD_WEIGHT, layer_count, layer_name
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, Pass, peak_micro_batches_in_flight
 from megaspeed.planning.costs.activations import Activations, LayerMemory, hidden_bytes
+from megaspeed.planning.costs.gathers import gathered_in_pass
 from megaspeed.planning.costs.memory import (
-    BYTES_OF,
     Bucket,
     Category,
-    LocalParameter,
     MemoryBytes,
     compression_buffer_bytes,
-    gathered_in_pass,
     gradient_buckets,
     gradient_copy_bytes,
     head_gradient_bytes,
+    model_states,
+)
+from megaspeed.planning.costs.rank_parameters import (
+    BYTES_OF,
+    LocalParameter,
     head_weight,
     local_parameters,
-    model_states,
 )
 
 

@@ -28,16 +28,16 @@ from megaspeed.model.parameters import HEAD_WEIGHT, block_rows
 from megaspeed.pipeline.partition import blocks_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 from megaspeed.planning.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
-from megaspeed.planning.costs.memory import (
+from megaspeed.planning.costs.gathers import gathered_elements_of_a_step
+from megaspeed.planning.costs.memory import int8_columns, is_summed_over_step
+from megaspeed.planning.costs.rank_parameters import (
     BYTES_OF,
     LocalParameter,
     elements_of,
     flat_buckets,
     flat_elements,
-    gathered_elements_of_a_step,
-    int8_columns,
-    is_summed_over_step,
     local_parameters,
+    own_elements,
 )
 from megaspeed.tensor_parallel.plan import key_value_replicas
 
@@ -186,18 +186,10 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         add("all_reduce", (blocks * 4 + again + has_embedding + has_head) * h)
     if has_head:  # maximum in the logits' type; sum of exponentials and target's logit in fp32
         add("all_reduce", tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"]))
-    messages.add("tp", "all_reduce", _partial_gradient_bytes(run, pipeline_stage), ranks=tp)
-    add("all_reduce", blocks * _shared_head_gradient_bytes(run))
-
-
-def _partial_gradient_bytes(run: Run, pipeline_stage: int) -> int:
-    """This rank's partition of the gradients of which each tensor rank computes a part."""
     partial = [p for p in local_parameters(run, pipeline_stage) if p.group == "partial"]
-    dp = run.grid.dp
-    elements = flat_elements(run, partial) // (1 if run.zero_stage == 0 else dp)
-    # Offloaded gradients are those of the master weights.
-    offloaded = run.config.zero_optimization.offloads_optimizer
-    return elements * BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
+    own_bytes = own_elements(run, partial) * _gradient_element_bytes(run)
+    messages.add("tp", "all_reduce", own_bytes, ranks=tp)
+    add("all_reduce", blocks * _shared_head_gradient_bytes(run))
 
 
 def _shared_head_gradient_bytes(run: Run) -> int:
@@ -234,13 +226,14 @@ def _tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
     At ZeRO-0 it is complete. At ZeRO-1 to 3 it is the first data rank's partition, the longest.
     """
     tied = [p for p in local_parameters(run, pipeline_stage) if p.group == "tied"]
-    elements = elements_of(tied)
-    if tied and run.zero_stage > 0:
-        dp = run.grid.dp
-        elements = min(elements, flat_elements(run, tied) // dp)
-    # Offloaded gradients are those of the master weights, in host memory.
+    elements = min(elements_of(tied), own_elements(run, tied))
+    return elements * _gradient_element_bytes(run)
+
+
+def _gradient_element_bytes(run: Run) -> int:
+    """Bytes of an element that a rank owns. Offloaded gradients are those of master weights."""
     offloaded = run.config.zero_optimization.offloads_optimizer
-    return elements * BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
+    return BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
 
 
 def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host: bool) -> None:

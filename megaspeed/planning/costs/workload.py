@@ -17,7 +17,7 @@ from megaspeed.config.resolve import Precision, Run
 from megaspeed.config.run import Recomputation
 from megaspeed.model.parameters import Row, block_rows, head_rows, parameters_of
 from megaspeed.pipeline.partition import blocks_of_stages
-from megaspeed.planning.costs.memory import BYTES_OF
+from megaspeed.planning.costs.rank_parameters import BYTES_OF
 from megaspeed.planning.costs.traffic import compressed_share
 from megaspeed.topology.devices import Device
 from megaspeed.topology.grid import Grid

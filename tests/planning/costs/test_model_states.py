@@ -10,14 +10,9 @@ from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.pipeline.schedules import Pass
-from megaspeed.planning.costs.memory import (
-    MemoryBytes,
-    compression_buffer_bytes,
-    elements_of,
-    gathered_in_pass,
-    local_parameters,
-    model_states,
-)
+from megaspeed.planning.costs.gathers import gathered_in_pass
+from megaspeed.planning.costs.memory import MemoryBytes, compression_buffer_bytes, model_states
+from megaspeed.planning.costs.rank_parameters import elements_of, local_parameters
 from megaspeed.planning.costs.stage_memory import predict_memory
 from tests.support.tiny import merge, tiny_run
 

@@ -11,7 +11,7 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.watched_step import TrafficLog
 from megaspeed.model.parameters import HEAD_WEIGHT
 from megaspeed.pipeline.partition import layers_of_stages
-from megaspeed.planning.costs.memory import (
+from megaspeed.planning.costs.rank_parameters import (
     elements_of,
     flat_elements,
     local_parameters,

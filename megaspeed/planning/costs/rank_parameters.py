@@ -1,0 +1,180 @@
+"""The parameters of one rank: their optimizer groups, and the flat tensors that ZeRO partitions.
+
+    zero_stage   each data rank owns          padded to a multiple of
+    0            every tensor                 2 elements
+    1 and 2      1/dp of each tensor          2 dp
+    3            1/dp of each parameter       dp for each parameter
+
+A flat tensor is a bucket: parameters of one optimizer group whose gradients are reduced together.
+With one data rank, and for compressed gradients, it is the complete group.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from megaspeed.config.message_sizes import buckets
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.resolve import Precision, Run
+from megaspeed.config.run import Compression
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Parameter, parameters_of
+from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.tensor_parallel.plan import gradient_is_partial, is_compressed, shard_of
+
+BYTES_OF: Mapping[Precision, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+"""Bytes of one number of each type."""
+
+_ELEMENTS_ALIGNED = 2  # DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py:369: 4 bytes in bf16
+
+OptimizerGroup = Literal["tied", "partial", "not compressed", "decaying", "other"]
+"""The parameter groups of DeepSpeed's optimizer: a weight that two pipeline stages share,
+parameters whose gradient is summed over the tensor axis, matrices that are not compressed although
+others are, other parameters with weight decay, and the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalParameter:
+    """One parameter of one rank, before ZeRO partitions it."""
+
+    name: str  # full name
+    layer: str  # name of its layer, such as "blocks.3"
+    shape: tuple[int, ...]  # of the local tensor, tensor-parallel padding included
+    group: OptimizerGroup  # the optimizer group that it is in
+    is_compressed: bool = False  # whether its gradient is compressed for the data axis
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of the local tensor."""
+        return math.prod(self.shape)
+
+
+def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
+    """Return the parameters of a rank of this pipeline stage, in the order of the model.
+
+    All data and tensor ranks of the stage have the same shapes.
+    """
+    layers = layers_of_stages(run)[pipeline_stage]
+    has_pipeline, split = run.grid.pp > 1, run.sequence_parallel
+    return list(
+        _local_parameters(
+            run.config.model, layers, run.grid.tp, has_pipeline, split, run.compression
+        )
+    )
+
+
+@lru_cache(maxsize=1024)  # a what-if asks for the same layers a thousand times
+def _local_parameters(
+    model: ModelConfig,
+    layers: range,
+    tp: int,
+    has_pipeline: bool,
+    splits_sequence: bool,
+    compression: Compression | None,
+) -> tuple[LocalParameter, ...]:
+    shared = model.tie_word_embeddings and has_pipeline
+    parameters = parameters_of(model, layers)
+    compressed = {
+        name
+        for name, parameter in parameters.items()
+        if is_compressed(model, parameter, compression, size=tp)
+    }
+
+    def group_of(parameter: Parameter) -> OptimizerGroup:
+        if shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
+            return "tied"
+        if gradient_is_partial(parameter, size=tp, sequence_parallel=splits_sequence):
+            return "partial"
+        if compressed and len(parameter.shape) > 1 and parameter.name not in compressed:
+            return "not compressed"
+        return "decaying" if parameter.decays else "other"
+
+    return tuple(
+        LocalParameter(
+            name=name,
+            layer=parameter.layer,
+            shape=shard_of(model, parameter, rank=0, size=tp).local_shape,
+            group=group_of(parameter),
+            is_compressed=name in compressed,
+        )
+        for name, parameter in parameters.items()
+    )
+
+
+def head_weight(parameters: Sequence[LocalParameter]) -> LocalParameter | None:
+    """Return the weight of the head, which may be the embedding's; None if there is no head."""
+    if all(parameter.layer != "head" for parameter in parameters):
+        return None
+    named = {parameter.name: parameter for parameter in parameters}
+    return named.get(HEAD_WEIGHT) or named.get(EMBEDDING_WEIGHT)
+
+
+def elements_of(parameters: Iterable[LocalParameter]) -> int:
+    """Return the number of elements of all parameters, without ZeRO's padding."""
+    return sum(parameter.elements for parameter in parameters)
+
+
+def owners(run: Run) -> int:
+    """Return the number of data ranks over which ZeRO partitions."""
+    return 1 if run.zero_stage == 0 else run.grid.dp
+
+
+def partition_elements(parameter: LocalParameter, dp: int) -> int:
+    """ZeRO-3: return the elements of each rank's part of a parameter, including padding."""
+    return math.ceil(parameter.elements / dp)
+
+
+def sharded_elements(run: Run, parameters: Iterable[LocalParameter]) -> int:
+    """ZeRO-3: return the elements of all parameters, each with its padding."""
+    return run.grid.dp * sum(partition_elements(each, run.grid.dp) for each in parameters)
+
+
+def reduced_together(
+    run: Run, parameters: Sequence[LocalParameter]
+) -> Iterator[list[LocalParameter]]:
+    """Yield the buckets of gradients that are reduced together, of each optimizer group."""
+    for members in _groups(parameters):
+        yield from _buckets(run, parameters, members)
+
+
+def flat_buckets(
+    run: Run, parameters: Sequence[LocalParameter]
+) -> list[tuple[Sequence[LocalParameter], int]]:
+    """Return the parameters of each flat tensor, and its number of elements with padding."""
+    dp, multiple = run.grid.dp, _ELEMENTS_ALIGNED * owners(run)
+    flat: list[tuple[Sequence[LocalParameter], int]] = []
+    for members in _groups(parameters):
+        is_split = dp > 1 and not any(parameter.is_compressed for parameter in members)
+        for bucket in _buckets(run, parameters, members) if is_split else [members]:
+            elements = math.ceil(elements_of(bucket) / multiple) * multiple
+            if run.zero_stage == 3:
+                elements = sharded_elements(run, bucket)
+            flat.append((bucket, elements))
+    return flat
+
+
+def flat_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """Return the elements of all flat tensors together."""
+    return sum(elements for _, elements in flat_buckets(run, parameters))
+
+
+def own_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """Return the elements that one rank's optimizer updates, with padding."""
+    return flat_elements(run, parameters) // owners(run)
+
+
+def _groups(parameters: Sequence[LocalParameter]) -> Iterator[list[LocalParameter]]:
+    for group in get_args(OptimizerGroup):
+        if members := [parameter for parameter in parameters if parameter.group == group]:
+            yield members
+
+
+def _buckets(
+    run: Run, parameters: Sequence[LocalParameter], members: Sequence[LocalParameter]
+) -> list[list[LocalParameter]]:
+    dp, of_the_loss = run.grid.dp, head_weight(parameters)
+    sizes = [dp * partition_elements(p, dp) if run.zero_stage == 3 else p.elements for p in members]
+    head = members.index(of_the_loss) if of_the_loss in members else None
+    return [[members[index] for index in bucket] for bucket in buckets(run, sizes, head)]
