@@ -95,27 +95,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure_rank(launch: LaunchEnvironment, run: Run) -> dict[str, Any]:
-    """The figures of this machine, the same on all ranks: means over the ranks.
+    """Return the figures of this machine, the same on all ranks: means over the ranks.
 
     The steps of the small runs are those of the slowest rank. Rates are in operations or bytes a
     second, times in seconds.
     """
-    small = small_runs(run)
+    small, block = small_runs(run), block_run(run)
+    work, model = workload_of(block, "cpu"), block.config.model
+    length = work.sequence_length
+    kept = attended_tokens(model, length) / length
+    attention_flops_kept = kept * attention_flops(model, length, work.tokens, 1)
+    products = 3 * sum(product.flops for product in block_products(model, work.tokens, 1))
     grid = small[0].grid  # all ranks are data ranks
     with ParallelContext.create(grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
-        block = _Block(block_run(run))
         group = context.world_group
-        times = _wall_times(_cpu_seconds(block.operations(), group), group)
+        times = _wall_times(_cpu_seconds(_operations(block), group), group)
         messages = _messages(group) if launch.world_size > 1 else {}
         steps = [_step_seconds(each, context) for each in small]
     return {
         "processors": usable_processors(),
         "memory_bytes": psutil.virtual_memory().total // launch.world_size,
-        "products": block.products_flops / times["products"],
+        "products": products / times["products"],
         "bandwidth": 3 * 4 * _ELEMENTS / times["bandwidth"],
         "attention": [
-            block.attention_flops / times["attention"],
-            2.5 * block.attention_flops / times["attention_backward"],
+            attention_flops_kept / times["attention"],
+            2.5 * attention_flops_kept / times["attention_backward"],
         ],
         "block": times["block"],
         "optimizer": times["optimizer"] / _ELEMENTS,
@@ -124,107 +128,88 @@ def measure_rank(launch: LaunchEnvironment, run: Run) -> dict[str, Any]:
     }
 
 
-class _Block:
-    """A block of the run's model, and the operations in it, with the shapes of ``block_run``."""
+def _operations(run: Run) -> dict[str, Callable[[], object]]:
+    """Name of a figure -> the operation that is measured, in the shapes of ``block_run``."""
+    torch.manual_seed(0)
+    model, data, rows = run.config.model, run.config.data, run.batch.micro_batch_size
+    length, dtype = data.sequence_length, DTYPES[run.precision]
+    mask, window = None, model.sliding_window
+    if window is not None and window < length:
+        mask = window_mask(length, window, dtype, torch.device("cpu"))
 
-    def __init__(self, run: Run) -> None:
-        torch.manual_seed(0)
-        self.run, self.work = run, workload_of(run, "cpu")
-        self.model, self.dtype = run.config.model, DTYPES[run.precision]
-        products = list(block_products(self.model, self.work.tokens, 1))
-        self.products_flops = 3 * sum(product.flops for product in products)
-        length = self.work.sequence_length
-        kept = attended_tokens(self.model, length) / length
-        self.attention_flops = kept * attention_flops(self.model, length, self.work.tokens, 1)
-        self._products = [
-            (self._random(m, k), self._random(n, k), self._random(m, n)) for m, n, k in products
-        ]
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape).to(dtype)
 
-    def operations(self) -> dict[str, Callable[[], object]]:
-        """Name of a figure -> the operation that is measured."""
-        attend, attend_back = self._attention()
-        return {
-            "products": self._multiply,
-            "attention": attend,
-            "attention_backward": attend_back,
-            "block": self._block(),
-            "bandwidth": self._add(),
-            "optimizer": self._optimizer(),
-        }
+    products = [
+        (random(m, k), random(n, k), random(m, n))
+        for m, n, k in block_products(model, rows * length, 1)
+    ]
 
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape).to(self.dtype)
-
-    def _multiply(self) -> None:
-        for x, weight, gradient in self._products:
+    def multiply() -> None:
+        for x, weight, gradient in products:
             nn.functional.linear(x, weight)
             gradient @ weight
             gradient.t() @ x
 
-    def _mask(self) -> Tensor | None:
-        window, length = self.model.sliding_window, self.work.sequence_length
-        if window is None or window >= length:
-            return None
-        return window_mask(length, window, self.dtype, torch.device("cpu"))
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    q, k, v = (random(rows, length, each, model.head_dim) for each in (heads, groups, groups))
+    attend, attend_back = _attention(q, k, v, mask)
+    block = Block(model, name="blocks.0", seed=0).to(dtype).train()
+    for parameter in block.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # gradients are added to it
+    x = random(rows, length, model.hidden_size).requires_grad_()
+    of_x, samples, angles = random(*x.shape), torch.arange(rows), None
+    if model.positions == "rotary":
+        angles = RotaryAngles(model).of(None, length, dtype, x.device)
 
-    def _attention(self) -> tuple[Callable[[], object], Callable[[], object]]:
-        model, length = self.model, self.work.sequence_length
-        rows = self.work.micro_batch_size
-        heads, groups = model.num_attention_heads, model.num_key_value_heads
-        q, k, v = (
-            self._random(rows, length, count, model.head_dim).transpose(1, 2).requires_grad_()
-            for count in (heads, groups, groups)
-        )
-        mask = self._mask()
-        attend = partial(
-            nn.functional.scaled_dot_product_attention,
-            *(q, k, v),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=heads != groups,
-        )
-        mixed = attend()
-        gradient = torch.randn_like(mixed)
-        return attend, lambda: torch.autograd.grad(mixed, (q, k, v), gradient, retain_graph=True)
+    def both_passes() -> None:
+        x.grad = None
+        block(x, samples, angles, mask).backward(of_x)
 
-    def _block(self) -> Callable[[], object]:
-        block = Block(self.model, name="blocks.0", seed=0).to(self.dtype).train()
-        for parameter in block.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # gradients are added to it
-        shape = self.work.micro_batch_size, self.work.sequence_length, self.model.hidden_size
-        x, gradient = self._random(*shape).requires_grad_(), self._random(*shape)
-        samples = torch.arange(len(x))
-        angles = None
-        if self.model.positions == "rotary":
-            angles = RotaryAngles(self.model).of(None, shape[1], self.dtype, x.device)
-        mask = self._mask()
+    a, b, c = (torch.randn(_ELEMENTS) for _ in range(3))
+    return {
+        "products": multiply,
+        "attention": attend,
+        "attention_backward": attend_back,
+        "block": both_passes,
+        "bandwidth": lambda: torch.add(a, b, out=c),
+        "optimizer": _update(run, dtype),
+    }
 
-        def both() -> None:
-            x.grad = None
-            block(x, samples, angles, mask).backward(gradient)
 
-        return both
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Forward and backward of the kernel, for (B, S, heads, K)."""
+    q, k, v = (each.transpose(1, 2).requires_grad_() for each in (q, k, v))
+    attend = partial(
+        nn.functional.scaled_dot_product_attention,
+        *(q, k, v),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    mixed = attend()
+    gradient = torch.randn_like(mixed)
+    return attend, lambda: torch.autograd.grad(mixed, (q, k, v), gradient, retain_graph=True)
 
-    def _add(self) -> Callable[[], object]:
-        a, b, c = (torch.randn(_ELEMENTS) for _ in range(3))
-        return lambda: torch.add(a, b, out=c)
 
-    def _optimizer(self) -> Callable[[], object]:
-        """The passes over all parameters in a step: the sum of squares of the gradients, clipping,
-        AdamW, a copy of the new weights, and gradients set to zero."""
-        master, total = torch.randn(_ELEMENTS), torch.randn(_ELEMENTS)
-        weights = torch.empty(_ELEMENTS, dtype=self.dtype)
-        master.grad = total
-        optimizer = make_optimizer([{"params": [master]}], self.run.config.optimizer)
+def _update(run: Run, dtype: torch.dtype) -> Callable[[], object]:
+    """The passes over all parameters in a step: the sum of squares of the gradients, clipping,
+    AdamW, a copy of the new weights, and gradients set to zero."""
+    master, total = torch.randn(_ELEMENTS), torch.randn(_ELEMENTS)
+    weights = torch.empty(_ELEMENTS, dtype=dtype)
+    master.grad = total
+    optimizer = make_optimizer([{"params": [master]}], run.config.optimizer)
 
-        def update() -> None:
-            sum_of_squares([total])
-            total.mul_(1.0)
-            optimizer.step()
-            weights.copy_(master)
-            total.zero_()
+    def update() -> None:
+        sum_of_squares([total])
+        total.mul_(1.0)
+        optimizer.step()
+        weights.copy_(master)
+        total.zero_()
 
-        return update
+    return update
 
 
 def _cpu_seconds(
@@ -272,7 +257,7 @@ def _messages(group: dist.ProcessGroup) -> dict[Message, Wire]:
         times[each].append(time.perf_counter() - start)
     found: dict[Message, Wire] = {}
     for kind, hops in HOPS.items():
-        small, large = (_mean(_fast(times[kind, size]), group) for size in sizes)
+        small, large = _means([_fast(times[kind, size]) for size in sizes], group)
         sent = 4 * sizes[1] * hops(ranks) / (1 if kind == "send" else ranks)
         # Other programs may hide the difference. So at least a tenth of the time is for the bytes.
         found[kind] = Wire(small / hops(ranks), sent / max(large - small, large / 10))
@@ -331,10 +316,11 @@ def _slowest(seconds: float, group: dist.ProcessGroup) -> float:
     return float(of_all)
 
 
-def _mean(seconds: float, group: dist.ProcessGroup) -> float:
+def _means(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     of_all = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(of_all, group=group)
-    return float(of_all) / dist.get_world_size(group)
+    means: list[float] = (of_all / dist.get_world_size(group)).tolist()
+    return means
 
 
 def _wall_times(own: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:
@@ -344,9 +330,8 @@ def _wall_times(own: Mapping[str, float], group: dist.ProcessGroup) -> dict[str,
     """
     ranks, threads = dist.get_world_size(group), torch.get_num_threads()
     share = max(1.0, ranks * threads / usable_processors()) / threads
-    values = torch.tensor(list(own.values()), dtype=torch.float64)
-    dist.all_reduce(values, group=group)
-    return dict(zip(own, (share * values / ranks).tolist(), strict=True))
+    means = _means(list(own.values()), group)
+    return {name: share * mean for name, mean in zip(own, means, strict=True)}
 
 
 if __name__ == "__main__":

@@ -34,18 +34,21 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import chain
 from math import inf
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import World
+from megaspeed.config.layout import BATCH_KEYS, World
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.rules import divisors
 from megaspeed.config.run import Recomputation, RunConfig
 from megaspeed.planning.json_values import picked
 from megaspeed.planning.prediction import predict_peak_bytes
+
+_DATA, _MICRO_BATCH = "parallel.data", "train_micro_batch_size_per_gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,29 @@ class Settings:
         """Number of ranks for these degrees."""
         return self.pp * self.dp * self.tp
 
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Dotted key of the JSON -> value."""
+        return {key: getattr(self, field) for field, key in _KEYS.items()}
+
+
+_KEYS = {
+    "pp": "parallel.pipeline",
+    "dp": _DATA,
+    "tp": "parallel.tensor",
+    "sequence_parallel": "parallel.sequence_parallel",
+    "schedule": "parallel.schedule",
+    "activation_checkpointing": "parallel.activation_checkpointing",
+    "recomputed_blocks": "parallel.recomputed_blocks",
+    "gradient_reduction": "parallel.gradient_reduction",
+    "zero_stage": "zero_optimization.stage",
+    "micro_batch_size": _MICRO_BATCH,
+}
+"""Field of ``Settings`` -> key of the JSON."""
+
+_MAY_BE_AUTO = ("sequence_parallel", "gradient_reduction")
+"""Fields whose "auto" is resolved for each variant. All others are those of the resolved run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
@@ -77,37 +103,26 @@ class Training:
     run: Run  # the configuration, resolved for the planned number of ranks
     device_type: Literal["cuda", "cpu"] = "cuda"
 
-    @property
+    @cached_property
     def settings(self) -> Settings:
         """The settings of the run. Gradient reduction and sequence parallelism may be "auto"."""
-        run, parallel = self.run, self.run.config.parallel
-        return Settings(
-            pp=run.grid.pp,
-            dp=run.grid.dp,
-            tp=run.grid.tp,
-            zero_stage=run.zero_stage,
-            micro_batch_size=run.batch.micro_batch_size,
-            activation_checkpointing=parallel.activation_checkpointing,
-            recomputed_blocks=parallel.recomputed_blocks,
-            sequence_parallel=self.stated.parallel.sequence_parallel,
-            schedule=parallel.schedule,
-            gradient_reduction=self.stated.parallel.gradient_reduction,
-        )
+        values = {
+            field: attrgetter(key)(self.stated if field in _MAY_BE_AUTO else self.run.config)
+            for field, key in _KEYS.items()
+        }
+        return Settings(**values)
 
     def under(self, settings: Settings) -> Run:
-        """The run of the same training with these settings.
+        """Return the run of the same training with these settings.
 
         Raises:
             ConfigError: with every rule of the configuration that the settings break.
         """
-        keys = {
-            **_layout_keys(settings),
-            "parallel.data": settings.dp,
+        batch = {
             "train_batch_size": self.run.batch.train_batch_size,
-            "train_micro_batch_size_per_gpu": settings.micro_batch_size,
             "gradient_accumulation_steps": None,
         }
-        return self._resolved(keys, settings.world_size)
+        return self._resolved({**settings.keys, **batch}, settings.world_size)
 
     def peak_bytes(self, settings: Settings) -> float:
         """The predicted peak with these settings; infinite if the configuration refuses them."""
@@ -122,16 +137,18 @@ class Training:
         Raises:
             ConfigError: the settings break a rule of the configuration.
         """
-        wanted = self.under(settings)
-        before = _layout_keys(self.settings)
-        changed = {k: value for k, value in _layout_keys(settings).items() if value != before[k]}
+        wanted, before = self.under(settings), self.settings.keys
+        changed = {
+            key: value
+            for key, value in settings.keys.items()
+            if key not in (_DATA, _MICRO_BATCH) and value != before[key]
+        }
         if self.stated.parallel.data not in ("auto", settings.dp):
-            changed["parallel.data"] = settings.dp
+            changed[_DATA] = settings.dp
         # Which numbers of the batch are needed depends on the file, so the shortest text is tried
         # first.
-        train = {"train_batch_size": wanted.batch.train_batch_size}
-        micro = {"train_micro_batch_size_per_gpu": wanted.batch.micro_batch_size}
-        accumulation = {"gradient_accumulation_steps": wanted.batch.gradient_accumulation_steps}
+        numbers = zip(BATCH_KEYS, vars(wanted.batch).values(), strict=True)
+        train, micro, accumulation = ({key: number} for key, number in numbers)
         several = ({**micro, **accumulation}, {**train, **micro, **accumulation})
         for batch_keys in ({}, micro, accumulation, train, *several):
             keys = {**changed, **batch_keys}
@@ -147,23 +164,6 @@ class Training:
             World(world_size, "the plan", self.device_type),
             name=self.run.name,
         )
-
-
-_KEYS = {
-    "pp": "parallel.pipeline",
-    "tp": "parallel.tensor",
-    "sequence_parallel": "parallel.sequence_parallel",
-    "schedule": "parallel.schedule",
-    "activation_checkpointing": "parallel.activation_checkpointing",
-    "recomputed_blocks": "parallel.recomputed_blocks",
-    "gradient_reduction": "parallel.gradient_reduction",
-    "zero_stage": "zero_optimization.stage",
-}
-"""Field of ``Settings`` -> key of the JSON, for those that do not depend on other keys."""
-
-
-def _layout_keys(settings: Settings) -> dict[str, Any]:
-    return {key: getattr(settings, field) for field, key in _KEYS.items()}
 
 
 def _typed(value: Any) -> str:
