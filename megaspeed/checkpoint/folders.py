@@ -19,7 +19,7 @@ from pathlib import Path
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, size_problems
 from megaspeed.files.durable import TEMPORARY, flush_folder, write_file
-from megaspeed.files.paths import nearest_existing
+from megaspeed.files.paths import free_bytes
 from megaspeed.files.reading import read_file
 
 CHECKPOINTS = "checkpoints"
@@ -173,7 +173,7 @@ class CheckpointFolder:
 
     def free_bytes(self) -> int:
         """Free space of the file system, in bytes."""
-        return shutil.disk_usage(nearest_existing(self.root)).free
+        return free_bytes(self.root)
 
     def _folders(self) -> list[Path]:
         if not self.root.is_dir():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
-    """Adds the options that name the model and what it computes with.
+    """Add the options that name the model and what it computes with.
 
     Args:
         parser: parser of the command.
@@ -27,9 +27,8 @@ def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
         "or a Hugging Face model",
     )
     add_tokenizer(parser)
-    parser.add_argument(
-        "--device", type=_device, metavar="cpu|cuda", help="where to compute (default: cuda if any)"
-    )
+    text = "where to compute (default: cuda if any)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), help=text)
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -47,7 +46,7 @@ def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
 
 
 def add_tokenizer(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
-    """Adds ``--tokenizer``."""
+    """Add ``--tokenizer``."""
     parser.add_argument(
         "--tokenizer",
         type=path_argument,
@@ -57,7 +56,7 @@ def add_tokenizer(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -
 
 
 def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel":
-    """Loads the model that the options name, and reports on stderr how a document begins.
+    """Load the model that the options name, and reports on stderr how a document begins.
 
     Args:
         options: options of the command.
@@ -70,7 +69,7 @@ def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel"
         tokenizer=options.tokenizer,
         opening=options.opening,
         always_open=always_open,
-        device=options.device or _best_device(),
+        device=options.device,
         precision=options.dtype,
         report=lambda text: say(text, error=True),
     )
@@ -79,7 +78,7 @@ def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel"
 def exit_code(
     command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace
 ) -> int:
-    """Runs a command that reads a model; prints its error, if any.
+    """Run a command that reads a model; print its error, if any.
 
     Returns what the command returns; 0 if that is None.
     """
@@ -95,17 +94,3 @@ def exit_code(
     except (CheckpointError, HuggingFaceError, FileExistsError) as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
-
-
-def _device(name: str) -> str:
-    if name not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"it must be cpu or cuda, not {name!r}")
-    if name == "cuda" and _best_device() != "cuda":
-        raise argparse.ArgumentTypeError("there is no GPU that torch can use; use cpu")
-    return name
-
-
-def _best_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,6 +1,7 @@
 """Paths: home folders, the nearest existing folder, and paths that cannot exist."""
 
 import os
+import shutil
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def nearest_existing(path: Path) -> Path:
     # os.path.exists: Path.exists raises below a folder that this user may not enter.
     path = path.absolute()
     return next(place for place in (path, *path.parents) if os.path.exists(place))
+
+
+def free_bytes(path: Path) -> int:
+    """Free space on the disk of ``path``, which need not exist yet."""
+    return shutil.disk_usage(nearest_existing(path)).free
 
 
 def folder_problem(name: str, folder: Path) -> str | None:

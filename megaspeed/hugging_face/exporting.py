@@ -7,14 +7,18 @@
                                                            +-> OUT/
 
 Memory holds one shard at a time. Only the comparison with transformers loads the complete model.
+To compute with a checkpoint (``text_model.py``), no folder is written: transformers' model gets the
+same tensors in memory.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
+import transformers
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -22,22 +26,22 @@ from torch import Tensor
 
 from megaspeed.checkpoint.manifest import GENERATION, write_files
 from megaspeed.checkpoint.reading import model_config, read_pieces
-from megaspeed.checkpoint.tensors import WEIGHTS, Piece, key
+from megaspeed.config.families import FAMILIES
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
-from megaspeed.files.durable import new_folder, refuse_existing
+from megaspeed.config.model import ModelConfig
+from megaspeed.data.tokenizer import quiet_transformers
+from megaspeed.files.durable import refuse_existing
 from megaspeed.hugging_face.tokenizer import (
     ModelTokenizer,
     find_tokenizer,
-    generation_problem,
     json_file,
     read_generation,
     token_ids,
 )
-from megaspeed.hugging_face.verifying import Agreement, check_memory, compare
+from megaspeed.hugging_face.verifying import Agreement, compare, new_model_folder
 from megaspeed.hugging_face.weight_files import (
     SAFETENSORS_INDEX,
     HuggingFaceError,
-    check_disk,
     is_finite,
 )
 from megaspeed.hugging_face.weights import Part, parts_of
@@ -58,7 +62,7 @@ def export_model(
     verify: bool = True,
     report: Callable[[str], None] = lambda line: None,
 ) -> Agreement | None:
-    """Writes a checkpoint's model to the folder ``out``, in transformers' format.
+    """Write a checkpoint's model to the folder ``out``, in transformers' format.
 
     Args:
         checkpoint: a complete checkpoint.
@@ -81,69 +85,122 @@ def export_model(
         Disagreement: transformers computes other logits or tokens.
     """
     refuse_existing(out)
-    model = model_config(checkpoint)
-    config = hugging_face_config(model)
-    vocabulary = find_tokenizer(
-        checkpoint, model.vocab_size, named=tokenizer, mend="name another with --tokenizer"
-    )
-    generation = read_generation(checkpoint)
-    if problem := generation_problem(generation, model):
-        report(f"note: {GENERATION} of {checkpoint} is left out: {problem}")
-        generation = {}
-    described = _described(generation, vocabulary, tokenizer, config, precision)
-    dtype: torch.dtype = getattr(torch, precision)
-    parts = {part.theirs: part for part in parts_of(model)}
-    split = _split(parts, dtype, max_shard_bytes)
+    model = StockModel.of(checkpoint, tokenizer=tokenizer, precision=precision)
+    split = model.split(max_shard_bytes)
     size_bytes: int = split.metadata["total_size"]
-    check_disk(out, size_bytes)
-    if verify:
-        check_memory(model)
-    with new_folder(out) as writing:
-        for file, names in split.filename_to_tensors.items():
-            _write_shard(writing / file, checkpoint, [parts[name] for name in names], dtype)
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        described |= {SAFETENSORS_INDEX: index} if split.is_sharded else {}
-        files = {name: json_file(values) for name, values in described.items()}
-        write_files(writing, {**files, **vocabulary.files})
-        agreement = compare(checkpoint, writing, dtype=dtype, strict=True) if verify else None
+    with new_model_folder(out, model.ours, size_bytes, verify=verify) as writing:
+        model.write(writing, split)
+        agreement = compare(checkpoint, writing, dtype=model.dtype, strict=True) if verify else None
     count = f"{len(split.filename_to_tensors)} files" if split.is_sharded else "1 file"
-    parameters = f"{size_bytes // dtype.itemsize:,} parameters, {precision}, in {count}"
+    parameters = f"{size_bytes // model.dtype.itemsize:,} parameters, {precision}, in {count}"
     report(f"{out}: {parameters}, from {checkpoint}")
-    report(str(vocabulary))
+    report(str(model.tokenizer))
     report(str(agreement or "not verified"))
     return agreement
 
 
-def _split(parts: Mapping[str, Part], dtype: torch.dtype, max_shard_bytes: int) -> StateDictSplit:
-    """Which tensors are in which file."""
-    with torch.device("meta"):
-        shapes = {name: torch.empty(part.shape, dtype=dtype) for name, part in parts.items()}
-    return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_bytes)
+@dataclass(frozen=True)
+class StockModel:
+    """The model of a checkpoint, as transformers has it."""
+
+    checkpoint: Path
+    ours: ModelConfig
+    dtype: torch.dtype  # of the weights
+    config: dict[str, Any]  # content of config.json
+    generation: dict[str, Any]  # content of generation_config.json
+    tokenizer: ModelTokenizer
+    parts: dict[str, Part]  # by the names of their tensors
+
+    @classmethod
+    def of(cls, checkpoint: Path, *, tokenizer: Path | None, precision: Precision) -> Self:
+        """Describe the model, without reading its weights. Raises as `export_model` does."""
+        model = model_config(checkpoint)
+        config = hugging_face_config(model)
+        mend = "name another with --tokenizer"
+        vocabulary = find_tokenizer(checkpoint, model.vocab_size, named=tokenizer, mend=mend)
+        ids = vocabulary.ids()
+        # If the user named a tokenizer, its ids replace those that the model came with.
+        named = token_ids(ids) if tokenizer else {}
+        generation = {**ids, **read_generation(checkpoint), **named}
+        # transformers 5 calls this key dtype, and reads torch_dtype as well.
+        config = {**config, **ids, **token_ids(generation), "torch_dtype": precision}
+        parts = {part.theirs: part for part in parts_of(model)}
+        dtype: torch.dtype = getattr(torch, precision)
+        return cls(checkpoint, model, dtype, config, generation, vocabulary, parts)
+
+    def load(self) -> Any:
+        """Return transformers' model in evaluation mode. Its weights are read once, on the CPU."""
+        model_class = getattr(transformers, FAMILIES[self.ours.architecture].class_name)
+        with quiet_transformers():
+            return model_class.from_pretrained(
+                None,
+                config=transformers.AutoConfig.for_model(**self.config),
+                state_dict=self.tensors(self.parts),
+                dtype=self.dtype,
+            )
+
+    def split(self, max_shard_bytes: int) -> StateDictSplit:
+        """Decide which tensors are in which file."""
+        with torch.device("meta"):
+            shapes = {
+                name: torch.empty(part.shape, dtype=self.dtype) for name, part in self.parts.items()
+            }
+        return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_bytes)
+
+    def write(self, folder: Path, split: StateDictSplit) -> None:
+        """Write all files of the model into ``folder``."""
+        for file, names in split.filename_to_tensors.items():
+            _save(folder / file, self.tensors(names))
+        described = {CONFIG_FILE: self.config, GENERATION: self.generation}
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            described[SAFETENSORS_INDEX] = index
+        files = {name: json_file(values) for name, values in described.items()}
+        write_files(folder, {**files, **self.tokenizer.files})
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read tensors from the checkpoint, transposed and rounded as needed.
+
+        Raises HuggingFaceError if a value is not finite in this precision.
+        """
+        parts = [self.parts[name] for name in names]
+        tensors = self._read(parts, self.dtype)
+        for part in parts:
+            if not is_finite(tensors[part.theirs]):
+                raise HuggingFaceError(self._refusal(part))
+        return tensors
+
+    def _read(self, parts: Iterable[Part], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Their name -> tensor; the checkpoint's files are read directly into these tensors."""
+        tensors, pieces = {}, []
+        for part in parts:
+            tensor = tensors[part.theirs] = torch.empty(part.shape, dtype=dtype)
+            pieces.append(part.piece(tensor.T if part.transposed else tensor))
+        read_pieces(self.checkpoint, pieces)
+        return tensors
+
+    def _refusal(self, part: Part) -> str:
+        """The error message for a tensor with values that are not finite in this precision."""
+        exact = self._read([part], torch.float32)[part.theirs]
+        diverged = int((~exact.isfinite()).sum())
+        if diverged:
+            return (
+                f"a model's weights must be finite, but {part.theirs} of {self.checkpoint} has "
+                f"{diverged:,} NaN or infinite values of {exact.numel():,}, because its training "
+                "diverged; use an earlier checkpoint"
+            )
+        limit, largest = torch.finfo(self.dtype).max, float(exact.abs().max())
+        lost = int((~exact.to(self.dtype).isfinite()).sum())
+        wider = "bfloat16 or float32" if self.dtype == torch.float16 else "float32"
+        return (
+            f"the largest number in {str(self.dtype).removeprefix('torch.')} is {limit:,.6g}, but "
+            f"{lost:,} of the {exact.numel():,} values of {part.theirs} of {self.checkpoint} "
+            f"exceed it, the largest {largest:,.6g}; use --dtype {wider}"
+        )
 
 
-def _described(
-    generation: Mapping[str, Any],
-    vocabulary: ModelTokenizer,
-    tokenizer: Path | None,
-    config: dict[str, Any],
-    precision: Precision,
-) -> dict[str, dict[str, Any]]:
-    """Name -> content of config.json and generation_config.json, with the ids of special tokens."""
-    ids = vocabulary.ids()
-    # If the user named a tokenizer, its ids replace those that the model came with.
-    named = token_ids(ids) if tokenizer else {}
-    generation = {**ids, **generation, **named}
-    # transformers 5 calls this key dtype, and reads torch_dtype as well.
-    config = {**config, **ids, **token_ids(generation), "torch_dtype": precision}
-    return {CONFIG_FILE: config, GENERATION: generation}
-
-
-def _write_shard(file: Path, checkpoint: Path, parts: Sequence[Part], dtype: torch.dtype) -> None:
-    """Writes the parts to a file, transposed and rounded as needed."""
-    tensors = _read(checkpoint, parts, dtype)
-    for part in parts:
-        if not is_finite(tensors[part.theirs]):
-            raise HuggingFaceError(_refusal(checkpoint, part, dtype))
+def _save(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors to a file, and flush it to the disk."""
     # save_file makes its file readable by its owner only. The user's umask should decide.
     file.touch()
     mode = file.stat().st_mode
@@ -154,39 +211,3 @@ def _write_shard(file: Path, checkpoint: Path, parts: Sequence[Part], dtype: tor
     file.chmod(mode)
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
-
-
-def _read(checkpoint: Path, parts: Sequence[Part], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Their name -> tensor; the checkpoint's files are read directly into these tensors."""
-    tensors = {part.theirs: torch.empty(part.shape, dtype=dtype) for part in parts}
-    pieces = [
-        Piece(
-            key(WEIGHTS, part.ours),
-            part.full_shape,
-            (part.rows.start, *(0 for _ in part.full_shape[1:])),
-            tensors[part.theirs].T if part.transposed else tensors[part.theirs],
-        )
-        for part in parts
-    ]
-    read_pieces(checkpoint, pieces)
-    return tensors
-
-
-def _refusal(checkpoint: Path, part: Part, dtype: torch.dtype) -> str:
-    """The error message for a tensor with values that are not finite in ``dtype``."""
-    exact = _read(checkpoint, [part], torch.float32)[part.theirs]
-    diverged = int((~exact.isfinite()).sum())
-    if diverged:
-        return (
-            f"a model's weights must be finite, but {part.theirs} of {checkpoint} has "
-            f"{diverged:,} NaN or infinite values of {exact.numel():,}, because its training "
-            "diverged; use an earlier checkpoint"
-        )
-    limit, largest = torch.finfo(dtype).max, float(exact.abs().max())
-    lost = int((~exact.to(dtype).isfinite()).sum())
-    wider = "bfloat16 or float32" if dtype == torch.float16 else "float32"
-    return (
-        f"the largest number in {str(dtype).removeprefix('torch.')} is {limit:,.6g}, but "
-        f"{lost:,} of the {exact.numel():,} values of {part.theirs} of {checkpoint} exceed it, "
-        f"the largest {largest:,.6g}; use --dtype {wider}"
-    )

@@ -21,10 +21,8 @@ from megaspeed.checkpoint.run_state import Progress, RunState
 from megaspeed.checkpoint.tensors import (
     BYTES_PER_ELEMENT,
     LARGEST_PIECE_BYTES,
-    WEIGHTS,
     Piece,
     expected_shapes,
-    key,
 )
 from megaspeed.checkpoint.writing import write_checkpoint
 from megaspeed.config.document import describe_value
@@ -32,14 +30,13 @@ from megaspeed.config.families import FAMILIES
 from megaspeed.config.hugging_face import read_keys
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
-from megaspeed.files.durable import new_folder, refuse_existing
+from megaspeed.files.durable import refuse_existing
 from megaspeed.files.reading import special_files
 from megaspeed.hugging_face.tokenizer import ModelTokenizer, find_tokenizer, generation_files
-from megaspeed.hugging_face.verifying import Agreement, check_memory, compare
+from megaspeed.hugging_face.verifying import Agreement, compare, new_model_folder
 from megaspeed.hugging_face.weight_files import (
     HuggingFaceError,
     StoredTensor,
-    check_disk,
     open_tensors,
 )
 from megaspeed.hugging_face.weights import Part, matching_tensors, parts_of
@@ -54,7 +51,7 @@ def import_model(
     verify: bool = True,
     report: Callable[[str], None] = lambda line: None,
 ) -> Agreement | None:
-    """Writes the model in ``folder`` to the checkpoint ``out``.
+    """Write the model in ``folder`` to the checkpoint ``out``.
 
     Args:
         folder: a folder as save_pretrained writes it.
@@ -76,15 +73,6 @@ def import_model(
     """
     refuse_existing(out)
     model = _model_of(folder)
-    quantized = read_keys(str(folder)).get("quantization_config")
-    if quantized:
-        raise HuggingFaceError(
-            f"imported weights must not be quantized, but quantization_config of {folder} is "
-            f"{describe_value(quantized)}; import the model that they were made from"
-        )
-    special = next(special_files(folder), None)
-    if special is not None:
-        raise HuggingFaceError(f"{special}; remove it, or download the model again")
     vocabulary = ModelTokenizer({})
     if with_tokenizer:
         mend = "name another with --tokenizer, or omit it with --no-tokenizer"
@@ -92,14 +80,12 @@ def import_model(
     # If the user named a tokenizer, its ids replace those that the model came with.
     generation = generation_files(folder, vocabulary.ids() if tokenizer else {}, model)
     stored = matching_tensors(model, open_tensors(folder))
-    check_disk(out, _count(model) * BYTES_PER_ELEMENT)
-    if verify:
-        check_memory(model)
-    with new_folder(out) as writing:
-        beside = {**vocabulary.files, **generation}
+    parameters = sum(map(math.prod, expected_shapes(model).values()))
+    beside = {**vocabulary.files, **generation}
+    with new_model_folder(out, model, parameters * BYTES_PER_ELEMENT, verify=verify) as writing:
         write_checkpoint(writing, _pieces(model, stored), _state(model, folder), beside)
         agreement = compare(writing, folder) if verify else None
-    report(f"{out}: {_count(model):,} parameters, from {folder}")
+    report(f"{out}: {parameters:,} parameters, from {folder}")
     rounded = [name for name, tensor in stored.items() if tensor.dtype == torch.float64]
     if rounded:
         report(
@@ -111,8 +97,13 @@ def import_model(
 
 
 def _model_of(folder: Path) -> ModelConfig:
-    """The model that config.json describes. Its shape is checked as in a run."""
-    return parse_config(
+    """The model that config.json describes, after it is checked. Its shape is checked as in a run.
+
+    Raises:
+        ConfigError: ours cannot express it.
+        HuggingFaceError: its weights are quantized, or a file in the folder is not a regular file.
+    """
+    model = parse_config(
         {
             "model": {"from_hf": str(folder)},
             "data": {"sequence_length": 1},
@@ -120,6 +111,16 @@ def _model_of(folder: Path) -> ModelConfig:
             "train_batch_size": 1,
         }
     ).model
+    quantized = read_keys(str(folder)).get("quantization_config")
+    if quantized:
+        raise HuggingFaceError(
+            f"imported weights must not be quantized, but quantization_config of {folder} is "
+            f"{describe_value(quantized)}; import the model that they were made from"
+        )
+    special = next(special_files(folder), None)
+    if special is not None:
+        raise HuggingFaceError(f"{special}; remove it, or download the model again")
+    return model
 
 
 def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[Piece]:
@@ -131,9 +132,7 @@ def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[
         at_once = max(1, LARGEST_PIECE_BYTES // (BYTES_PER_ELEMENT * width))
         for start in range(0, len(part.rows), at_once):
             rows = slice(start, min(start + at_once, len(part.rows)))
-            offsets = (part.rows.start + start, *(0 for _ in part.full_shape[1:]))
-            values = _rows_of(tensor, rows, part).contiguous()
-            yield Piece(key(WEIGHTS, part.ours), part.full_shape, offsets, values)
+            yield part.piece(_rows_of(tensor, rows, part).contiguous(), start=start)
 
 
 def _rows_of(tensor: StoredTensor, rows: slice, part: Part) -> Tensor:
@@ -152,7 +151,3 @@ def _state(model: ModelConfig, folder: Path) -> RunState:
             "safetensors": safetensors.__version__,
         },
     )
-
-
-def _count(model: ModelConfig) -> int:
-    return sum(map(math.prod, expected_shapes(model).values()))

@@ -37,35 +37,24 @@ LARGEST_LOGITS_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Window:
-    """Ids that the model sees at once, and the id after them.
+    """Ids that the model sees at once, and the id after them."""
 
-    Attributes:
-        ids: at most one more than the model's positions. Each but the first is predicted from those
-            before it.
-        counted: how many of the last ids count; the others were predicted in earlier windows.
-    """
-
+    # At most one more than the model's positions. Each but the first is predicted from those
+    # before it.
     ids: Sequence[int]
-    counted: int
+    counted: int  # how many of the last ids count; the others were predicted in earlier windows
 
 
 @dataclass
 class Score:
-    """The predictions so far.
+    """The predictions so far."""
 
-    Attributes:
-        nats: sum over the predicted tokens.
-        tokens: number of predicted tokens.
-        documents: number of documents read.
-        text_bytes: bytes of their text in UTF-8.
-        read_tokens: number of tokens read. In the end all of them are predicted.
-    """
-
-    nats: float = 0.0
-    tokens: int = 0
-    documents: int = 0
-    text_bytes: int = 0
-    read_tokens: int = 0
+    nats: float = 0.0  # sum over the predicted tokens
+    tokens: int = 0  # predicted
+    documents: int = 0  # read
+    text_bytes: int = 0  # of their text in UTF-8
+    read_tokens: int = 0  # in the end all of them are predicted
+    read_bytes: int = 0  # of the files on disk
 
     @property
     def loss(self) -> float:
@@ -82,6 +71,11 @@ class Score:
         """Bits per byte of the text if it is compressed with these predictions."""
         return self.nats / math.log(2) / self.text_bytes
 
+    @property
+    def done_bytes(self) -> int:
+        """The share of ``read_bytes`` whose tokens are predicted."""
+        return self.read_bytes * self.tokens // max(1, self.read_tokens)
+
 
 def evaluate(
     model: TextModel,
@@ -92,7 +86,7 @@ def evaluate(
     batch_size: int,
     watch: Callable[[Score], None] = lambda score: None,
 ) -> Score:
-    """Predicts every token of the documents. Memory does not grow with their length.
+    """Predict every token of the documents. Memory does not grow with their length.
 
     Args:
         model: the model; it has at least one id before a document.
@@ -137,6 +131,7 @@ def _tokenized(
         (ids,) = encode([piece.text])
         score.read_tokens += len(ids)
         score.documents += piece.ends_document
+        score.read_bytes = piece.read_bytes
         yield ids, piece.ends_document
 
 

@@ -39,19 +39,12 @@ Keys = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ModelTokenizer:
-    """The files of a tokenizer, and its token ids that a model's config repeats.
+    """The files of a tokenizer, and its token ids that a model's config repeats."""
 
-    Attributes:
-        files: name -> content.
-        bos_token_id, eos_token_id: ids of the tokens that begin and end a text; None if it has
-            none.
-        remark: what the user should know about it.
-    """
-
-    files: Mapping[str, bytes]
-    bos_token_id: int | None = None
-    eos_token_id: int | None = None
-    remark: str = ""
+    files: Mapping[str, bytes]  # name -> content
+    bos_token_id: int | None = None  # begins a text; None if there is no such token
+    eos_token_id: int | None = None  # ends a text; None if there is no such token
+    remark: str = ""  # what the user should know about it
 
     def __str__(self) -> str:
         files = ", ".join(self.files) or "none"
@@ -133,27 +126,20 @@ def generation_files(folder: Path, ids: Keys, model: ModelConfig) -> dict[str, b
     Raises:
         HuggingFaceError: a file of the model is damaged, or transformers refuses a value.
     """
-    keys = {**token_ids(read_keys(str(folder))), **read_generation(folder), **token_ids(ids)}
-    problem = generation_problem(keys, model)
-    if problem is not None:
-        is_other = generation_problem(read_generation(folder), model) is None
-        file = folder / (CONFIG_FILE if is_other else GENERATION)
-        raise HuggingFaceError(f"{file}: {problem}; mend or remove it, or no export can be loaded")
-    return {GENERATION: json_file(keys)} if keys else {}
-
-
-def generation_problem(keys: Keys, model: ModelConfig) -> str | None:
-    """Why transformers refuses a model with these settings and token ids; None if it does not.
-
-    The reason names the key without which transformers accepts the others, if there is one.
-    """
+    own = read_generation(folder)
+    keys = {**token_ids(read_keys(str(folder))), **own, **token_ids(ids)}
     reason = _refusal(keys, model)
     if reason is None:
-        return None
+        return {GENERATION: json_file(keys)} if keys else {}
+    # Name the key without which transformers accepts the others, if there is one.
     rest = {key: {name: keys[name] for name in keys if name != key} for key in keys}
     key = next((key for key in keys if _refusal(rest[key], model) is None), None)
     what = "its values" if key is None else f"{key}, which is {describe_value(keys[key])}"
-    return f"transformers refuses {what} ({reason})"
+    file = GENERATION if key is None or key in own else CONFIG_FILE
+    raise HuggingFaceError(
+        f"{folder / file}: transformers refuses {what} ({reason}); mend or remove it, or no export "
+        "can be loaded"
+    )
 
 
 def _refusal(keys: Keys, model: ModelConfig) -> str | None:

@@ -20,7 +20,8 @@ in fp64, divided by the largest logit:
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.config.hugging_face import family_of, read_keys
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.tokenizer import quiet_transformers
-from megaspeed.hugging_face.weight_files import ComputationError, HuggingFaceError
+from megaspeed.files.durable import new_folder
+from megaspeed.hugging_face.weight_files import ComputationError, HuggingFaceError, check_disk
 from megaspeed.model.gpt import GPT
 
 LENGTHS = (1, 16, 128, 512)
@@ -75,23 +77,14 @@ DOUBLE = Limit("fp64", absolute=0.0, relative=1e-10)
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well two implementations agree.
+    """How well two implementations agree."""
 
-    Attributes:
-        difference: largest difference of logits in fp32, over all prompts, positions and token ids.
-        tolerance: the limit of ``difference``.
-        double_difference: largest difference of logits in fp64, of one prompt.
-        double_tolerance: the limit of ``double_difference``.
-        prompts: number of tokens of each prompt.
-        tokens: number of greedy tokens that both choose.
-    """
-
-    difference: float
-    tolerance: float
-    double_difference: float
-    double_tolerance: float
-    prompts: tuple[int, ...]
-    tokens: int
+    difference: float  # largest of logits in fp32, over all prompts, positions and token ids
+    tolerance: float  # the limit of ``difference``
+    double_difference: float  # largest of logits in fp64, of one prompt
+    double_tolerance: float  # the limit of ``double_difference``
+    prompts: tuple[int, ...]  # number of tokens of each prompt
+    tokens: int  # number of greedy tokens that both choose
 
     def __str__(self) -> str:
         return (
@@ -100,6 +93,21 @@ class Agreement:
             f"{self.double_difference:.2g} (limit {self.double_tolerance:.2g}), and "
             f"{self.tokens} greedy tokens are the same"
         )
+
+
+@contextmanager
+def new_model_folder(
+    out: Path, model: ModelConfig, size_bytes: int, *, verify: bool
+) -> Iterator[Path]:
+    """An empty folder for the files of a model, which gets the name ``out`` after the block.
+
+    Raises HuggingFaceError if there is too little disk or, to verify, too little memory.
+    """
+    check_disk(out, size_bytes)
+    if verify:
+        check_memory(model)
+    with new_folder(out) as writing:
+        yield writing
 
 
 def compare(

@@ -9,7 +9,6 @@ code: safetensors has only tensors, and a .bin is unpickled with ``weights_only`
 
 import math
 import pickle
-import shutil
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.hugging_face import DAMAGED
-from megaspeed.files.paths import nearest_existing
+from megaspeed.files.paths import free_bytes, nearest_existing
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -46,21 +45,13 @@ class ComputationError(HuggingFaceError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file.
+    """A tensor in a file."""
 
-    Attributes:
-        file: the file that contains it.
-        name: its name in the file.
-        shape: its full shape.
-        dtype: its dtype in the file; None if it is not fp64, fp32, bf16 or fp16.
-        open: opens the file, or returns it if it is the file that was opened last.
-    """
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    open: _Open
+    file: Path  # the file that contains it
+    name: str  # its name in the file
+    shape: tuple[int, ...]  # its full shape
+    dtype: torch.dtype | None  # in the file; None if it is not fp64, fp32, bf16 or fp16
+    open: _Open  # opens the file, or returns it if it is the file that was opened last
 
     def read(self, *index: slice) -> Tensor:
         """A part of it in fp32; a dim without a slice is read in full.
@@ -203,8 +194,3 @@ def check_disk(folder: Path, needed_bytes: int) -> None:
             f"{folder} needs {needed_bytes:,} bytes, but its disk has {free:,} free; make room, or "
             "use another disk (for temporary folders, set TMPDIR)"
         )
-
-
-def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk of ``folder``, which need not exist yet."""
-    return shutil.disk_usage(nearest_existing(folder)).free

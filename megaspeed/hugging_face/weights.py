@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from megaspeed.checkpoint.tensors import MOST_LISTED, shape_text
+from megaspeed.checkpoint.tensors import MOST_LISTED, WEIGHTS, Piece, key, shape_text
 from megaspeed.config.errors import shortened
 from megaspeed.config.families import FAMILIES, Family
 from megaspeed.config.model import ModelConfig
@@ -34,27 +35,24 @@ _TIED_ROWS = 4096
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one of our tensors that are together one of theirs.
+    """Rows of one of our tensors that are together one of theirs."""
 
-    Attributes:
-        ours: full name of our parameter.
-        full_shape: shape of our parameter.
-        rows: the rows of our parameter.
-        theirs: name of their tensor in transformers' state dict.
-        transposed: whether their tensor is (columns, rows).
-    """
-
-    ours: str
-    full_shape: Shape
-    rows: range
-    theirs: str
-    transposed: bool
+    ours: str  # full name of our parameter
+    full_shape: Shape  # shape of our parameter
+    rows: range  # the rows of our parameter
+    theirs: str  # name of their tensor in transformers' state dict
+    transposed: bool  # whether their tensor is (columns, rows)
 
     @property
     def shape(self) -> Shape:
         """Shape of their tensor."""
         shape = (len(self.rows), *self.full_shape[1:])
         return shape[::-1] if self.transposed else shape
+
+    def piece(self, values: Tensor, *, start: int = 0) -> Piece:
+        """The piece of our tensor that has ``values`` from row ``start`` of this part on."""
+        offsets = (self.rows.start + start, *(0 for _ in self.full_shape[1:]))
+        return Piece(key(WEIGHTS, self.ours), self.full_shape, offsets, values)
 
 
 def parts_of(model: ModelConfig) -> Iterator[Part]:

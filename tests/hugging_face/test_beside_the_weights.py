@@ -15,7 +15,6 @@ from megaspeed.data.tokenizer import NoEndOfText, load_tokenizer
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.weight_files import HuggingFaceError
-from tests.checkpoint.written import seal
 from tests.hugging_face.models import change_config, gpt2, llama, phi3, saved, with_tokenizer
 
 OTHERWISE = "name another with --tokenizer, or omit it with --no-tokenizer"
@@ -220,26 +219,6 @@ def test_sampling_settings_of_published_models_are_accepted(folder: Path) -> Non
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
     out, _ = there_and_back(folder)
     assert stated(out, "generation_config.json")["temperature"] == 0.6
-
-
-def test_a_checkpoint_with_such_settings_is_exported_without_them(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Such a checkpoint is from a version that did not check them."""
-    checkpoint, out = folder.with_name("checkpoint"), folder.with_name("out")
-    import_model(with_tokenizer(folder), checkpoint, verify=False)
-    (checkpoint / "generation_config.json").write_text('{"max_new_tokens": 0}')
-    seal(checkpoint)
-    note = (
-        f"note: generation_config.json of {checkpoint} is left out: transformers refuses "
-        "max_new_tokens, which is 0 (a whole number) ("
-    )
-    assert main(["export-hf", str(checkpoint), str(out)]) == 0
-    assert capsys.readouterr().out.startswith(note)
-    assert stated(out, "generation_config.json") == {"bos_token_id": 0, "eos_token_id": 0}
-    generate = ["generate", "--checkpoint", str(checkpoint), "--max-tokens", "2", "--samples", "1"]
-    assert main(generate) == 0
-    assert capsys.readouterr().err.startswith(note)
 
 
 def test_a_vocabulary_without_the_familys_padding_is_exported(tmp_path: Path) -> None:

@@ -10,12 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.hugging_face.text_model import (
-    Continuation,
-    Sampling,
-    TextModel,
-    continue_prompt,
-)
+from megaspeed.hugging_face.generation import Continuation, Sampling, continue_prompt
+from megaspeed.hugging_face.text_model import TextModel
 from megaspeed.hugging_face.weight_files import ComputationError
 from tests.hugging_face.models import mistral
 from tests.hugging_face.tiny_text import tiny_model, tiny_tokenizer

@@ -1,6 +1,5 @@
 """``megaspeed generate`` and ``megaspeed evaluate``: what they print, write and return."""
 
-import argparse
 import gzip
 import json
 import os
@@ -8,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 
 from megaspeed.cli import main
 from megaspeed.cli.bar_or_lines import BarOrLines
-from megaspeed.cli.evaluate import EvaluationProgress
-from megaspeed.cli.model_options import add_model_options
+from megaspeed.cli.evaluate import show, text_of
 from megaspeed.config.data import Source
 from megaspeed.hugging_face.perplexity import Score
 from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
@@ -220,20 +219,11 @@ def test_a_prompt_that_is_not_utf_8_is_wrong_input(checkpoint: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("present", [True, False])
-def test_cuda_is_used_if_there_is_a_gpu(
-    present: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
-    parser = argparse.ArgumentParser()
-    add_model_options(parser)
-    words = ["--checkpoint", ".", "--device", "cuda"]
-    if present:
-        assert parser.parse_args(words).device == "cuda"
-        return
-    with pytest.raises(SystemExit):
-        parser.parse_args(words)
-    assert "there is no GPU that torch can use; use cpu" in capsys.readouterr().err
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_asked_for_must_be_there(generate: Command) -> None:
+    reported = generate("--device", "cuda")
+    assert (reported.code, reported.out) == (2, "")
+    assert "--device cuda needs a GPU that torch can use, but there is none" in reported.err
 
 
 def test_neither_command_loads_deepspeed(checkpoint: Path, tmp_path: Path) -> None:
@@ -258,12 +248,12 @@ def test_lines_show_the_predicted_share_and_the_loss_so_far(
 ) -> None:
     for name, size in {"a.txt": 30, "b.txt": 10}.items():
         (tmp_path / name).write_text("x" * size)
-    progress = EvaluationProgress(list_files([Source(path=f"{tmp_path}/*.txt")], "INPUT"))
-    assert progress.total_bytes == 40
-    with BarOrLines(progress.total_bytes, seconds_between_lines=0) as bar:
-        for _ in progress.pieces():
-            progress.show(Score(nats=3.0, tokens=1_500, read_tokens=3_000), bar)
-        progress.show(Score(nats=3.0, tokens=3_000, read_tokens=3_000), bar)
+    files = list_files([Source(path=f"{tmp_path}/*.txt")], "INPUT")
+    score = Score(nats=3.0, tokens=1_500, read_tokens=3_000)
+    with BarOrLines(40, seconds_between_lines=0) as bar:
+        for piece in text_of(files, [30, 10]):
+            show(replace(score, read_bytes=piece.read_bytes), bar)
+        show(replace(score, read_bytes=40, tokens=3_000), bar)
     first, second, last = capsys.readouterr().err.splitlines()
     assert first == " 38%  1,500 tokens, loss 0.0020"
     assert re.fullmatch(r" 50%  1,500 tokens, loss 0\.0020, \d:\d\d:\d\d left", second)

@@ -1,9 +1,7 @@
 """The model and the tokenizer that a checkpoint is used with, and what precedes a document."""
 
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,16 +13,10 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Ge
 from megaspeed.checkpoint.run_state import NOT_STATED, RUN_STATE
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer import TextTokenizer
-from megaspeed.files.lock import lock
 from megaspeed.hugging_face.exporting import export_model
+from megaspeed.hugging_face.generation import Sampling, continue_prompt
 from megaspeed.hugging_face.importing import import_model
-from megaspeed.hugging_face.text_model import (
-    Sampling,
-    TextModel,
-    continue_prompt,
-    load_text_model,
-    opening_ids,
-)
+from megaspeed.hugging_face.text_model import TextModel, load_text_model, opening_ids
 from megaspeed.hugging_face.weight_files import HuggingFaceError
 from tests.checkpoint.written import CONFIG, seal
 from tests.hugging_face.models import gpt2, qwen3, saved, with_tokenizer
@@ -52,49 +44,13 @@ def load(place: Path, tokenizer: Path | None = None) -> tuple[TextModel, list[st
     return model, reported
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which temporary folders are created."""
-    (place := tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
-    return place
-
-
-def test_a_run_is_its_newest_checkpoint_with_the_tokenizer_it_carries(
-    checkpoint: Path, temporary: Path
-) -> None:
+def test_a_run_is_its_newest_checkpoint_with_the_tokenizer_it_carries(checkpoint: Path) -> None:
     model, reported = load(checkpoint.parents[1])
     assert (model.source, reported) == (checkpoint, [])
     assert model.positions == CONFIG.model.max_position_embeddings
     assert (model.tokenizer.vocab_size, model.tokenizer.end_of_text) == (301, 0)
     assert (model.opening, model.ends) == ((0,), (0,))
     assert type(model.model).__name__ == "GPT2LMHeadModel"
-    assert list(temporary.iterdir()) == []
-
-
-def test_too_little_temporary_space_is_reported(
-    checkpoint: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megaspeed.hugging_face.weight_files.free_bytes", lambda folder: 100)
-    with pytest.raises(HuggingFaceError, match=r"has 100 free; .* temporary folders, set TMPDIR"):
-        load(checkpoint)
-    assert list(temporary.iterdir()) == []
-
-
-def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(
-    checkpoint: Path, temporary: Path
-) -> None:
-    names = ("megaspeed-export-a", "megaspeed-export-b", "megaspeed-mine", "megaspeed-export-new")
-    killed, running, of_the_user, without_a_lock = (temporary / name for name in names)
-    for folder in (killed, running, of_the_user, without_a_lock):
-        folder.mkdir()
-        (folder / "model.writing").touch()
-    (killed / ".lock").touch()
-    with lock(running / ".lock"):
-        for folder in (killed, running, of_the_user, without_a_lock):
-            os.utime(folder, (0, 0))
-        load(checkpoint)
-    assert sorted(temporary.iterdir()) == sorted((running, of_the_user, without_a_lock))
 
 
 def test_a_hugging_face_folder_is_loaded_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
