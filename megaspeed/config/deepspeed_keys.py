@@ -56,7 +56,8 @@ class ZeroConfig(Section):
     """Stages 1 to 3: the memory in which optimizer states are kept. It has the keys of
     offload_param."""
     sub_group_size: ElementCount = Field(default=1_000_000_000, gt=0)
-    """Stage 3: number of elements that the optimizer updates at a time."""
+    """Stage 3: number of elements of a rank that the optimizer updates at a time, at most. It
+    updates one bucket of gradients at a time, so a small number makes buckets small."""
     stage3_prefetch_bucket_size: Annotated[ElementCount, Field(ge=0)] | None = None
     """Stage 3: neighbouring blocks are gathered together if they have at most this many elements,
     and at most half of stage3_max_live_parameters. They are gathered while the layers before them
