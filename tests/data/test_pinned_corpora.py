@@ -1,9 +1,9 @@
-"""Corpora of version 0.1 keep their ids, their split, their fingerprint and their order of samples.
+"""Corpora keep their ids, their split, their fingerprints and their order of samples.
 
-`version_0_1/corpora.json` holds what version 0.1 prepared from the sources that `write_sources`
-writes. `version_0_1/tokens` is a token folder that its `megaspeed tokenize` wrote. If a test fails
-here, runs that began with version 0.1 would continue with other samples: mend the code. The files
-were written with `python -m tests.data.test_version_0_1`.
+`pinned_corpora.json` holds what an earlier version prepared from the sources that `write_sources`
+writes. If a test fails here, a resumed run would continue with other samples: mend the code. If
+`tokenizers` or the format changed on purpose, `python -m tests.data.test_pinned_corpora` writes the
+file again.
 """
 
 import hashlib
@@ -17,7 +17,6 @@ from typing import Any
 
 import datasets
 import pytest
-import tokenizers
 
 from megaspeed.cli import main
 from megaspeed.config.data import DataConfig
@@ -29,11 +28,9 @@ from tests.data.written_formats import FORMATS
 
 pytestmark = pytest.mark.slow
 
-FOLDER = Path(__file__).with_name("version_0_1")
+PINNED = Path(__file__).with_name("pinned_corpora.json")
 VOCAB_SIZE = 400
 SEQUENCE_LENGTH = 16
-TOKENS = str(FOLDER / "tokens")
-SHARDS = str(FOLDER / "shards")
 ROWS = 64
 
 
@@ -51,7 +48,7 @@ def texts(seed: int, count: int, longest: int = 400) -> list[str]:
 
 
 def write_sources(folder: Path) -> None:
-    """Every kind of source, each in a folder of its own."""
+    """Every kind of source, each in a folder of its own; `tokens` and `shards` are made last."""
     for number, (kind, write) in enumerate(FORMATS.items()):
         place = folder / kind.replace(", ", "_").replace(" ", "_")
         place.mkdir(parents=True)
@@ -76,6 +73,19 @@ def write_sources(folder: Path) -> None:
     for document in ends:
         document[-1].append(0)
     write_megatron(folder / "indexed", ends, "i4")
+    first, *others = str(folder / "jsonl" / "a.jsonl"), str(folder / "many" / "*.txt")
+    tokenizer = str(folder / "tokenizer")
+    assert main(["train-tokenizer", first, "--vocab-size", "300", "--output", tokenizer]) == 0
+    for name, options in TOKENIZED.items():
+        made = ["--tokenizer", tokenizer, "--output", str(folder / name), *options]
+        assert main(["tokenize", first, *others, *made]) == 0
+
+
+TOKENIZED = {
+    "tokens": ["--processes", "1"],
+    "shards": ["--processes", "3", "--shard-size", "9000"],
+}
+"""Token folders of the same text, and the options with which they are made."""
 
 
 def configurations(folder: Path) -> dict[str, dict[str, Any]]:
@@ -84,9 +94,9 @@ def configurations(folder: Path) -> dict[str, dict[str, Any]]:
     def path(name: str) -> str:
         return f"{folder}/{name}"
 
-    by_documents = {"hold_out_by": "documents"}
     txt, jsonl, zst = path("txt/a.txt"), path("jsonl/a.jsonl"), path("jsonl.zst/*.zst")
-    found: dict[str, dict[str, Any]] = {
+    tokens, shards = path("tokens"), path("shards")
+    return {
         "plain text": {"train": [txt]},
         "gzip text": {"train": [path("txt.gz/a.txt.gz")]},
         "json lines": {"train": [jsonl], "validation_fraction": 0.2},
@@ -97,45 +107,36 @@ def configurations(folder: Path) -> dict[str, dict[str, Any]]:
         "saved": {"train": [path("saved/dataset")]},
         "saved splits": {"train": [{"path": path("saved_splits/splits"), "split": "train"}]},
         "many files": {"train": [path("many/*.txt")], "seed": 7},
-        "many files by documents": {"train": [path("many/**/*.txt")], **by_documents},
-        "one file by documents": {"train": [txt], **by_documents},
         # A tokenizer is not trained here, because that is slow for words this long.
         "long documents": {
             "train": [path("long/*.txt")],
             "validation_fraction": 0.1,
-            "tokenizer": TOKENS,
+            "tokenizer": tokens,
         },
         "no validation": {"train": [txt], "validation_fraction": 0.0},
         "own validation": {"train": [txt], "validation": [jsonl, zst]},
         "two sources": {"train": [jsonl, txt]},
         "weights": {"train": [{"path": txt, "weight": 3}, {"path": jsonl, "weight": 0.5}]},
-        "token folder": {"train": [TOKENS]},
-        "token folder by documents": {"train": [TOKENS], **by_documents},
-        "several shards": {"train": [SHARDS], "validation_fraction": 0.3},
-        "several shards by documents": {"train": [SHARDS], **by_documents},
-        "text and a token folder": {"train": [txt, TOKENS], "tokenizer": TOKENS},
+        "token folder": {"train": [tokens]},
+        "several shards": {"train": [shards], "validation_fraction": 0.3},
+        "text and a token folder": {"train": [txt, tokens], "tokenizer": tokens},
         "nanoGPT": {"train": [path("ids.bin")]},
-        "nanoGPT by documents": {"train": [path("ids.bin")], **by_documents},
         "Megatron": {"train": [path("indexed")]},
-        "Megatron by documents": {"train": [path("indexed.idx")], **by_documents},
+        "weights and tokens": {
+            "train": [{"path": path("many/*.txt"), "weight": 1}, {"path": tokens, "weight": 2}]
+        },
         "everything": {
             "train": [
                 {"path": txt, "weight": 2.5},
                 {"path": path("parquet/a.parquet"), "weight": 1},
-                {"path": SHARDS, "weight": 0.1},
+                {"path": shards, "weight": 0.1},
                 {"path": path("ids.bin"), "weight": 4},
                 {"path": path("indexed"), "weight": 1},
             ],
-            "tokenizer": TOKENS,
+            "tokenizer": tokens,
         },
-        "default": {},
+        f"python-stdlib of {platform.python_version()}": {},
     }
-    for rule in ("tokens", "documents"):
-        found[f"weights and tokens by {rule}"] = {
-            "train": [{"path": path("many/*.txt"), "weight": 1}, {"path": TOKENS, "weight": 2}],
-            "hold_out_by": rule,
-        }
-    return found
 
 
 def prepared(data: dict[str, Any], cache_dir: Path) -> PreparedCorpus:
@@ -143,43 +144,38 @@ def prepared(data: dict[str, Any], cache_dir: Path) -> PreparedCorpus:
     return prepare_corpus(config, VOCAB_SIZE, cache_dir=cache_dir)
 
 
-def facts_of(corpus: PreparedCorpus, cache_dir: Path) -> dict[str, Any]:
+def facts_of(corpus: PreparedCorpus) -> dict[str, Any]:
     """Everything that determines the samples of a run."""
     training = TrainingOrder.of(corpus.train, corpus.seed, SEQUENCE_LENGTH)
-    sides = {"train": _side(corpus.train, training, ROWS)}
-    if corpus.validation is not None:
-        order = ValidationOrder.of(corpus.validation, corpus.seed, SEQUENCE_LENGTH)
-        sides["validation"] = _side(corpus.validation, order, min(ROWS, order.sequences))
-    entries = [*cache_dir.glob("tokens/*.bin"), *cache_dir.glob("tokenizers/*")]
-    return {
-        **sides,
+    facts = {
         "tokenizer": corpus.tokenizer_fingerprint,
         "end_of_text": corpus.end_of_text,
-        # Their names hold the version of `tokenizers`.
-        f"cache entries, tokenizers {tokenizers.__version__}": sorted(
-            path.relative_to(cache_dir).as_posix() for path in entries
-        ),
+        "train": _side(corpus.train, training, ROWS),
     }
+    if corpus.validation is not None:
+        order = ValidationOrder.of(corpus.validation, corpus.seed, SEQUENCE_LENGTH)
+        facts["validation"] = _side(corpus.validation, order, min(ROWS, order.sequences))
+    return facts
 
 
 def _side(mixture: Mixture, order: TrainingOrder | ValidationOrder, count: int) -> dict[str, Any]:
+    """The hashes of the ids of all files and of the first rows, and the numbers of tokens."""
     rows = Rows(mixture, SEQUENCE_LENGTH)
     drawn = [rows.at(order.place_of(number)).tolist() for number in range(count)]
+    ids = hashlib.sha256()
+    for file in mixture.files:
+        ids.update(file.map().astype("<i8").tobytes())
     return {
         "fingerprint": mixture.fingerprint,
-        "tokens": mixture.tokens,
-        "sequences": mixture.sequences(SEQUENCE_LENGTH),
-        "files": [
-            [len(component.files), component.fingerprint] for component in mixture.components
-        ],
-        "first row": drawn[0],
+        "ids": ids.hexdigest(),
         "rows": hashlib.sha256(json.dumps(drawn).encode()).hexdigest(),
+        "tokens": [[file.index.tokens for file in c.files] for c in mixture.components],
     }
 
 
 @pytest.fixture(scope="module")
-def expected() -> Any:
-    return json.loads((FOLDER / "corpora.json").read_text())
+def pinned() -> Any:
+    return json.loads(PINNED.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -192,33 +188,28 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", configurations(Path()))
-def test_a_corpus_is_that_of_version_0_1(
-    name: str, sources: Path, tmp_path: Path, expected: Any
+def test_a_corpus_is_that_of_earlier_versions(
+    name: str, sources: Path, tmp_path: Path, pinned: Any
 ) -> None:
-    if name == "default" and expected["python"] != platform.python_version():
+    if name not in pinned:
         pytest.skip("another Python has another standard library")
     cold = prepared(configurations(sources)[name], tmp_path)
-    facts = facts_of(cold, tmp_path)
-    assert facts == {key: expected["corpora"][name].get(key, facts[key]) for key in facts}
+    assert facts_of(cold) == pinned[name]
     warm = prepared(configurations(sources)[name], tmp_path)
     assert warm == cold
 
 
-@pytest.mark.parametrize(("folder", "options"), [(TOKENS, []), (SHARDS, ["--shard-size", "9000"])])
-@pytest.mark.parametrize("processes", [1, 3])
-def test_the_same_text_gives_the_same_token_folder(
-    folder: str, options: list[str], processes: int, sources: Path, tmp_path: Path
-) -> None:
-    made = ["--tokenizer", TOKENS, "--output", f"{tmp_path}/out", "--processes", str(processes)]
-    assert main(["tokenize", *_tokenized(sources), *made, *options]) == 0
-    found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    found.pop(".lock", None)
-    assert found == {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+@pytest.mark.parametrize("name", TOKENIZED)
+def test_the_same_text_gives_the_same_token_folder(name: str, sources: Path, pinned: Any) -> None:
+    assert hashes_of(sources / name) == pinned[name]
 
 
-def _tokenized(sources: Path) -> list[str]:
-    """The text of the token folders."""
-    return [str(sources / "jsonl" / "a.jsonl"), str(sources / "many" / "*.txt")]
+def hashes_of(token_folder: Path) -> dict[str, str]:
+    """The hash of each file with ids or of the tokenizer; the index states times of no file."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted([*token_folder.glob("*.bin"), *token_folder.glob("tokenizer*")])
+    }
 
 
 def _write() -> None:
@@ -226,20 +217,12 @@ def _write() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_sources(folder)
-        tokenizer, texts = str(folder / "tokenizer"), _tokenized(folder)
-        main(["train-tokenizer", texts[0], "--vocab-size", "300", "--output", tokenizer])
-        made = ["tokenize", *texts, "--tokenizer", tokenizer]
-        main([*made, "--processes", "1", "--output", TOKENS])
-        main([*made, "--processes", "1", "--output", SHARDS, "--shard-size", "9000"])
-        corpora = {}
-        for number, (name, data) in enumerate(configurations(folder).items()):
-            cache_dir = folder / "caches" / str(number)
-            corpora[name] = facts_of(prepared(data, cache_dir), cache_dir)
-    found = {
-        "python": platform.python_version(),
-        "corpora": corpora,
-    }
-    (FOLDER / "corpora.json").write_text(json.dumps(found, indent=1) + "\n")
+        found: dict[str, Any] = {
+            name: facts_of(prepared(data, folder / "caches" / str(number)))
+            for number, (name, data) in enumerate(configurations(folder).items())
+        }
+        found |= {name: hashes_of(folder / name) for name in TOKENIZED}
+    PINNED.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
