@@ -11,8 +11,8 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import check_document
 from megaspeed.config.resolve import default_run_dir
-from megaspeed.data.selection import find_problems_in_file
 from megaspeed.files.paths import folder_problem, path_problem
+from megaspeed.training.checked_run import find_data_problems
 
 
 def add_to(commands: Any) -> None:
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     checked = check_document(document, world)
     problems = [
         *checked.problems,
-        *find_problems_in_file(options.config, options.overrides),
+        *find_data_problems(options.config, options.overrides),
         *_run_dir_problems(document, options.config.stem),
     ]
     figures = {"config": str(options.config), "problems": problems, "notes": checked.notes}

@@ -14,6 +14,7 @@ from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
 from megaspeed.files.durable import write_file
 from megaspeed.files.paths import path_argument
 from megaspeed.files.reading import file_problem
+from megaspeed.training.checked_run import load_checked_run
 
 if TYPE_CHECKING:
     from megaspeed.config.resolve import Run
@@ -64,7 +65,7 @@ def load(
     from megaspeed.data.selection import load_run_and_data
 
     world = World(options.world_size, world_source, device_type)
-    return load_run_and_data(options.config, options.overrides, world)
+    return load_checked_run(options.config, options.overrides, world)
 
 
 def device_type_here() -> Literal["cpu", "cuda"]:

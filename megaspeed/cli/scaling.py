@@ -15,8 +15,8 @@ from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import read_config
-from megaspeed.data.selection import load_run_and_data
 from megaspeed.topology.launch import usable_processors
+from megaspeed.training.checked_run import load_checked_run
 
 _SIZES = "--world-sizes"
 
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
     device_type = device_type_here()
     overrides = [*options.overrides, "parallel.spare_ranks=false"]
-    base = load_run_and_data(options.config, overrides, World(sizes[0], _SIZES, device_type))
+    base = load_checked_run(options.config, overrides, World(sizes[0], _SIZES, device_type))
     rows = scaled_rows(base, sizes, options.mode, device_type)
     folder = results_folder(options, rows[-1].run, size_option=_SIZES)
     corpus = prepare_corpus(base.config.data, base.config.model.vocab_size)

@@ -1,6 +1,6 @@
 """The `data` section: the corpus, the tokenizer and the samples."""
 
-from typing import Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -68,13 +68,8 @@ class DataConfig(Section):
     validation: tuple[PathOrSource, ...] | None = Field(default=None, strict=False, min_length=1)
     """Sources of the validation data, as in train. If omitted: validation_fraction of train."""
     validation_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """Fraction of the training data held out for validation if validation is omitted; 0 for
-    none."""
-    hold_out_by: Literal["tokens", "documents"] = "tokens"
-    """tokens: validation_fraction of the tokens is held out, chosen by the hash of the text; a long
-    document is divided if necessary. documents: the rule of version 0.1, which holds out complete
-    documents (much more than the fraction if they are long) and the end of token files. If omitted,
-    a resumed run keeps the rule of its first start."""
+    """Fraction of the tokens of train held out for validation if validation is omitted; 0 for none.
+    The hash of the text decides which. A long document is divided if necessary."""
     tokenizer: PathText = "train"
     """Path of a tokenizer. train: the tokenizer of the token files, or if there are none, a
     byte-level BPE of model.vocab_size tokens trained on the corpus."""
@@ -87,6 +82,19 @@ class DataConfig(Section):
     size, and on a CPU with a sliding window."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of the sampling order."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_rule(cls, values: Any) -> Any:
+        """Omit `hold_out_by`, which version 0.2 wrote into config.json. One rule is left."""
+        if not isinstance(values, dict) or "hold_out_by" not in values:
+            return values
+        if values["hold_out_by"] != "tokens":
+            raise ValueError(
+                "an object without hold_out_by, because only tokens are held out now, not the "
+                "complete documents of version 0.1; list what was held out as validation"
+            )
+        return {key: value for key, value in values.items() if key != "hold_out_by"}
 
     @property
     def train_sources(self) -> tuple[Source, ...]:

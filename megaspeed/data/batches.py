@@ -1,7 +1,5 @@
 """Shows samples of the training stream: where each is in the data, its ids and its text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megaspeed.config.errors import shortened
-from megaspeed.data.cache import Cache
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.data.prepared_text import ORIGINS
 from megaspeed.data.sampler import Rows, TrainingOrder
+from megaspeed.data.text_cache import ORIGINS
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.tokenizer import load_tokenizer
 
@@ -83,9 +80,9 @@ def _documents(
     file: TokenFile,
 ) -> tuple[NDArray[np.int64], Callable[[], Iterator[tuple[str, int]]]]:
     """(the last token of each document, its file and number), of the whole file; or nothing."""
-    origins = file.path.with_suffix(ORIGINS)
+    origins = file.path.with_name(ORIGINS)
     listed: list[tuple[str, list[int]]] = []
-    if Cache(file.path.parent.parent).read(origins) is not None:
+    if origins.exists():  # the folder was made from text by a run
         listed = json.loads(origins.read_bytes())
     ids = np.memmap(file.path, file.index.dtype, "r")
     starts = range(0, len(ids) if listed else 0, _TOKENS_AT_ONCE)

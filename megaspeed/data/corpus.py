@@ -1,10 +1,8 @@
 """Prepares a corpus from its sources. Each machine does this once.
 
-files of text    -> documents -> training | validation -> token files in the cache --+
-files of tokens  -> mapped as they are ----------------------------------------------+-> mixture
+files of text    -> documents -> training | validation -> token folders in the cache --+
+files of tokens  -> mapped as they are ------------------------------------------------+-> mixture
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
@@ -16,10 +14,17 @@ from pathlib import Path
 from megaspeed.config.data import DataConfig
 from megaspeed.data.cache import Cache, default_cache_dir
 from megaspeed.data.errors import DataError, for_each, raise_any
-from megaspeed.data.hold_out import hold_out_tails, hold_out_tokens
+from megaspeed.data.hold_out import hold_out_tokens
 from megaspeed.data.mixture import Component, Mixture
-from megaspeed.data.prepared_text import Parts, PreparedText, build_text, recall_text
-from megaspeed.data.selection import Selection, Share, find_problems, first_ids, select_files
+from megaspeed.data.selection import (
+    Selection,
+    Share,
+    find_problems,
+    first_ids,
+    select_files,
+    settled_files,
+)
+from megaspeed.data.text_cache import Parts, TokenizedText, build_text, recall_text
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_sources import open_tokens
 
@@ -174,7 +179,7 @@ def prepare_corpus(
         raise_any(find_problems(data, vocab_size))
         with cache.lock():
             # Another process may have built it meanwhile, or the files may have changed.
-            selection = select_files(data)
+            selection = settled_files(data)
             text = recall_text(cache, data, vocab_size, selection)
             if text is None:
                 text = build_text(cache, data, vocab_size, selection)
@@ -184,18 +189,18 @@ def prepare_corpus(
 
 
 def _corpus_of(
-    cache: Cache, data: DataConfig, selection: Selection, text: PreparedText
+    cache: Cache, data: DataConfig, selection: Selection, text: TokenizedText
 ) -> PreparedCorpus:
-    """Combines the token files of the text with the token sources into components."""
+    """Combine the token files of the text with the token sources into components."""
     open_share = partial(_open_tokens, cache)
     tokens = for_each(selection.train, open_share)
-    documents, described = text.documents or (None, None)
+    described: str | None = text.described
     if counts := [file.index.documents for files in tokens for file in files]:
-        counts += [documents] if any(text.train) else []
         known = [count for count in counts if count is not None]
-        described = f"{sum(known):,} documents" if known == counts else None
+        total = text.documents + sum(known)
+        described = f"{total:,} documents" if known == counts else None
     if selection.validation is None:
-        sides = [_hold_out(files, data) for files in tokens]
+        sides = [hold_out_tokens(files, data.validation_fraction, data.seed) for files in tokens]
         tokens, held_out = [train for train, _ in sides], [held for _, held in sides]
     else:
         held_out = for_each(selection.validation, open_share)
@@ -216,14 +221,6 @@ def _corpus_of(
 def _open_tokens(cache: Cache, share: Share) -> tuple[TokenFile, ...]:
     opened = for_each(share.tokens, lambda path: open_tokens(path, cache))
     return tuple(chain.from_iterable(opened))
-
-
-def _hold_out(
-    files: Sequence[TokenFile], data: DataConfig
-) -> tuple[tuple[TokenFile, ...], tuple[TokenFile, ...]]:
-    if data.hold_out_by == "tokens":
-        return hold_out_tokens(files, data.validation_fraction, data.seed)
-    return hold_out_tails(files, data.validation_fraction)
 
 
 def _mixture(shares: Sequence[Share], texts: Parts, tokens: Parts) -> Mixture | None:

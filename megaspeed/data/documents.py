@@ -6,18 +6,18 @@
 No text is kept in memory. A document that changed after it was hashed is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
+from pathlib import Path
 
 from megaspeed.data.errors import DataError, for_each
-from megaspeed.data.pieces import Piece, refuse
+from megaspeed.data.pieces import OnBad, Piece, TextFormat, refuse
 from megaspeed.data.sources import SourceFile
+from megaspeed.files.reading import FileState
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +80,56 @@ def no_text(files: Sequence[SourceFile]) -> DataError:
 
 
 def read_pieces(documents: Iterable[Document]) -> Iterator[Piece]:
-    """The text of some documents. A file is read once for consecutive documents of it.
+    """Yield the text of some documents. A file is read once for consecutive documents of it."""
+    return chain.from_iterable(file.pieces() for file in chosen_files(documents))
+
+
+def chosen_files(documents: Iterable[Document]) -> list[SourceFile]:
+    """Return the files of some documents, reduced to these documents.
 
     Args:
-        documents: from `read_documents`, those of each file in the order of their numbers.
-
-    Raises:
-        DataError: a document changed after it was hashed.
+        documents: from ``read_documents``, those of each file in the order of their numbers.
     """
-    for file, group in groupby(documents, key=lambda document: document.file):
-        try:
-            yield from _chosen_pieces(file, group)
-        except OSError as error:  # the file was removed
-            raise changed_while_read(str(file.path)) from error
+    by_file = groupby(documents, key=lambda document: document.file)
+    return [
+        replace(file, format=ChosenDocuments(file.format, tuple(each.number for each in group)))
+        for file, group in by_file
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenDocuments(TextFormat):
+    """Some of the documents of a file.
+
+    Attributes:
+        format: how the file is read.
+        numbers: of the documents in the file, increasing, at least one.
+    """
+
+    format: TextFormat
+    numbers: tuple[int, ...]
+
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        numbers, number = iter(self.numbers), 0
+        wanted = next(numbers, None)
+        for piece in self.format.pieces(path, on_bad):
+            is_wanted, is_end = number == wanted, piece.ends_document
+            number += is_end
+            if is_wanted and is_end:
+                wanted = next(numbers, None)
+            if is_wanted:
+                yield piece
+            if wanted is None:
+                return
+
+    def state(self, path: Path) -> FileState:
+        return self.format.state(path)
+
+
+def described_files(documents: Iterable[Document]) -> str:
+    """Name the first file of some documents, and count the others."""
+    files = list(dict.fromkeys(str(document.file.path) for document in documents))
+    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1:,} other files"
 
 
 def corpus_fingerprint(documents: Iterable[Document]) -> str:
@@ -126,23 +163,3 @@ def _documents_of(otherwise: str, file: SourceFile) -> list[Document]:
             documents.append(found)
             document = DocumentHash()
     return documents
-
-
-def _chosen_pieces(file: SourceFile, documents: Iterator[Document]) -> Iterator[Piece]:
-    """The pieces of these documents of the file."""
-    wanted = next(documents, None)
-    number, document = 0, DocumentHash()
-    for piece in file.pieces():
-        if wanted is None:
-            return
-        assert number <= wanted.number, "documents are not in the order of their numbers"
-        if number == wanted.number:
-            document.update(piece)
-            if piece.ends_document:
-                if document.content != wanted.content:
-                    raise changed_while_read(str(file.path))
-                wanted, document = next(documents, None), DocumentHash()
-            yield piece
-        number += piece.ends_document
-    if wanted is not None:
-        raise changed_while_read(str(file.path))

@@ -6,7 +6,7 @@
                                  ^                 ^  document_ends 5, 9
 
 Every piece is encoded separately, so the ids do not depend on the batches or on the number of
-processes. Runs that read text and `megaspeed tokenize` both use this file.
+processes.
 
     batches      5 6 7 8 9 ...                      read when a batch in flight is done
     in flight    [4 3 2 1]     at most 4 x processes
@@ -15,19 +15,17 @@ processes. Runs that read text and `megaspeed tokenize` both use this file.
 Memory is bounded by the batches in flight, however long the input is.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -86,8 +84,31 @@ def pack(pieces: Sequence[Piece], tokenizer: TextTokenizer, is_continued: bool =
     )
 
 
+Encode = Callable[[Iterable[Piece]], Iterator[Packed]]
+"""Encodes pieces, in the order of the text."""
+
+
+@contextmanager
+def encoder(tokenizer: TextTokenizer, folder: Path, processes: int | None) -> Iterator[Encode]:
+    """Encode pieces in several processes, or in the threads of this process.
+
+    Args:
+        tokenizer: the tokenizer.
+        folder: the folder that it is saved in, from which each process loads it.
+        processes: their number; None for threads.
+
+    Raises:
+        WorkerDied: a process was killed.
+    """
+    if processes is None:
+        yield partial(encode, tokenizer=tokenizer)
+        return
+    with worker_pool(processes) as pool:
+        yield partial(encode_in_processes, tokenizer=folder, pool=pool, processes=processes)
+
+
 def encode(pieces: Iterable[Piece], tokenizer: TextTokenizer) -> Iterator[Packed]:
-    """The ids of all pieces, encoded by the threads of this process."""
+    """Encode all pieces with the threads of this process."""
     for batch, is_continued in read_batches(pieces, _THREADS_BATCH_CHARACTERS):
         yield pack(batch, tokenizer, is_continued)
 

@@ -1,7 +1,5 @@
 """The error of bad data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 

@@ -16,8 +16,6 @@ Neither format states the tokenizer, the largest id or the id that ends a docume
 the ids finds the last two, once on each machine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from bisect import bisect_left
@@ -25,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +45,6 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, TokenDtype] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = {6: "float64", 7: "float32"}
 
-# Part of the cache key of what a pass found. Increment it if the same file gives another result.
-_SURVEY_FORMAT = 1
 _READ_AT_ONCE_TOKENS = 1 << 22
 
 
@@ -114,7 +110,7 @@ def open_megatron(prefix: Path, cache: Cache) -> TokenFile:
 
 def _remembered(cache: Cache, files: Sequence[Path], read: Callable[[], Facts]) -> Facts:
     purpose = "for its largest id and its checksum"
-    return remembered(cache, "surveys", _SURVEY_FORMAT, files, read, purpose)
+    return remembered(cache, "surveys", files, read, purpose)
 
 
 def _index(found: Facts, tokens: int, documents: int | None, dtype: TokenDtype) -> TokenIndex:
@@ -156,7 +152,7 @@ class MegatronIndex:
     bounds: NDArray[np.int64]
 
     @classmethod
-    def read(cls, prefix: Path) -> MegatronIndex:
+    def read(cls, prefix: Path) -> Self:
         """Reads the header and checks both sizes.
 
         Raises:

@@ -1,35 +1,27 @@
-"""Selects the part of the data that is held out for validation.
+"""Select the part of the data that is held out for validation.
 
 **Text.** The hash of a document's text decides, so equal documents are always on the same side, and
-the order of files does not matter.
+the order of files does not matter. Complete documents are held out. If they are less than 9/10 of
+the fraction, the end of the longest document is, too. If all documents have copies, there are only
+complete documents; more than twice the fraction is refused.
 
-    by tokens       complete documents; if they are less than 9/10 of the fraction, also the end of
-                    the longest document. If all documents have copies, only complete documents;
-                    more than twice the fraction is refused
-    by documents    the rule of version 0.1: complete documents; if none is short enough, the
-                    shortest one
+**Token files.** Blocks are held out, chosen by the hash of their first ids. They begin and end
+between documents, if a document ends near enough.
 
-**Token files.** With both rules, parts begin and end between documents, if a document ends near
-enough.
-
-    by tokens       block . block . block . block . block      blocks, chosen by the hash of their
-                            validation      validation         first ids
-
-    by documents    document . document . document | document  the end of each file, as in
-                              training             | validation  version 0.1
+    block . block . block . block . block
+            validation      validation
 """
-
-from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaspeed.data.documents import Document
+from megaspeed.data.documents import Document, described_files
 from megaspeed.data.errors import DataError, raise_any
 from megaspeed.data.foreign_tokens import MegatronIndex
 from megaspeed.data.token_file import TokenFile
@@ -65,24 +57,28 @@ class Cut:
     fraction: float
 
 
-def split_by_tokens(
+def split_documents(
     groups: Sequence[Sequence[Document]], fraction: float, seed: int
 ) -> tuple[Groups, Groups, list[Cut | None]]:
-    """(training documents, validation documents, cut) of each group.
+    """Return the training documents, the validation documents, and the cut of each group.
 
-    In every group with documents, `fraction` of the bytes is held out. A document is cut only if no
-    other document has the same text.
+    In every group with documents, ``fraction`` of the bytes is held out. Distinct contents are
+    sorted by sha256(seed, content hash), and in this order, each one that fits is held out. A
+    document is cut only if no other document has the same text. Documents that one group holds out
+    are removed from the training documents of all groups, so a group may lose more.
+
+    If a group has nothing to hold out or to cut, no group is cut, and a group in which nothing fits
+    holds out its shortest document.
 
     Raises:
-        DataError: the documents of a group cannot be cut, and it has fewer than two distinct ones,
-            or more than twice the fraction would be held out.
+        DataError: the documents of a group cannot be cut, and a group has fewer than two distinct
+            ones, or more than twice the fraction would be held out.
     """
     nothing_cut: list[Cut | None] = [None for _ in groups]
     if fraction == 0:
         return *_sides(groups, set()), nothing_cut
-    held_out = {
-        content for group in groups for content in _chosen(_bytes_of(group), fraction, seed)
-    }
+    chosen = [_chosen(_bytes_of(group), fraction, seed) for group in groups]
+    held_out = set(chain(*chosen))
     copies = Counter(document.content for group in groups for document in group)
     cuts = [_cut(group, held_out, copies, fraction) for group in groups]
     uncut = [
@@ -92,36 +88,6 @@ def split_by_tokens(
     ]
     if not uncut:
         return *_sides(groups, held_out), cuts
-    training, validation = split_groups(groups, fraction, seed)
-    for group, held in zip(groups, validation, strict=True):
-        share = _bytes(held) / max(_bytes(group), 1)
-        if share > _MOST_TIMES * fraction:
-            raise DataError(
-                f"at most {_MOST_TIMES} x data.validation_fraction {fraction:g} may be held out, "
-                f"but it would be {share:.1%} of {_place(group)}: no document of "
-                f"{_place(uncut[0])} can be cut, because all have copies ({len(uncut[0]):,} "
-                f"documents, {len(_bytes_of(uncut[0])):,} distinct); remove the copies, give "
-                "data.validation sources of its own, or set data.hold_out_by to "
-                '"documents" to hold out that much'
-            )
-    return training, validation, nothing_cut
-
-
-def split_groups(
-    groups: Sequence[Sequence[Document]], fraction: float, seed: int
-) -> tuple[Groups, Groups]:
-    """(training documents, validation documents) of each group, complete documents only.
-
-    Distinct contents are sorted by sha256(seed, content hash). In this order, each one that fits
-    into `fraction` of all bytes is held out. If none fits, the smallest one is. Each group is split
-    separately. Documents that one group holds out are removed from the training documents of all
-    groups, so a group may lose more than its fraction.
-
-    Raises:
-        DataError: fewer than two distinct documents in some of the groups.
-    """
-    if fraction == 0:
-        return _sides(groups, set())
     raise_any(
         "training and validation each need at least one complete document, but the corpus has "
         f"{len(_bytes_of(group))} distinct document ({group[0].file.path}, "
@@ -130,11 +96,21 @@ def split_groups(
         for group in groups
         if group and len(_bytes_of(group)) < 2
     )
-    held_out: set[str] = set()
-    for bytes_of in map(_bytes_of, filter(None, groups)):
-        shortest = min(bytes_of, key=lambda content: (bytes_of[content], content))
-        held_out |= _chosen(bytes_of, fraction, seed) or {shortest}
-    return _sides(groups, held_out)
+    for group, contents in zip(groups, chosen, strict=True):
+        if group and not contents:
+            bytes_of = _bytes_of(group)
+            held_out.add(min(bytes_of, key=lambda content: (bytes_of[content], content)))
+    training, validation = _sides(groups, held_out)
+    raise_any(
+        f"at most {_MOST_TIMES} x data.validation_fraction {fraction:g} may be held out, but it "
+        f"would be {_bytes(held) / _bytes(group):.1%} of {described_files(group)}: no document of "
+        f"{described_files(uncut[0])} can be cut, because all have copies "
+        f"({len(uncut[0]):,} documents, {len(_bytes_of(uncut[0])):,} distinct); remove the copies, "
+        "or give data.validation sources of its own"
+        for group, held in zip(groups, validation, strict=True)
+        if group and _bytes(held) > _MOST_TIMES * fraction * _bytes(group)
+    )
+    return training, validation, nothing_cut
 
 
 def _cut(
@@ -183,11 +159,6 @@ def _bytes_of(documents: Sequence[Document]) -> dict[str, int]:
     return bytes_of
 
 
-def _place(group: Sequence[Document]) -> str:
-    files = list(dict.fromkeys(str(document.file.path) for document in group))
-    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1:,} other files"
-
-
 def hold_out_tokens(files: Sequence[TokenFile], fraction: float, seed: int) -> Sides:
     """Holds out `fraction` of the tokens of each file, with an error of at most 2 %.
 
@@ -209,22 +180,6 @@ def hold_out_tokens(files: Sequence[TokenFile], fraction: float, seed: int) -> S
     sides = [hold_out_spans(file, _held_out_blocks(file, fraction, seed)) for file in files]
     train = tuple(part for training, _ in sides for part in training)
     return train, tuple(part for _, validation in sides for part in validation)
-
-
-def hold_out_tails(files: Sequence[TokenFile], fraction: float) -> Sides:
-    """Holds out the last `fraction` of each file for validation, beginning after a document.
-
-    Neither side of a file is empty, unless the fraction is 0.
-
-    Raises:
-        DataError: a file has a single token.
-    """
-    if fraction == 0:
-        return tuple(files), ()
-    cuts = [_tail(file, _inside(file, round(file.index.tokens * (1 - fraction)))) for file in files]
-    cut_files = list(zip(files, cuts, strict=True))
-    validation = (file.stretch(cut, file.index.tokens - cut) for file, cut in cut_files)
-    return tuple(file.stretch(0, cut) for file, cut in cut_files), tuple(validation)
 
 
 def hold_out_spans(file: TokenFile, spans: Sequence[tuple[int, int]]) -> Sides:
@@ -304,26 +259,6 @@ def _end_near(file: TokenFile, token: int, slack: int) -> int:
     near = file.map()[token - 1 : token + slack]
     found = np.flatnonzero(near == file.index.end_of_text)
     return token + int(found[0]) if len(found) else token
-
-
-def _tail(file: TokenFile, wanted: int) -> int:
-    """The number of training tokens, close to `wanted`.
-
-    They end with the first document that ends at or after `wanted`. If that is the last document
-    of the file, they end with the one before it. If there is no other document, or the documents
-    are unknown, the result is `wanted`.
-    """
-    if file.megatron_index is not None:
-        index = MegatronIndex.read(file.megatron_index.with_suffix(""))
-        return index.document_end_near(wanted) or wanted
-    if file.index.end_of_text is None:
-        return wanted
-    for ends in _document_ends(file, wanted):
-        if len(ends) and ends[0] < file.index.tokens:
-            return int(ends[0])
-    return (
-        max(int(ends[ends < wanted].max(initial=0)) for ends in _document_ends(file, 1)) or wanted
-    )
 
 
 def _document_ends(file: TokenFile, first: int) -> Iterator[NDArray[np.int64]]:

@@ -10,8 +10,6 @@ rows, the 8 samples of a step that starts at sample c are
 So a step trains on samples c ... c + train_batch_size - 1 at every layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass

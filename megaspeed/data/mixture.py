@@ -28,8 +28,6 @@ block, the shares are about right. Counting the draws before sample i takes ten 
 arithmetic is on integers, so the order is the same on every platform.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -37,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
+from typing import Self
 
 from megaspeed.data.token_file import TokenFile
 
@@ -137,7 +136,7 @@ class Mixing:
     key: str
 
     @classmethod
-    def of(cls, weights: Sequence[float], key: str) -> Mixing:
+    def of(cls, weights: Sequence[float], key: str) -> Self:
         """Converts decimal weights to integers: 0.1 is exactly one tenth, not a double."""
         fractions = [Fraction(repr(weight)) for weight in weights]
         common = math.lcm(*(fraction.denominator for fraction in fractions))

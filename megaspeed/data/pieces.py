@@ -15,8 +15,6 @@ word for all of them, unless the vocabulary was trained across lines. If the las
 have neither, the text is cut between two characters. There, one token may become two.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -26,8 +26,6 @@ result is in [0, n) restricts it to any n (Black and Rogaway, "Ciphers with arbi
 domains", CT-RSA 2002); 4^w < 4n, so this takes less than four rounds on average.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from bisect import bisect_right
@@ -53,7 +51,7 @@ class Permutation:
     round_keys: tuple[int, ...]
 
     @classmethod
-    def keyed(cls, size: int, key: bytes) -> Permutation:
+    def keyed(cls, size: int, key: bytes) -> Self:
         """The permutation that a key selects; different keys give unrelated permutations."""
         assert size >= 1, size
         half_bits = ((size - 1).bit_length() + 1) // 2

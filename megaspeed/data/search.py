@@ -3,8 +3,6 @@
 `!books/drafts` or `!README*` excludes files from the sources before it.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import sys

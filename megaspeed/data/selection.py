@@ -14,28 +14,14 @@ The tokenizer is determined by `data.tokenizer` and the sources:
     train        text and foreign token files     refused: the tokenizer of the ids is unknown
 """
 
-from __future__ import annotations
-
-import logging
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from os import PathLike
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from megaspeed.config.data import DataConfig, Source
-from megaspeed.config.document import read_document
-from megaspeed.config.errors import ConfigError
-from megaspeed.config.hugging_face import fill_from_hugging_face
-from megaspeed.config.layout import World
-from megaspeed.config.loading import load_run
-from megaspeed.config.model import ModelConfig
-from megaspeed.config.resolve import Run
+from megaspeed.data.documents import changed_while_read
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.pieces import SKIP_BEFOREHAND, refuse
 from megaspeed.data.search import Found, find
@@ -51,12 +37,7 @@ from megaspeed.data.tokenizer import (
     tokenizer_files,
 )
 from megaspeed.files.paths import expand_home
-from megaspeed.files.reading import FileState, are_settled, at_most
-
-logger = logging.getLogger(__name__)
-
-_LONGEST_SECONDS = 2.5
-"""A glob over a large tree may take hours."""
+from megaspeed.files.reading import COARSEST_TICK_SECONDS, FileState, are_settled
 
 
 @dataclass(frozen=True)
@@ -85,23 +66,17 @@ class Selection:
         validation: the validation data; None if a fraction is held out instead.
         tokenizer: the path of an existing tokenizer; None if one must be trained or none is needed.
         states: name and state of every file of text and of the tokenizer.
-        seen_at_seconds: the time at which the states were read.
     """
 
     train: tuple[Share, ...]
     validation: tuple[Share, ...] | None
     tokenizer: str | None
     states: list[tuple[str, FileState]]
-    seen_at_seconds: float
 
     @property
     def shares(self) -> tuple[Share, ...]:
         """The shares of training and of validation."""
         return self.train + (self.validation or ())
-
-    def is_settled(self) -> bool:
-        """Whether any later change of a file is certain to change its state."""
-        return are_settled((state for _, state in self.states), self.seen_at_seconds)
 
 
 def select_files(data: DataConfig, report: bool = False) -> Selection:
@@ -110,7 +85,6 @@ def select_files(data: DataConfig, report: bool = False) -> Selection:
     Raises:
         DataError: every problem with the sources, or with the choice of the tokenizer.
     """
-    now = time.time()
     train, validation = _find_both(data, report)
     shares = (*train, *(validation or ()))
     tokenizer = choose_tokenizer(data, shares)
@@ -118,60 +92,27 @@ def select_files(data: DataConfig, report: bool = False) -> Selection:
     if tokenizer is not None:
         files += [SourceFile(path.name, path) for path in tokenizer_files(tokenizer)]
     states = [(file.name, file.state()) for file in files]
-    return Selection(train, validation, tokenizer, states, now)
+    return Selection(train, validation, tokenizer, states)
 
 
-def load_run_and_data(path: str | PathLike[str], overrides: Sequence[str], world: World) -> Run:
-    """As `load_run`. If the configuration has mistakes, problems with its data are listed, too.
+def settled_files(data: DataConfig) -> Selection:
+    """Find the files as ``select_files`` does, once any later change is certain to be seen.
+
+    If a file was changed in the last two seconds, wait until these are over.
 
     Raises:
-        ConfigError: with all problems.
+        DataError: a file changes meanwhile; or as ``select_files``.
     """
-    try:
-        return load_run(path, overrides, world)
-    except ConfigError as error:
-        others = find_problems_in_file(path, overrides)
-        raise ConfigError([*error.problems, *others], error.where) from error
-
-
-def find_problems_in_file(path: str | PathLike[str], overrides: Sequence[str] = ()) -> list[str]:
-    """Problems with the data of a configuration, even if its other sections have mistakes.
-
-    Finds nothing if the `data` section itself has mistakes. After 2.5 seconds, the problems found
-    so far are returned, and a warning is logged.
-
-    Args:
-        path: the config file.
-        overrides: `key.path=value` texts.
-    """
-    values = read_document(Path(path), overrides).values
-    try:
-        data = DataConfig.model_validate(values.get("data"))
-    except ValidationError:
-        return []
-    problems: list[str] = []
-    is_complete = False
-    with at_most(_LONGEST_SECONDS):
-        problems.extend(find_problems(data, _vocab_size(values)))
-        is_complete = True
-    if not is_complete:
-        logger.warning(
-            "data: after %g s, some files are not examined yet, because they are many or slow to "
-            "find; a run examines all of them when it starts",
-            _LONGEST_SECONDS,
-        )
-    return problems
-
-
-def _vocab_size(values: Mapping[str, Any]) -> int:
-    """`model.vocab_size`; if the model has mistakes, a number that no tokenizer exceeds."""
-    filled = fill_from_hugging_face(values)
-    if filled.problems:
-        return sys.maxsize
-    try:
-        return ModelConfig.model_validate(filled.values.get("model")).vocab_size
-    except ValidationError:
-        return sys.maxsize
+    found = select_files(data)
+    if are_settled((state for _, state in found.states), time.time()):
+        return found
+    time.sleep(COARSEST_TICK_SECONDS)
+    waited = select_files(data)
+    changed = set(found.states) ^ set(waited.states)
+    if changed:
+        _, (path, *_) = min(changed)
+        raise changed_while_read(path)
+    return waited
 
 
 def find_problems(data: DataConfig, vocab_size: int) -> Iterator[str]:

@@ -16,8 +16,6 @@ syntax. A name such as `pages.jsonl.1` is refused, too, because its suffix does 
 format.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import sys

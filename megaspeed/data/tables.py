@@ -6,15 +6,13 @@ maps their files into memory. The kernel counts mapped pages as memory of the pr
 the memory elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from megaspeed.config.data import Source
 from megaspeed.data.errors import DataError
@@ -220,7 +218,7 @@ class NamedDataset(TextFormat):
     text_field: str = "text"
 
     @classmethod
-    def of(cls, source: Source) -> NamedDataset:
+    def of(cls, source: Source) -> Self:
         """The format of a source that has the key `dataset`."""
         return cls(
             source.configuration, source.revision, source.streaming, source.split, source.text_field

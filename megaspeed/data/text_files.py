@@ -4,8 +4,6 @@ An archive is decompressed while it is read, and its checksums are verified. If 
 damaged, the text before the damage is used, and then the damage is reported.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -6,17 +6,14 @@ The file contains only the ids. The index states their type, and facts for which
 to be read.
 """
 
-from __future__ import annotations
-
 import hashlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
 
 TokenDtype = Literal["<u1", "<i1", "<u2", "<i2", "<i4", "<u4", "<i8"]
@@ -75,15 +72,6 @@ class TokenFile:
     first_token: int = 0
     megatron_index: Path | None = None
 
-    @classmethod
-    def open(cls, cache: Cache, path: Path) -> TokenFile | None:
-        """The token file at `path` of the cache; None if it is missing or damaged."""
-        facts = cache.read(path)
-        names = {field.name for field in fields(TokenIndex)}
-        if facts is None or not names <= facts.keys():
-            return None
-        return cls(path, TokenIndex(**{name: facts[name] for name in names}))
-
     def map(self) -> NDArray[np.integer]:
         """The ids, shape (tokens,), read from the disk as they are used.
 
@@ -100,7 +88,7 @@ class TokenFile:
             )
         return np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(tokens,))
 
-    def stretch(self, first_token: int, tokens: int) -> TokenFile:
+    def stretch(self, first_token: int, tokens: int) -> Self:
         """A part of the file, with its own fingerprint."""
         assert first_token >= 0 and first_token + tokens <= self.index.tokens
         named = f"{self.index.corpus_fingerprint}:{first_token}:{tokens}"

@@ -1,4 +1,4 @@
-"""Token folders, which `megaspeed tokenize` writes.
+"""Token folders, which ``megaspeed tokenize`` writes, and training on text.
 
     FOLDER/tokens-00000.bin ...      ids, in shards that end with a document
     FOLDER/index.json                written last: the content of the shards, with checksums
@@ -7,11 +7,9 @@
     FOLDER/plan.json                 only while the folder is not finished
     FOLDER/documents.jsonl           likewise: a line for each document
 
-Every start checks the size and 1 MiB of each shard, which is fast enough for thousands of ranks.
-Each machine reads every shard completely once, and verifies its checksum.
+Every start checks that each shard has its size. Each machine reads every shard completely once, and
+again if its size or times change, and verifies its checksum.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -29,7 +27,7 @@ from megaspeed.data.errors import DataError, raise_any
 from megaspeed.data.pieces import BadRecord
 from megaspeed.data.token_file import IdType, TokenFile, TokenIndex
 from megaspeed.files.json_values import read_sealed, write_sealed
-from megaspeed.files.reading import sha256_of, spaced_sample
+from megaspeed.files.reading import sha256_of
 
 INDEX = "index.json"
 PLAN = "plan.json"
@@ -37,13 +35,11 @@ DOCUMENTS = "documents.jsonl"
 SKIPPED = "skipped.jsonl"
 SHARDS = "tokens-*.bin"
 
-_FORMAT = 1
-_CHECKSUMS_FORMAT = 1
-_SAMPLES_KEY = "samples"
-_KEYS_OF_INDEX = {"format", "shards", _SAMPLES_KEY}
+# Folders of format 1 also had the checksums of samples of their shards.
+_FORMAT = 2
+_FORMATS_READ = (1, 2)
+_KEYS_OF_INDEX = {"format", "shards", "tokenizer_fingerprint"}
 _KEYS_OF_PLAN = {"format", "input", "shard_tokens"}
-_SAMPLED_BLOCKS = 16
-_SAMPLED_BLOCK_BYTES = 1 << 16
 _COPY_AGAIN = "copy the folder again, or write it again with `megaspeed tokenize --fresh`"
 
 
@@ -65,28 +61,18 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class TokenFolderIndex:
-    """The content of a token folder.
+class TokenFolderIndex(TokenIndex):
+    """The content of a token folder. All facts are known, and are those of all shards together.
 
     Attributes:
-        dtype: the type of the ids.
-        documents, tokens: their number in all shards.
-        vocab_size: one more than the largest id of the tokenizer.
-        end_of_text: the id after each document.
-        tokenizer_fingerprint: sha256 of the tokenizer as JSON.
-        corpus_fingerprint: sha256 over the documents' names, sizes and contents.
-        largest_id: the largest id in any shard.
         shards: in order.
     """
 
     dtype: IdType
     documents: int
-    tokens: int
     vocab_size: int
     end_of_text: int
     tokenizer_fingerprint: str
-    corpus_fingerprint: str
-    largest_id: int
     shards: tuple[Shard, ...]
 
 
@@ -126,10 +112,9 @@ class Progress:
 
 
 def write_index(folder: Path, index: TokenFolderIndex) -> None:
-    """Writes the index, which finishes a folder. Its shards must be on the disk."""
-    samples = [_sample(folder / shard.file) for shard in index.shards]
+    """Write the index, which finishes a folder. Its shards must be on the disk."""
     facts = {**asdict(index), "shards": [asdict(shard) for shard in index.shards]}
-    write_sealed(folder / INDEX, {"format": _FORMAT, **facts, _SAMPLES_KEY: samples})
+    write_sealed(folder / INDEX, {"format": _FORMAT, **facts})
 
 
 class TokenFolderWriter:
@@ -250,54 +235,11 @@ def is_token_folder(path: Path) -> bool:
 
 
 def read_index(folder: Path) -> TokenFolderIndex:
-    """The content of a finished folder.
+    """Return the content of a finished folder.
 
     Raises:
         DataError: the folder is not finished, or its index is damaged.
     """
-    return _read(folder)[0]
-
-
-def open_token_folder(folder: Path, cache: Cache) -> tuple[TokenFile, ...]:
-    """Opens the shards of a folder.
-
-    A single shard has the fingerprint of its documents, so it gives the same stream as the text. If
-    there are several, the fingerprint of each is the checksum of its ids.
-
-    Args:
-        folder: a finished token folder.
-        cache: stores which shards this machine has already read completely.
-
-    Raises:
-        DataError: every shard that is missing, truncated or changed.
-    """
-    index, samples = _read(folder)
-    itemsize = np.dtype(index.dtype).itemsize
-    pairs = list(zip(index.shards, samples, strict=True))
-    raise_any(_problem(folder / shard.file, shard.tokens * itemsize, s) for shard, s in pairs)
-    raise_any(_wrong_checksum(folder / shard.file, shard, cache) for shard in index.shards)
-    return tuple(
-        TokenFile(
-            folder / shard.file,
-            TokenIndex(
-                tokens=shard.tokens,
-                documents=shard.documents,
-                dtype=index.dtype,
-                largest_id=index.largest_id,
-                vocab_size=index.vocab_size,
-                end_of_text=index.end_of_text,
-                tokenizer_fingerprint=index.tokenizer_fingerprint,
-                corpus_fingerprint=(
-                    index.corpus_fingerprint if len(index.shards) == 1 else shard.checksum
-                ),
-            ),
-        )
-        for shard in index.shards
-    )
-
-
-def _read(folder: Path) -> tuple[TokenFolderIndex, list[str]]:
-    """(the index, the hash of the sample of each shard)."""
     path = folder / INDEX
     if not path.exists():
         raise DataError(
@@ -309,54 +251,77 @@ def _read(folder: Path) -> tuple[TokenFolderIndex, list[str]]:
     if facts is None:
         raise DataError(f"{path} was changed or damaged (its hash does not match); {_COPY_AGAIN}")
     found = facts.pop("format", None)
-    samples = facts.pop(_SAMPLES_KEY, [])
-    if found != _FORMAT:
+    if found not in _FORMATS_READ:
         raise DataError(
             f"token folders have format {_FORMAT}, but {path} has format {found}; {_COPY_AGAIN}"
         )
     try:
-        index = TypeAdapter(TokenFolderIndex).validate_python(facts)
+        return TypeAdapter(TokenFolderIndex).validate_python(facts)
     except ValidationError as error:
         raise DataError(f"{path} does not state what a token folder holds: {error}") from error
-    return index, samples
 
 
-def _problem(path: Path, expected_bytes: int, sample: str) -> str | None:
-    """A problem with the size or the sample of a shard; None if there is none."""
+def open_token_folder(folder: Path, cache: Cache) -> tuple[TokenFile, ...]:
+    """Open the shards of a finished folder.
+
+    Args:
+        folder: the token folder.
+        cache: stores which shards this machine has already read completely.
+
+    Raises:
+        DataError: every shard that is missing, truncated or changed.
+    """
+    index = read_index(folder)
+    raise_any(_problem(folder / shard.file, shard, index.dtype, cache) for shard in index.shards)
+    return token_files(folder, index)
+
+
+def token_files(folder: Path, index: TokenFolderIndex) -> tuple[TokenFile, ...]:
+    """Return the shards of a folder as token files.
+
+    A single shard has the fingerprint of its documents, so it gives the same stream as the text. If
+    there are several, the fingerprint of each is the checksum of its ids.
+    """
+    is_single = len(index.shards) == 1
+    facts = {name: getattr(index, name) for name in TokenIndex.__dataclass_fields__}
+    return tuple(
+        TokenFile(
+            folder / shard.file,
+            TokenIndex(
+                **facts
+                | {
+                    "tokens": shard.tokens,
+                    "documents": shard.documents,
+                    "corpus_fingerprint": (
+                        index.corpus_fingerprint if is_single else shard.checksum
+                    ),
+                }
+            ),
+        )
+        for shard in index.shards
+    )
+
+
+def _problem(path: Path, shard: Shard, dtype: IdType, cache: Cache) -> str | None:
+    """Return what is wrong with a shard; None if nothing is. An unchanged shard is read once."""
     if not path.is_file():
         return f"a token folder must have every shard, but {path} is missing; {_COPY_AGAIN}"
-    size = path.stat().st_size
-    if size != expected_bytes:
+    size, expected = path.stat().st_size, shard.tokens * np.dtype(dtype).itemsize
+    if size != expected:
         return (
             f"a shard must be as long as its index states, but {path} has {size} bytes instead of "
-            f"{expected_bytes}; {_COPY_AGAIN}"
+            f"{expected}; {_COPY_AGAIN}"
         )
-    found = _sample(path)
-    what = f"the bytes of {path} differ: the sha256 of a sample"
-    return None if found == sample else _changed(what, found, sample)
-
-
-def _wrong_checksum(path: Path, shard: Shard, cache: Cache) -> str | None:
-    """A problem with the checksum of a shard. An unchanged shard is read only once."""
     facts = remembered(
         cache,
         "checksums",
-        _CHECKSUMS_FORMAT,
         [path],
         lambda: {"sha256": sha256_of(path)},
         "to compare its checksum",
     )
-    found = facts["sha256"]
-    what = f"{path} did not: its sha256"
-    return None if found == shard.checksum else _changed(what, found, shard.checksum)
-
-
-def _changed(what: str, found: str, expected: str) -> str:
+    if facts["sha256"] == shard.checksum:
+        return None
     return (
-        f"a shard must stay as it was written, but {what} is {found[:16]}... instead of "
-        f"{expected[:16]}...; {_COPY_AGAIN}"
+        f"a shard must stay as it was written, but {path} did not: its sha256 is "
+        f"{facts['sha256'][:16]}... instead of {shard.checksum[:16]}...; {_COPY_AGAIN}"
     )
-
-
-def _sample(path: Path) -> str:
-    return spaced_sample(path, _SAMPLED_BLOCKS, _SAMPLED_BLOCK_BYTES)

@@ -2,16 +2,14 @@
 
 a folder with our index.json        written by `megaspeed tokenize`
 NAME.bin and NAME.idx, or NAME      Megatron-LM's
-NAME.bin alone                      nanoGPT's, or a token file of the cache
+NAME.bin alone                      nanoGPT's
 a glob of any of these              every match, sorted by name; ordinary folders are skipped
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from megaspeed.data.cache import Cache, index_path
+from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
 from megaspeed.data.foreign_tokens import open_megatron, open_nanogpt, why_not_16_bit, with_suffix
 from megaspeed.data.token_file import TokenFile
@@ -48,14 +46,6 @@ def open_tokens(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
             f"the shards of a token folder are read through its {INDEX}, but {path} is one shard; "
             f"name the folder, {path.parent}"
         )
-    if index_path(path).is_file():
-        file = TokenFile.open(cache, path)
-        if file is None:
-            raise DataError(
-                f"a token file must match its index, but {path} does not match "
-                f"{index_path(path)}; delete both, and prepare the corpus again"
-            )
-        return (file,)
     return (open_nanogpt(path, cache),)
 
 
@@ -64,8 +54,7 @@ def why_not_tokens(path: Path, vocab_size: int) -> str | None:
     special = next(special_among([path]), None)
     if special is not None:
         return special
-    has_index = _is_shard(path) or index_path(path).is_file()
-    is_nanogpt = path.suffix == ".bin" and path.is_file() and not has_index
+    is_nanogpt = path.suffix == ".bin" and path.is_file() and not _is_shard(path)
     return why_not_16_bit(path, vocab_size) if is_nanogpt else None
 
 

@@ -12,8 +12,6 @@ killed, the same command truncates all files to the lengths in the plan and cont
 input file. plan.json and documents.jsonl are removed at the end.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +23,7 @@ import tokenizers
 from pydantic import TypeAdapter
 
 from megaspeed.data.documents import DocumentHash, changed_while_read, no_text
-from megaspeed.data.encode import encode_in_processes, worker_pool
+from megaspeed.data.encode import encoder
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import CUT_RULE, BadRecord, OnBad, Piece, refuse
 from megaspeed.data.sources import SourceFile
@@ -68,7 +66,7 @@ def tokenize(
     folder: Path,
     report: Callable[[Progress], None],
     *,
-    processes: int,
+    processes: int | None = None,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     skip: OnBad | None = None,
     fresh: bool = False,
@@ -80,7 +78,8 @@ def tokenize(
         tokenizer: the tokenizer, which is also saved in the folder.
         folder: a folder that is new, empty, or was written by an interrupted call.
         report: called with the progress, first with that of earlier calls, then after each batch.
-        processes: number of processes that encode. The files do not depend on it.
+        processes: number of processes that encode; None for the threads of this process. The files
+            do not depend on it.
         shard_tokens: a shard ends with the document that makes it at least this long.
         skip: called with every bad record, which is skipped. If None, the first one raises
             DataError.
@@ -104,12 +103,12 @@ def tokenize(
         dtype = id_type(tokenizer.vocab_size)
         with (
             closing(TokenFolderWriter(folder, dtype, shard_tokens, progress)) as writer,
-            worker_pool(processes) as pool,
+            encoder(tokenizer, folder, processes) as encode,
         ):
             report(progress)
             for group in _groups(states, progress.files):
                 pieces = _read(files[group], states[group], writer, skip)
-                for packed in encode_in_processes(pieces, folder, pool, processes):
+                for packed in encode(pieces):
                     writer.write(packed)
                     report(progress)
                 progress.files = group.stop

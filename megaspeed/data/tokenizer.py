@@ -8,8 +8,6 @@ section 2.2) begins with the 256 bytes, so it can encode any text. It merges the
 until the vocabulary is full. Training is deterministic for any number of threads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -96,6 +94,11 @@ class TextTokenizer:
     def fingerprint(self) -> str:
         """sha256 of the tokenizer as JSON."""
         return hashlib.sha256(self.to_json()).hexdigest()
+
+    @property
+    def identity(self) -> list[str | int]:
+        """What must be equal so that the same text gives the same ids, as JSON."""
+        return [self.fingerprint, self.end_of_text]
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

@@ -19,12 +19,12 @@ from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
-from megaspeed.data.selection import load_run_and_data
 from megaspeed.doctor.messages import Result, call_with_timeout
 from megaspeed.files.json_values import leaves
 from megaspeed.supervision.software import software
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import open_files_of
+from megaspeed.training.checked_run import load_checked_run
 
 _LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -111,7 +111,7 @@ def take_record(
     try:
         world = World(launch.world_size, launch.source, "cuda" if on_gpu else "cpu")
         run = limited(
-            "reading the configuration", lambda: load_run_and_data(config, overrides, world)
+            "reading the configuration", lambda: load_checked_run(config, overrides, world)
         )
         if run is not None:
             data, vocabulary = run.config.data, run.config.model.vocab_size

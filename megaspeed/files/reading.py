@@ -25,7 +25,7 @@ LARGEST_BYTES = 1 << 24
 FileState = tuple[str, int, int, int]
 """(path, size in bytes, mtime in ns, ctime in ns). If it is unchanged, so is the file."""
 
-_COARSEST_TICK_SECONDS = 2.0
+COARSEST_TICK_SECONDS = 2.0
 """FAT has the slowest clock of all file systems: it ticks every two seconds."""
 
 _KINDS = (
@@ -94,31 +94,6 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def spaced_sample(path: Path, stretches: int, stretch_bytes: int) -> str:
-    """sha256 over evenly spaced stretches of a file, for a file of any size.
-
-        ##----##----##----##        # hashed, - not read
-
-    The first and the last bytes are included. In a short file the stretches overlap. The size of
-    the file is not part of the hash.
-
-    Args:
-        path: the file.
-        stretches: how many, at least 2.
-        stretch_bytes: the length of each.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    digest = hashlib.sha256()
-    last = max(0, path.stat().st_size - stretch_bytes)
-    with path.open("rb") as stream:
-        for stretch in range(stretches):
-            stream.seek(last * stretch // (stretches - 1))
-            digest.update(stream.read(stretch_bytes))
-    return digest.hexdigest()
-
-
 def state_of(path: Path) -> FileState:
     """The state of the file at ``path``. Raises OSError if nothing is there."""
     found = path.stat()
@@ -136,7 +111,7 @@ def are_settled(states: Iterable[FileState], seen_at_seconds: float) -> bool:
         seen_at_seconds: when they were seen, in seconds since the epoch.
     """
     times_ns = [max(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in states]
-    return max(times_ns, default=0) / 1e9 < seen_at_seconds - _COARSEST_TICK_SECONDS
+    return max(times_ns, default=0) / 1e9 < seen_at_seconds - COARSEST_TICK_SECONDS
 
 
 class _TimeOver(BaseException):

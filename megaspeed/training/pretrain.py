@@ -22,7 +22,6 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.data.errors import DataError
-from megaspeed.data.selection import load_run_and_data
 from megaspeed.supervision.answers import RankFailed
 from megaspeed.supervision.failure import write_error_file
 from megaspeed.supervision.meeting import RanksDisagree, check_in
@@ -44,6 +43,7 @@ from megaspeed.topology.launch import (
 from megaspeed.topology.process_settings import set_defaults
 from megaspeed.topology.store import GroupError, print_error
 from megaspeed.training.banner import launch_warnings
+from megaspeed.training.checked_run import load_checked_run
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import describe_spare_ranks, print_line, print_warning
 from megaspeed.training.faults import inject_into_process
@@ -156,7 +156,7 @@ def _checked_run(
 ) -> Run:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     world = World(launch.world_size, launch.source, device_type)
-    run = load_run_and_data(options.config, options.overrides, world)
+    run = load_checked_run(options.config, options.overrides, world)
     check_run_folder(run)
     check_packages(run)
     if not restart_number():  # after a restart, the folder may have this launch's own checkpoints

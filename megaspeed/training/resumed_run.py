@@ -37,6 +37,7 @@ _DATA_KEYS = {
 # These keys are derived from others or no longer exist. None changes the result of training.
 _FOLLOWING_KEYS = (
     "training.run_dir",
+    "data.hold_out_by",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.overlap_comm",
     "zero_optimization.stage3_",

@@ -1,16 +1,12 @@
 """Corpora whose token at position p of a file is first_id + p: a row shows where it was read."""
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from megaspeed.data.cache import Cache
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.mixture import Component, Mixture
 from megaspeed.data.token_file import TokenFile, TokenIndex
-from megaspeed.files.json_values import Facts
 
 
 def write_numbered_tokens(folder: Path, tokens: int, name: str, first_id: int = 0) -> TokenFile:
@@ -25,16 +21,9 @@ def write_numbered_tokens(folder: Path, tokens: int, name: str, first_id: int = 
         corpus_fingerprint=name,
     )
 
-    def fill(stream: BinaryIO) -> Facts:
-        stream.write(np.arange(first_id, first_id + tokens, dtype="<u4").tobytes())
-        return asdict(index)
-
-    cache = Cache(folder)
-    with cache.lock():
-        cache.write(folder / f"{name}.bin", fill)
-    file = TokenFile.open(cache, folder / f"{name}.bin")
-    assert file is not None
-    return file
+    path = folder / f"{name}.bin"
+    path.write_bytes(np.arange(first_id, first_id + tokens, dtype="<u4").tobytes())
+    return TokenFile(path, index)
 
 
 def alone(*files: TokenFile) -> Mixture:

@@ -10,10 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from megaspeed.config.data import DataConfig
-from megaspeed.data import selection
+from megaspeed.training import checked_run
 from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
-from megaspeed.data.selection import Selection, find_problems, find_problems_in_file, select_files
+from megaspeed.data.selection import Selection, find_problems, find_data_problems, select_files
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.tokenizer import TextTokenizer, train_tokenizer
 from tests.data.foreign_tokens import write_nanogpt
@@ -218,7 +218,7 @@ def problems_in_file(folder: Path, *overrides: str, **sections: Any) -> list[str
     file = folder / "run.json"
     values = {"model": SHAPE, "data": {"sequence_length": 16}, "training": {"steps": 1}}
     file.write_text(json.dumps({**values, **sections}))
-    return find_problems_in_file(file, overrides)
+    return find_data_problems(file, overrides)
 
 
 def test_the_default_corpus_is_no_problem(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_an_invalid_data_section_is_left_to_the_check_of_the_keys(
 def test_a_file_that_is_not_json_is_left_to_the_check_of_the_keys(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"data": ')
-    assert find_problems_in_file(file) == []
+    assert find_data_problems(file) == []
 
 
 def test_a_vocabulary_too_small_for_any_tokenizer_is_reported_with_the_others(
@@ -282,7 +282,7 @@ def test_a_glob_that_takes_long_is_stopped_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tree = sysconfig.get_path("stdlib")
-    monkeypatch.setattr(selection, "_LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(checked_run, "_LONGEST_SECONDS", 0.01)
     assert problems_in_file(tmp_path, f'data.train=["{tree}/**/*.nothing"]') == []
     (message,) = caplog.messages
     assert message.startswith("data: after 0.01 s, some files are not examined yet")
