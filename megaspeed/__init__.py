@@ -10,6 +10,7 @@ ranks trains the same model as one process. Each folder imports only from the fo
     model/            the GPT as plain torch.nn, and the table of its parameters
     tensor_parallel/  layers split over tp, and `parallelize`, which puts them into the model
     data/             corpus, tokenizer, sampler, loader
+    checked_run       loads the JSON of a run, and looks at its data
     checkpoint/       checkpoints that do not depend on the layout
     hugging_face/     models of transformers: import, export, generation, evaluation
     pipeline/         schedules as data, the partition of layers, the executor

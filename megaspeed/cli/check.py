@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megaspeed.checked_run import find_data_problems
 from megaspeed.cli.options import EXIT_DONE, add_command, say, write_json
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError
@@ -12,7 +13,6 @@ from megaspeed.config.layout import World
 from megaspeed.config.loading import check_document
 from megaspeed.config.resolve import default_run_dir
 from megaspeed.files.paths import folder_problem, path_problem
-from megaspeed.training.checked_run import find_data_problems
 
 
 def add_to(commands: Any) -> None:

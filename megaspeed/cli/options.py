@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megaspeed.checked_run import load_checked_run
 from megaspeed.config.document import add_config_options
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
 from megaspeed.files.durable import write_file
 from megaspeed.files.paths import path_argument
 from megaspeed.files.reading import file_problem
-from megaspeed.training.checked_run import load_checked_run
 
 if TYPE_CHECKING:
     from megaspeed.config.resolve import Run

@@ -16,7 +16,6 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import read_config
 from megaspeed.topology.launch import usable_processors
-from megaspeed.training.checked_run import load_checked_run
 
 _SIZES = "--world-sizes"
 

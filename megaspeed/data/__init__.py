@@ -5,22 +5,22 @@ Data flows from top to bottom, and a file imports only from files above it:
     errors          the one error of bad data
     pieces          the output of each format: documents in pieces, and bad records
     text_files      plain text and JSON lines; archives
-    tables          Parquet, and datasets of the `datasets` library
-    sources         what `data.train` lists -> files and their formats
+    tables          Parquet, and datasets of the ``datasets`` library
+    sources         what ``data.train`` lists -> files and their formats
     documents       files -> documents, by their hashes
     tokenizer       load, save and train a tokenizer
-    cache           files with checksums on disk, one writer at a time
+    cache           a folder on disk, one writer at a time
     token_file      ids on disk, mapped into memory
-    encode          documents -> ids, for a run's start and for `megaspeed tokenize`
-    token_folder    the folder that `megaspeed tokenize` writes: its writer and its reader
-    tokenize        files -> a token folder, with several processes
+    encode          documents -> ids, in threads or in several processes
+    token_folder    the folder that ``tokenize`` writes: its writer and its reader
+    tokenize        files -> a token folder
     foreign_tokens  nanoGPT's and Megatron-LM's token files
     token_sources   sources that are token files already
     hold_out        documents and token files -> training | validation
-    selection       a `data` section -> its files, checked; its tokenizer
-    prepared_text   files of text -> token files and a tokenizer in the cache
+    selection       a ``data`` section -> its files, checked; its tokenizer
+    text_cache      files of text -> token folders and a tokenizer in the cache
     mixture         token files in components with weights
-    corpus          a `data` section -> a prepared corpus
+    corpus          a ``data`` section -> a prepared corpus
     sampler         sample i -> its tokens
     loader          the samples of a step -> the micro-batches of one data-parallel rank
 """

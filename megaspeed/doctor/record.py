@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from megaspeed.checked_run import load_checked_run
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
@@ -24,7 +25,6 @@ from megaspeed.files.json_values import leaves
 from megaspeed.supervision.software import software
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import open_files_of
-from megaspeed.training.checked_run import load_checked_run
 
 _LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 _SHARED_MEMORY = Path("/dev/shm")

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from megaspeed.checked_run import load_checked_run
 from megaspeed.checkpoint.errors import CheckpointError, StorageFailed
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
@@ -43,7 +44,6 @@ from megaspeed.topology.launch import (
 from megaspeed.topology.process_settings import set_defaults
 from megaspeed.topology.store import GroupError, print_error
 from megaspeed.training.banner import launch_warnings
-from megaspeed.training.checked_run import load_checked_run
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import describe_spare_ranks, print_line, print_warning
 from megaspeed.training.faults import inject_into_process

@@ -47,7 +47,7 @@ def test_a_misspelt_required_key_is_not_missing_too() -> None:
 
 def test_a_key_without_a_nearest_one_gets_the_keys_of_its_section() -> None:
     assert only_problem(data={"zzz": 1}) == (
-        "data.zzz is an unknown key; the keys of data are hold_out_by, reset_at_documents, seed, "
+        "data.zzz is an unknown key; the keys of data are reset_at_documents, seed, "
         "sequence_length, tokenizer, train, validation, validation_fraction"
     )
 

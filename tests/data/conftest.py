@@ -18,3 +18,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> TextTokenizer:
     return load_tokenizer(str(tokenizer_folder))
+
+
+@pytest.fixture(autouse=True)
+def _fine_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test waits for two seconds before it trains on text that it has just written."""
+    monkeypatch.setattr("megaspeed.files.reading.COARSEST_TICK_SECONDS", 0.0)

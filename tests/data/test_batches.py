@@ -94,8 +94,8 @@ def test_the_documents_of_a_sample_are_named_by_file_and_number(
     assert ", document " in capsys.readouterr().out
     run = load_run(config, [], World(1, "test"))
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
-    for origins in config.with_name("cache").glob("tokens/*.origins.json"):
-        origins.unlink()  # as of an older version
+    for origins in config.with_name("cache").glob("text/*/*/origins.json"):
+        origins.unlink()  # as in a folder of `megaspeed tokenize`
     (sample,) = show_samples(corpus, [0])
     drawn = io.StringIO()
     Console(width=400, file=drawn).print(samples_table([sample]))

@@ -108,16 +108,3 @@ def test_the_fingerprint_is_of_names_and_contents_not_of_places_or_times(tmp_pat
     assert corpus_fingerprint(documents_of(there, a=b"one", b=b"twp")) != first
     assert corpus_fingerprint(documents_of(there, a=b"one", c=b"two")) != first
     assert corpus_fingerprint(documents_of(there, b=b"two", a=b"one")) != first
-
-
-@pytest.mark.parametrize("change", [b"twa", b"tw", b"", None])
-def test_a_file_that_changes_after_it_was_hashed_is_refused(
-    tmp_path: Path, change: bytes | None
-) -> None:
-    documents = documents_of(tmp_path, a=b"one", b=b"two")
-    if change is None:
-        (tmp_path / "b.txt").unlink()
-    else:
-        (tmp_path / "b.txt").write_bytes(change)
-    with pytest.raises(DataError, match=r"must not change while it is read, but .*b\.txt did"):
-        texts_of(documents)

@@ -1,4 +1,4 @@
-"""Blocks or ends of token files are held out, between documents. No token is on both sides."""
+"""Blocks of token files are held out, between documents. No token is on both sides."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
-from megaspeed.data.hold_out import document_span, hold_out_tails, hold_out_tokens
+from megaspeed.data.hold_out import document_span, hold_out_tokens
 from megaspeed.data.token_file import TokenFile, TokenIndex
 from tests.data.foreign_tokens import write_megatron
 from tests.data.token_folders import open_all
@@ -35,78 +35,6 @@ def token_file(folder: Path, documents: list[int], end_of_text: int | None = END
         corpus_fingerprint="all",
     )
     return TokenFile(path, index)
-
-
-def cut_of(file: TokenFile, fraction: float) -> int:
-    """Number of training tokens. Asserts that the two sides make up the file."""
-    (train,), (validation,) = hold_out_tails([file], fraction)
-    both = np.concatenate([train.map(), validation.map()])
-    assert both.tolist() == file.map().tolist()
-    fingerprints = {each.index.corpus_fingerprint for each in (file, train, validation)}
-    assert len(fingerprints) == 3
-    return train.index.tokens
-
-
-@pytest.mark.parametrize(
-    ("documents", "fraction", "cut"),
-    [
-        ([10, 10, 10, 10], 0.25, 30),  # exactly at the end of a document
-        ([10, 10, 10, 10], 0.3, 30),  # the first end from token 28 on
-        ([10, 10, 10, 10], 0.2, 30),  # from token 32 on there is only the file's own
-        ([10, 10, 10, 10], 0.999, 10),
-        ([10, 30], 0.5, 10),
-        ([40], 0.25, 30),  # one document is cut in two
-        ([40], 0.0001, 39),  # neither side is empty
-        ([40], 0.9999, 1),
-    ],
-)
-def test_the_cut_is_at_the_end_of_a_document(
-    tmp_path: Path, documents: list[int], fraction: float, cut: int
-) -> None:
-    assert cut_of(token_file(tmp_path, documents), fraction) == cut
-
-
-@pytest.mark.parametrize(
-    ("documents", "fraction", "cut"),
-    [
-        ([10, 10, 10, 10], 0.3, 30),
-        ([10, 10, 10, 10], 0.2, 30),
-        ([40], 0.25, 30),
-        ([10, 30], 0.5, 10),
-    ],
-)
-def test_megatrons_documents_are_known_without_an_end_of_text(
-    tmp_path: Path, documents: list[int], fraction: float, cut: int
-) -> None:
-    prefix = write_megatron(tmp_path / "corpus", [[[7] * length] for length in documents])
-    (file,) = open_all(prefix, Cache(tmp_path / "cache"))
-    assert file.index.end_of_text is None
-    assert cut_of(file, fraction) == cut
-
-
-def test_if_documents_are_unknown_the_cut_is_at_the_exact_fraction(
-    tmp_path: Path,
-) -> None:
-    assert cut_of(token_file(tmp_path, [10, 10, 10, 10], end_of_text=None), 0.2) == 32
-
-
-def test_a_fraction_of_zero_holds_nothing_out(tmp_path: Path) -> None:
-    file = token_file(tmp_path, [10, 10])
-    assert hold_out_tails([file], 0.0) == ((file,), ())
-
-
-def test_a_single_token_cannot_be_split(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="needs at least 2 tokens, but it has 1"):
-        hold_out_tails([token_file(tmp_path, [1])], 0.5)
-
-
-def test_an_id_beyond_the_vocabulary_is_reported_for_the_side_that_has_it(tmp_path: Path) -> None:
-    (train,), (validation,) = hold_out_tails([token_file(tmp_path, [5, 20])], 0.5)
-    assert train.large_id(10) is None  # the largest id of the file, 19, is held out
-    assert "has id 10 at token 14 (byte 28)" in str(validation.large_id(10))
-
-
-# --- by tokens ------------------------------------------------------------------------------------
 
 
 def sides(file: TokenFile, fraction: float, seed: int = 1) -> tuple[list[TokenFile], float]:
@@ -138,13 +66,6 @@ def test_the_share_held_out_is_the_fraction_however_long_documents_are(
     assert 0.999 * fraction <= share <= 1.021 * fraction
 
 
-def test_the_tail_of_the_same_file_was_far_from_the_fraction(tmp_path: Path) -> None:
-    file = token_file(tmp_path, [33_000, 38_000, 29_000])
-    (_,), (tail,) = hold_out_tails([file], 0.05)
-    assert tail.index.tokens / file.index.tokens == 0.29
-    assert sides(file, 0.05)[1] == pytest.approx(0.05, rel=0.021)
-
-
 def test_blocks_begin_and_end_between_documents_if_these_are_short(tmp_path: Path) -> None:
     file = token_file(tmp_path, skewed(300, 900) * 400)
     held_out, _ = sides(file, 0.5)
@@ -170,6 +91,13 @@ def test_blocks_are_chosen_by_their_ids_and_the_seed_not_by_their_place(tmp_path
     first = held_out_of("a", forwards, 1)
     assert held_out_of("b", forwards[::-1], 1) == first
     assert {tuple(held_out_of(str(seed), forwards, seed)) for seed in range(2, 8)} != {tuple(first)}
+
+
+def test_an_id_beyond_the_vocabulary_is_reported_for_the_side_that_has_it(tmp_path: Path) -> None:
+    file = token_file(tmp_path, [25])
+    first, second = file.stretch(0, 5), file.stretch(5, 20)
+    assert first.large_id(10) is None  # the largest id of the file, 24, is in the other part
+    assert "has id 10 at token 9 (byte 18)" in str(second.large_id(10))
 
 
 def test_megatrons_documents_bound_blocks_too(tmp_path: Path) -> None:

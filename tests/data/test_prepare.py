@@ -15,18 +15,17 @@ from typing import Any
 import pytest
 
 from megaspeed.config.data import DataConfig
+from megaspeed.data import hold_out, text_cache
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
 from megaspeed.data.mixture import Mixture
-from megaspeed.data.selection import find_problems, select_files
+from megaspeed.data.selection import find_problems, select_files, settled_files
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.tokenizer import load_tokenizer
-from megaspeed.files.json_values import read_sealed, write_sealed
 
 pytestmark = pytest.mark.slow
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
-# Real files that were installed long ago, so that recipes of them are kept.
 SMALL = [f"{STDLIB}/json/*.py", f"{STDLIB}/email/*.py"]
 LARGE = [f"{STDLIB}/[a-m]*.py"]
 
@@ -34,6 +33,7 @@ PREPARE = """
 import json, logging, sys
 from pathlib import Path
 from megaspeed.config.data import DataConfig
+from megaspeed.data import hold_out, text_cache
 from megaspeed.data.corpus import prepare_corpus
 logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
 opened = []
@@ -63,7 +63,7 @@ def fingerprint_of(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and "checksums" not in path.parts
     }
 
 
@@ -115,22 +115,14 @@ def test_a_warm_start_opens_no_text_and_gives_the_same(
 
 
 def test_the_documents_are_counted_when_they_are_read_and_then_known(
-    prepared: tuple[Path, PreparedCorpus], tmp_path: Path
+    prepared: tuple[Path, PreparedCorpus],
 ) -> None:
     cache_dir, corpus = prepared
     files = [path for path in (*STDLIB.glob("json/*.py"), *STDLIB.glob("email/*.py"))]
     texts = [text for path in files if (text := path.read_bytes())]
     assert len(texts) == len(set(texts))
     assert corpus.documents == f"{len(texts)} documents (no exact copies of others)"
-    again = prepare_corpus(config(), 512, cache_dir=cache_dir)
-    assert again.documents == corpus.documents
-    shutil.copytree(cache_dir, tmp_path / "old")
-    (recipe,) = (tmp_path / "old" / "recipes").iterdir()
-    facts = read_sealed(recipe)
-    assert facts is not None and facts.pop("documents")
-    write_sealed(recipe, facts)
-    old = prepare_corpus(config(), 512, cache_dir=tmp_path / "old")
-    assert old.documents is None and old.fingerprint == corpus.fingerprint
+    assert prepare_corpus(config(), 512, cache_dir=cache_dir).documents == corpus.documents
 
 
 def test_copies_and_documents_that_dominate_are_named(tmp_path: Path) -> None:
@@ -166,40 +158,50 @@ def test_four_processes_at_once_build_one_cache(
     assert fingerprint_of(tmp_path) == fingerprint_of(prepared[0])
 
 
-def test_a_process_killed_while_it_builds_leaves_a_cache_that_builds_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("train", [LARGE, SMALL])
+def test_a_process_killed_while_it_builds_leaves_a_cache_that_builds_again(
+    tmp_path: Path, train: list[str]
+) -> None:
+    """The remains are removed, even if the next corpus is another one. The user's files stay."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    data = config(train=LARGE)
-    process = start(data, killed)
+    (killed / "text" / "my-run.writing").mkdir(parents=True)
+    process = start(config(train=LARGE), killed)
     deadline = time.monotonic() + 40
-    # A stopped process cannot rename the file between the look and the kill.
-    while not list(killed.glob("tokens/*.writing")):
+    # A stopped process cannot rename the folder between the look and the kill.
+    while not list(killed.glob("text/*.writing/0-train/tokens-*.bin")):
         process.send_signal(signal.SIGCONT)
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
         process.send_signal(signal.SIGSTOP)
     process.kill()
     process.communicate(timeout=10)
-    assert len(list(killed.glob("tokens/*.writing"))) == 1
-    assert not list(killed.glob("recipes/*"))
-    prepare_corpus(data, 512, cache_dir=killed)
-    prepare_corpus(data, 512, cache_dir=whole)
+    (left,) = killed.glob("text/*[0-9a-f].writing")
+    prepare_corpus(config(train=train), 512, cache_dir=killed)
+    assert not left.exists() and (killed / "text" / "my-run.writing").exists()
+    prepare_corpus(config(train=train), 512, cache_dir=whole)
     assert fingerprint_of(killed) == fingerprint_of(whole)
 
 
-@pytest.mark.parametrize("suffix", ["bin", "bin.index.json", "json", "json.index.json"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["*/tokens-00000.bin", "0-train/index.json", "entry.json", "*/tokenizer*", "0-validation"],
+)
 @pytest.mark.parametrize("damage", ["cut", "altered", "deleted"])
 def test_a_damaged_entry_is_built_again(
-    tmp_path: Path, prepared: tuple[Path, PreparedCorpus], suffix: str, damage: str
+    tmp_path: Path, prepared: tuple[Path, PreparedCorpus], pattern: str, damage: str
 ) -> None:
-    prepare_corpus(config(), 512, cache_dir=tmp_path)
+    shutil.copytree(prepared[0], tmp_path, dirs_exist_ok=True)
     whole = fingerprint_of(prepared[0])
-    for path in tmp_path.rglob("*"):
-        if path.name.split(".", 1)[-1] != suffix:
-            continue
-        content = path.read_bytes()
-        if damage == "deleted":
+    (entry,) = (tmp_path / "text").iterdir()
+    damaged = list(entry.glob(pattern))
+    assert damaged
+    for path in damaged:
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif damage == "deleted":
             path.unlink()
         else:
+            content = path.read_bytes()
             half = len(content) // 2
             path.write_bytes(content[:half] if damage == "cut" else content[:half] + b"\0" * half)
     prepare_corpus(config(), 512, cache_dir=tmp_path)
@@ -218,13 +220,38 @@ def test_a_changed_file_changes_the_corpus_even_with_its_size_and_time_kept(tmp_
     assert only_file(first.train).path != only_file(second.train).path
 
 
-def test_no_recipe_is_stored_for_files_that_may_still_change_unnoticed(tmp_path: Path) -> None:
-    sources = write_texts(tmp_path, a="one two three " * 50, b="four five " * 50)
-    young = config(train=sources, sequence_length=4)
-    assert not select_files(young).is_settled()
-    assert select_files(config()).is_settled()
-    prepare_corpus(young, 512, cache_dir=tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("recipes/*"))
+def test_text_that_was_just_written_is_read_once_its_changes_are_certain_to_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system's clock may tick every two seconds: a second change keeps size and times."""
+    monkeypatch.undo()
+    young = config(train=write_texts(tmp_path, a="one two " * 50, b="four " * 50))
+    waits: list[float] = []
+    monkeypatch.setattr("megaspeed.data.selection.time.sleep", waits.append)
+    assert settled_files(config()) == select_files(config()) and waits == []
+    assert settled_files(young) == select_files(young) and waits == [2.0]
+    write = (tmp_path / "b.txt").write_text
+    monkeypatch.setattr("megaspeed.data.selection.time.sleep", lambda _: write("four five " * 50))
+    with pytest.raises(DataError, match=r"must not change while it is read, but .*b\.txt did"):
+        settled_files(young)
+
+
+@pytest.mark.parametrize("change", ["altered", "deleted"])
+def test_text_that_changes_while_it_is_tokenized_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    sources = write_texts(tmp_path, a="one two " * 50, b="four " * 50)
+    split = hold_out.split_documents
+
+    def split_and_change(*arguments: Any) -> Any:
+        b = tmp_path / "b.txt"
+        b.unlink() if change == "deleted" else b.write_text("five " * 50)
+        return split(*arguments)
+
+    monkeypatch.setattr(text_cache, "split_documents", split_and_change)
+    with pytest.raises(DataError, match=r"must not change while it is read, but .* did"):
+        prepare_corpus(config(train=sources), 512, cache_dir=tmp_path / "cache")
+    assert list((tmp_path / "cache" / "text").iterdir()) == []
 
 
 def test_seed_fraction_and_vocabulary_each_have_entries_of_their_own(
@@ -260,7 +287,7 @@ def test_other_cuts_or_tokenizers_have_their_own_token_file(
     if other == "the version of tokenizers":
         monkeypatch.setattr("tokenizers.__version__", "1.0")
     else:
-        monkeypatch.setattr("megaspeed.data.prepared_text.CUT_RULE", "otherwise")
+        monkeypatch.setattr("megaspeed.data.text_cache.CUT_RULE", "otherwise")
     assert not set(before) & set(paths())
 
 

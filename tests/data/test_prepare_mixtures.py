@@ -85,7 +85,7 @@ def test_a_token_folder_is_the_stream_of_its_text(tmp_path: Path, text: Path, to
     of_tokens = prepared(tmp_path, str(tokens), **whole)
     assert ids_of(of_tokens) == ids_of(of_text)
     assert of_tokens.fingerprint == of_text.fingerprint
-    assert of_tokens.tokenizer == of_text.tokenizer
+    assert of_tokens.tokenizer_fingerprint == of_text.tokenizer_fingerprint
 
 
 def test_text_beside_a_token_folder_is_tokenized_as_the_folder_is(
@@ -126,6 +126,13 @@ def test_with_weights_each_source_is_a_component_that_is_trained_and_validated_o
         for held, trained in zip(corpus.validation.components, corpus.train.components, strict=True)
     ]
     assert held_out == pytest.approx([0.2] * 3, abs=0.06)
+
+
+def test_the_rule_of_version_0_1_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="without hold_out_by, because only tokens are held out"):
+        DataConfig.model_validate({"sequence_length": 8, "hold_out_by": "documents"})
+    kept = DataConfig.model_validate({"sequence_length": 8, "hold_out_by": "tokens"})
+    assert kept == DataConfig(sequence_length=8), "as config.json of version 0.2 states it"
 
 
 def test_a_weight_changes_no_token_file(tmp_path: Path, text: Path) -> None:
@@ -263,36 +270,18 @@ def test_16_bit_ids_are_right_for_a_model_of_any_vocabulary(
     assert tuple(find_problems(DataConfig(train=(str(path),), sequence_length=8), vocab_size)) == ()
 
 
-def shares_held_out(folder: Path, path: Path) -> list[float]:
-    """(share of tokens by the rule of version 0.1, share by tokens); equal from a warm cache."""
-    shares = []
-    for rule in ("documents", "tokens"):
-        corpus = prepared(folder, str(path), validation_fraction=0.05, hold_out_by=rule)
-        assert corpus.validation is not None
-        assert corpus.validation_sequences > 0
-        assert prepared(folder, str(path), validation_fraction=0.05, hold_out_by=rule) == corpus
-        tokens = corpus.validation.tokens
-        shares.append(tokens / (tokens + corpus.train.tokens))
-    return shares
-
-
-def test_of_long_documents_the_fraction_is_held_out_and_no_more(tmp_path: Path) -> None:
-    texts = [" ".join(f"{n}{i}" for i in range(n)) for n in (290, 330, 380)]
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_of_long_documents_the_fraction_is_held_out_and_no_more(
+    tmp_path: Path, kind: str, tokenizer: TextTokenizer
+) -> None:
     path = tmp_path / "three.txt"
-    path.write_bytes(plain_text(texts))
-    by_documents, by_tokens = shares_held_out(tmp_path, path)
-    assert by_documents > 0.27
-    assert by_tokens == pytest.approx(0.05, abs=0.005)
-
-
-def test_of_token_files_with_long_documents_too(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    path = tmp_path / "long.txt"
-    texts = [" ".join(f"{n}{i}" for i in range(n)) for n in (330, 380, 290)]
-    path.write_bytes(plain_text(texts))
-    folder = write_token_folder(tmp_path / "long", path, tokenizer)
-    by_documents, by_tokens = shares_held_out(tmp_path, folder)
-    assert by_documents > 0.27
-    assert by_tokens == pytest.approx(0.05, abs=0.005)
+    path.write_bytes(plain_text([" ".join(f"{n}{i}" for i in range(n)) for n in (330, 380, 290)]))
+    if kind == "tokens":
+        path = write_token_folder(tmp_path / "three", path, tokenizer)
+    corpus = prepared(tmp_path, str(path), validation_fraction=0.05)
+    assert corpus.validation is not None
+    tokens = corpus.validation.tokens
+    assert tokens / (tokens + corpus.train.tokens) == pytest.approx(0.05, abs=0.005)
 
 
 def test_a_single_document_is_divided(tmp_path: Path) -> None:
@@ -303,33 +292,3 @@ def test_a_single_document_is_divided(tmp_path: Path) -> None:
     (train,), (tail,) = corpus.train.files, corpus.validation.files
     assert train.first_token + train.index.tokens == tail.first_token
     assert tail.index.tokens == pytest.approx(0.1 * (train.index.tokens + tail.index.tokens), abs=1)
-    with pytest.raises(DataError, match="1 distinct document"):
-        prepared(tmp_path, str(path), validation_fraction=0.1, hold_out_by="documents")
-
-
-@pytest.mark.parametrize(
-    ("name", "train", "validation"),
-    [
-        (
-            "a.txt",
-            "e9ba5d8ef56c7a6139eed2a88210e3770d7426f40406905f2271e0400d52a82c",
-            "ccfb0d48df714712080089ee2acb68b38e9f7c11f502e0a4b9271be7e13e217f",
-        ),
-        (
-            "train.bin",
-            "d996b0fc6752c6c42f3e79ddbae5b512547e260549ee2a3e240e71fce02236b4",
-            "e12c72a69e9e3d276308d8c296e5dfc4d1ce7af5e3de7a43a6c62fb08080b1bc",
-        ),
-    ],
-)
-def test_by_documents_the_split_is_the_one_of_version_0_1(
-    tmp_path: Path, name: str, train: str, validation: str
-) -> None:
-    """The fingerprints are those of version 0.1. Otherwise its runs could not be resumed."""
-    texts = [f"the text of document {number} " * (1 + number**2 % 31) for number in range(40)]
-    (tmp_path / "a.txt").write_bytes(plain_text(texts))
-    write_nanogpt(tmp_path / "train.bin", [i * 7 % 300 for i in range(1000)])
-    rule = {"validation_fraction": 0.2, "hold_out_by": "documents"}
-    corpus = prepared(tmp_path, str(tmp_path / name), **rule)
-    assert corpus.validation is not None
-    assert (corpus.fingerprint, corpus.validation.fingerprint) == (train, validation)

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -67,13 +68,14 @@ def test_every_document_is_on_one_side_and_its_copies_are_there_too(
             content = trained[cut.document].content
             assert sum(each.content == content for g in groups for each in g) == 1
             assert 0 < cut.fraction < 1
-    assert not contents(sum(training, [])) & contents(sum(validation, []))
+    assert not contents(list(chain(*training))) & contents(list(chain(*validation)))
     backwards = split_documents([group[::-1] for group in groups], fraction, seed)
     assert list(map(contents, backwards[1])) == list(map(contents, validation))
 
 
 def test_the_split_depends_on_the_seed() -> None:
-    assert len({frozenset(contents(split_documents([HUNDRED], 0.2, s)[1][0])) for s in (1, 2, 3)}) == 3
+    splits = [split_documents([HUNDRED], 0.2, seed)[1][0] for seed in range(3)]
+    assert splits[0] != splits[1] != splits[2] != splits[0]
 
 
 def test_the_end_of_the_longest_document_is_cut_if_no_complete_one_fits() -> None:

@@ -13,7 +13,6 @@ from megaspeed.files.reading import (
     file_problem,
     read_file,
     sha256_of,
-    spaced_sample,
     special_files,
     state_of,
 )
@@ -122,10 +121,6 @@ def test_a_file_written_within_two_seconds_may_change_unseen(tmp_path: Path) -> 
     assert are_settled([], 0.0 + 3.0)
 
 
-@pytest.mark.parametrize(("size", "starts"), [(100, (0, 45, 90)), (12, (0, 1, 2)), (5, (0, 0, 0))])
-def test_a_sample_is_evenly_spaced(tmp_path: Path, size: int, starts: tuple[int, ...]) -> None:
-    content = bytes(range(size))
-    (tmp_path / "a").write_bytes(content)
-    expected = b"".join(content[start : start + 10] for start in starts)
-    assert spaced_sample(tmp_path / "a", 3, 10) == hashlib.sha256(expected).hexdigest()
+def test_a_hash_is_of_all_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(content := bytes(range(100)))
     assert sha256_of(tmp_path / "a") == hashlib.sha256(content).hexdigest()
