@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaspeed.checked_run import load_checked_run
 from megaspeed.config.document import add_config_options
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
 from megaspeed.files.durable import write_file
@@ -61,8 +60,8 @@ def load(
         ConfigError: with every problem, those of the data section included.
     """
     # Imported here, because a rank does not call this.
+    from megaspeed.checked_run import load_checked_run
     from megaspeed.config.layout import World
-    from megaspeed.data.selection import load_run_and_data
 
     world = World(options.world_size, world_source, device_type)
     return load_checked_run(options.config, options.overrides, world)
