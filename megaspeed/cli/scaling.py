@@ -4,6 +4,7 @@ import argparse
 from functools import partial
 from typing import Any
 
+from megaspeed.checked_run import load_checked_run
 from megaspeed.cli.measuring import (
     add_measuring_options,
     device_type_here,
