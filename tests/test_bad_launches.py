@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.mutations import Workshop
+from megaspeed.config.document import merge
+from tests.config.workshop import Workshop
 from tests.support.forked import Forked
 from tests.support.launched import free_port, launch
 
@@ -26,12 +27,25 @@ TIMES = {"forked": 1, "torchrun": 2, "megaspeed": 1}
 """How often a message is printed. The page that torchrun prints about a failure ends with it."""
 
 MISTAKES = {
-    "keys": ("forked", "1 problem in "),
-    "--set": ("forked", "1 problem in "),
-    "tokenizers": ("forked", "every token id must be below model.vocab_size"),
-    "models of Hugging Face": ("megaspeed", "1 problem in "),
+    "an unknown key": ("forked", "1 problem in "),
+    "a wrong --set": ("forked", "1 problem in "),
+    "a small vocabulary": ("forked", "every token id must be below model.vocab_size"),
+    "a model that is no file": ("megaspeed", "1 problem in "),
 }
-"""Group of mistakes, of which the last one is launched -> launcher, and what is said once."""
+"""Mistake -> launcher, and what is reported once."""
+
+
+def options_with(mistake: str, workshop: Workshop) -> list[str]:
+    """The options of a launch with this mistake."""
+    values = {
+        "an unknown key": merge(workshop.good, {"model": {"hiden_size": 3}}),
+        "a small vocabulary": merge(
+            workshop.with_data(tokenizer=str(workshop.tokenizer)), {"model": {"vocab_size": 100}}
+        ),
+        "a model that is no file": workshop.with_model(workshop.folder / "nothing"),
+    }
+    options = ["--config", str(workshop.write(values.get(mistake, workshop.good)))]
+    return [*options, *(["--set", "training.steps"] if mistake == "a wrong --set" else [])]
 
 
 def processor_seconds() -> float:
@@ -68,23 +82,22 @@ def launched(launcher: str, folder: Path, *options: str) -> str:
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("bad"), seed=13)
+    return Workshop(tmp_path_factory.mktemp("bad"))
 
 
-@pytest.mark.parametrize("group", MISTAKES)
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_reported_once_under_a_launcher(
-    group: str, workshop: Workshop, tmp_path: Path
+    mistake: str, workshop: Workshop, tmp_path: Path
 ) -> None:
-    *_, bad = dict(workshop.groups())[group]()
-    launcher, message = MISTAKES[group]
-    reported = launched(launcher, tmp_path / "launch", *bad.options)
+    launcher, message = MISTAKES[mistake]
+    options = options_with(mistake, workshop)
+    reported = launched(launcher, tmp_path / "launch", *options)
     assert reported.count(message) == TIMES[launcher], reported
 
 
-def test_a_pipe_as_configuration_holds_no_launcher_up(tmp_path: Path, workshop: Workshop) -> None:
-    pipe = workshop.folder / "special" / "pipe"
-    if not pipe.exists():
-        list(dict(workshop.groups())["special files"]())
+def test_a_pipe_as_configuration_holds_no_launcher_up(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     reported = launched("forked", tmp_path / "launch", "--config", str(pipe))
     assert reported.count(f"{pipe} is a named pipe; name a JSON file") == 1
 

@@ -43,17 +43,23 @@ def patch(*overrides: str) -> dict[str, Any]:
 def problems(
     *overrides: str, world_size: int | None = None, device_type: str = "cpu", **keys: Any
 ) -> list[str]:
-    """All problems of the small config with overrides, or with keys given as values."""
+    """Return all problems of the small config with overrides, or with keys given as values.
+
+    The overrides ``world=8`` and ``device=cuda`` set the processes.
+    """
+    for text in overrides:
+        name, _, value = text.partition("=")
+        world_size = int(value) if name == "world" else world_size
+        device_type = value if name == "device" else device_type
+    changes = [text for text in overrides if not text.startswith(("world=", "device="))]
     world = None if world_size is None else World(world_size, "WORLD_SIZE", device_type)
-    values = small(**{**patch(*overrides), **keys})
+    values = small(**{**patch(*changes), **keys})
     return list(check_document(Document(values), world).problems)
 
 
-def only_problem(
-    *overrides: str, world_size: int | None = None, device_type: str = "cpu", **keys: Any
-) -> str:
-    """The only problem."""
-    found = problems(*overrides, world_size=world_size, device_type=device_type, **keys)
+def only_problem(*overrides: str, **keys: Any) -> str:
+    """Return the only problem."""
+    found = problems(*overrides, **keys)
     assert len(found) == 1, found
     return found[0]
 

@@ -204,3 +204,15 @@ def test_thousands_of_ranks_resolve_in_milliseconds(world_size: int, pp: int, tp
     run = resolve_run(config, World(world_size, "SLURM_NTASKS"), name="big")
     assert time.perf_counter() - start < 0.1
     assert run.grid.dp == world_size // (pp * tp)
+
+
+def test_numbers_may_be_written_in_another_way() -> None:
+    config = parse_config(small(zero_optimization={"reduce_bucket_size": 5e8}, gradient_clipping=1))
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert config.gradient_clipping == 1.0
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = parse_config(small())
+    with pytest.raises(ValueError, match="frozen"):
+        config.model.hidden_size = 5

@@ -1,11 +1,23 @@
-"""The batch equation: two numbers give the third, and train_batch_size never changes."""
+"""How a run divides over the processes: the batch equation, the grid, and spare ranks."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from megaspeed.config.layout import Batch, StatedBatch, explain_batch, solve_batch
-from tests.config.small import only_problem
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import (
+    Batch,
+    StatedBatch,
+    World,
+    explain_batch,
+    find_grid,
+    solve_batch,
+)
+from megaspeed.config.rules import divisors
+from megaspeed.config.run import ParallelConfig
+from megaspeed.topology.grid import Grid
+from tests.config.small import load, small, write
 
 
 @pytest.mark.parametrize(
@@ -37,34 +49,6 @@ def test_the_batch_of_a_step_is_the_same_at_every_data_degree() -> None:
         *(24, 12, 8, 6),
         *(4, 3, 2, 1),
     ]
-
-
-def test_a_triple_that_does_not_multiply_shows_the_equation_and_the_nearest_values() -> None:
-    message = only_problem(
-        "parallel.tensor=2",
-        "train_batch_size=250",
-        "gradient_accumulation_steps=16",
-        world_size=16,
-    )
-    assert message == (
-        "train_batch_size 250 != train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 16 "
-        "x dp 8 (= 256). Nearest: 256 (gradient_accumulation_steps 16) or 240 "
-        "(gradient_accumulation_steps 15). dp 8 = world 16 / (pipeline 1 x tensor 2), world from "
-        "WORLD_SIZE"
-    )
-
-
-def test_an_anchor_that_does_not_divide_offers_another_micro_batch() -> None:
-    assert explain_batch(StatedBatch(250, 2, None), 10, "dp 10") == (
-        "train_batch_size 250 is not a multiple of train_micro_batch_size_per_gpu 2 x dp 10 (= "
-        "20). Nearest: 240 (gradient_accumulation_steps 12) or 260 (gradient_accumulation_steps "
-        "13); or keep 250 with train_micro_batch_size_per_gpu 1, 5, 25. dp 10"
-    )
-
-
-def test_an_undetermined_batch_asks_for_two_keys() -> None:
-    message = only_problem(train_batch_size=None, train_micro_batch_size_per_gpu=None, world_size=2)
-    assert message.startswith("the batch is not determined: write train_batch_size; ")
 
 
 def test_every_value_that_is_offered_is_valid() -> None:
@@ -100,3 +84,41 @@ def _check_offers(stated: StatedBatch, dp: int) -> int:
         assert solve_batch(offer, dp) is not None, message
     assert offers or values, message
     return len(offers) + len(values)
+
+
+def test_auto_data_degree_is_what_remains() -> None:
+    parallel, stated = ParallelConfig(pipeline=2, tensor=4), StatedBatch(16, 2, None)
+    assert find_grid(parallel, stated, World(24, "x")) == Grid(pp=2, dp=3, tp=4)
+    assert find_grid(parallel, stated, World(20, "x")) is None
+
+
+def test_a_world_has_at_least_one_process() -> None:
+    with pytest.raises(ConfigError, match=r"world size 0 \(from --world-size\)"):
+        World(0, "--world-size")
+
+
+def test_divisors_are_all_and_ascending() -> None:
+    for number in range(1, 200):
+        assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "grid", "spare"),
+    [
+        (7, (), Grid(1, 4, 1), 3),  # 16 samples in micro-batches of 2: dp 5, 6 and 7 do not divide
+        (8, (), Grid(1, 8, 1), 0),
+        (7, ("parallel.tensor=2",), Grid(1, 2, 2), 3),
+        (7, ("parallel.tensor=2", "parallel.pipeline=2"), Grid(2, 1, 2), 3),
+        (7, ("parallel.data=2",), Grid(1, 2, 1), 5),
+    ],
+)
+def test_spare_ranks_are_those_beyond_the_largest_layout_that_keeps_the_batch(
+    tmp_path: Path, world: int, overrides: tuple[str, ...], grid: Grid, spare: int
+) -> None:
+    file = write(tmp_path / "run.json", small())
+    run = load(file, "parallel.spare_ranks=true", *overrides, world_size=world)
+    assert (run.grid, run.spare_ranks) == (grid, spare)
+    assert (run.batch.train_batch_size, run.batch.micro_batch_size) == (16, 2)
+    written = write(tmp_path / "resolved.json", run.as_json())
+    again = load(written, world_size=world)
+    assert (again.grid, again.spare_ranks) == (grid, spare)
