@@ -142,8 +142,9 @@ def draw(chart: Chart, lines: Sequence[Line], restarts: Sequence[int] = ()) -> s
 
 
 def _thinned(numbers: np.ndarray) -> np.ndarray:
-    """Return at most ``_MOST_DRAWN`` numbers, each the mean of about equally many neighbours."""
-    groups = np.array_split(numbers, min(len(numbers), _MOST_DRAWN))
+    """Return at most ``_MOST_DRAWN`` numbers, each the mean of equally many neighbours."""
+    size = -(-len(numbers) // _MOST_DRAWN)
+    groups = np.split(numbers, range(size, len(numbers), size))
     return np.array([group.mean() for group in groups])
 
 

@@ -10,7 +10,7 @@
     operations: 7.041 MFLOP a token
     files: runs/3d
 
-The columns `dp 0`, `dp 1`, ... list the tensor ranks of each data rank.
+The columns ``dp 0``, ``dp 1``, ... list the tensor ranks of each data rank.
 """
 
 import time
@@ -28,6 +28,7 @@ from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.console import COLUMNS
 from megaspeed.training.metrics import device_name, peak_flops_per_second
+from megaspeed.units import counted
 
 _PRODUCT_SIZE = 384
 _WORTH_A_NOTE = 1.2
@@ -36,8 +37,8 @@ _MOST_DATA_RANKS = 4
 
 
 def banner(run: Run, device: torch.device) -> Iterator[str | Table]:
-    """The lines and the table that describe a run before its first step: at most 15, if none has
-    more than 80 columns.
+    """Yield lines and a table that describe a run before its first step: at most 15 lines, if none
+    has more than 80 columns.
     """
     from megaspeed.planning.prediction import predict_peaks  # only rank 0 prints a banner
 
@@ -45,13 +46,13 @@ def banner(run: Run, device: torch.device) -> Iterator[str | Table]:
     on = device_name(device)
     micro_batches = batch.gradient_accumulation_steps
     yield (
-        f"{run.name}: {grid} = {_counted(grid.world_size, 'rank', 'ranks')} on {on}, "
+        f"{run.name}: {grid} = {counted(grid.world_size, 'rank')} on {on}, "
         f"ZeRO-{run.zero_stage}, {run.precision}"
         + (", sequence parallelism" if run.sequence_parallel else "")
     )
     yield (
         f"step: {batch.train_batch_size:,} samples of {run.config.data.sequence_length:,} tokens; "
-        f"each data rank takes {_counted(micro_batches, 'micro-batch', 'micro-batches')} of "
+        f"each data rank takes {counted(micro_batches, 'micro-batch')} of "
         f"{batch.micro_batch_size:,}" + (f", {parallel.schedule}" if grid.pp > 1 else "")
     )
     yield _stage_table(run, predict_peaks(run))
@@ -65,7 +66,7 @@ def banner(run: Run, device: torch.device) -> Iterator[str | Table]:
 
 
 def describe_attention(run: Run, device: torch.device) -> str:
-    """Which attention kernel this run uses, and if it is not the fastest one, why."""
+    """Describe which attention kernel this run uses, and if it is not the fastest one, why."""
     model, data = run.config.model, run.config.data
     if model.attention_dropout > 0:
         return (
@@ -102,7 +103,7 @@ def _describe_operations(run: Run, device: torch.device, device_name: str) -> st
 
 
 def time_of_products(precision: Precision) -> float:
-    """How many times as long a matrix product takes in this precision as in fp32, on this CPU.
+    """Return how many times as long a product takes in this precision as in fp32, on this CPU.
 
     CPUs with AVX512-BF16 but without AMX may be slower in bf16. In bf16 this measurement takes
     10 ms.
@@ -122,7 +123,7 @@ def time_of_products(precision: Precision) -> float:
 
 
 def _stage_table(run: Run, predicted_peaks: Sequence[int]) -> Table:
-    """A row for each pipeline stage. If there are many, only the first ones and the last.
+    """Return a row for each pipeline stage. If there are many, only the first ones and the last.
 
     The last column has the ranks by data rank. If this is too wide, it has the first and the last.
     """
@@ -159,22 +160,18 @@ def _table(run: Run, predicted_peaks: Sequence[int], by_data_rank: bool) -> Tabl
 
 
 def _ranks(first: int, count: int) -> str:
-    """Neighbouring ranks: "0-3"."""
+    """Return neighbouring ranks: "0-3"."""
     return str(first) if count == 1 else f"{first}{' ' if count == 2 else '-'}{first + count - 1}"
 
 
 def _shown(count: int, most: int) -> list[int | None]:
-    """The indices 0 to ``count`` - 1, shortened to at most ``most`` entries.
+    """Return the indices 0 to ``count`` - 1, shortened to at most ``most`` entries.
 
     A shortened list has the first indices, None for the omitted ones, and the last index.
     """
     if count <= most:
         return list(range(count))
     return [*range(most - 2), None, count - 1]
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"1 {one}" if number == 1 else f"{number:,} {many}"
 
 
 def _mebibytes(number: int) -> str:
@@ -206,7 +203,7 @@ def launch_warnings(
     numa_nodes: int = 1,
     torchrun_restarts: int | None = None,
 ) -> list[str]:
-    """Warnings about a launch that works, but is slow or ignores a key. Each states a remedy.
+    """Return warnings about a launch that works, but is slow or ignores a key, with remedies.
 
     ``visible_gpus`` is the number of GPUs that this process sees, and ``has_bf16`` whether they
     compute in bf16. ``processors`` is the number of processors of this machine, and ``threads`` the

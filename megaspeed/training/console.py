@@ -59,17 +59,17 @@ COLUMNS = 80
 
 
 def print_line(console: Console, line: str | Text) -> None:
-    """Prints a line. The terminal wraps it. A string may have rich's markup."""
+    """Print a line. The terminal wraps it. A string may have rich's markup."""
     console.print(line, highlight=False, soft_wrap=True)
 
 
 def print_warning(console: Console, text: str) -> None:
-    """Prints a warning. Markup in its text is not interpreted."""
+    """Print a warning. Markup in its text is not interpreted."""
     print_line(console, f"[yellow]warning:[/yellow] {escape(text)}")
 
 
 def print_folded(console: Console, part: str | Table) -> None:
-    """Prints text or a table in 80 columns. A longer word, such as a path, stays in one piece."""
+    """Print text or a table in 80 columns. A longer word, such as a path, stays in one piece."""
     if isinstance(part, str):
         fold = textwrap.TextWrapper(COLUMNS, subsequent_indent="  ", break_long_words=False).fill
         print_line(console, Text(fold(part)))
@@ -78,7 +78,7 @@ def print_folded(console: Console, part: str | Table) -> None:
 
 
 def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
-    """The documents, and the sizes of training and validation data in tokens and sequences."""
+    """Describe the documents, and the tokens and sequences of training and validation data."""
     train, validation = corpus.train, corpus.validation
     sources = len(train.components)
     mixed = f" mixed from {sources} sources" if sources > 1 else ""
@@ -99,7 +99,7 @@ def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
 
 
 def describe_start(start: Start, run: Run) -> list[str]:
-    """Lines that state where the run starts, and which checkpoints were skipped."""
+    """Return lines that state where the run starts, and which checkpoints were skipped."""
     lines = [
         f"[yellow]skipped {escape(str(checkpoint))}:[/yellow] {escape(why)}"
         for checkpoint, why in start.skipped
@@ -121,7 +121,7 @@ def describe_start(start: Start, run: Run) -> list[str]:
 
 
 def describe_start_up(phases: Mapping[str, float]) -> str:
-    """How long the start of this process took, in total and by phase.
+    """Describe how long the start of this process took, in total and by phase.
 
     Time outside of all phases is imports and the meeting of the ranks. Phases under 0.1 s are not
     listed.
@@ -141,7 +141,7 @@ def _seconds_of_this_process() -> float:
 
 
 def describe_spare_ranks(run: Run) -> str:
-    """Which ranks are spare (not in the grid), and why."""
+    """Describe which ranks are spare (not in the grid), and why."""
     first, world = run.grid.world_size, run.grid.world_size + run.spare_ranks
     named = ", ".join(map(str, range(first, world)[:8])) + (", ..." if run.spare_ranks > 8 else "")
     which = f"rank {named} is" if run.spare_ranks == 1 else f"ranks {named} are"
@@ -152,7 +152,7 @@ def describe_spare_ranks(run: Run) -> str:
 
 
 def describe_step(metrics: StepMetrics) -> str:
-    """The console line of a step. It usually fits 80 columns. An unknown MFU is omitted."""
+    """Return the line of a step. It usually fits 80 columns. An unknown MFU is omitted."""
     norm, rate = metrics.grad_norm, metrics.tokens_per_second
     form = ".3f" if norm < 100 else ".0f" if norm < 1e6 else ".0e"
     line = (
@@ -166,7 +166,7 @@ def describe_step(metrics: StepMetrics) -> str:
 
 
 def describe_resumed(begin: Progress, first: StepMetrics) -> str:
-    """A line, with markup: the first loss after a resume, and the last loss before the save."""
+    """Return a line, with markup: the first loss after a resume, and the last before the save."""
     if begin.loss is None:
         before, is_worse = "not finite", False
     else:
@@ -185,7 +185,7 @@ def describe_resumed(begin: Progress, first: StepMetrics) -> str:
 
 
 def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
-    """A line, with markup: the rank that the others wait for."""
+    """Return a line, with markup: the rank that the others wait for."""
     return (
         f"[yellow]step {metrics.step:>6}  slowest: {grid.name_of(metrics.slowest_rank)} worked "
         f"{metrics.slowest_rank_seconds:.3g} s, median {metrics.median_rank_seconds:.3g} s[/yellow]"
@@ -193,13 +193,13 @@ def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
 
 
 def crowding(device_type: str, ranks: int) -> float:
-    """Threads of the ranks of this machine for each of its processors; 1 if each has its own."""
+    """Return how many threads of this machine's ranks share a processor; 1 if each has its own."""
     threads = ranks * torch.get_num_threads()
     return max(1.0, threads / usable_processors()) if device_type == "cpu" else 1.0
 
 
 def describe_late_save(save_seconds: float | None, environ: Mapping[str, str]) -> str | None:
-    """A warning, with markup, if the launcher may kill the run before its last save is done.
+    """Return a warning, with markup, if the launcher may kill the run during its last save.
 
     ``save_seconds`` is how long the previous save took; None if none has ended yet.
     """
@@ -217,7 +217,7 @@ def describe_late_save(save_seconds: float | None, environ: Mapping[str, str]) -
 
 
 def describe_save(report: SaveReport) -> str:
-    """The console line of a save, with markup. ``paused`` is how long training waited for it."""
+    """Return the line of a save, with markup. ``paused`` is how long training waited for it."""
     if report.error is not None:
         return f"[red]step {report.step:>6}  no checkpoint:[/red] {escape(report.error)}"
     deleted = ", ".join(path.name for path in report.deleted)
@@ -276,7 +276,7 @@ class ConsoleObserver(Observer):
         self._progress.stop()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Records the step and moves the bar."""
+        """Record the step and move the bar."""
         self._write(metrics)
         self._progress.update(self._task, completed=metrics.step)
         is_first = metrics.step == self._begin.step + 1
@@ -286,11 +286,11 @@ class ConsoleObserver(Observer):
             self._print(describe_resumed(self._begin, metrics))
 
     def compiled(self, seconds: float) -> None:
-        """Prints how long rank 0 has compiled."""
+        """Print how long rank 0 has compiled."""
         self._print(f"compiled the blocks and the loss in {seconds:.1f} s, part of the first step")
 
     def parts(self, metrics: PartMetrics) -> None:
-        """Records the parts, and prints a line if one rank is much slower than the median rank.
+        """Record the parts, and print a line if one rank is much slower than the median rank.
 
         If ranks share processors, the system's turns make some of them slower. This is noted once.
         """
@@ -304,11 +304,11 @@ class ConsoleObserver(Observer):
             self._print(f"step {metrics.step:>6}  ranks share processors, so some are slower")
 
     def profiled(self, step: int, trace: str) -> None:
-        """Prints where the trace of the profiled steps is."""
+        """Print where the trace of the profiled steps is."""
         self._print(f"step {step:>6}  profile: {escape(trace)}")
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        """Records and prints an evaluation."""
+        """Record and print an evaluation."""
         self._write(metrics)
         self._print(
             f"step {metrics.step:>6}  validation loss {metrics.validation_loss:.4f}  "
@@ -316,7 +316,7 @@ class ConsoleObserver(Observer):
         )
 
     def stopping(self, stopped_by: signal.Signals, step: int, save_seconds: float | None) -> None:
-        """Prints why the run ends early, and a warning if its last save may take too long."""
+        """Print why the run ends early, and a warning if its last save may take too long."""
         self._print(
             f"step {step:>6}  stopped by {stopped_by.name} after {step} of {self._steps} steps"
         )
@@ -325,15 +325,15 @@ class ConsoleObserver(Observer):
             self._print(warning)
 
     def saving(self) -> None:
-        """Checks the run folder, as before each record."""
+        """Check the run folder, as before each record."""
         self._check_folder()
 
     def saved(self, report: SaveReport) -> None:
-        """Prints that a checkpoint was saved, or why it was not."""
+        """Print that a checkpoint was saved, or why it was not."""
         self._print(describe_save(report))
 
     def _times(self) -> str:
-        """For a log, which has no bar: the time since training started, and what is left."""
+        """Return, for a log without a bar, the time since training started and what is left."""
         (task,) = self._progress.tasks
         times = [] if self._console.is_terminal else [task.elapsed, task.time_remaining]
         known = [str(timedelta(seconds=int(seconds))) for seconds in times if seconds]
@@ -349,7 +349,7 @@ class ConsoleObserver(Observer):
 
 
 def summary_table(run: Run, summary: TrainingSummary, device_type: str) -> Table:
-    """The final figures of the run."""
+    """Return the final figures of the run."""
     last = summary.last_step
     title = f"{escape(run.name)}: {last.step} steps"
     table = Table(title=title, title_justify="left", show_header=False)

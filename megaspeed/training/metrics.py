@@ -50,7 +50,7 @@ class ValidationMetrics:
 
     @classmethod
     def of(cls, step: int, loss: float) -> Self:
-        """Computes the perplexity from the mean loss: infinity if it is too large for a float."""
+        """Compute the perplexity from the mean loss: infinity if it is too large for a float."""
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return cls(step=step, validation_loss=loss, validation_perplexity=perplexity)
 
@@ -70,7 +70,7 @@ class PartMetrics:
 
     @classmethod
     def of(cls, timelines: Sequence[Sequence[float]]) -> Self | None:
-        """Combines what ``Timeline.pop_seconds`` returned on each rank.
+        """Combine what ``Timeline.pop_seconds`` returned on each rank.
 
         Returns None if a rank has no times because its GPU had not finished the step.
         """
@@ -89,7 +89,7 @@ class PartMetrics:
 
 
 def own_work(seconds: Sequence[float]) -> float:
-    """How long a rank did not wait for other ranks, of the times of each of ``PARTS``."""
+    """Return how long a rank did not wait for other ranks, of the times of each of ``PARTS``."""
     return sum(own for part, own in zip(PARTS, seconds, strict=True) if part in OWN_WORK)
 
 
@@ -100,7 +100,7 @@ class Record(Protocol):
     """A destination of metrics: ``metrics.jsonl``, or other services."""
 
     def write(self, metrics: Metrics) -> None:
-        """Writes one record."""
+        """Write one record."""
 
 
 class MetricsFile:
@@ -116,7 +116,7 @@ class MetricsFile:
         self._unwritten = b""
 
     def write(self, metrics: Metrics) -> None:
-        """Appends one object."""
+        """Append one object."""
         record = {key: _finite(value) for key, value in dataclasses.asdict(metrics).items()}
         self._unwritten += json.dumps(record).encode() + b"\n"
         with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ def _finite(value: Any) -> Any:
 
 
 def records_up_to(step: int, lines: bytes) -> bytes:
-    """The lines of a metrics file for step ``step`` and earlier steps.
+    """Return the lines of a metrics file for step ``step`` and earlier steps.
 
     A line that is incomplete, because its writer was killed, is dropped.
     """
@@ -149,13 +149,13 @@ def records_up_to(step: int, lines: bytes) -> bytes:
 
 
 def last_step(file: Path) -> int:
-    """The last step in a metrics file; 0 if it has none."""
+    """Return the last step in a metrics file; 0 if it has none."""
     lines = file.read_bytes().splitlines() if file.exists() else []
     return max(map(_step_of, lines), default=0)
 
 
 def _step_of(line: bytes) -> int:
-    """The step of a record; -1 if the line is not a record."""
+    """Return the step of a record; -1 if the line is not a record."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
@@ -164,12 +164,12 @@ def _step_of(line: bytes) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU as its driver calls it, such as "NVIDIA H100 80GB HBM3"; "cpu" for a CPU."""
+    """Return the GPU's name of its driver, such as "NVIDIA H100 80GB HBM3"; "cpu" for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def peak_flops_per_second(device: torch.device, precision: Precision) -> float | None:
-    """The device's dense peak in a run's precision, for model FLOPs utilization (MFU).
+    """Return the device's dense peak in a run's precision, for model FLOPs utilization (MFU).
 
     None if it is unknown, as in fp32, because it depends on whether TF32 is used.
     """

@@ -44,7 +44,7 @@ Service = Callable[[Run, int, Rows], None]
 
 
 def write_tensorboard(run: Run, begin: int, rows: Rows) -> None:
-    """Writes event files to ``tensorboard/`` in the run folder.
+    """Write event files to ``tensorboard/`` in the run folder.
 
     TensorBoard hides records of steps after ``begin`` that an earlier start has written.
     """
@@ -58,7 +58,7 @@ def write_tensorboard(run: Run, begin: int, rows: Rows) -> None:
 
 
 def log_to_wandb(run: Run, begin: int, rows: Rows) -> None:
-    """Logs a W&B run. W&B's environment variables (``WANDB_PROJECT``, ...) have their usual effect.
+    """Log a W&B run. W&B's environment variables (``WANDB_PROJECT``, ...) have their usual effect.
 
     A resumed run continues the same W&B run: its id is stored in the run folder.
     """
@@ -102,7 +102,7 @@ SERVICES: Mapping[ReportTo, Service] = {"tensorboard": write_tensorboard, "wandb
 
 
 def check_packages(run: Run) -> None:
-    """Raises ConfigError if ``training.report_to`` names a service whose package is missing."""
+    """Raise ConfigError if ``training.report_to`` names a service whose package is missing."""
     wanted = run.config.training.report_to
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     problems = [
@@ -130,7 +130,7 @@ class Reporting:
         ]
 
     def write(self, metrics: Metrics) -> None:
-        """Queues one record; never waits."""
+        """Queue one record; never waits."""
         if self._outboxes and not isinstance(metrics, PartMetrics):
             values = dict(_numbers(dataclasses.asdict(metrics)))
             for outbox in self._outboxes:
@@ -196,7 +196,7 @@ class _Outbox:
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """The finite numbers of a record by name, without the step; one entry per list element."""
+    """Yield the finite numbers of a record by name, without the step; one for each list element."""
     for name, value in record.items():
         values = value if isinstance(value, list) else [value]
         for index, number in enumerate(values):
@@ -205,14 +205,14 @@ def _numbers(record: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 
 def smoothed(values: Sequence[float], n: int) -> list[float]:
-    """The mean of each value and of up to ``n`` values before it and after it."""
+    """Return the mean of each value and of up to ``n`` values before it and after it."""
     sums = [0.0, *accumulate(values)]
     ends = [(max(0, i - n), min(len(values), i + n + 1)) for i in range(len(values))]
     return [(sums[end] - sums[begin]) / (end - begin) for begin, end in ends]
 
 
 def draw_loss_curve(metrics_file: Path, picture: Path, *, title: str) -> None:
-    """Draws the loss curve of a run: training and validation losses over tokens.
+    """Draw the loss curve of a run: training and validation losses over tokens.
 
     The training loss is also drawn smoothed: as the mean of a tenth of the steps around each.
 

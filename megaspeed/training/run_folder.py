@@ -9,7 +9,7 @@
     tensorboard/ wandb/                                    if training.report_to names them
     earlier-1/   earlier-2/  ...                           earlier files, with the same names
 
-A new run moves all earlier files to `earlier-N/`. A run that resumes after a step moves the
+A new run moves all earlier files to ``earlier-N/``. A run that resumes after a step moves the
 checkpoints of later steps there. It also copies the metrics there, then removes the later steps
 from its own.
 
@@ -20,6 +20,7 @@ part of a checkpoint to it.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import secrets
@@ -48,7 +49,7 @@ TENSORBOARD, WANDB, PROFILE = "tensorboard", "wandb", "profile"
 
 LOCK = ".lock"
 """Contains the host and the process id of rank 0 as "host pid". A user can signal the run with
-`kill -USR1 $(cut -d' ' -f2 .lock)`."""
+``kill -USR1 $(cut -d' ' -f2 .lock)``."""
 
 # A network file system may show a new file to other nodes a little later.
 _SECONDS_TO_BE_SEEN = 10.0
@@ -60,14 +61,14 @@ class RunFolderLost(RuntimeError):
 
 
 def check_run_folder(run: Run) -> None:
-    """Raises ConfigError if ``training.run_dir`` is not a folder or cannot be written to."""
+    """Raise ConfigError if ``training.run_dir`` is not a folder or cannot be written to."""
     problem = folder_problem("training.run_dir", run.run_dir)
     if problem is not None:
         raise ConfigError([problem], where=run.name)
 
 
 def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
-    """Makes the folder, and checks that all ranks see a file that rank 0 creates; a collective.
+    """Make the folder, and check that all ranks see a file that rank 0 creates; a collective.
 
     If each node had a local folder of the same name, each folder would have only a part of every
     checkpoint.
@@ -102,7 +103,7 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
 def run_lock(
     run_dir: Path, context: ParallelContext, *, wait_seconds: float = 0.0
 ) -> Iterator[Callable[[], object]]:
-    """Holds the lock of an existing run folder. All ranks enter this context together.
+    """Hold the lock of an existing run folder. All ranks enter this context together.
 
     On a network file system without locks, the run continues without one. Raises CheckpointError on
     every rank if another run holds the lock or the lock cannot be created.
@@ -133,7 +134,7 @@ def run_lock(
 
 
 def _check_lock(run_dir: Path, held: tuple[int, int] | None, folder: int) -> None:
-    """Raises RunFolderLost if the lock in ``run_dir``, open as ``folder``, is not ``held``."""
+    """Raise RunFolderLost if the lock in ``run_dir``, open as ``folder``, is not ``held``."""
     try:
         if identity(run_dir / LOCK) == held:
             return
@@ -153,7 +154,7 @@ def _check_lock(run_dir: Path, held: tuple[int, int] | None, folder: int) -> Non
 
 
 def _path_of(folder: int) -> Path | None:
-    """Where an open folder is now; None if it was removed, or if the system does not report it."""
+    """Return where an open folder is now; None if it was removed, or if it is not known."""
     with suppress(OSError):
         path = Path(os.readlink(f"/proc/self/fd/{folder}"))
         if os.path.samestat(path.stat(), os.fstat(folder)):
@@ -162,12 +163,12 @@ def _path_of(folder: int) -> Path | None:
 
 
 def checkpoint_folder(run: Run) -> CheckpointFolder:
-    """The folder of the run's checkpoints."""
+    """Return the folder of the run's checkpoints."""
     return CheckpointFolder(run.run_dir / CHECKPOINTS)
 
 
 def start_run_folder(run: Run, device: str) -> Path | None:
-    """Makes the folder and writes the resolved configuration. Only rank 0 calls this.
+    """Make the folder and write the resolved configuration. Only rank 0 calls this.
 
     ``device`` is the ``metrics.device_name`` of rank 0, which is recorded.
 
@@ -185,7 +186,7 @@ def start_run_folder(run: Run, device: str) -> Path | None:
 
 
 def continue_run_folder(run: Run, step: int, device: str) -> Path | None:
-    """Restores the folder to its state after ``step``. Only rank 0 calls this.
+    """Restore the folder to its state after ``step``. Only rank 0 calls this.
 
     Checkpoints of later steps are moved away, so that a later start does not resume from them.
     Records of later steps are removed from the metrics. The configuration is written again.
@@ -203,7 +204,7 @@ def continue_run_folder(run: Run, step: int, device: str) -> Path | None:
 
 
 def appears(file: Path) -> bool:
-    """Waits until a file that another node has written is seen here; False if it is not."""
+    """Wait until a file that another node has written is seen here. Returns whether it is."""
     deadline = time.monotonic() + _SECONDS_TO_BE_SEEN
     while not file.exists():
         if time.monotonic() > deadline:
@@ -213,15 +214,13 @@ def appears(file: Path) -> bool:
 
 
 def _next_earlier(folder: Path) -> Path:
-    """The first unused ``earlier-N``; does not create it."""
-    number = 1
-    while (folder / f"earlier-{number}").exists():
-        number += 1
-    return folder / f"earlier-{number}"
+    """Return the first unused ``earlier-N``, without creating it."""
+    names = (f"earlier-{number}" for number in itertools.count(1))
+    return next(folder / name for name in names if not (folder / name).exists())
 
 
 def _move(path: Path, folder: Path, target: Path) -> None:
-    """Moves ``path``, if it exists, to the same relative path in ``target`` as in ``folder``."""
+    """Move ``path``, if it exists, to the same relative path in ``target`` as in ``folder``."""
     if path.exists():
         destination = target / path.relative_to(folder)
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +249,7 @@ def _cut_records(file: Path, step: int, copy: Path) -> None:
 
 
 def _record_start(run: Run, step: int, device: str) -> None:
-    """Writes the configuration, and a line for this start: metrics.jsonl shows no interruptions."""
+    """Write the configuration, and a line for this start: metrics.jsonl shows no interruptions."""
     text = json.dumps(run.as_json(), indent=2, allow_nan=False) + "\n"
     write_file(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))
     start = {
