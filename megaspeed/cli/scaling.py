@@ -13,9 +13,7 @@ from megaspeed.cli.measuring import (
 )
 from megaspeed.cli.options import add_parser, world_size
 from megaspeed.config.document import add_config_options
-from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
-from megaspeed.config.loading import read_config
 from megaspeed.topology.launch import usable_processors
 
 _SIZES = "--world-sizes"
@@ -62,7 +60,6 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train every number of ranks, then show and write the figures."""
     sizes = sorted(set(options.world_sizes))
-    _refuse_other_multiples(options, sizes)
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
     from megaspeed.data.corpus import prepare_corpus
     from megaspeed.measurement.scaling import ScalingResult, part_of_turn, scaled_rows
@@ -88,19 +85,3 @@ def run(options: argparse.Namespace) -> int:
         partial(part_of_turn, corpus, steps),
         lambda **measured: report(ScalingResult(**shared, **measured)),
     )
-
-
-def _refuse_other_multiples(options: argparse.Namespace, sizes: list[int]) -> None:
-    """Raises ConfigError if the degrees that stay do not divide all numbers of ranks."""
-    parallel = read_config(options.config, options.overrides).parallel
-    group = parallel.pipeline * parallel.tensor
-    wrong = [size for size in sizes if size % group]
-    if wrong:
-        fitting = [str(size) for size in sizes if size not in wrong] or [str(group)]
-        problem = (
-            f"{_SIZES} must be multiples of parallel.pipeline {parallel.pipeline} x "
-            f"parallel.tensor {parallel.tensor} = {group}, because only the data degree grows, but "
-            f"{', '.join(map(str, wrong))} are not; use {_SIZES} {' '.join(fitting)}, or "
-            "--set parallel.pipeline=1 parallel.tensor=1"
-        )
-        raise ConfigError([problem], where=f"the scaling of {options.config}")

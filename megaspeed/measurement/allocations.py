@@ -7,9 +7,9 @@ r"""Records every tensor storage that a block of code allocates and frees, and i
 
 The log counts torch storages. It does not see the workspaces of operations, nor other memory of the
 process or an allocator. A storage has one category from its allocation until it is freed. The
-category may become known late (a gradient is recognised when it is complete), so the peak is
-computed at the end. torch's memory tracker (``torch.distributed._tools``) does the same for
-FSDP's categories.
+category may become known late (a gradient is recognised when it is complete), so the peak is a list
+of storages, whose categories are read at the end. torch's memory tracker
+(``torch.distributed._tools``) does the same for FSDP's categories.
 """
 
 import gc
@@ -18,7 +18,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 from types import FrameType
 from typing import Any, Self
 
@@ -34,12 +33,10 @@ from megaspeed.planning.costs.memory import Category, MemoryBytes
 
 @dataclass(slots=True)
 class Allocation:
-    """The life of a storage. Times are numbers: the log counts allocations and frees."""
+    """A storage from its allocation until it is freed or resized."""
 
     size_bytes: int
-    born: int  # time of the allocation
     category: Category
-    died: int | None = None  # time of the free; None while the storage exists
 
 
 class AllocationLog(TorchDispatchMode):
@@ -60,8 +57,9 @@ class AllocationLog(TorchDispatchMode):
         self._category_of = category_of
         self._live: dict[int, Allocation] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._log: list[Allocation] = []
-        self._clock = 0
+        self._total = 0
+        self._peak_total = 0
+        self._peak: list[Allocation] = []  # the storages at the time of the peak
 
     def claim(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
         """Sets the category of these tensors' storages. Adds storages that are not in the log."""
@@ -81,11 +79,11 @@ class AllocationLog(TorchDispatchMode):
 
     def live(self) -> MemoryBytes:
         """The bytes held now, by category."""
-        return self._at(self._clock)
+        return _by_category(self._live.values())
 
     def peak(self) -> MemoryBytes:
         """The bytes of each category at the moment when their sum was largest."""
-        return self._at(self._peak_time())
+        return _by_category(self._peak)
 
     def __enter__(self) -> Self:
         self._resize = torch.UntypedStorage.resize_
@@ -134,20 +132,20 @@ class AllocationLog(TorchDispatchMode):
         return self._add(storage, category or self._category_of_caller())
 
     def _add(self, storage: torch.UntypedStorage, category: Category) -> Allocation:
-        self._clock += 1
-        allocation = Allocation(storage.nbytes(), self._clock, category)
+        allocation = Allocation(storage.nbytes(), category)
         key = storage._cdata
         self._live[key] = allocation
-        self._log.append(allocation)
         self._references[key] = weakref.ref(storage, lambda _: self._end(key))
+        self._total += allocation.size_bytes
+        if self._total > self._peak_total:
+            self._peak_total, self._peak = self._total, list(self._live.values())
         return allocation
 
     def _end(self, key: int) -> Allocation | None:
         self._references.pop(key, None)
         allocation = self._live.pop(key, None)
         if allocation is not None:
-            self._clock += 1
-            allocation.died = self._clock
+            self._total -= allocation.size_bytes
         return allocation
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -167,18 +165,9 @@ class AllocationLog(TorchDispatchMode):
             frame = frame.f_back
         return "activations"
 
-    def _peak_time(self) -> int:
-        changes = [0] * (self._clock + 1)
-        for allocation in self._log:
-            changes[allocation.born] += allocation.size_bytes
-            if allocation.died is not None:
-                changes[allocation.died] -= allocation.size_bytes
-        held = list(accumulate(changes))
-        return held.index(max(held))
 
-    def _at(self, time: int) -> MemoryBytes:
-        totals: Counter[str] = Counter()
-        for allocation in self._log:
-            if allocation.born <= time and (allocation.died is None or allocation.died > time):
-                totals[allocation.category] += allocation.size_bytes
-        return MemoryBytes(**totals)
+def _by_category(allocations: Iterable[Allocation]) -> MemoryBytes:
+    totals: Counter[str] = Counter()
+    for allocation in allocations:
+        totals[allocation.category] += allocation.size_bytes
+    return MemoryBytes(**totals)

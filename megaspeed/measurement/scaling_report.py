@@ -1,6 +1,6 @@
 """The figures of a scaling as text, JSON and a picture of the parts of a step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -98,19 +98,19 @@ def _meaning(result: ScalingResult) -> str:
 
 
 def _tables(result: ScalingResult) -> Iterator[Table]:
-    """What each part has lost of a step, and how long it takes."""
+    """What each part has lost of a step, and how long it takes. Predictions are in brackets."""
 
-    def lost(step: StepParts, base: StepParts) -> dict[str, float]:
-        lost = {f"lost: {LABELS[part]}": 100 * share for part, share in step.lost(base).items()}
+    def shares(step: StepParts, base: StepParts) -> dict[str, float]:
+        lost = {part: 100 * share for part, share in step.lost(base).items()}
         return {"efficiency": 100 * step.efficiency(base), **lost}
 
     def times(step: StepParts, base: StepParts) -> dict[str, float]:
-        parts = {LABELS[part]: 1e3 * seconds for part, seconds in step.parts.items()}
+        parts = {part: 1e3 * seconds for part, seconds in step.parts.items()}
         return {**parts, "step": 1e3 * step.seconds}
 
     for start in range(0, len(result.done), _COLUMNS):
         rows = result.done[start : start + _COLUMNS]
-        yield _table(result, rows, "% of the step", lost, "{:.1f}".format)
+        yield _table(result, rows, "efficiency and losses, %", shares, "{:.1f}".format)
         yield _table(result, rows, "ms of a step", times, three_digits)
 
 
@@ -118,31 +118,26 @@ def _table(
     result: ScalingResult,
     rows: Sequence[ScaledRow],
     title: str,
-    figures: Callable[[StepParts, StepParts], Mapping[str, float]],
+    figures: Callable[[StepParts, StepParts], dict[str, float]],
     text: Callable[[float], str],
 ) -> Table:
-    """A column for each row; a line for each figure and, below it, for its prediction.
-
-    Parts of axes with one rank are omitted.
-    """
+    """A column for each row. Parts of axes with one rank are omitted."""
     base, predicted_base = result.base.measured, result.base.predicted
-    measured = [figures(row.measured, base) for row in rows]
-    predicted = [
-        figures(row.predicted, predicted_base) if row.predicted and predicted_base else {}
-        for row in rows
-    ]
-    omitted = {LABELS[part] for part in set(LABELS) - set(_used_parts(result))}
-    not_predicted = {LABELS[part] for part in NOT_PREDICTED}
-    lines = []
-    for name in measured[0]:
-        part = name.removeprefix("lost: ")
-        if part in omitted:
-            continue
-        lines.append([name, *(text(column[name]) for column in measured)])
-        if any(predicted) and part not in not_predicted:
-            cells = (text(column[name]) if column else NOTHING for column in predicted)
-            lines.append(["  predicted", *cells])
-    return Table([title, *(row.label for row in rows)], lines)
+    omitted = set(LABELS) - set(_used_parts(result))
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        measured, predicted = figures(row.measured, base), {}
+        if row.predicted is not None and predicted_base is not None:
+            predicted = figures(row.predicted, predicted_base)
+        for part in measured.keys() - omitted:
+            known = part in predicted and part not in NOT_PREDICTED
+            bracket = f" ({text(predicted[part])})" if known else ""
+            lines.setdefault(part, []).append(text(measured[part]) + bracket)
+    order = [part for part in ("efficiency", *LABELS, "step") if part in lines]
+    return Table(
+        [title, *(row.label for row in rows)],
+        [[LABELS.get(part, part), *lines[part]] for part in order],
+    )
 
 
 def _used_parts(result: ScalingResult) -> list[str]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +321,7 @@ def test_the_command_measures_and_writes(
     shown = printed.split("\nwrote ")[0].rstrip()
     assert shown in (out / "scaling.md").read_text()
     assert max(map(len, shown.splitlines())) <= 80
-    assert "predicted" not in shown and "tp" not in shown.split("% of the step")[1]
+    assert "predicted" not in shown and "tp" not in shown.split("efficiency and losses")[1]
     figures = json.loads((out / "scaling.json").read_text())
     assert json.loads((tmp_path / "f.json").read_text()) == figures
     assert (figures["mode"], figures["base_ranks"]) == ("strong", 1)
@@ -353,9 +352,9 @@ def test_a_prediction_stands_beside_the_figures(
     assert sum(parts.values()) == pytest.approx(row["predicted"]["step_seconds"])
     assert min(parts["compute"], parts["data"], parts["host"]) > 0
     in_ms = shown.split("ms of a step")[1].splitlines()
-    following = {first_cell(line): after for line, after in pairwise(in_ms)}
-    assert first_cell(following["communication, dp"]) == "predicted"
-    assert first_cell(following["imbalance"]) == "data wait", "it is not predicted"
+    cells = {first_cell(line): line.split("|")[2] for line in in_ms if line.startswith("|")}
+    assert "(" in cells["communication, dp"] and "(" in cells["step"]
+    assert "(" not in cells["imbalance"], "it is not predicted"
 
 
 def first_cell(line: str) -> str:
@@ -383,66 +382,43 @@ def test_a_row_that_fails_is_reported_and_the_others_are_kept(
     assert "| 1     | 1 x 8 x 3 |  failed |" in report(result).on_screen
 
 
-WRONG: dict[str, tuple[dict[str, Any], Sequence[str], str]] = {
-    "sizes that are no multiples": (
-        {"parallel": {"pipeline": 2}},
-        ["--world-sizes", "1", "2", "3"],
-        "--world-sizes must be multiples of parallel.pipeline 2 x parallel.tensor 1 = 2, because "
-        "only the data degree grows, but 1, 3 are not; use --world-sizes 2, or",
-    ),
-    "degrees that are larger than all sizes": (
-        {"parallel": {"tensor": 4}},
-        ["--world-sizes", "1", "2"],
-        "but 1, 2 are not; use --world-sizes 4, or --set parallel.pipeline=1 parallel.tensor=1",
-    ),
-    "a batch that does not divide": (
-        {},
-        ["--world-sizes", "1", "8"],
-        "or use --weak: each rank keeps its micro-batches",
-    ),
-    "more ranks than this machine takes": (
-        {},
-        ["--weak", "--world-sizes", "1", "4096"],
-        "--world-sizes 4096 is more than the ",
-    ),
-    "a text that is not there": (
-        {"data": {"train": ["/no/such/text.txt"]}},
-        ["--world-sizes", "1"],
-        "/no/such/text.txt",
-    ),
-    "a folder that is a file": (
-        {},
-        ["--world-sizes", "1", "--output", str(TEXT)],
-        "is a file; name another folder",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    ("changes", "options", "printed"),
+    [
+        (
+            {"parallel": {"pipeline": 2}},
+            ["--world-sizes", "1", "2", "3"],
+            "world size 1 (from --world-sizes) is not divisible by parallel.pipeline 2 x",
+        ),
+        (
+            {"parallel": {"pipeline": 2}},
+            ["--world-sizes", "2", "3"],
+            "world size 3 (from --world-sizes) is not divisible by parallel.pipeline 2 x",
+        ),
+        ({}, ["--world-sizes", "1", "8"], "or use --weak: each rank keeps its micro-batches"),
+        ({}, ["--weak", "--world-sizes", "1", "4096"], "--world-sizes 4096 is more than the "),
+        ({}, ["--world-sizes", "1", "--output", str(TEXT)], "--output is a file"),
+    ],
+)
 def test_wrong_input_is_refused_with_the_mend(
-    name: str, on_cpus: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any],
+    options: list[str],
+    printed: str,
+    on_cpus: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    changes, options, printed = WRONG[name]
     assert main(command(tmp_path, *options, **changes)) == 2
-    err = capsys.readouterr().err
-    assert printed in err and "Traceback" not in err
-    assert not (tmp_path / "out").exists()
+    assert printed in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [
-        (["--world-sizes"], "--world-sizes"),
-        (["--world-sizes", "0"], "--world-sizes"),
-        (["--world-sizes", "1", "--steps", "0"], "--steps"),
-        (["--world-sizes", "1", "--strong", "--weak"], "--weak"),
-    ],
-    ids=" ".join,
+    [(["0"], "--world-sizes"), (["1", "--strong", "--weak"], "--weak")],
 )
 def test_a_wrong_option_is_wrong_input(
     options: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(command(tmp_path, *options))
-    assert stop.value.code == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(command(tmp_path, "--world-sizes", *options))
     assert f"argument {named}: " in capsys.readouterr().err
