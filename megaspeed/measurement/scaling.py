@@ -264,12 +264,14 @@ def scaled_rows(
             accumulation if mode == "strong" else train: None,
         }
     )
-    mend = "; or use --weak: each rank keeps its micro-batches" if mode == "strong" else ""
+    mend = "; or use --weak: each rank keeps its micro-batches"
     for size in sizes:
         try:
             run = resolve_run(config, World(size, "--world-sizes", device_type), name=base.name)
         except ConfigError as error:
-            problems += [each + mend for each in error.problems]
+            for problem in error.problems:
+                helps = mode == "strong" and train in problem
+                problems.append(problem + mend if helps else problem)
         else:
             rows.append(ScaledRow(label=counted(size, "rank"), run=run))
     if problems:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -27,20 +27,13 @@ from megaspeed.model.gpt import DTYPES
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import Load, StepResult, peak_memory
+from megaspeed.training.worker import peak_memory
 
 WARM_UP_STEPS = 3
 """Of ``bench`` and ``scaling``. DeepSpeed's engine records its ZeRO-3 gathers in the first two."""
 
 _MATMUL_SIZES = {"cpu": 1024, "cuda": 8192}
 _MATMUL_SECONDS = 0.1
-
-
-class Trainer(Protocol):
-    """What a rank trains with. For "memory" it is ``Watched``, too; for "parts" a ``Worker``."""
-
-    def train_step(self, load: Load, learning_rate: float) -> StepResult:
-        """Train one optimizer step on the micro-batches that ``load`` returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +60,8 @@ def take_turn(
 ) -> Iterator[Any]:
     """Train as one rank. Yield its ``TimedRank``, and then what ``steps.extra`` asks for.
 
-    ``make`` builds a ``Trainer``; for "memory" it is a ``Watched``, for "parts" a ``Worker``.
+    ``make`` builds what has ``Worker``'s ``train_step``: for "memory" a ``Watched``, for "parts" a
+    ``Worker``.
     """
     with ParallelContext.create(run.grid, launch, timeout_seconds=steps.timeout_seconds) as context:
         trainer, inputs = make(run, context), StepInputs(run, corpus, context)

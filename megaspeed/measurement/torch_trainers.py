@@ -53,6 +53,24 @@ from megaspeed.training.rank_model import (
 from megaspeed.training.worker import Load, StepResult
 
 
+def refusal(run: Run, *, has_pipeline: bool = False) -> str | None:
+    """Return why a peer without tensor axis, loss scale and offload cannot train a run, if so."""
+    grid, zero = run.grid, run.config.zero_optimization
+    if grid.tp > 1 or (grid.pp > 1 and not has_pipeline):
+        axes, mend = (
+            ("data and pipeline axes", "the second") if has_pipeline else ("a data axis", "both")
+        )
+        return (
+            f"it has only {axes}, but parallel.pipeline is {grid.pp} and parallel.tensor is "
+            f"{grid.tp}; set {mend} to 1"
+        )
+    if run.precision == "fp16":
+        return "it is run without a loss scale, but fp16.enabled is true; set bf16.enabled instead"
+    if zero.offloads_optimizer or zero.offloads_parameters:
+        return "it is run without offload; remove it from zero_optimization"
+    return None
+
+
 class Plain:
     """The complete model on the rank's samples, without communication; bf16 runs use autocast.
 

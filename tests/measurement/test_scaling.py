@@ -397,7 +397,7 @@ def test_a_row_that_fails_is_reported_and_the_others_are_kept(
         ),
         ({}, ["--world-sizes", "1", "8"], "or use --weak: each rank keeps its micro-batches"),
         ({}, ["--weak", "--world-sizes", "1", "4096"], "--world-sizes 4096 is more than the "),
-        ({}, ["--world-sizes", "1", "--output", str(TEXT)], "--output is a file"),
+        ({}, ["--world-sizes", "1", "--output", str(TEXT)], "is a file; name another folder"),
     ],
 )
 def test_wrong_input_is_refused_with_the_mend(

@@ -30,7 +30,7 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.bench.job import train_megaspeed
 from megaspeed.measurement.bench.peers import DeepspeedPipeline, HfDeepspeed, Settings
 from megaspeed.measurement.timed_steps import Steps, take_turn
-from megaspeed.measurement.torch_trainers import Ddp, Fsdp2, Plain
+from megaspeed.measurement.torch_trainers import Ddp, Fsdp2, Plain, refusal
 from megaspeed.measurement.turns import Row
 
 MEGASPEED = "megaspeed"
@@ -126,26 +126,17 @@ def choose_peers(run: Run, names: Sequence[str] | None) -> dict[str, str | None]
 
 def _refusal(peer: str, run: Run) -> str | None:
     """Why a peer cannot train the run; None if it can."""
-    grid, config, model = run.grid, run.config, run.config.model
-    zero = config.zero_optimization
-    if grid.tp > 1:
-        return f"it has no tensor axis, but parallel.tensor is {grid.tp}; set it to 1"
-    if run.precision == "fp16":
-        return "it is run without a loss scale, but fp16.enabled is true; set bf16.enabled instead"
-    if zero.offloads_optimizer or zero.offloads_parameters:
-        return "it is run without offload; remove it from zero_optimization"
-    if peer != "deepspeed-pipeline" and grid.pp > 1:
-        return f"it has only a data axis, but parallel.pipeline is {grid.pp}; set it to 1"
-    if peer == "deepspeed-pipeline":
-        if grid.pp == 1:
-            return "it needs a pipeline, but parallel.pipeline is 1; set it to 2 or more"
-        if run.zero_stage > 1:
-            return (
-                "its ZeRO stage is at most 1, but zero_optimization.stage is "
-                f"{run.zero_stage}; set it to 0 or 1"
-            )
-    if peer in ("plain", "ddp", "fsdp2"):
-        return None
+    config, model = run.config, run.config.model
+    reason = refusal(run, has_pipeline=peer == "deepspeed-pipeline")
+    if reason is not None or peer in ("plain", "ddp", "fsdp2"):
+        return reason
+    if peer == "deepspeed-pipeline" and run.grid.pp == 1:
+        return "it needs a pipeline, but parallel.pipeline is 1; set it to 2 or more"
+    if peer == "deepspeed-pipeline" and run.zero_stage > 1:
+        stage = run.zero_stage
+        return (
+            f"its ZeRO stage is at most 1, but zero_optimization.stage is {stage}; set it to 0 or 1"
+        )
     parallel = config.parallel
     if parallel.activation_checkpointing == "selective" or parallel.recomputed_blocks is not None:
         return (

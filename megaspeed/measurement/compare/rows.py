@@ -28,7 +28,7 @@ from megaspeed.config.resolve import GradientReduction, Run, resolve_run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.local_ranks import DeviceType
 from megaspeed.measurement.timed_steps import Steps, take_turn
-from megaspeed.measurement.torch_trainers import Ddp, Fsdp2
+from megaspeed.measurement.torch_trainers import Ddp, Fsdp2, refusal
 from megaspeed.measurement.turns import Row
 from megaspeed.measurement.watched_step import RankMeasurement, WatchedZero
 from megaspeed.planning.costs.memory import MemoryBytes
@@ -150,19 +150,10 @@ def baseline_rows(
     Raises:
         ConfigError: DDP and FSDP2 cannot train this run.
     """
-    problems = []
-    if baselines and (run.grid.pp > 1 or run.grid.tp > 1):
-        problems.append(
-            "DDP and FSDP2 have only a data axis, but this layout has parallel.pipeline "
-            f"{run.grid.pp} and parallel.tensor {run.grid.tp}; set both to 1, or omit --baselines"
-        )
-    if baselines and run.precision == "fp16":
-        problems.append(
-            "DDP and FSDP2 are run without a loss scale, but fp16.enabled is true; set "
-            "bf16.enabled instead, or omit --baselines"
-        )
-    if problems:
-        raise ConfigError(problems, where=f"{run.name} with --baselines {' '.join(baselines)}")
+    reason = refusal(run) if baselines else None
+    if reason is not None:
+        problem = f"--baselines {' '.join(baselines)}: {reason}, or omit --baselines"
+        raise ConfigError([problem], where=run.name)
     rows = []
     if "ddp" in baselines:
         # DDP keeps complete gradients, so it would gain nothing by reducing more than once.

@@ -249,8 +249,13 @@ def test_ctrl_c_in_the_first_turn_leaves_an_earlier_report(
 @pytest.mark.parametrize(
     ("degrees", "changes", "peer", "reason"),
     [
-        ({"tp": 2}, {}, "ddp", "it has no tensor axis, but parallel.tensor is 2"),
-        ({"pp": 2}, {}, "fsdp2", "it has only a data axis, but parallel.pipeline is 2"),
+        ({"tp": 2}, {}, "ddp", "a data axis, but parallel.pipeline is 1 and parallel.tensor is 2"),
+        (
+            {"pp": 2},
+            {},
+            "fsdp2",
+            "a data axis, but parallel.pipeline is 2 and parallel.tensor is 1",
+        ),
         ({"dp": 2}, {}, "deepspeed-pipeline", "parallel.pipeline is 1; set it to 2 or more"),
         (
             {"pp": 2},

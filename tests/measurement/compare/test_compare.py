@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[dict[str, Any], Sequence[str], str]] = {
     "a baseline with a pipeline": (
         {"parallel": {"pipeline": 2}},
         ["--baselines", "fsdp"],
-        "parallel.pipeline 2 and parallel.tensor 1; set both to 1, or omit --baselines",
+        "parallel.pipeline is 2 and parallel.tensor is 1; set both to 1, or omit --baselines",
     ),
     "more ranks than this machine takes": (
         {"train_batch_size": 4096},

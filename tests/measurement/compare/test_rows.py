@@ -81,7 +81,7 @@ def test_baselines_reduce_as_their_memory_allows() -> None:
 @pytest.mark.parametrize("degrees", [{"pp": 2}, {"tp": 2}, {"pp": 2, "tp": 2}])
 def test_baselines_have_only_the_data_axis(degrees: dict[str, int]) -> None:
     pp, tp = degrees.get("pp", 1), degrees.get("tp", 1)
-    law = f"parallel.pipeline {pp} and parallel.tensor {tp}; set both to 1"
+    law = f"parallel.pipeline is {pp} and parallel.tensor is {tp}; set both to 1"
     with pytest.raises(ConfigError, match=law):
         baseline_rows(run(dp=2, **degrees), ["ddp"], "cpu")
     assert baseline_rows(run(dp=2, **degrees), [], "cpu") == []
