@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megaspeed.config.document import add_config_options
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
@@ -65,13 +65,6 @@ def load(
 
     world = World(options.world_size, world_source, device_type)
     return load_checked_run(options.config, options.overrides, world)
-
-
-def device_type_here() -> Literal["cpu", "cuda"]:
-    """Return where a command computes: on a GPU if this machine has one."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def positive(text: str) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, device_type_here, load, world_size
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, load, world_size
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.supervision.process_end import STOP_SIGNALS, end_with_parent, launcher_processes
@@ -129,6 +129,7 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from megaspeed.cli.measuring import device_type_here
     from megaspeed.topology.process_settings import allow_open_files
 
     run = load(options, device_type_here())
