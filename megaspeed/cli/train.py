@@ -125,6 +125,7 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     add_config_options(parser)
     options, _ = parser.parse_known_args(arguments, argparse.Namespace(world_size=ranks))
     import psutil
+    import torch
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -132,7 +133,7 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     from megaspeed.cli.measuring import device_type_here
     from megaspeed.topology.process_settings import allow_open_files
 
-    run = load(options, device_type_here())
+    run = load(options, "cuda" if torch.cuda.is_available() else "cpu")
     try:
         allow_open_files(0, ranks)  # torch's launcher needs some, and shows its stack
     except TopologyError as error:
