@@ -32,7 +32,7 @@ def size_text(inspection: Inspection) -> str:
 
 
 def show_as_json(inspection: Inspection) -> dict[str, Any]:
-    """The figures of `report`."""
+    """The figures of ``report``."""
     assert inspection.state is not None and inspection.model is not None, "it has problems"
     shapes = expected_shapes(inspection.model)
     return {

@@ -78,7 +78,7 @@ class CheckpointFolder:
         return writing
 
     def commit(self, writing: Path) -> Path:
-        """Renames a save to its final name. All its files must be written and flushed.
+        """Rename a save to its final name. All its files must be written and flushed.
 
         Replaces an older checkpoint of the same step.
 
@@ -106,12 +106,12 @@ class CheckpointFolder:
         return checkpoint
 
     def point_latest_to(self, checkpoint: Path) -> None:
-        """Writes the name of a checkpoint into ``latest``."""
+        """Write the name of a checkpoint into ``latest``."""
         write_file(self.root / LATEST, lambda file: file.write(f"{checkpoint.name}\n".encode()))
         flush_folder(self.root)
 
     def discard(self, writing: Path) -> None:
-        """Removes a failed save. What cannot be removed now is left for `clear_leftovers`."""
+        """Remove a failed save. What cannot be removed now is left for ``clear_leftovers``."""
         _remove_if_possible(writing)
 
     def newest_first(self) -> list[Path]:
@@ -121,9 +121,9 @@ class CheckpointFolder:
         return [folder for _, folder in sorted(found, reverse=True)]
 
     def prune(self, keep_last: int) -> list[Path]:
-        """Keeps ``keep_last`` checkpoints: the one named in ``latest`` and those before it.
+        """Keep ``keep_last`` checkpoints: the one named in ``latest`` and those before it.
 
-        Removes older checkpoints and returns them. A checkpoint that cannot be removed stays until
+        Remove older checkpoints and return them. A checkpoint that cannot be removed stays until
         the next call. Checkpoints of later steps than ``latest`` are neither counted nor removed:
         the run has skipped them because they were not complete.
         """
@@ -148,9 +148,9 @@ class CheckpointFolder:
         return sorted([*folders, *([pointer] if pointer.is_file() else [])])
 
     def clear_leftovers(self) -> list[Path]:
-        """Removes the remains of killed saves and removals. No save may be in progress.
+        """Remove the remains of killed saves and removals. No save may be in progress.
 
-        Call it before `newest_first`, because it also renames a complete save whose process was
+        Call it before ``newest_first``, because it also renames a complete save whose process was
         killed before the rename. Returns the removed paths.
         """
         for writing in self.leftovers():
@@ -187,7 +187,7 @@ class CheckpointFolder:
             return None
 
     def _set_aside(self, checkpoint: Path) -> Path | None:
-        """Renames what exists at a checkpoint's path; returns None if nothing exists there."""
+        """Rename what exists at a checkpoint's path; return None if nothing exists there."""
         if not checkpoint.exists() and not checkpoint.is_symlink():
             return None
         aside = checkpoint.with_name(checkpoint.name + _DELETING)
@@ -262,7 +262,7 @@ def _without(suffix: str, path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file, a folder or a link, but not what a link points to."""
+    """Remove a file, a folder or a link, but not what a link points to."""
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     elif path.exists():

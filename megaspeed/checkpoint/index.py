@@ -183,7 +183,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(enumeration: Any, name: str) -> Any:
-    """Replaces getattr, which could reach any function from any class."""
+    """Replace getattr, which could reach any function from any class."""
     if not isinstance(enumeration, EnumType):
         raise _foreign(f"{name} of {enumeration!r}")
     return enumeration[name]

@@ -134,7 +134,7 @@ def _problems_on_all_ranks(checkpoint: Path, share: slice, group: dist.ProcessGr
 
 
 def _inspect(checkpoint: Path, share: slice) -> Inspection:
-    """Reads the index, the run state, and a share of the files, sorted by name."""
+    """Read the index, the run state, and a share of the files, sorted by name."""
     try:
         files = read_manifest(checkpoint)
     except CheckpointError as error:

@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
 so that the model can be exported and can generate text."""
 
 GENERATION = "generation_config.json"
-"""The settings of transformers' `generate`, which a checkpoint of an imported model may have."""
+"""The settings of transformers' ``generate``, which a checkpoint of an imported model may have."""
 
 _FORMAT = 1
 _BLOCK_BYTES = 1 << 22
@@ -83,14 +83,14 @@ def read_tokenizer_files(folder: Path | None) -> dict[str, bytes]:
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileDigest]:
-    """Writes small files, name -> content, into ``folder``; returns the digest of each."""
+    """Write small files, name -> content, into ``folder``; return the digest of each."""
     for name, content in files.items():
         write_file(folder / name, methodcaller("write", content))
     return {name: FileDigest.of(content) for name, content in files.items()}
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileDigest]) -> None:
-    """Writes the manifest of ``folder``; ``files`` has the name and digest of every other file."""
+    """Write the manifest of ``folder``; ``files`` has the name and digest of every other file."""
     digests = {name: asdict(files[name]) for name in sorted(files)}
     write_sealed(folder / MANIFEST, {"format": _FORMAT, "files": digests})
 

@@ -38,7 +38,7 @@ ELEMENTS = "data/0"
 def read_pieces(
     folder: Path, pieces: Iterable[Piece], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fills the values of pieces from the checkpoint in ``folder``.
+    """Fill the values of pieces from the checkpoint in ``folder``.
 
     Args:
         folder: a checkpoint whose checksums are correct.
@@ -142,7 +142,7 @@ def _overlaps(
 def _read_overlap(
     stream: FileIO, offset: int, length: int, sizes: torch.Size, item: ReadItem, piece: Piece
 ) -> None:
-    """Fills a part of ``piece`` from a saved box of ``sizes``. Reads complete rows of the box."""
+    """Fill a part of ``piece`` from a saved box of ``sizes``. Read complete rows of the box."""
     target = _part(piece.values.detach(), item.dest_offsets, item.lengths)
     view: Any = _create_file_view(stream, offset, length)
     try:
@@ -175,7 +175,7 @@ def _part(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
 
 
 def _fill(tensor: Tensor, file: FileIO) -> None:
-    """Reads the bytes of a contiguous tensor in host memory."""
+    """Read the bytes of a contiguous tensor in host memory."""
     unread = tensor.view(-1).numpy().data.cast("B")
     while len(unread):  # the kernel returns at most 2 GiB at once
         size = file.readinto(unread)

@@ -145,7 +145,7 @@ class RunState(Section):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Reads the state of the checkpoint in ``folder``.
+        """Read the state of the checkpoint in ``folder``.
 
         Raises CheckpointError if the file cannot be read, or is not the state of a run.
         """

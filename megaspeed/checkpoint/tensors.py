@@ -298,7 +298,7 @@ class HostCopy:
         self._buffers: list[Tensor] = []
 
     def take(self, pieces: Iterable[Piece]) -> tuple[list[Piece], Callable[[], None]]:
-        """Copies the pieces' current values over the earlier copies, without waiting for a GPU.
+        """Copy the pieces' current values over the earlier copies, without waiting for a GPU.
 
         The copies are enqueued on the current stream. Work that is enqueued later, such as the next
         optimizer step, runs after them, so it cannot change what they read. A stream of their own

@@ -75,7 +75,7 @@ class Saver:
     beside: Mapping[str, bytes] = field(default_factory=dict)
 
     def save(self, pieces: Sequence[Piece], state: RunState) -> SaveReport:
-        """Writes one checkpoint. Reports failures of the disk on any rank and does not raise."""
+        """Write one checkpoint. Report failures of the disk on any rank, and do not raise."""
         start = time.perf_counter()
         step = state.progress.step
         error: str | None = None
@@ -126,7 +126,7 @@ class Saver:
 def write_checkpoint(
     folder: Path, pieces: Iterable[Piece], state: RunState, beside: Mapping[str, bytes]
 ) -> None:
-    """Writes a checkpoint from a process that is not a rank of a run.
+    """Write a checkpoint from a process that is not a rank of a run.
 
     Args:
         folder: an empty folder.
@@ -156,7 +156,7 @@ class WrittenPieces:
 def write_pieces(
     folder: Path, pieces: Iterable[Piece], *, rank: int = 0, file_bytes: int | None = None
 ) -> WrittenPieces:
-    """Writes pieces into the files ``__RANK_0.distcp``, ``__RANK_1.distcp``, ...
+    """Write pieces into the files ``__RANK_0.distcp``, ``__RANK_1.distcp``, ...
 
     Raises OSError if a file could not be written.
     """
@@ -187,7 +187,7 @@ def _complete(
     state: RunState,
     beside: Mapping[str, bytes],
 ) -> int:
-    """Writes the remaining files of a checkpoint whose pieces are written; returns its size.
+    """Write the remaining files of a checkpoint whose pieces are written; return its size.
 
     Raises CheckpointError if the pieces do not contain every element of every tensor exactly once,
     or if a file that another process has written has the wrong size.
@@ -249,12 +249,12 @@ class _HashingStream:
         return self._size
 
     def flush(self) -> None:
-        """Does nothing: torch calls it after each tensor, but one flush of the file is enough."""
+        """Do nothing: torch calls it after each tensor, but one flush of the file is enough."""
 
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Lets torch.save omit its own checksums, because the manifest has one of every file."""
+    """Let torch.save omit its own checksums, because the manifest has one of every file."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

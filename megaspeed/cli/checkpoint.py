@@ -29,7 +29,7 @@ _WIDTH = 120
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command and its two actions."""
+    """Add the command and its two actions."""
     text = "inspect checkpoints"
     parser = commands.add_parser("checkpoint", help=text, description=text)
     actions = parser.add_subparsers(required=True, metavar="action", dest="action")
@@ -43,8 +43,8 @@ def add_to(commands: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Shows the newest checkpoint that seems complete, without reading its large files."""
-    # Imported here: torch takes seconds, which `check` need not wait for.
+    """Show the newest checkpoint that seems complete, without reading its large files."""
+    # Imported here: torch takes seconds, which ``check`` need not wait for.
     from rich.console import Console
 
     from megaspeed.checkpoint.description import report, show_as_json
@@ -72,7 +72,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Checks all checkpoints, newest first, and reports each as soon as it is read."""
+    """Check all checkpoints, newest first, and report each as soon as it is read."""
     from megaspeed.checkpoint.description import verify_as_json
     from megaspeed.checkpoint.folders import folder_of_checkpoints, is_checkpoint, locate
     from megaspeed.checkpoint.inspection import inspect

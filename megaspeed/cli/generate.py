@@ -47,7 +47,7 @@ def add_to(commands: Any) -> None:
 
 def _generate(options: argparse.Namespace) -> None:
     """Print each continuation as soon as it is computed."""
-    # Imported here, because torch takes seconds to load, and `check` does not need it.
+    # Imported here, because torch takes seconds to load, and ``check`` does not need it.
     from megaspeed.hugging_face.generation import Sampling, continue_prompt
 
     sampling = Sampling(

@@ -24,7 +24,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def add_to(commands: Any) -> None:
-    """Adds both commands."""
+    """Add both commands."""
     _add_import(commands)
     _add_export(commands)
 

@@ -56,7 +56,7 @@ def add_tokenizer(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -
 
 
 def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel":
-    """Load the model that the options name, and reports on stderr how a document begins.
+    """Load the model that the options name, and report on stderr how a document begins.
 
     Args:
         options: options of the command.
@@ -82,7 +82,7 @@ def exit_code(
 
     Returns what the command returns; 0 if that is None.
     """
-    # Imported here, because torch takes seconds to load, and `check` does not need it.
+    # Imported here, because torch takes seconds to load, and ``check`` does not need it.
     from megaspeed.checkpoint.errors import CheckpointError
     from megaspeed.hugging_face.weight_files import ComputationError, HuggingFaceError
 

@@ -113,7 +113,7 @@ class StockModel:
 
     @classmethod
     def of(cls, checkpoint: Path, *, tokenizer: Path | None, precision: Precision) -> Self:
-        """Describe the model, without reading its weights. Raises as `export_model` does."""
+        """Describe the model, without reading its weights. Raises as ``export_model`` does."""
         model = model_config(checkpoint)
         config = hugging_face_config(model)
         mend = "name another with --tokenizer"

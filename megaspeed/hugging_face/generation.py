@@ -1,4 +1,4 @@
-"""Continuations of prompts by transformers' `generate`."""
+"""Continuations of prompts by transformers' ``generate``."""
 
 import hashlib
 from dataclasses import dataclass

@@ -48,7 +48,7 @@ class TextModel:
     positions: int  # the largest number of ids that the model can see at once
 
     def finite(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Return the logits after they are checked. This is a logits processor for `generate`.
+        """Return the logits after they are checked. This is a logits processor for ``generate``.
 
         Raises ComputationError if one is NaN or infinite.
         """
@@ -169,7 +169,7 @@ def _load_checkpoint(
 
 
 class _OwnModel(PreTrainedModel, GenerationMixin):
-    """Our model in a class of transformers, so that `generate` runs it, without a cache."""
+    """Our model in a class of transformers, so that ``generate`` runs it, without a cache."""
 
     config_class = PreTrainedConfig
 

@@ -113,7 +113,7 @@ def new_model_folder(
 def compare(
     checkpoint: Path, folder: Path, *, dtype: torch.dtype = torch.float32, strict: bool = False
 ) -> Agreement:
-    """Compares a checkpoint with a Hugging Face model.
+    """Compare a checkpoint with a Hugging Face model.
 
     Args:
         checkpoint: our model.
@@ -149,7 +149,7 @@ def compare(
 
 
 def check_memory(config: ModelConfig) -> None:
-    """Raises HuggingFaceError if memory has no room for a model in fp64 and the logits of both."""
+    """Raise HuggingFaceError if memory has no room for a model in fp64 and the logits of both."""
     parameters = sum(map(math.prod, expected_shapes(config).values()))
     # All logits of one implementation are kept; of the other, those of one prompt at a time.
     single = 3 * sum(_lengths(config)) * config.vocab_size
@@ -172,7 +172,7 @@ def available_memory_bytes() -> int:
 def load_transformers_model(
     folder: Path, *, strict: bool, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """Loads a folder with transformers' AutoModelForCausalLM, on the CPU, in evaluation mode.
+    """Load a folder with transformers' AutoModelForCausalLM, on the CPU, in evaluation mode.
 
     Args:
         folder: a folder with config.json and weights.
@@ -212,7 +212,7 @@ def load_transformers_model(
 class _StayDouble(TorchFunctionMode):
     """Keeps fp64 tensors in fp64 if code asks to convert them to fp32.
 
-    transformers 5.23 rounds to fp32 within LlamaRMSNorm (modeling_llama.py, `forward`), whatever
+    transformers 5.23 rounds to fp32 within LlamaRMSNorm (modeling_llama.py, ``forward``), whatever
     the dtype of the model. Without this mode, fp64 would be no more exact than fp32.
     """
 
@@ -298,7 +298,7 @@ def _compare_logits(
 
 @torch.no_grad()
 def _compare_choices(model: GPT, text: Tensor, prompt: int, tolerance: float) -> None:
-    """Raises Disagreement unless each token of ``text`` after the prompt is our greedy choice.
+    """Raise Disagreement unless each token of ``text`` after the prompt is our greedy choice.
 
     If two logits are closer than the tolerance, either token is a greedy choice.
     """

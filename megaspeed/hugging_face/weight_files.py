@@ -182,7 +182,7 @@ def _shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
 
 
 def check_disk(folder: Path, needed_bytes: int) -> None:
-    """Raises HuggingFaceError if ``folder`` cannot be created, or its disk has too little space."""
+    """Raise HuggingFaceError if ``folder`` cannot be created, or its disk has too little space."""
     above = nearest_existing(folder)
     if not above.is_dir():
         raise HuggingFaceError(

@@ -90,7 +90,7 @@ class Checkpointing:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Waits for a save that is in progress.
+        """Wait for a save that is in progress.
 
         The process groups must exist until the save has ended, because the saving threads of the
         ranks wait for each other. After an exception, this waits for at most 10 seconds, because
@@ -102,7 +102,7 @@ class Checkpointing:
             wait([self._in_flight], timeout=_SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION)
 
     def save(self, progress: Progress) -> None:
-        """Saves the state of the run between two steps.
+        """Save the state of the run between two steps.
 
         With ``training.async_save``, this waits for an earlier save that is still in progress,
         enqueues the copies of the state to host memory, and returns. Only the saving thread waits
@@ -134,12 +134,12 @@ class Checkpointing:
         return finished
 
     def close(self) -> list[SaveReport]:
-        """Waits for a save that is in progress, then returns what ``finished`` returns."""
+        """Wait for a save that is in progress, then return what ``finished`` returns."""
         self._wait()
         return self.finished()
 
     def load(self, checkpoint: Path, *, allow_data_change: bool = False) -> Progress:
-        """Loads a complete checkpoint, so that the run continues from it.
+        """Load a complete checkpoint, so that the run continues from it.
 
         A run that loads an imported model starts at step 0, and its optimizer moments are zero.
         Raises CheckpointError on every rank; lists all differences that prevent the run from
@@ -202,7 +202,7 @@ class Checkpointing:
         )
 
     def _zero_moments_but(self, read: Sequence[str]) -> None:
-        """Sets the kinds of tensors that were not in the checkpoint to zero, as before step 1."""
+        """Set the kinds of tensors that were not in the checkpoint to zero, as before step 1."""
         for fragment in self._worker.engine.state_fragments():
             for kind in KINDS:
                 if kind not in read:

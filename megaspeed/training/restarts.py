@@ -6,7 +6,7 @@
     restart 3    auto: from the checkpoint of step 60 ... 63, fails
     restart 4    ends at once, because restarts 2 and 3 have failed after the same step
 
-`resume.Restarts` makes the decisions of an attempt. This file starts the attempts.
+``resume.Restarts`` makes the decisions of an attempt. This file starts the attempts.
 
 torchrun restarts ranks by itself. For other launchers, ``training.restart`` does it: each process
 that the launcher has started becomes a supervisor, and the rank is its child.

@@ -149,7 +149,7 @@ class ResumeOptions:
 
     @classmethod
     def of(cls, options: Namespace) -> Self:
-        """Reads the options from a parsed command line."""
+        """Read the options from a parsed command line."""
         return cls(
             source=options.resume,
             fresh=options.fresh,
@@ -184,7 +184,7 @@ class Start:
 
 
 def check_resume(options: ResumeOptions, run: Run) -> None:
-    """Checks the options, as far as possible before the ranks connect.
+    """Check the options, as far as possible before the ranks connect.
 
     Raises CheckpointError if the run folder already has checkpoints, ``--resume`` names none, or
     the options would be repeated when a node joins.
@@ -211,7 +211,7 @@ def check_resume(options: ResumeOptions, run: Run) -> None:
 
 
 def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> Start:
-    """Finds the checkpoint to start from, the same on every rank; a collective.
+    """Find the checkpoint to start from, the same on every rank; a collective.
 
     Raises CheckpointError on every rank if there are checkpoints but none is complete, or if a run
     with a different configuration has already taken all steps.
@@ -252,7 +252,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
 
 
 def _candidates(options: ResumeOptions, run: Run) -> list[Path]:
-    """Removes the remains of failed saves. Returns the checkpoints to try, newest first."""
+    """Remove the remains of failed saves. Return the checkpoints to try, newest first."""
     own = checkpoint_folder(run)
     own.clear_leftovers()
     if options.path is not None:
