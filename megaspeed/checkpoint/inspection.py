@@ -68,21 +68,21 @@ class Inspection:
 
 
 def newest_complete(
-    candidates: Sequence[Path], group: dist.ProcessGroup
+    candidates: Sequence[Path], group: dist.ProcessGroup | None = None
 ) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
     """The first complete checkpoint of ``candidates``, and the problems of each one before it.
 
-    This is a collective over ``group``. The checkpoint is None if none is complete.
+    The checkpoint is None if none is complete. Every byte of each is read.
 
     Args:
-        candidates: checkpoints, newest first; those of rank 0 are used.
-        group: each of its ranks reads a share of the files. All read the index and the run state.
+        candidates: checkpoints, newest first; the same on all ranks.
+        group: its ranks call this together, and each reads a share of the files. All read the index
+            and the run state. None for a single process.
     """
-    rank, ranks = group.rank(), group.size()
     skipped: list[tuple[Path, str]] = []
-    for checkpoint in broadcast(group, lambda: list(candidates), CheckpointError):
-        problems = _problems_on_all_ranks(checkpoint, slice(rank, None, ranks), group)
-        if problems is None:
+    for checkpoint in candidates:
+        problems = _problems_on_all_ranks(checkpoint, group)
+        if not problems:
             return checkpoint, tuple(skipped)
         skipped.append((checkpoint, problems))
     return None, tuple(skipped)
@@ -98,21 +98,14 @@ def checkpoint_named(path: Path, report: Callable[[str], None] = lambda problem:
     Raises:
         CheckpointError: there is no complete checkpoint.
     """
-    skipped: list[str] = []
-    for checkpoint in locate(path):
-        problems = problems_of(checkpoint)
-        if not problems:
-            for problem in skipped:
-                report(f"skipped {problem}")
-            return checkpoint
-        skipped.append(f"{checkpoint}: {'; '.join(problems)}")
-    listed = "".join(f"\n  {problem}" for problem in skipped)
-    raise CheckpointError(f"{path} has no complete checkpoint{listed}")
-
-
-def problems_of(checkpoint: Path) -> list[str]:
-    """All problems of a checkpoint, a sentence for each. Reads every byte of it."""
-    return list(inspect(checkpoint).problems)
+    checkpoint, skipped = newest_complete(locate(path))
+    problems = [f"{other}: {why}" for other, why in skipped]
+    if checkpoint is None:
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise CheckpointError(f"{path} has no complete checkpoint{listed}")
+    for problem in problems:
+        report(f"skipped {problem}")
+    return checkpoint
 
 
 def inspect(checkpoint: Path) -> Inspection:
@@ -125,12 +118,13 @@ def glance(checkpoint: Path) -> Inspection:
     return _inspect(checkpoint, slice(0))
 
 
-def _problems_on_all_ranks(checkpoint: Path, share: slice, group: dist.ProcessGroup) -> str | None:
-    """The problems found by the lowest rank that found any; None if no rank found any."""
+def _problems_on_all_ranks(checkpoint: Path, group: dist.ProcessGroup | None) -> str:
+    """The problems found by the lowest rank that found any; empty if no rank found any."""
+    if group is None:
+        return "; ".join(inspect(checkpoint).problems)
+    share = slice(group.rank(), None, group.size())
     found = gather(group, lambda: "; ".join(_inspect(checkpoint, share).problems), CheckpointError)
-    return broadcast(
-        group, lambda: next((problems for problems in found if problems), None), CheckpointError
-    )
+    return broadcast(group, lambda: next(filter(None, found), ""), CheckpointError)
 
 
 def _inspect(checkpoint: Path, share: slice) -> Inspection:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.checkpoint.inspection import problems_of
+from megaspeed.checkpoint.inspection import inspect
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.verify import merge_shards
@@ -141,7 +141,7 @@ def test_a_run_continues_bit_by_bit(
     size = run.grid.world_size
     before = pool.run(size, save, run, corpus)
     checkpoint = only_checkpoint(tmp_path)
-    assert problems_of(checkpoint) == []
+    assert inspect(checkpoint).problems == ()
     after = pool.run(size, load, run, corpus, checkpoint)
     for one, other in zip(before, after, strict=True):
         assert one.losses == other.losses

@@ -13,7 +13,7 @@ import pytest
 
 from megaspeed.checkpoint import writing
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.inspection import problems_of
+from megaspeed.checkpoint.inspection import inspect
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.supervision.answers import gather
@@ -68,7 +68,7 @@ def test_the_save_under_way_is_whole(pool: RankPool, tmp_path: Path, failing: li
     corpus = tiny_corpus(run, tmp_path / "cache")
     ended = pool.run(2, fail_with_a_save_under_way, run, corpus, failing)
     assert [rank for rank, error in enumerate(ended) if error is not None] == failing
-    assert problems_of(only_checkpoint(tmp_path)) == []
+    assert inspect(only_checkpoint(tmp_path)).problems == ()
 
 
 def fail_with_a_save_that_never_ends(

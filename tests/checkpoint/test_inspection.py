@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.inspection import glance, inspect, problems_of
+from megaspeed.checkpoint.inspection import glance, inspect
 from megaspeed.checkpoint.manifest import INDEX, MANIFEST, read_manifest, write_manifest
 from megaspeed.checkpoint.run_state import RUN_STATE
 from tests.checkpoint.written import CONFIG, change_index, run_state, seal, write_checkpoint
@@ -52,7 +52,7 @@ def entry_of_up(index: Metadata) -> TensorStorageMetadata:
 
 
 def only_problem(checkpoint: Path) -> str:
-    (problem,) = problems_of(checkpoint)
+    (problem,) = inspect(checkpoint).problems
     return problem
 
 
@@ -104,14 +104,14 @@ def test_a_damaged_index_is_never_unpickled(checkpoint: Path, tmp_path: Path) ->
             return os.mkdir, (str(trace),)
 
     (checkpoint / INDEX).write_bytes(pickle.dumps(Trap()))
-    assert len(problems_of(checkpoint)) == len(glance(checkpoint).problems) == 1
+    assert len(inspect(checkpoint).problems) == len(glance(checkpoint).problems) == 1
     assert not trace.exists()
 
 
 def test_a_save_that_did_not_end_has_no_manifest(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).unlink()
     assert only_problem(checkpoint).startswith("manifest.json is missing; it is written last")
-    assert problems_of(checkpoint / "nowhere")[0].startswith("manifest.json is missing")
+    assert inspect(checkpoint / "nowhere").problems[0].startswith("manifest.json is missing")
 
 
 def test_a_file_that_belongs_to_nobody_is_noted_and_no_problem(checkpoint: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_renamed_step_is_reported_and_any_other_name_is_free(checkpoint: Path)
     assert only_problem(renamed).startswith(
         "its name has step 200, but its run_state.json has step"
     )
-    assert problems_of(renamed.rename(renamed.with_name("best"))) == []
+    assert inspect(renamed.rename(renamed.with_name("best"))).problems == ()
 
 
 def test_tensors_of_another_model_than_the_configuration_are_reported(checkpoint: Path) -> None:
@@ -190,7 +190,7 @@ def test_elements_that_two_ranks_wrote_and_pieces_without_a_place_are_reported(
         entry_of_up(index).chunks.append(piece)
 
     change_index(checkpoint, double)
-    assert problems_of(checkpoint) == [
+    assert list(inspect(checkpoint).problems) == [
         f"{UP}: [0:128, 0:32] and [127:128, 0:32] both hold some of its elements",
         f"{UP}: no file of the checkpoint contains its [127:128, 0:32]",
     ]
@@ -280,7 +280,7 @@ def test_a_place_that_cannot_be_right_is_reported_though_it_was_sealed(
     checkpoint: Path, change: Callable[[Metadata], None], message: str
 ) -> None:
     change_index(checkpoint, change)
-    found = problems_of(checkpoint)
+    found = inspect(checkpoint).problems
     assert len(found) in (1, 2) and message in found[0]
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.inspection import newest_complete, problems_of
+from megaspeed.checkpoint.inspection import inspect, newest_complete
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.supervision.answers import broadcast
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, started
 from tests.support.rank_pool import RankFailure, RankPool
@@ -42,9 +43,9 @@ def train_until_killed(
     folder = CheckpointFolder(run.run_dir / "checkpoints")
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
-        if launch.rank == 0:
-            folder.clear_leftovers()
-        newest, skipped = newest_complete(folder.newest_first(), context.checkpoint_group)
+        group = context.checkpoint_group
+        broadcast(group, folder.clear_leftovers)
+        newest, skipped = newest_complete(broadcast(group, folder.newest_first), group)
         assert skipped == (), "what bears a checkpoint's name is whole"
         if newest is not None:
             rank.progress = rank.checkpointing.load(newest)
@@ -103,7 +104,7 @@ def test_a_killed_save_never_costs_a_checkpoint(pool: RankPool, tmp_path: Path) 
             pool.run(RANKS, train_until_killed, run, corpus, victim, seed)
         torn += bool(folder.leftovers())
         whole = folder.newest_first()
-        assert whole and [problems_of(checkpoint) for checkpoint in whole] == [[]] * len(whole)
+        assert whole and not any(inspect(checkpoint).problems for checkpoint in whole)
         assert int(whole[0].name.removeprefix("step-")) > newest, f"kill {seed} cost progress"
         newest = int(whole[0].name.removeprefix("step-"))
     assert torn >= KILLS // 4, "most kills missed the saves that they were meant for"

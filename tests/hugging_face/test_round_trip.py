@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from megaspeed.checkpoint.inspection import problems_of
+from megaspeed.checkpoint.inspection import inspect
 from megaspeed.checkpoint.reading import load_model, model_config
 from megaspeed.config.hugging_face import read_model_section
 from megaspeed.config.model import ModelConfig
@@ -43,7 +43,7 @@ def test_there_and_back_is_the_same_to_the_last_bit(make: Make, tmp_path: Path) 
         "verified: logits of 3 prompts of up to 96 tokens differ by at most"
     )
     assert reported[-1].endswith("and 64 greedy tokens are the same")
-    assert problems_of(tmp_path / "checkpoint") == []
+    assert inspect(tmp_path / "checkpoint").problems == ()
     export_model(tmp_path / "checkpoint", tmp_path / "back", report=reported.append)
     assert reported[-1].startswith("verified: ")
     assert same(weights_in(folder), weights_in(tmp_path / "back"))

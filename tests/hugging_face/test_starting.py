@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megaspeed.checkpoint.inspection import problems_of
+from megaspeed.checkpoint.inspection import inspect
 from megaspeed.checkpoint.manifest import read_tokenizer_files
 from megaspeed.checkpoint.reading import load_model, model_config
 from megaspeed.checkpoint.run_state import Progress, RunState
@@ -120,7 +120,7 @@ def test_a_run_starts_from_it_and_its_checkpoints_are_exported_with_their_tokeni
     checkpoints = tmp_path / "run" / "checkpoints"
     assert f"resuming from {checkpoints / 'step-00000001'}" in second[1].splitlines()
     newest = checkpoints / "step-00000002"
-    assert problems_of(newest) == [] and RunState.read(newest).kinds == KINDS
+    assert inspect(newest).problems == () and RunState.read(newest).kinds == KINDS
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     theirs, ours = map(AutoTokenizer.from_pretrained, (folder, tmp_path / "out"))
