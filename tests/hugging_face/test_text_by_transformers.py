@@ -1,0 +1,157 @@
+"""Both commands compute for a checkpoint what stock transformers computes for its export.
+
+A model that was trained here sees an end-of-text before a document. An imported one sees what the
+template of its tokenizer puts before a text. What a template puts after a text is ignored.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from megaspeed.cli import main
+from megaspeed.hugging_face.exporting import export_model
+from megaspeed.hugging_face.importing import import_model
+from tests.hugging_face.models import llama, saved
+from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
+
+TEXT = LICENSE.read_text()[2000:2600]
+PROMPT = "You may"
+GREEDY = ("--temperature", 0, "--max-tokens", 16)
+END = 0
+BEGIN = 300
+"""The last id, which a template puts before a text."""
+
+TEMPLATES = {"begun": "<s> $A", "closed": "<s> $A <|endoftext|>", "bare": None}
+"""How the tokenizers of imported models encode a text: as Llama's, with an end too, as GPT-2's."""
+
+
+def imported(root: Path, template: str | None) -> Path:
+    """The checkpoint of an imported Llama of 301 ids."""
+    torch.manual_seed(3)
+    folder = saved(llama(), root / "theirs")
+    tokenizer = Tokenizer.from_file(str(write_tokenizer(root / "tokenizer.json", BEGIN)))
+    tokenizer.add_special_tokens(["<s>"])
+    assert tokenizer.token_to_id("<s>") == BEGIN
+    if template is not None:
+        named = [("<s>", BEGIN), ("<|endoftext|>", END)]
+        tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=named)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|endoftext|>"
+    ).save_pretrained(folder)
+    import_model(folder, root / "ours", verify=False)
+    return root / "ours"
+
+
+Models = Callable[[str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Returns (checkpoint, its export) of a model, which is made once."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def of(name: str) -> tuple[Path, Path]:
+        if name not in made:
+            root = tmp_path_factory.mktemp("model")
+            is_imported = name in TEMPLATES
+            checkpoint = (
+                imported(root, TEMPLATES[name]) if is_imported else checkpoint_of_text(root)
+            )
+            export_model(checkpoint, root / "exported", verify=False)
+            made[name] = checkpoint, root / "exported"
+        return made[name]
+
+    return of
+
+
+def figures(tmp_path: Path, *command: Any) -> Any:
+    """What a command writes to --json."""
+    file = tmp_path / "figures.json"
+    assert main([*map(str, command), "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def likeliest(exported: Path, ids: list[int]) -> list[int]:
+    """16 greedy tokens of stock transformers after ``ids``. None of them ends the text."""
+    model = AutoModelForCausalLM.from_pretrained(exported).eval()
+    drawn = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0].tolist()
+    assert len(drawn) == len(ids) + 16 and END not in drawn[len(ids) :]
+    return drawn[len(ids) :]  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def loss_of(exported: Path, ids: list[int]) -> float:
+    """Loss of stock transformers over disjoint windows. The first id is not predicted."""
+    model = AutoModelForCausalLM.from_pretrained(exported).eval()
+    row, length = torch.tensor(ids), model.config.max_position_embeddings
+    nats = 0.0
+    for start in range(0, len(ids) - 1, length):
+        targets = row[start + 1 : start + length + 1]
+        logits = model(row[None, start : start + len(targets)]).logits[0]
+        nats += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    return nats / (len(ids) - 1)
+
+
+NOTHING = "nothing, but an empty prompt with <|endoftext|> (id 0)"
+# model, --opening -> the ids before a document
+OPENINGS: list[tuple[str, str, list[int]]] = [
+    ("trained here", "auto", [END]),
+    ("begun", "auto", [BEGIN]),
+    ("begun", "end-of-text", [END]),
+    ("closed", "auto", [BEGIN]),
+    ("bare", "auto", []),
+]
+
+
+@pytest.mark.parametrize(("name", "opening", "before"), [*OPENINGS, ("begun", "nothing", [])])
+def test_generate(
+    models: Models,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    opening: str,
+    before: list[int],
+) -> None:
+    checkpoint, exported = models(name)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    ids = tokenizer(PROMPT, add_special_tokens=False).input_ids
+    capsys.readouterr()
+    command = ["generate", "--checkpoint", checkpoint, "--opening", opening, *GREEDY]
+    found = figures(tmp_path, *command, "--prompt", PROMPT)
+    words = {(): NOTHING, (END,): "<|endoftext|> (id 0)", (BEGIN,): "<s> (id 300)"}[(*before,)]
+    assert f"a document begins with {words}; --opening changes this\n" in capsys.readouterr().err
+    assert found["continuations"][0]["ids"] == likeliest(exported, [*before, *ids])
+    assert found["continuations"][0]["text"] == tokenizer.decode(likeliest(exported, before + ids))
+    begun = figures(tmp_path, *command)["continuations"][0]["ids"]
+    assert begun == likeliest(exported, before or [END])
+
+
+@pytest.mark.parametrize(("name", "opening", "before"), OPENINGS)
+def test_evaluate(
+    models: Models, tmp_path: Path, name: str, opening: str, before: list[int]
+) -> None:
+    checkpoint, exported = models(name)
+    ids = AutoTokenizer.from_pretrained(exported)(TEXT, add_special_tokens=False).input_ids
+    (text := tmp_path / "a.txt").write_text(TEXT)
+    found = figures(tmp_path, "evaluate", text, "--checkpoint", checkpoint, "--opening", opening)
+    assert (found["opening"], found["tokens"], found["bytes"]) == (before or [END], len(ids), 600)
+    loss = loss_of(exported, [*(before or [END]), *ids])
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(loss * len(ids) / math.log(2) / 600, rel=1e-6)
+
+
+def test_the_template_of_transformers_and_the_opening_matter(models: Models) -> None:
+    """The story: an imported model was shown the text alone, and continued otherwise."""
+    exported, closed = models("begun")[1], models("closed")[1]
+    ids = AutoTokenizer.from_pretrained(exported)(PROMPT).input_ids
+    assert ids[0] == BEGIN
+    assert AutoTokenizer.from_pretrained(closed)(PROMPT).input_ids == [*ids, END]
+    assert likeliest(exported, ids[1:]) != likeliest(exported, ids)
