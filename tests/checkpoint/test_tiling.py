@@ -1,11 +1,12 @@
 """Boxes that tile a tensor, and those that do not: against counting every element."""
 
-import random
-
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megaspeed.checkpoint.tensors import Box, tiling_problem
+
+SHAPE = (13, 9)
 
 
 def counted(shape: tuple[int, ...], boxes: list[Box]) -> bool:
@@ -16,30 +17,30 @@ def counted(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     return bool((seen == 1).all())
 
 
-def cut(shape: tuple[int, int], randomly: random.Random, cuts: int) -> list[Box]:
-    """A tiling: the whole, cut again and again along a row or a column."""
-    boxes = [Box((0, 0), shape)]
-    for _ in range(cuts):
-        box = boxes.pop(randomly.randrange(len(boxes)))
-        dim = randomly.randrange(2)
-        size = randomly.randint(0, box.sizes[dim])
+@st.composite
+def tilings(draw: st.DrawFn) -> list[Box]:
+    """SHAPE, cut again and again along a row or a column."""
+    boxes = [Box((0, 0), SHAPE)]
+    for _ in range(draw(st.integers(0, 12))):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, 1))
+        size = draw(st.integers(0, box.sizes[dim]))
         sizes, rest, start = list(box.sizes), list(box.sizes), list(box.offsets)
         sizes[dim], rest[dim], start[dim] = size, box.sizes[dim] - size, box.offsets[dim] + size
         boxes += [Box(box.offsets, tuple(sizes)), Box(tuple(start), tuple(rest))]
-    randomly.shuffle(boxes)
-    return boxes
+    return draw(st.permutations(boxes))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_it_agrees_with_counting_whatever_is_moved_left_out_or_doubled(seed: int) -> None:
-    randomly, shape = random.Random(seed), (13, 9)
-    tiling = cut(shape, randomly, cuts=12)
-    assert counted(shape, tiling) and tiling_problem(shape, tiling) is None
-    for position, box in enumerate(tiling):
-        others = tiling[:position] + tiling[position + 1 :]
-        moved = Box((randomly.randrange(13 - box.sizes[0] + 1), box.offsets[1]), box.sizes)
-        for changed in (others, [*tiling, box], [*others, moved]):
-            assert (tiling_problem(shape, changed) is None) == counted(shape, changed)
+@given(tilings(), st.data())
+def test_it_agrees_with_counting_whatever_is_moved_left_out_or_doubled(
+    tiling: list[Box], data: st.DataObject
+) -> None:
+    assert counted(SHAPE, tiling) and tiling_problem(SHAPE, tiling) is None
+    box, *others = tiling
+    row = data.draw(st.integers(0, SHAPE[0] - box.sizes[0]))
+    moved = Box((row, box.offsets[1]), box.sizes)
+    for changed in (others, [*tiling, box], [*others, moved]):
+        assert (tiling_problem(SHAPE, changed) is None) == counted(SHAPE, changed)
 
 
 def test_what_is_wrong_is_reported_in_numbers() -> None:

@@ -3,14 +3,16 @@
 Every token of a document is predicted once, from all that its window shows before it.
 """
 
+import itertools
 import math
-import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
@@ -184,33 +186,24 @@ def test_the_two_drawings_of_the_module() -> None:
     assert cut([range(1, 9)], length=4, stride=2) == overlapping
 
 
-@pytest.mark.parametrize(("length", "stride"), [(1, 1), (4, 4), (4, 3), (4, 1), (7, 5), (50, 20)])
-@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 8, 9, 33])
-@pytest.mark.parametrize("opening", [[END], [-3, -2, END]], ids=["one opens", "three open"])
-def test_each_token_is_predicted_once_from_its_window(
-    opening: list[int], tokens: int, length: int, stride: int
-) -> None:
-    text = list(range(1, tokens + 1))
-    document = [*opening, *text]
-    windows = cut([text], length, stride, opening)
+@given(st.data())
+def test_each_token_is_predicted_once_from_its_window(data: st.DataObject) -> None:
+    """Whatever the pieces of the document are."""
+    length = data.draw(st.integers(1, 12), "length")
+    stride = data.draw(st.integers(1, length), "stride")
+    opening = [-3, -2, END][-data.draw(st.integers(1, 3), "ids before the document") :]
+    text = list(range(1, 1 + data.draw(st.integers(0, 40), "tokens")))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6), "cuts"))
+    stretches = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    windows = cut(stretches, length, stride, opening)
     assert all(window.counted > 0 for window in windows)
     reported = predictions(windows)
     assert [token for token, _ in reported] == text
+    document = [*opening, *text]
     for place, (_, seen) in enumerate(reported, start=len(opening)):
         # The window in which it counts is the first one that reaches it.
         window = 0 if place <= length else -(-(place - length) // stride)
         assert list(seen) == document[window * stride : place]
-
-
-def test_the_windows_do_not_depend_on_the_pieces_of_a_document() -> None:
-    generator = random.Random(5)
-    document = list(range(1, 40))
-    for _ in range(50):
-        length = generator.randint(1, 12)
-        stride = generator.randint(1, length)
-        cuts = sorted(generator.choices(range(40), k=generator.randint(0, 6)))
-        stretches = [document[a:b] for a, b in zip([0, *cuts], [*cuts, 39], strict=True)]
-        assert cut(stretches, length, stride) == cut([document], length, stride)
 
 
 def test_a_document_is_not_predicted_from_the_one_before() -> None:

@@ -84,7 +84,7 @@ def likeliest(exported: Path, ids: list[int]) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(exported).eval()
     drawn = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0].tolist()
     assert len(drawn) == len(ids) + 16 and END not in drawn[len(ids) :]
-    return drawn[len(ids) :]  # type: ignore[no-any-return]
+    return drawn[len(ids) :]
 
 
 @torch.no_grad()
