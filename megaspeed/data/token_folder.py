@@ -13,7 +13,7 @@ again if its size or times change, and verifies its checksum.
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,7 @@ _FORMAT = 2
 _FORMATS_READ = (1, 2)
 _KEYS_OF_INDEX = {"format", "shards", "tokenizer_fingerprint"}
 _KEYS_OF_PLAN = {"format", "input", "shard_tokens"}
+_LINES_BYTES = 1 << 20  # lines that are written at once
 _COPY_AGAIN = "copy the folder again, or write it again with `megaspeed tokenize --fresh`"
 
 
@@ -82,39 +83,29 @@ class Progress:
 
     Attributes:
         files: number of complete input files.
-        shards: the complete shards.
-        open_tokens, open_documents: their number in the shard that is not complete.
+        shards: in order. The last one may be open, and has no checksum yet.
+        sizes: the bytes of each file that grows, when everything was flushed last.
         skipped: number of bad records.
-        documents_bytes, skipped_bytes: lengths of the two files of lines.
         largest_id: the largest id in any shard.
         read_bytes: bytes of the input that were read.
     """
 
     files: int = 0
     shards: list[Shard] = field(default_factory=list)
-    open_tokens: int = 0
-    open_documents: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
     skipped: int = 0
-    documents_bytes: int = 0
-    skipped_bytes: int = 0
     largest_id: int = 0
     read_bytes: int = 0
 
     @property
     def tokens(self) -> int:
         """Number of tokens in all shards."""
-        return sum(shard.tokens for shard in self.shards) + self.open_tokens
+        return sum(shard.tokens for shard in self.shards)
 
     @property
     def documents(self) -> int:
         """Number of documents in all shards."""
-        return sum(shard.documents for shard in self.shards) + self.open_documents
-
-
-def write_index(folder: Path, index: TokenFolderIndex) -> None:
-    """Write the index, which finishes a folder. Its shards must be on the disk."""
-    facts = {**asdict(index), "shards": [asdict(shard) for shard in index.shards]}
-    write_sealed(folder / INDEX, {"format": _FORMAT, **facts})
+        return sum(shard.documents for shard in self.shards)
 
 
 class TokenFolderWriter:
@@ -124,86 +115,88 @@ class TokenFolderWriter:
         progress: what has been written so far.
     """
 
-    def __init__(self, folder: Path, dtype: str, shard_tokens: int, progress: Progress) -> None:
-        """Truncates the files to `progress`, and removes later shards.
+    def __init__(self, folder: Path, shard_tokens: int, progress: Progress) -> None:
+        """Truncate the files to what ``progress`` states, and remove the others.
 
         Raises:
-            DataError: a file is shorter than `progress` states.
+            DataError: a file is shorter than ``progress`` states.
         """
-        self._folder, self._shard_tokens = folder, shard_tokens
-        self.progress = progress
-        kept = {shard.file: shard.tokens for shard in progress.shards}
-        if progress.open_tokens:
-            kept[self._open_shard.name] = progress.open_tokens
-        for path in folder.glob(SHARDS):
-            if path.name not in kept:
-                path.unlink()
-        for name, tokens in kept.items():
-            _truncate(folder / name, tokens * np.dtype(dtype).itemsize)
-        _truncate(folder / DOCUMENTS, progress.documents_bytes)
-        _truncate(folder / SKIPPED, progress.skipped_bytes)
-        self._documents = (folder / DOCUMENTS).open("ab")
-        self._skipped = (folder / SKIPPED).open("ab")
-
-    def close(self) -> None:
-        """Closes the files of lines. Removes the list of bad records if there are none."""
-        self._documents.close()
-        self._skipped.close()
-        if not self.progress.skipped:
-            (self._folder / SKIPPED).unlink()
-
-    @property
-    def _open_shard(self) -> Path:
-        """The shard that is not complete, which may not exist yet."""
-        return self._folder / f"tokens-{len(self.progress.shards):05}.bin"
+        self._folder, self._shard_tokens, self.progress = folder, shard_tokens, progress
+        self._lines = {DOCUMENTS: bytearray(), SKIPPED: bytearray()}
+        self._written: set[str] = set()
+        for path in (*folder.glob(SHARDS), folder / DOCUMENTS, folder / SKIPPED):
+            if path.name not in progress.sizes:
+                path.unlink(missing_ok=True)
+        for name, size in progress.sizes.items():
+            _truncate(folder / name, size)
 
     def add_document(self, file_name: str, document: DocumentHash) -> None:
-        """Writes the line of a document."""
-        self._documents.write(document_line(file_name, document.size_bytes, document.content))
+        """Write the line of a document."""
+        self._add_line(DOCUMENTS, document_line(file_name, document.size_bytes, document.content))
 
     def add_skipped(self, record: BadRecord) -> None:
-        """Writes the line of a bad record."""
+        """Write the line of a bad record."""
         facts = {"file": str(record.path), "where": record.where, "problem": record.problem}
-        self._skipped.write(json.dumps(facts).encode("utf-8") + b"\n")
+        self._add_line(SKIPPED, json.dumps(facts).encode("utf-8") + b"\n")
         self.progress.skipped += 1
 
     def write(self, packed: Packed) -> None:
-        """Appends ids. A shard ends with the document that fills it."""
+        """Append ids. A shard ends with the document that fills it."""
         self.progress.largest_id = max(self.progress.largest_id, int(packed.ids.max(initial=0)))
         start = documents = 0
         for number, stop in enumerate(packed.document_ends.tolist(), start=1):
-            if self.progress.open_tokens + stop - start >= self._shard_tokens:
-                self._append(packed.ids[start:stop], number - documents)
+            if self._open_shard().tokens + stop - start >= self._shard_tokens:
+                self._append_ids(packed.ids[start:stop], number - documents)
                 self.complete_shard()
                 start, documents = stop, number
-        self._append(packed.ids[start:], len(packed.document_ends) - documents)
+        self._append_ids(packed.ids[start:], len(packed.document_ends) - documents)
 
     def complete_shard(self) -> None:
-        """Ends the open shard, if it has tokens."""
-        now, path = self.progress, self._open_shard
-        if now.open_tokens:
+        """End the open shard, if it has tokens."""
+        shard = self._open_shard()
+        if shard.tokens:
+            path = self._folder / shard.file
             _flush(path)
-            shard = Shard(path.name, now.open_tokens, now.open_documents, sha256_of(path))
-            now.shards.append(shard)
-            now.open_tokens = now.open_documents = 0
+            self.progress.shards[-1] = replace(shard, checksum=sha256_of(path))
 
     def flush(self) -> None:
-        """Flushes everything to the disk, and counts the bytes of the lines."""
-        self._documents.flush()
-        self._skipped.flush()
-        self.progress.documents_bytes = self._documents.tell()
-        self.progress.skipped_bytes = self._skipped.tell()
-        _flush(self._folder / DOCUMENTS)
-        _flush(self._folder / SKIPPED)
-        if self.progress.open_tokens:
-            _flush(self._open_shard)
+        """Flush everything to the disk, and note the size of each file."""
+        for name, lines in self._lines.items():
+            self._append(name, lines)
+            lines.clear()
+        for name in self._written:
+            _flush(self._folder / name)
+            self.progress.sizes[name] = (self._folder / name).stat().st_size
+        self._written.clear()
 
-    def _append(self, ids: NDArray[np.unsignedinteger], documents: int) -> None:
+    def _open_shard(self) -> Shard:
+        """Return the shard that is not complete, which may have no tokens yet."""
+        shards = self.progress.shards
+        if shards and not shards[-1].checksum:
+            return shards[-1]
+        return Shard(f"tokens-{len(shards):05}.bin", tokens=0, documents=0, checksum="")
+
+    def _append_ids(self, ids: NDArray[np.unsignedinteger], documents: int) -> None:
+        shard, shards = self._open_shard(), self.progress.shards
         if len(ids):
-            with self._open_shard.open("ab") as stream:
-                stream.write(ids.tobytes())
-            self.progress.open_tokens += len(ids)
-            self.progress.open_documents += documents
+            self._append(shard.file, ids.tobytes())
+            shards[len(shards) - bool(shard.tokens) :] = [
+                replace(
+                    shard, tokens=shard.tokens + len(ids), documents=shard.documents + documents
+                )
+            ]
+
+    def _add_line(self, name: str, line: bytes) -> None:
+        self._lines[name] += line
+        if len(self._lines[name]) >= _LINES_BYTES:
+            self._append(name, self._lines[name])
+            self._lines[name].clear()
+
+    def _append(self, name: str, content: bytes | bytearray) -> None:
+        if content:
+            with (self._folder / name).open("ab") as stream:
+                stream.write(content)
+            self._written.add(name)
 
 
 def _truncate(path: Path, size_bytes: int) -> None:
@@ -213,13 +206,18 @@ def _truncate(path: Path, size_bytes: int) -> None:
             f"{path} must have the {size_bytes:,} bytes that {PLAN} states, but has {found:,}; "
             "start again with --fresh"
         )
-    with path.open("ab") as stream:
-        stream.truncate(size_bytes)
+    os.truncate(path, size_bytes)
 
 
 def _flush(path: Path) -> None:
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
+
+
+def write_index(folder: Path, index: TokenFolderIndex) -> None:
+    """Write the index, which finishes a folder. Its shards must be on the disk."""
+    facts = {**asdict(index), "shards": [asdict(shard) for shard in index.shards]}
+    write_sealed(folder / INDEX, {"format": _FORMAT, **facts})
 
 
 def is_token_folder(path: Path) -> bool:

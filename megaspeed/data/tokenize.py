@@ -15,7 +15,7 @@ input file. plan.json and documents.jsonl are removed at the end.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,10 +49,10 @@ DEFAULT_SHARD_TOKENS = 1 << 29
 """1 GiB of ids of 2 bytes."""
 
 # Increment it if the code changes so that the same plan gives other files.
-_FORMAT = 2
+_FORMAT = 3
 _LOCK = ".lock"
 _PROGRESS = "progress"
-_TEMPORARY_FILES = (PLAN, DOCUMENTS, "progress.json")  # version 0.1 wrote the last one
+_TEMPORARY_FILES = (PLAN, DOCUMENTS)
 _ALL = (INDEX, *_TEMPORARY_FILES, SKIPPED, SHARDS, TOKENIZER_FILE, CONFIG_FILE)
 # The plan is saved after input files of at least this size, because saving makes the processes
 # idle.
@@ -100,11 +100,8 @@ def tokenize(
         progress.read_bytes = sum(size for _, size, _, _ in states[: progress.files])
         _save(folder, plan, progress)
         tokenizer.save(folder)
-        dtype = id_type(tokenizer.vocab_size)
-        with (
-            closing(TokenFolderWriter(folder, dtype, shard_tokens, progress)) as writer,
-            encoder(tokenizer, folder, processes) as encode,
-        ):
+        writer = TokenFolderWriter(folder, shard_tokens, progress)
+        with encoder(tokenizer, folder, processes) as encode:
             report(progress)
             for group in _groups(states, progress.files):
                 pieces = _read(files[group], states[group], writer, skip)
@@ -249,24 +246,25 @@ def _earlier_progress(folder: Path, plan: Facts, *, skips: bool) -> Progress:
     if before is None:
         _refuse_others(folder)
         return Progress()
-    # Version 0.1 saved its progress elsewhere; its plan differs in the format.
-    stored = TypeAdapter(Progress).validate_python(before.pop(_PROGRESS, {"open_tokens": 1}))
-    if not stored.tokens:
-        return Progress()
+    stored = before.pop(_PROGRESS, None)
     differing = [key for key, value in plan.items() if before.get(key) != value]
+    is_readable = "format" not in differing
+    progress = TypeAdapter(Progress).validate_python(stored) if is_readable else Progress()
+    if is_readable and not progress.tokens:
+        return Progress()
     if differing:
         raise DataError(
             f"the tokenization in {folder} can only be continued as it was started, but its "
             f"{' and '.join(differing)} differed then; restore that, name another --output, or "
             "start again with --fresh"
         )
-    if stored.skipped and not skips:
+    if progress.skipped and not skips:
         raise DataError(
-            f"the tokenization in {folder} has skipped {stored.skipped} bad records with "
+            f"the tokenization in {folder} has skipped {progress.skipped} bad records with "
             f"--skip-bad (listed in {folder / SKIPPED}); state it again, or start again with "
             "--fresh"
         )
-    return stored
+    return progress
 
 
 def _refuse_others(folder: Path) -> None:
