@@ -20,7 +20,7 @@ _WIDTH = 120
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     text = "show what a run trains on at any step"
     parser = add_command(commands, "show-batch", run, text, needs_world_size=False)
     which = parser.add_mutually_exclusive_group(required=True)
@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prepares the corpus as training does, and shows the samples."""
+    """Prepare the corpus as training does, and show the samples."""
     # torch takes seconds to import, and wrong input should be reported without that delay.
     from rich.console import Console
 

@@ -14,7 +14,7 @@ from megaspeed.files.paths import path_problem
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``INPUT...``, ``--dataset`` and the options for them."""
+    """Add ``INPUT...``, ``--dataset`` and the options for them."""
     parser.add_argument(
         "input",
         nargs="*",
@@ -49,7 +49,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
 
 
 def text_files(options: argparse.Namespace) -> list[SourceFile]:
-    """The files that the options name.
+    """Return the files that the options name.
 
     Raises:
         DataError: every problem with them.

@@ -54,7 +54,7 @@ class _Display:
         return (self._tokens - self._tokens_before) / seconds
 
     def report(self, progress: Progress) -> None:
-        """Shows the progress. The first call shows the progress of earlier commands."""
+        """Show the progress. The first call shows the progress of earlier commands."""
         self._tokens, self.skipped = progress.tokens, progress.skipped
         if self._bar is not None:
             text = f"{self._tokens:,} tokens, {self.tokens_per_second():,.0f} tokens/s"
@@ -67,7 +67,7 @@ class _Display:
             self._bar.tell(f"continuing after {self._tokens:,} tokens")
 
     def skip(self, record: BadRecord) -> None:
-        """Shows the first few bad records."""
+        """Show the first few bad records."""
         assert self._bar is not None, "the progress is reported first"
         if self._records < _RECORDS_SHOWN:
             self._bar.tell(f"skipped: {record.path}, {record.where}: {record.problem}")
@@ -81,7 +81,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = add_parser(commands, "tokenize", run, "write text as a folder of token files")
     add_text_options(parser)
     parser.add_argument(
@@ -123,7 +123,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the token folder, and reports what it holds."""
+    """Write the token folder, and report what it holds."""
     files = text_files(options)
     tokenizer = load_tokenizer(str(options.tokenizer), "--tokenizer")
     try:

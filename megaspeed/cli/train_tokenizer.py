@@ -20,7 +20,7 @@ from megaspeed.files.paths import folder_problem, path_argument
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = add_parser(commands, "train-tokenizer", run, "train a byte-level BPE on text")
     add_text_options(parser)
     parser.add_argument(
@@ -36,7 +36,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains on the text. The folder is complete or absent."""
+    """Train on the text. The folder is complete or absent."""
     output: Path = options.output
     problem = folder_problem("--output", output)
     if problem is not None:

@@ -1,4 +1,4 @@
-"""Shows samples of the training stream: where each is in the data, its ids and its text."""
+"""Show samples of the training stream: where each is in the data, its ids and its text."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +42,7 @@ class ShownSample:
 
 
 def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[ShownSample]:
-    """The samples, in the given order."""
+    """Yield the samples, in the given order."""
     order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
     rows = Rows(corpus.train, corpus.sequence_length)
     tokenizer = None if corpus.tokenizer is None else load_tokenizer(str(corpus.tokenizer))
@@ -79,7 +79,7 @@ def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[Sho
 def _documents(
     file: TokenFile,
 ) -> tuple[NDArray[np.int64], Callable[[], Iterator[tuple[str, int]]]]:
-    """(the last token of each document, its file and number), of the whole file; or nothing."""
+    """Return (last token, file and number of each document) of the complete file; or nothing."""
     origins = file.path.with_name(ORIGINS)
     listed: list[tuple[str, list[int]]] = []
     if origins.exists():  # the folder was made from text by a run
@@ -95,7 +95,7 @@ def _documents(
 
 
 def samples_table(samples: Iterable[ShownSample]) -> Table:
-    """A row for each sample, with ids and text shortened."""
+    """Return a row for each sample, with ids and text shortened."""
     table = Table(show_lines=True, expand=True)
     table.add_column("sample", justify="right")
     table.add_column("from", ratio=3)

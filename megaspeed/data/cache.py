@@ -1,6 +1,6 @@
 """The cache on disk, which all processes of a machine share.
 
-    CACHE/text/KEY/...             the tokens of a corpus of text, see `text_cache.py`
+    CACHE/text/KEY/...             the tokens of a corpus of text, see ``text_cache.py``
     CACHE/checksums/KEY.json       the checksum of a shard of a token folder
     CACHE/surveys/KEY.json         what a pass over a foreign token file found
     CACHE/write.lock               held by the process that writes

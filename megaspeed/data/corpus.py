@@ -1,4 +1,4 @@
-"""Prepares a corpus from its sources. Each machine does this once.
+"""Prepare a corpus from its sources, once on each machine.
 
 files of text    -> documents -> training | validation -> token folders in the cache --+
 files of tokens  -> mapped as they are ------------------------------------------------+-> mixture
@@ -39,9 +39,9 @@ class PreparedCorpus:
         tokenizer: a folder with tokenizer.json and tokenizer_config.json in the cache; None if all
             sources are foreign token files and no tokenizer is named.
         sequence_length: S, tokens.
-        seed: `data.seed`.
+        seed: ``data.seed``.
         reset_at_documents: whether attention and positions restart at every document.
-        documents: describes the documents of `data.train`; None if even their number is unknown.
+        documents: describes the documents of ``data.train``; None if even their number is unknown.
     """
 
     train: Mixture
@@ -80,9 +80,9 @@ class PreparedCorpus:
         return 0 if self.validation is None else self.validation.sequences(self.sequence_length)
 
     def check(self, vocab_size: int) -> None:
-        """Raises DataError with every problem that prevents training on the corpus.
+        """Raise DataError with every problem that prevents training on the corpus.
 
-        An id is not below `vocab_size`, a component does not fill one sequence, or the files were
+        An id is not below ``vocab_size``, a component does not fill one sequence, or the files were
         made with different tokenizers. If attention restarts at every document, it is also a
         problem if the end-of-text token of a file is unknown.
         """
@@ -142,7 +142,7 @@ class PreparedCorpus:
 
 
 def _size_of(component: Component) -> str:
-    """The size of a component that is too short."""
+    """State the size of a component that is too short."""
     documents = [file.index.documents for file in component.files]
     counted = sum(count for count in documents if count is not None)
     known = f" in {counted} documents" if None not in documents else ""
@@ -153,13 +153,13 @@ def _size_of(component: Component) -> str:
 def prepare_corpus(
     data: DataConfig, vocab_size: int, *, cache_dir: Path | None = None, reports_waits: bool = True
 ) -> PreparedCorpus:
-    """Prepares the corpus. Tokenizes text only if this machine has not done so before.
+    """Prepare the corpus. Tokenize text only if this machine has not done so before.
 
     Any number of processes may call this at the same time. It needs no process group.
 
     Args:
-        data: the `data` section.
-        vocab_size: `model.vocab_size`; token ids must be below it.
+        data: the ``data`` section.
+        vocab_size: ``model.vocab_size``; token ids must be below it.
         cache_dir: folder for prepared data. If None: $MEGASPEED_CACHE, or ~/.cache/megaspeed.
         reports_waits: whether to report on standard error which links were skipped, that a search
             takes long, and that this process waits for another one that prepares data.

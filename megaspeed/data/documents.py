@@ -1,4 +1,4 @@
-"""Reads files as documents, first to hash them and then to encode them.
+"""Read files as documents, first to hash them and then to encode them.
 
     file      --read once-->   document 0, document 1, ...     (sizes and hashes; no text)
     document  --read again-->  piece . piece . piece(ends document)
@@ -56,7 +56,7 @@ class DocumentHash:
 
 
 def read_documents(files: Sequence[SourceFile], otherwise: str = "") -> list[Document]:
-    """Every document with at least one byte, in the order of the files.
+    """Return every document with at least one byte, in the order of the files.
 
     Args:
         files: the files to read.
@@ -72,7 +72,7 @@ def read_documents(files: Sequence[SourceFile], otherwise: str = "") -> list[Doc
 
 
 def no_text(files: Sequence[SourceFile]) -> DataError:
-    """The error of a corpus without a single document."""
+    """Return the error of a corpus without a single document."""
     return DataError(
         f"a corpus must have text, but its {len(files)} files, starting with {files[0].path}, "
         "have 0 bytes of it; name files with text"
@@ -141,12 +141,12 @@ def corpus_fingerprint(documents: Iterable[Document]) -> str:
 
 
 def document_line(file_name: str, size_bytes: int, content: str) -> bytes:
-    """The part of a corpus fingerprint for one document."""
+    """Return the part of a corpus fingerprint for one document."""
     return json.dumps([file_name, size_bytes, content]).encode("utf-8") + b"\n"
 
 
 def changed_while_read(what: str) -> DataError:
-    """The error of a file that changed between two reads."""
+    """Return the error of a file that changed between two reads."""
     return DataError(
         f"a corpus must not change while it is read, but {what} did; start again once it is "
         "complete"

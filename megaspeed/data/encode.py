@@ -1,4 +1,4 @@
-"""Encodes pieces of documents as token ids, with an end-of-text token after each document.
+"""Encode pieces of documents as token ids, with an end-of-text token after each document.
 
     pieces   "The sun"  " rose." |  "It rained." |
     ids      464 4252   8278 13    1026 33697 13
@@ -62,7 +62,7 @@ class Packed:
 
 
 def pack(pieces: Sequence[Piece], tokenizer: TextTokenizer, is_continued: bool = False) -> Packed:
-    """The ids of consecutive pieces. If `is_continued`, the first one continues a document."""
+    """Return the ids of consecutive pieces. ``is_continued``: the first continues a document."""
     continued = [is_continued, *(not piece.ends_document for piece in pieces)][: len(pieces)]
     texts: dict[bool, list[str]] = {False: [], True: []}
     for piece, continues in zip(pieces, continued, strict=True):
@@ -114,7 +114,7 @@ def encode(pieces: Iterable[Piece], tokenizer: TextTokenizer) -> Iterator[Packed
 
 
 def read_batches(pieces: Iterable[Piece], characters: int) -> Iterator[tuple[list[Piece], bool]]:
-    """All pieces, in batches of about ``characters`` characters.
+    """Yield all pieces, in batches of about ``characters`` characters.
 
     Yields:
         (consecutive pieces, whether the first one continues a document of the previous batch)
@@ -134,12 +134,12 @@ def read_batches(pieces: Iterable[Piece], characters: int) -> Iterator[tuple[lis
 def encode_in_processes(
     pieces: Iterable[Piece], tokenizer: Path, pool: Executor, processes: int
 ) -> Iterator[Packed]:
-    """The ids of all pieces, in the order of the text.
+    """Yield the ids of all pieces, in the order of the text.
 
     Args:
         pieces: the text. It is read ahead, up to the limit of batches in flight.
         tokenizer: the folder of a tokenizer, which each process loads.
-        pool: a pool from `worker_pool`.
+        pool: a pool from ``worker_pool``.
         processes: number of processes of the pool.
     """
     in_flight: deque[Future[Packed]] = deque()
@@ -176,7 +176,7 @@ def _loaded(folder: Path) -> TextTokenizer:
 
 @contextmanager
 def worker_pool(processes: int) -> Iterator[Executor]:
-    """A pool of processes that end when the ``with`` block ends.
+    """Start a pool of processes that end when the ``with`` block ends.
 
     Raises:
         WorkerDied: a process ended earlier.
@@ -199,7 +199,7 @@ def worker_pool(processes: int) -> Iterator[Executor]:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Blocks Ctrl-C in processes that are started in the block, because they inherit it.
+    """Block Ctrl-C in processes that are started in the block, because they inherit it.
 
     A terminal sends the signal to all processes, and each would print its stack. This process
     receives it after the block.

@@ -28,17 +28,17 @@ class DataError(ValueError):
 
 
 def raise_any(problems: Iterable[str | None]) -> None:
-    """Raises DataError if there is a problem; None means no problem."""
+    """Raise DataError if there is a problem; None means no problem."""
     found = [problem for problem in problems if problem is not None]
     if found:
         raise DataError(*found)
 
 
 def for_each(items: Iterable[Item], function: Callable[[Item], Result]) -> list[Result]:
-    """The results of `function` for all items.
+    """Return the results of ``function`` for all items.
 
     Raises:
-        DataError: the problems of all items for which `function` raised one.
+        DataError: the problems of all items for which ``function`` raised one.
     """
     results: list[Result] = []
     problems: list[str] = []

@@ -49,7 +49,7 @@ _READ_AT_ONCE_TOKENS = 1 << 22
 
 
 def why_not_16_bit(path: Path, vocab_size: int) -> str | None:
-    """A problem if the first ids of a nanoGPT file seem to have 32 bits; None if they do not.
+    """Return a problem if the first ids of a nanoGPT file seem to have 32 bits; otherwise None.
 
     In a file of 32-bit ids, every second 16-bit number is the upper half of an id. It is 0 if the
     vocabulary is at most 65,536, and a small number if it is larger. 16-bit ids do not look like
@@ -68,7 +68,7 @@ def why_not_16_bit(path: Path, vocab_size: int) -> str | None:
 
 
 def open_nanogpt(path: Path, cache: Cache) -> TokenFile:
-    """Opens a file of 16-bit ids.
+    """Open a file of 16-bit ids.
 
     Raises:
         DataError: it is empty, has half an id at its end, or has the header of another format.
@@ -93,7 +93,7 @@ def open_nanogpt(path: Path, cache: Cache) -> TokenFile:
 
 
 def open_megatron(prefix: Path, cache: Cache) -> TokenFile:
-    """Opens a pair of .bin and .idx as one token file.
+    """Open a pair of .bin and .idx as one token file.
 
     Args:
         prefix: NAME, without .bin or .idx.
@@ -153,7 +153,7 @@ class MegatronIndex:
 
     @classmethod
     def read(cls, prefix: Path) -> Self:
-        """Reads the header and checks both sizes.
+        """Read the header and check both sizes.
 
         Raises:
             DataError: a file is missing, has another format or does not match the other one.
@@ -212,7 +212,7 @@ class MegatronIndex:
         return ends
 
     def document_end_near(self, token: int) -> int | None:
-        """The first end of a document at or after `token`; if there is none, the last before it.
+        """Return the first end of a document at or after ``token``, or else the last before it.
 
         The result is never 0 or the end of the file. It is None if the file is one document.
         """
@@ -227,7 +227,7 @@ class MegatronIndex:
         return None
 
     def read_completely(self) -> Facts:
-        """The result of one pass over both files; see `_read_ids`.
+        """Read both files completely, and return what was found; see ``_read_ids``.
 
         Raises:
             DataError: sequences are not consecutive, documents are not in order, or an id is
@@ -275,7 +275,7 @@ def _check_index_size(path: Path, sequences: int, bounds: int) -> None:
 
 
 def _parse(path: Path, header: bytes) -> tuple[TokenDtype, int, int]:
-    """(dtype of the ids, sequences, document bounds)."""
+    """Return (dtype of the ids, sequences, document bounds)."""
     if header[: len(_MAGIC)] != _MAGIC:
         raise DataError(
             f"an indexed dataset's .idx begins with {_MAGIC!r}, but {path} with "
@@ -301,7 +301,7 @@ def _parse(path: Path, header: bytes) -> tuple[TokenDtype, int, int]:
 def _read_ids(
     path: Path, ids: NDArray[np.integer], document_ends: NDArray[np.int64] | None = None
 ) -> Facts:
-    """Reads every id once.
+    """Read every id once.
 
     Args:
         path: the file, for messages.

@@ -116,7 +116,7 @@ def split_documents(
 def _cut(
     group: Sequence[Document], held_out: set[str], copies: Counter[str], fraction: float
 ) -> Cut | None:
-    """The end of the longest document without copies, if complete documents are not enough."""
+    """Cut the longest document without copies, if complete documents are not enough."""
     wanted = fraction * _bytes(group)
     training = [document for document in group if document.content not in held_out]
     missing = wanted - (_bytes(group) - _bytes(training))
@@ -128,7 +128,7 @@ def _cut(
 
 
 def _chosen(bytes_of: dict[str, int], fraction: float, seed: int) -> set[str]:
-    """The content hashes of documents to hold out. Together they do not exceed the fraction."""
+    """Choose the contents to hold out, by hash. Together they do not exceed the fraction."""
     room_bytes = fraction * sum(bytes_of.values())
     ranked = sorted(
         bytes_of, key=lambda content: hashlib.sha256(f"{seed}:{content}".encode()).digest()
@@ -160,7 +160,7 @@ def _bytes_of(documents: Sequence[Document]) -> dict[str, int]:
 
 
 def hold_out_tokens(files: Sequence[TokenFile], fraction: float, seed: int) -> Sides:
-    """Holds out `fraction` of the tokens of each file, with an error of at most 2 %.
+    """Hold out ``fraction`` of the tokens of each file, with an error of at most 2 %.
 
     A file is divided into blocks so that about 16 blocks are held out. If they would be shorter
     than 65,536 tokens, fewer blocks are held out. Blocks are selected in the order of sha256(seed,
@@ -170,7 +170,7 @@ def hold_out_tokens(files: Sequence[TokenFile], fraction: float, seed: int) -> S
     Args:
         files: complete token files.
         fraction: in [0, 1).
-        seed: `data.seed`.
+        seed: ``data.seed``.
 
     Raises:
         DataError: a file has a single token.
@@ -183,7 +183,7 @@ def hold_out_tokens(files: Sequence[TokenFile], fraction: float, seed: int) -> S
 
 
 def hold_out_spans(file: TokenFile, spans: Sequence[tuple[int, int]]) -> Sides:
-    """The file without the spans [first, stop), and the spans. Adjacent spans are joined."""
+    """Return the file without the spans [first, stop), and the spans. Adjacent spans are joined."""
     bounds = [0, *(bound for span in sorted(spans) for bound in span), file.index.tokens]
     between = list(zip(bounds[::2], bounds[1::2], strict=True))
     return _stretches(file, between), _stretches(file, spans)
@@ -200,7 +200,7 @@ def _stretches(file: TokenFile, spans: Sequence[tuple[int, int]]) -> tuple[Token
 
 
 def document_span(file: TokenFile, number: int) -> tuple[int, int]:
-    """The range [first, stop) of the ids of a document, including its end-of-text token."""
+    """Return the range [first, stop) of the ids of a document, including its end-of-text token."""
     ends_before, first = 0, 0
     for ends in _document_ends(file, 1):
         if ends_before + len(ends) > number:
@@ -235,7 +235,7 @@ def _held_out_blocks(file: TokenFile, fraction: float, seed: int) -> list[tuple[
 
 
 def _inside(file: TokenFile, wanted: int) -> int:
-    """`wanted`, but at least 1 and less than all tokens.
+    """``wanted``, but at least 1 and less than all tokens.
 
     Raises:
         DataError: the file has a single token.
@@ -250,7 +250,7 @@ def _inside(file: TokenFile, wanted: int) -> int:
 
 
 def _end_near(file: TokenFile, token: int, slack: int) -> int:
-    """The first end of a document in [token, token + slack]; if there is none, `token`."""
+    """Return the first end of a document in [token, token + slack]; if there is none, ``token``."""
     if file.megatron_index is not None:
         end = MegatronIndex.read(file.megatron_index.with_suffix("")).document_end_near(token)
         return end if end is not None and token <= end <= token + slack else token
@@ -262,7 +262,7 @@ def _end_near(file: TokenFile, token: int, slack: int) -> int:
 
 
 def _document_ends(file: TokenFile, first: int) -> Iterator[NDArray[np.int64]]:
-    """The ends of documents from `first` on, as numbers of tokens from the start, in blocks."""
+    """Yield the ends of documents from ``first`` on, counted in tokens, in blocks."""
     ids = file.map()
     for start in range(first - 1, len(ids), _SCANNED_AT_ONCE_TOKENS):
         block = ids[start : start + _SCANNED_AT_ONCE_TOKENS]

@@ -50,7 +50,7 @@ class LoaderShape:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.dp_size
 
     def rows(self, micro_batch: int) -> range:
-        """The rows of this rank in a micro-batch, counted over all dp ranks."""
+        """Return the rows of this rank in a micro-batch, counted over all dp ranks."""
         first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
         return range(first, first + self.micro_batch_size)
 
@@ -63,11 +63,11 @@ def read_micro_batch(
     sequence_length: int,
     end_of_text: int | None = None,
 ) -> MicroBatch:
-    """Reads rows of S + 1 tokens, and adds padding rows up to `micro_batch_size`.
+    """Read rows of S + 1 tokens, and add padding rows up to ``micro_batch_size``.
 
     The first S tokens of a row are its inputs, the last S its targets.
 
-    If `end_of_text` is given, attention and positions restart at every document. The end-of-text
+    If ``end_of_text`` is given, attention and positions restart at every document. The end-of-text
     token after a document belongs to the next document. So each token is predicted only from its
     own document, and the first token of a document only from the end-of-text token.
     """
@@ -92,10 +92,10 @@ def read_micro_batch(
 
 
 class OneAhead(Generic[Key, Item]):
-    """Calls `load` for the expected next item in a background thread.
+    """Calls ``load`` for the expected next item in a background thread.
 
-    `get(key)` always returns `load(key)`. If another key was expected, it only takes longer. An
-    error in the thread is raised by the `get` of its item.
+    ``get(key)`` always returns ``load(key)``. If another key was expected, it only takes longer. An
+    error in the thread is raised by the ``get`` of its item.
 
     Args:
         load: reads an item. It is called from another thread.
@@ -120,7 +120,7 @@ class OneAhead(Generic[Key, Item]):
         self._expected: tuple[Key, Future[Item]] | None = None
 
     def get(self, key: Key) -> Item:
-        """Returns `load(key)`, which may already be read if this key was expected."""
+        """Return ``load(key)``, which may already be read if this key was expected."""
         expected, self._expected = self._expected, None
         if expected is not None and expected[0] == key:
             item = expected[1].result()
@@ -131,7 +131,7 @@ class OneAhead(Generic[Key, Item]):
         return item
 
     def close(self) -> None:
-        """Ends the thread, and discards the item that it reads."""
+        """End the thread, and discard the item that it reads."""
         self._expected = None
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -139,7 +139,7 @@ class OneAhead(Generic[Key, Item]):
 def _reader(
     corpus: PreparedCorpus, mixture: Mixture, order: TrainingOrder, micro_batch_size: int
 ) -> Callable[[Sequence[int]], MicroBatch]:
-    """A function that reads at most a micro-batch of samples into host memory."""
+    """Return a function that reads at most a micro-batch of samples into host memory."""
     rows = Rows(mixture, corpus.sequence_length)
     end_of_text = corpus.end_of_text if corpus.reset_at_documents else None
     # PreparedCorpus.check refuses this.
@@ -158,7 +158,7 @@ def _reader(
 
 
 class TrainingLoader:
-    """Micro-batches of the training stream, on `device`.
+    """Micro-batches of the training stream, on ``device``.
 
     If the device is a GPU, the next micro-batch is read into pinned memory in the background. The
     loader has no position: the trainer passes the number of samples it has consumed.
@@ -176,14 +176,14 @@ class TrainingLoader:
             self._ahead = OneAhead(self._read_pinned, self._following, self._device)
 
     def micro_batch(self, samples_consumed: int, micro_batch: int) -> MicroBatch:
-        """Micro-batch `micro_batch` of the step that starts after `samples_consumed` samples."""
+        """Read a micro-batch of the step that starts after ``samples_consumed`` samples."""
         key = (samples_consumed, micro_batch)
         if self._ahead is None:
             return self._read(key).to(self._device)
         return self._ahead.get(key).to(self._device)
 
     def close(self) -> None:
-        """Ends the background thread, if there is one."""
+        """End the background thread, if there is one."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -203,11 +203,11 @@ class TrainingLoader:
 
 
 class ValidationLoader:
-    """The first K rows of the validation data in order, as micro-batches, on `device`.
+    """The first K rows of the validation data in order, as micro-batches, on ``device``.
 
     K = min(eval_batches x train_batch_size, validation sequences) at every layout. Every dp rank
     has the same number of full micro-batches: rows beyond K are padding, whose targets are all
-    -100. The mean loss is the sum over all ranks divided by `predicted_tokens`.
+    -100. The mean loss is the sum over all ranks divided by ``predicted_tokens``.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class ValidationLoader:
         return (self.micro_batch(micro_batch) for micro_batch in range(len(self)))
 
     def micro_batch(self, micro_batch: int) -> MicroBatch:
-        """Micro-batch `micro_batch`, in [0, len(self)); `samples` are the numbers of the rows."""
+        """Read a micro-batch, in [0, len(self)). Its ``samples`` are the numbers of the rows."""
         assert self._read_samples is not None and 0 <= micro_batch < len(self), micro_batch
         rows = [row for row in self._shape.rows(micro_batch) if row < self.sequences]
         return self._read_samples(rows).to(self._device)

@@ -44,7 +44,7 @@ _SMALLEST_BLOCK = 1024
 
 
 def count_sequences(tokens: int, sequence_length: int) -> int:
-    """Number of sequences of `sequence_length` inputs and targets in `tokens` tokens."""
+    """Count the sequences of ``sequence_length`` inputs and targets in ``tokens`` tokens."""
     return max(0, (tokens - 1) // sequence_length)
 
 
@@ -77,7 +77,7 @@ class Component:
         return sum(file.index.tokens for file in self.files)
 
     def first_sequences(self, sequence_length: int) -> list[int]:
-        """The number of the first sequence in each file, then the number of all sequences."""
+        """Number the first sequence in each file; then comes the number of all sequences."""
         counts = (count_sequences(file.index.tokens, sequence_length) for file in self.files)
         return list(accumulate(counts, initial=0))
 
@@ -137,7 +137,7 @@ class Mixing:
 
     @classmethod
     def of(cls, weights: Sequence[float], key: str) -> Self:
-        """Converts decimal weights to integers: 0.1 is exactly one tenth, not a double."""
+        """Convert decimal weights to integers: 0.1 is exactly one tenth, not a double."""
         fractions = [Fraction(repr(weight)) for weight in weights]
         common = math.lcm(*(fraction.denominator for fraction in fractions))
         whole = tuple(int(fraction * common) for fraction in fractions)
@@ -145,7 +145,7 @@ class Mixing:
         return cls(whole, max(_SMALLEST_BLOCK, 1 << (rarest - 1).bit_length()), key)
 
     def draw(self, sample: int) -> tuple[int, int]:
-        """(component k, number of earlier samples of k)."""
+        """Return (component k, number of earlier samples of k)."""
         if len(self.weights) == 1:
             return 0, sample
         before, here = self._descend(sample)
@@ -153,7 +153,7 @@ class Mixing:
         return component, before[component]
 
     def counts_in_blocks(self, blocks: int) -> list[int]:
-        """Draws of each component in the first `blocks` blocks.
+        """Count the draws of each component in the first ``blocks`` blocks.
 
         Cumulative shares are rounded down, so the counts add up. They never decrease from one block
         to the next, because every component has at least one sample in a block.
@@ -163,7 +163,7 @@ class Mixing:
         return [end - start for start, end in zip([0, *bounds], bounds, strict=False)]
 
     def _descend(self, sample: int) -> tuple[list[int], list[int]]:
-        """(draws of each component before the sample, draws of each in the sample: a single 1)."""
+        """Return (draws of each component before the sample, draws in the sample: a single 1)."""
         block, position = divmod(sample, self.block)
         before = self.counts_in_blocks(block)
         here = [
@@ -186,7 +186,7 @@ class Mixing:
 
 
 def _left_half(draws: Sequence[int], bits: int) -> list[int]:
-    """The draws in the left half of a stretch of a block."""
+    """Return the draws in the left half of a stretch of a block."""
     left = [count // 2 for count in draws]
     odd = [component for component, count in enumerate(draws) if count % 2]
     for pair, (one, other) in enumerate(zip(odd[::2], odd[1::2], strict=True)):
@@ -195,7 +195,7 @@ def _left_half(draws: Sequence[int], bits: int) -> list[int]:
 
 
 def mix_64(value: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): 64 bits to 64 bits."""
+    """Hash 64 bits to 64 bits: SplitMix64's finalizer (Steele, Lea, Flood, OOPSLA 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)

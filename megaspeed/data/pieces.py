@@ -89,7 +89,7 @@ OnBad = Callable[[BadRecord], None]
 
 
 def refuse(record: BadRecord, otherwise: str = "") -> None:
-    """Raises DataError; `otherwise` is appended and states what else can be done."""
+    """Raise DataError. ``otherwise`` states what else can be done."""
     raise DataError(f"{record}{otherwise}")
 
 
@@ -98,14 +98,14 @@ class TextFormat(ABC):
 
     Attributes:
         has_records: whether the file has records with several fields and is on this machine. Then
-            the first record shows whether `text_field` is right.
+            the first record shows whether ``text_field`` is right.
     """
 
     has_records: ClassVar[bool] = False
 
     @abstractmethod
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
-        """The text of every document, in order.
+        """Yield the text of every document, in order.
 
         Raises:
             OSError: the file does not exist, or this user may not read it.
@@ -120,12 +120,12 @@ class TextFormat(ABC):
         return state_of(path)
 
     def part(self) -> str:
-        """Identifies one of several texts at the same path; empty if there is only one."""
+        """Identify one of several texts at the same path; empty if there is only one."""
         return ""
 
 
 def pieces_of(text: str, read_bytes: int) -> Iterator[Piece]:
-    """A document that is in memory, in pieces."""
+    """Yield a document that is in memory, in pieces."""
     if len(text) * _LONGEST_CHARACTER_BYTES <= PIECE_BYTES:
         yield Piece(text, True, read_bytes)
         return
@@ -139,10 +139,10 @@ def pieces_of(text: str, read_bytes: int) -> Iterator[Piece]:
 
 
 def cut_at_most(text: bytes | bytearray, limit: int) -> int:
-    """The last place at or before `limit` at which the text may be cut.
+    """Return the last place at or before ``limit`` at which the text may be cut.
 
     Args:
-        text: UTF-8, longer than `limit`, which is more than 64 KiB.
+        text: UTF-8, longer than ``limit``, which is more than 64 KiB.
         limit: bytes.
     """
     window = limit - _CUT_WINDOW_BYTES
@@ -190,7 +190,7 @@ def _begins_character(byte: int) -> bool:
 
 
 def what_is_wrong(value: object) -> str | None:
-    """Describes a value that is not text; None if it is text."""
+    """Describe a value that is not text; None if it is text."""
     if value is None:
         return "null"
     if not isinstance(value, str):
@@ -204,7 +204,7 @@ def what_is_wrong(value: object) -> str | None:
 
 
 def no_such_field(name: str, present: Iterable[str], kind: str) -> str:
-    """The problem of a record without this field, or of a table without this column."""
+    """Return the problem of a record without this field, or of a table without this column."""
     names = [f'"{other}"' for other in present]
     shown = ", ".join(names[:_FIELDS_SHOWN]) or "none"
     more = f" and {len(names) - _FIELDS_SHOWN} more" if len(names) > _FIELDS_SHOWN else ""

@@ -44,7 +44,7 @@ _MAPPED_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """A permutation of [0, `size`); calling it maps one index."""
+    """A permutation of [0, ``size``); calling it maps one index."""
 
     size: int
     half_bits: int
@@ -52,7 +52,7 @@ class Permutation:
 
     @classmethod
     def keyed(cls, size: int, key: bytes) -> Self:
-        """The permutation that a key selects; different keys give unrelated permutations."""
+        """Return the permutation that a key selects; different keys give unrelated permutations."""
         assert size >= 1, size
         half_bits = ((size - 1).bit_length() + 1) // 2
         digest = hashlib.sha512(key).digest()
@@ -78,7 +78,7 @@ class Sampler:
     """The order of the sequences of one component.
 
     Attributes:
-        seed: `data.seed`.
+        seed: ``data.seed``.
         fingerprint: the fingerprint of the component.
         sequences: n in the module's docstring, at least 1.
     """
@@ -91,7 +91,7 @@ class Sampler:
         assert self.sequences >= 1, self.sequences
 
     def sequence_of(self, draw: int) -> int:
-        """The sequence, in [0, sequences), of the draw."""
+        """Return the number of the sequence that the component's sample ``draw`` has."""
         epoch, position = divmod(draw, self.sequences)
         key = f"{self.seed}:{self.fingerprint}:{epoch}".encode()
         return Permutation.keyed(self.sequences, key)(position)
@@ -135,7 +135,7 @@ class TrainingOrder:
 
     @classmethod
     def of(cls, mixture: Mixture, seed: int, sequence_length: int) -> Self:
-        """The places of a mixture. Each of its components must have at least one sequence."""
+        """Order the sequences of a mixture, of which each component has at least one."""
         weights = [component.weight for component in mixture.components]
         firsts = [component.first_sequences(sequence_length) for component in mixture.components]
         samplers = [
@@ -146,7 +146,7 @@ class TrainingOrder:
         return cls(mixing, tuple(samplers), tuple(firsts), sequence_length)
 
     def place_of(self, sample: int) -> Place:
-        """The place of a sample of the stream; `sample` is at least 0."""
+        """Return the place of a sample of the stream; ``sample`` is at least 0."""
         component, draw = self.mixing.draw(sample)
         sequence = self._sequence_of(self.samplers[component], draw)
         first_sequences = self.first_sequences[component]
@@ -188,7 +188,7 @@ class Rows:
         self._mapped = lru_cache(_MAPPED_AT_ONCE)(self._map)
 
     def at(self, place: Place) -> NDArray[np.integer]:
-        """The S + 1 ids of the row at this place, in the dtype of the file."""
+        """Return the S + 1 ids of the row at this place, in the dtype of the file."""
         ids = self._mapped(place.component, place.file)
         return ids[place.first_token : place.first_token + self._sequence_length + 1]
 

@@ -1,6 +1,6 @@
-"""Finds what sources name: a file, a folder, a prefix of token files, or the matches of a glob.
+"""Find what sources name: a file, a folder, a prefix of token files, or the matches of a glob.
 
-`!books/drafts` or `!README*` excludes files from the sources before it.
+``!books/drafts`` or ``!README*`` excludes files from the sources before it.
 """
 
 import glob
@@ -23,7 +23,7 @@ _REPORTED_AFTER_SECONDS = 5.0
 
 
 def find(sources: Sequence[Source], setting: str, report: bool = False) -> list[Found]:
-    """What the sources name, without what is excluded. Datasets and python-stdlib name no path.
+    """List what sources name, without what is excluded. Datasets and python-stdlib have no path.
 
     Raises:
         DataError: every exclusion that removes nothing, or all that a source names.
@@ -54,9 +54,9 @@ def find(sources: Sequence[Source], setting: str, report: bool = False) -> list[
 
 
 def paths_at(text: str, report: bool = False) -> list[Path]:
-    """The absolute paths that a path, a prefix of token files or a glob names, sorted.
+    """Return the absolute paths that a path, a prefix of token files or a glob names, sorted.
 
-    If `report`, a search that takes long is reported once on standard error.
+    If ``report``, a search that takes long is reported once on standard error.
     """
     path = expand_home(text)
     if os.path.exists(path) or os.path.isfile(f"{path}.idx"):  # its name may look like a glob
@@ -73,9 +73,9 @@ def paths_at(text: str, report: bool = False) -> list[Path]:
 
 
 def matches(pattern: Path) -> Iterator[list[str]]:
-    """As `glob.glob(recursive=True)`: those in each folder that `**` stands for, some repeatedly.
+    """Match as ``glob.glob(recursive=True)``, folder by folder for ``**``, some paths repeatedly.
 
-    `**` enters each folder once, so links in a circle end.
+    ``**`` enters each folder once, so links in a circle end.
     """
     if "**" not in pattern.parts:
         yield glob.glob(str(pattern))
@@ -88,7 +88,7 @@ def matches(pattern: Path) -> Iterator[list[str]]:
 
 
 def _folders_from(top: str) -> Iterator[str]:
-    """The folder and those below it, without hidden ones. Links to folders are entered last.
+    """Yield the folder and those below it, without hidden ones. Links to folders are entered last.
 
     So a file is found below its real folder if possible. A link to a folder above leads nowhere.
     """
@@ -103,7 +103,7 @@ def _folders_from(top: str) -> Iterator[str]:
 
 
 def fixed_part(pattern: Path) -> Path:
-    """The folder above the first part of the pattern that has a wildcard."""
+    """Return the folder above the first part of the pattern that has a wildcard."""
     return Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts[:-1]))
 
 
@@ -114,7 +114,7 @@ def _exclusion(text: str) -> tuple[str, ...]:
 
 
 def _excludes(pattern: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether the pattern matches the path or a folder above it. It may state a name as is."""
+    """Return whether the pattern, or a name as is, matches the path or a folder above it."""
     if not pattern or not names:
         return set(pattern) <= {"**"}
     if pattern[0] == "**":

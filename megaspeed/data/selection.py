@@ -1,11 +1,11 @@
-"""Finds the files that a `data` section names, checks that they fit together, reads their state.
+"""Find the files that a ``data`` section names, check that they fit together, read their state.
 
 Sources become *shares*, each of which becomes one component of the mixture:
 
     no weights   [a.txt, b.jsonl, TOKENS]            one share: all of them, read once an epoch
     weights      [a.txt 3, b.jsonl 1, TOKENS 2]      three shares, with these weights
 
-The tokenizer is determined by `data.tokenizer` and the sources:
+The tokenizer is determined by ``data.tokenizer`` and the sources:
 
     a path       any                              this tokenizer; token folders must be made with it
     train        token folders, and others        the folders' tokenizer, which must be the same
@@ -80,7 +80,7 @@ class Selection:
 
 
 def select_files(data: DataConfig, report: bool = False) -> Selection:
-    """Finds the files and reads their state. Does not read text. `report` is as in `find_shares`.
+    """Find the files and read their state, but no text. ``report`` is as in ``find_shares``.
 
     Raises:
         DataError: every problem with the sources, or with the choice of the tokenizer.
@@ -116,7 +116,7 @@ def settled_files(data: DataConfig) -> Selection:
 
 
 def find_problems(data: DataConfig, vocab_size: int) -> Iterator[str]:
-    """Every problem that can be found without reading the corpus, as soon as it is found."""
+    """Yield every problem that can be found without reading the corpus, as soon as it is found."""
     shares: Sequence[Share] = ()
     try:
         train, validation = _find_both(data, report=False)
@@ -136,13 +136,13 @@ def find_problems(data: DataConfig, vocab_size: int) -> Iterator[str]:
 
 
 def first_ids(shares: Sequence[Share], vocab_size: int) -> list[str]:
-    """Problems with the first ids of token files whose format does not state the size of an id."""
+    """Return problems with the first ids of token files that do not state the size of an id."""
     problems = (why_not_tokens(place, vocab_size) for place in token_places(shares))
     return [problem for problem in problems if problem is not None]
 
 
 def _first_records(shares: Sequence[Share]) -> Iterator[str]:
-    """Problems with the first record of each file, such as a wrong `text_field`."""
+    """Yield problems with the first record of each file, such as a wrong ``text_field``."""
     on_bad = partial(refuse, otherwise=SKIP_BEFOREHAND)
     for file in (file for share in shares for file in share.files if file.format.has_records):
         try:
@@ -154,7 +154,7 @@ def _first_records(shares: Sequence[Share]) -> Iterator[str]:
 def _find_both(
     data: DataConfig, report: bool
 ) -> tuple[tuple[Share, ...], tuple[Share, ...] | None]:
-    """(shares of training, of validation or None)."""
+    """Return (shares of training, of validation or None)."""
     listed = [(data.train_sources, "data.train")]
     if data.validation_sources is not None:
         listed.append((data.validation_sources, "data.validation"))
@@ -171,17 +171,17 @@ def _find_both(
 
 
 def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
-    """The identity of each file -> its path."""
+    """Map the identity of each file to its path."""
     text = {file.place(): str(file.path) for share in shares for file in share.files}
     return text | {(str(place.resolve()), ""): str(place) for place in token_places(shares)}
 
 
 def find_shares(sources: Sequence[Source], setting: str, report: bool) -> tuple[Share, ...]:
-    """The shares of a list of sources.
+    """Return the shares of a list of sources.
 
     Args:
         sources: at least one; all of them have a weight or none has.
-        setting: the key they come from, for messages: `data.train` or `data.validation`.
+        setting: the key they come from, for messages: ``data.train`` or ``data.validation``.
         report: whether to report on standard error what was skipped, and a search that takes long.
 
     Raises:
@@ -204,12 +204,12 @@ def find_shares(sources: Sequence[Source], setting: str, report: bool) -> tuple[
 
 
 def token_places(shares: Sequence[Share]) -> list[Path]:
-    """The token folders and token files of all shares, in order."""
+    """Return the token folders and token files of all shares, in order."""
     return [path for share in shares for path in share.tokens]
 
 
 def _check_tokens(found: Sequence[Found], tokens: Sequence[tuple[Path, ...]], setting: str) -> None:
-    """Raises DataError if a source of tokens also matches text, or a file is matched twice."""
+    """Raise DataError if a source of tokens also matches text, or a file is matched twice."""
     first: dict[Path, tuple[Path, Source]] = {}
     problems: list[str] = []
     for (source, every), paths in zip(found, tokens, strict=True):
@@ -228,7 +228,7 @@ def _check_tokens(found: Sequence[Found], tokens: Sequence[tuple[Path, ...]], se
 
 
 def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:
-    """The path of an existing tokenizer; None if one must be trained or none is needed.
+    """Return the path of an existing tokenizer; None if one must be trained or none is needed.
 
     Raises:
         DataError: token folders with different tokenizers, or ids without a known tokenizer.

@@ -1,7 +1,7 @@
-"""Finds the sources of text that `data.train` and `data.validation` list.
+"""Find the sources of text that ``data.train`` and ``data.validation`` list.
 
-A source is the word `python-stdlib`, the path of a file or of a saved dataset, a glob such as
-`books/**/*.txt`, or the name of a dataset. Every file has a name relative to its source, with
+A source is the word ``python-stdlib``, the path of a file or of a saved dataset, a glob such as
+``books/**/*.txt``, or the name of a dataset. Every file has a name relative to its source, with
 forward slashes, and files are sorted by these names. So the same files give the same corpus,
 wherever they are and in any order in which the file system lists them.
 
@@ -12,7 +12,7 @@ The suffix of a file determines its format:
     any other          plain UTF-8 text       also as .gz and .zst
 
 Formats that contain text in another syntax are refused, because the model would train on the
-syntax. A name such as `pages.jsonl.1` is refused, too, because its suffix does not state the
+syntax. A name such as ``pages.jsonl.1`` is refused, too, because its suffix does not state the
 format.
 """
 
@@ -73,32 +73,32 @@ class SourceFile:
     format: TextFormat = _PLAIN_TEXT
 
     def pieces(self, on_bad: OnBad = refuse) -> Iterator[Piece]:
-        """The text of its documents, in order.
+        """Yield the text of its documents, in order.
 
         Args:
             on_bad: called with every record that is not text.
 
         Raises:
-            DataError: a record is bad, and `on_bad` refuses it.
+            DataError: a record is bad, and ``on_bad`` refuses it.
             OSError: the file does not exist, or this user may not read it.
         """
         return self.format.pieces(self.path, on_bad)
 
     def state(self) -> FileState:
-        """(path, size in bytes, mtime in ns, ctime in ns), which change if the file changes."""
+        """Return (path, bytes, mtime in ns, ctime in ns), which change if the file changes."""
         return self.format.state(self.path)
 
     def place(self) -> tuple[str, str]:
-        """Identifies the text: files with equal places hold the same text."""
+        """Identify the text: files with equal places hold the same text."""
         is_named = isinstance(self.format, NamedDataset)
         return (str(self.path if is_named else self.path.resolve()), self.format.part())
 
 
 def files_by_source(found: Sequence[Found], setting: str, report: bool) -> list[list[SourceFile]]:
-    """The files of each source, sorted by name. If `report`, skipped links are reported.
+    """Return the files of each source, sorted by name. If ``report``, skipped links are reported.
 
     Globs skip links to files that are listed. If two links lead to one file, the first one is
-    listed. `setting` is the key that the sources come from: `data.train` or `data.validation`.
+    listed. ``setting`` is the key that the sources come from, such as ``data.train``.
 
     Raises:
         DataError: a source matches nothing, cannot be read, has an unknown format, or a file is
@@ -142,12 +142,12 @@ def files_by_source(found: Sequence[Found], setting: str, report: bool) -> list[
 
 
 def is_file_or_dataset(path: Path) -> bool:
-    """Whether `path` is something that a format may read."""
+    """Return whether ``path`` is something that a format may read."""
     return path.is_file() or is_saved_dataset(path)
 
 
 def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, Source]) -> str:
-    """The problem that one file is listed twice, as (path, source) and (path, source)."""
+    """Return the problem that one file is listed twice, as (path, source) and (path, source)."""
     path, source = first
     other_path, other_source = second
     link = "" if path == other_path else f" (the same file as {other_path}, by a link)"
@@ -184,7 +184,7 @@ def _library_folder() -> Path:
 
 
 def _library_files() -> Iterator[Path]:
-    """The `.py` files of the standard library, unsorted."""
+    """Yield the ``.py`` files of the standard library, unsorted."""
     for folder, subfolders, names in os.walk(_library_folder()):
         subfolders[:] = [
             name
@@ -208,7 +208,7 @@ def _format_of(path: Path, source: Source) -> TextFormat:
 
 
 def _suffix(path: Path) -> tuple[str, bool]:
-    """(the suffix that states the format, in lower case; whether .gz or .zst follows)."""
+    """Return (the suffix that states the format, in lower case; whether .gz or .zst follows)."""
     is_archive = path.suffix.lower() in ARCHIVES
     named = Path(path.stem) if is_archive else path
     return named.suffix.lower(), is_archive

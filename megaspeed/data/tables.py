@@ -1,9 +1,9 @@
-"""Tables with one document in each row: Parquet files, and datasets of the `datasets` library.
+"""Tables with one document in each row: Parquet files, and datasets of the ``datasets`` library.
 
 Parquet files are read by pyarrow directly, so that a row group of gigabytes need not fit in memory.
-Datasets come from a folder that `save_to_disk` wrote, or by name from `load_dataset`. The library
-maps their files into memory. The kernel counts mapped pages as memory of the process until it needs
-the memory elsewhere.
+Datasets come from a folder that ``save_to_disk`` wrote, or by name from ``load_dataset``. The
+library maps their files into memory. The kernel counts mapped pages as memory of the process until
+it needs the memory elsewhere.
 """
 
 import json
@@ -42,15 +42,15 @@ T = TypeVar("T")
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `save_to_disk` wrote this folder."""
-    # os.path: Path.is_file raises below a folder that this user may not enter.
+    """Return whether ``save_to_disk`` wrote this folder."""
+    # Path.is_file would raise an error below a folder that this user may not enter.
     return any(os.path.isfile(path / name) for name in (_ONE_SPLIT, _SEVERAL_SPLITS))
 
 
 def _pieces_of_rows(
     path: Path, column: str, values: Iterable[object], bytes_per_row: float, on_bad: OnBad
 ) -> Iterator[Piece]:
-    """The pieces of all rows with text. Each row is a document."""
+    """Yield the pieces of all rows with text. Each row is a document."""
     for row, value in enumerate(values):
         if value is _LOST:
             continue
@@ -67,7 +67,7 @@ _LOST = object()
 
 
 def _until_broken(batches: Iterator[T], on_broken: Callable[[Exception], None]) -> Iterator[T]:
-    """The batches before the first one that cannot be read."""
+    """Yield the batches before the first one that cannot be read."""
     try:
         yield from batches
     except Exception as error:  # pyarrow and datasets raise many kinds
@@ -124,7 +124,7 @@ class Table(TextFormat):
         return None
 
     def _values(self, table: Any, path: Path, on_bad: OnBad) -> Iterator[object]:
-        """The column, row by row. If a row group is damaged, its other rows are lost."""
+        """Yield the column, row by row. If a row group is damaged, its other rows are lost."""
         first = 0
         for group in range(table.metadata.num_row_groups):
             row, stop = first, first + table.metadata.row_group(group).num_rows
@@ -144,7 +144,7 @@ class Table(TextFormat):
 
 
 def _value(scalar: Any) -> object:
-    """The text; its bytes if they are not UTF-8, because Parquet does not check this."""
+    """Return the text; its bytes if they are not UTF-8, because Parquet does not check this."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
@@ -154,7 +154,7 @@ def _value(scalar: Any) -> object:
 
 @dataclass(frozen=True, slots=True)
 class SavedDataset(TextFormat):
-    """A folder that `save_to_disk` wrote.
+    """A folder that ``save_to_disk`` wrote.
 
     Attributes:
         split: the name of the split, if the folder has several.
@@ -202,12 +202,12 @@ class SavedDataset(TextFormat):
 
 @dataclass(frozen=True, slots=True)
 class NamedDataset(TextFormat):
-    """A dataset that `datasets.load_dataset` loads by name.
+    """A dataset that ``datasets.load_dataset`` loads by name.
 
     Attributes:
-        configuration, revision: passed to `load_dataset`; None for its own default.
+        configuration, revision: passed to ``load_dataset``; None for its own default.
         streaming: whether rows are read over the network when they are needed.
-        split: passed to `load_dataset`.
+        split: passed to ``load_dataset``.
         text_field: the column that has the text.
     """
 
@@ -219,7 +219,7 @@ class NamedDataset(TextFormat):
 
     @classmethod
     def of(cls, source: Source) -> Self:
-        """The format of a source that has the key `dataset`."""
+        """Return the format of a source that has the key ``dataset``."""
         return cls(
             source.configuration, source.revision, source.streaming, source.split, source.text_field
         )
@@ -231,7 +231,7 @@ class NamedDataset(TextFormat):
         yield from _pieces_of_dataset(path, dataset, self.text_field, 0.0, on_bad)
 
     def state(self, path: Path) -> FileState:
-        """The state of the dataset's files. Needs no network if the revision is a commit.
+        """Return the state of the dataset's files. Needs no network if the revision is a commit.
 
         Sizes and times are those of files on this machine.
         """
@@ -255,7 +255,7 @@ class NamedDataset(TextFormat):
         return f"{configuration}{revision}[{self.split}]"
 
     def _ask(self, path: Path, load: Any, **arguments: Any) -> Any:
-        """Calls `load`. Converts any exception to a DataError."""
+        """Call ``load``. Convert any exception to a DataError."""
         try:
             return load(str(path), self.configuration, revision=self.revision, **arguments)
         except Exception as error:  # of datasets, the hub's client, the network
@@ -269,7 +269,7 @@ class NamedDataset(TextFormat):
 def _pieces_of_dataset(
     path: Path, dataset: Any, column: str, bytes_per_row: float, on_bad: OnBad
 ) -> Iterator[Piece]:
-    """The texts in a column of a Dataset or an IterableDataset."""
+    """Yield the texts in a column of a Dataset or an IterableDataset."""
     names = dataset.column_names  # None if they are unknown before a stream is read
     if names is not None:
         if column not in names:
@@ -289,7 +289,7 @@ def _pieces_of_dataset(
 
 
 def _state_of_all(name: str, files: Iterable[Path]) -> FileState:
-    """The size of all files, and their latest times."""
+    """Return the total size of the files, and their latest times."""
     states = [(0, 0, 0), *(state_of(file)[1:] for file in files)]
     sizes, mtimes, ctimes = zip(*states, strict=True)
     return name, sum(sizes), max(mtimes), max(ctimes)

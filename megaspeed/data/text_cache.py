@@ -72,7 +72,7 @@ class TokenizedText:
         validation: those of each validation share; if a fraction is held out, of each training
             share.
         tokenizer: the tokenizer's folder; None if there is no text and no tokenizer is named.
-        documents: number of the documents of `data.train`, held-out ones included.
+        documents: number of the documents of ``data.train``, held-out ones included.
         described: their number, copies and sizes.
     """
 

@@ -1,4 +1,4 @@
-"""Reads plain text and JSON lines, uncompressed or compressed as `.gz` or `.zst`.
+"""Read plain text and JSON lines, uncompressed or compressed as ``.gz`` or ``.zst``.
 
 An archive is decompressed while it is read, and its checksums are verified. If it is truncated or
 damaged, the text before the damage is used, and then the damage is reported.
@@ -66,7 +66,7 @@ class ByteStream:
         self._disk.close()
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes; fewer only at the end of the file, or before damage."""
+        """Return the next ``size`` bytes; fewer only at the end of the file, or before damage."""
         found = bytearray()
         while size > len(found):
             block = self._next(self._bytes.read1, min(size - len(found), _READ_BYTES))
@@ -76,17 +76,17 @@ class ByteStream:
         return bytes(found)
 
     def line(self) -> bytes:
-        """The next line and its end, or the start of one that is too long; empty after the last."""
+        """Read a line and its end, or the start of one that is too long; empty after the last."""
         self.lines += 1
         return self._next(self._bytes.readline, _LONGEST_LINE_BYTES + 1)
 
     def skip_line(self) -> None:
-        """Reads on to the end of a line, and keeps nothing of it."""
+        """Read on to the end of a line, and keep nothing of it."""
         while self._next(self._bytes.readline, _READ_BYTES)[-1:] not in (b"", b"\n"):
             pass
 
     def report_damage(self, on_bad: OnBad) -> None:
-        """Reports why the stream ended early, if it did. Call it after all bytes are used."""
+        """Report why the stream ended early, if it did. Call it after all bytes are used."""
         if self._damage is not None:
             on_bad(self._damage)
 
@@ -125,7 +125,7 @@ class ByteStream:
 
 
 def _open(path: Path, compression: str | None) -> tuple[Any, Any]:
-    """(the file on disk, a buffered reader of its decompressed bytes)."""
+    """Return (the file on disk, a buffered reader of its decompressed bytes)."""
     if compression == "zstd":
         import pyarrow  # slow to import, and rarely needed
 
@@ -138,7 +138,7 @@ def _open(path: Path, compression: str | None) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PlainText(TextFormat):
-    """UTF-8 text: one document, or several with `<|endoftext|>` between them."""
+    """UTF-8 text: one document, or several with ``<|endoftext|>`` between them."""
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
         with closing(ByteStream(path)) as stream:
@@ -161,7 +161,7 @@ class PlainText(TextFormat):
 
 
 def _cut(stream: ByteStream) -> Iterator[tuple[int, bytes, bool]]:
-    """(offset in the text, a piece of one document, whether the document ends there)."""
+    """Yield (offset in the text, a piece of one document, whether the document ends there)."""
     start, window = 0, bytearray()
     while window := window + stream.read(_WINDOW_BYTES - len(window)):
         separator = window.find(DOCUMENT_SEPARATOR, 0, _WINDOW_BYTES - len(b"\r\n"))
@@ -256,7 +256,7 @@ class JsonLines(TextFormat):
 
 
 def _parsed(line: bytes) -> tuple[tuple[str, object], ...]:
-    """The keys and values of the object in a line."""
+    """Return the keys and values of the object in a line."""
     law = "a line must be one JSON object in UTF-8, but this one"
     try:
         record = _DECODER.decode(line.decode("utf-8"))

@@ -26,7 +26,7 @@ _SCANNED_AT_ONCE_TOKENS = 1 << 24
 
 
 def id_type(vocab_size: int) -> IdType:
-    """The smallest type that holds every id below ``vocab_size``."""
+    """Return the smallest type that holds every id below ``vocab_size``."""
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
@@ -73,7 +73,7 @@ class TokenFile:
     megatron_index: Path | None = None
 
     def map(self) -> NDArray[np.integer]:
-        """The ids, shape (tokens,), read from the disk as they are used.
+        """Return the ids, shape (tokens,), read from the disk as they are used.
 
         Raises:
             DataError: the file is shorter than its index states.
@@ -89,7 +89,7 @@ class TokenFile:
         return np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(tokens,))
 
     def stretch(self, first_token: int, tokens: int) -> Self:
-        """A part of the file, with its own fingerprint."""
+        """Return a part of the file, with its own fingerprint."""
         assert first_token >= 0 and first_token + tokens <= self.index.tokens
         named = f"{self.index.corpus_fingerprint}:{first_token}:{tokens}"
         index = replace(
@@ -101,7 +101,7 @@ class TokenFile:
         return replace(self, index=index, first_token=self.first_token + first_token)
 
     def large_id(self, vocab_size: int) -> str | None:
-        """A problem if an id is not below the model's `vocab_size`, with its place."""
+        """Return a problem if an id is not below the model's ``vocab_size``, with its place."""
         if self.index.largest_id < vocab_size:
             return None
         ids = self.map()

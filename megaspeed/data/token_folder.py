@@ -221,7 +221,7 @@ def write_index(folder: Path, index: TokenFolderIndex) -> None:
 
 
 def is_token_folder(path: Path) -> bool:
-    """Whether `path` is a folder of token files, finished or not.
+    """Return whether ``path`` is a folder of token files, finished or not.
 
     Other programs write files named index.json and plan.json, too, so their keys are compared.
     """

@@ -1,6 +1,6 @@
-"""Recognizes and opens sources that are already token ids.
+"""Recognize and open sources that are already token ids.
 
-a folder with our index.json        written by `megaspeed tokenize`
+a folder with our index.json        written by ``megaspeed tokenize``
 NAME.bin and NAME.idx, or NAME      Megatron-LM's
 NAME.bin alone                      nanoGPT's
 a glob of any of these              every match, sorted by name; ordinary folders are skipped
@@ -18,7 +18,7 @@ from megaspeed.files.reading import special_among
 
 
 def token_paths(paths: Iterable[Path]) -> list[Path]:
-    """The token folders, .idx files, .bin files and prefixes of such files among some paths.
+    """Return the token folders, .idx files, .bin files and prefixes of such files among some paths.
 
     A pair of .bin and .idx is represented by its .idx.
     """
@@ -26,7 +26,7 @@ def token_paths(paths: Iterable[Path]) -> list[Path]:
 
 
 def open_tokens(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
-    """The token files at one of `token_paths`, in order.
+    """Return the token files at one of ``token_paths``, in order.
 
     Raises:
         DataError: every file that is damaged or has another format, or there are no tokens.
@@ -50,7 +50,7 @@ def open_tokens(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
 
 
 def why_not_tokens(path: Path, vocab_size: int) -> str | None:
-    """A problem with the first ids of one of `token_paths`; None if there is none."""
+    """Return a problem with the first ids of one of ``token_paths``; None if there is none."""
     special = next(special_among([path]), None)
     if special is not None:
         return special
@@ -65,14 +65,14 @@ def _is_tokens(path: Path) -> bool:
 
 
 def _is_pair(prefix: Path) -> bool:
-    """Whether NAME.bin and NAME.idx exist for this NAME."""
+    """Return whether NAME.bin and NAME.idx exist for this NAME."""
     if prefix.is_dir() or not prefix.name:
         return False
     return all(with_suffix(prefix, suffix).is_file() for suffix in (".bin", ".idx"))
 
 
 def _is_shard(path: Path) -> bool:
-    """Whether it is a file of a finished token folder."""
+    """Return whether it is a file of a finished token folder."""
     return path.match(SHARDS) and (path.parent / INDEX).is_file()
 
 

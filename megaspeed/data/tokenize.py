@@ -1,4 +1,4 @@
-"""`megaspeed tokenize`: converts text of any size to a folder of token files.
+"""``megaspeed tokenize``: convert text of any size to a folder of token files.
 
     DIR/plan.json                                input, settings and progress
     DIR/tokenizer.json, tokenizer_config.json    for the worker processes, and for training
@@ -71,7 +71,7 @@ def tokenize(
     skip: OnBad | None = None,
     fresh: bool = False,
 ) -> TokenFolderIndex:
-    """Writes a token folder. After an interruption, the same call continues.
+    """Write a token folder. After an interruption, the same call continues.
 
     Args:
         files: the text.
@@ -121,7 +121,7 @@ def tokenize(
 
 
 def _groups(states: Sequence[FileState], first: int) -> Iterator[slice]:
-    """Groups of consecutive input files, from number `first` on. The plan is saved after each."""
+    """Yield groups of input files, from number ``first`` on. The plan is saved after each."""
     while first < len(states):
         stop, size = first, 0
         while stop < len(states) and (stop == first or size < _SAVED_AT_ONCE_BYTES):
@@ -137,7 +137,7 @@ def _read(
     writer: TokenFolderWriter,
     skip: OnBad | None,
 ) -> Iterator[Piece]:
-    """The text of some files. Writes a line for each document and for each bad record."""
+    """Yield the text of some files. Write a line for each document and for each bad record."""
 
     def on_bad(record: BadRecord) -> None:
         if skip is None:
@@ -159,7 +159,7 @@ def _read(
 
 
 def _finish(folder: Path, tokenizer: TextTokenizer, progress: Progress) -> TokenFolderIndex:
-    """Writes the index, and removes the files that only an unfinished folder has."""
+    """Write the index, and remove the files that only an unfinished folder has."""
     index = TokenFolderIndex(
         dtype=id_type(tokenizer.vocab_size),
         documents=progress.documents,
@@ -181,7 +181,7 @@ def _finish(folder: Path, tokenizer: TextTokenizer, progress: Progress) -> Token
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Creates the folder if necessary, and locks it.
+    """Create the folder if necessary, and lock it.
 
     Raises:
         DataError: another process writes to it, or it cannot be written to.
@@ -231,7 +231,7 @@ def _save(folder: Path, plan: Facts, progress: Progress) -> None:
 
 
 def _earlier_progress(folder: Path, plan: Facts, *, skips: bool) -> Progress:
-    """The progress of an earlier call with this plan; that of a new folder if there was none.
+    """Return the progress of an earlier call with this plan; an empty one if there was none.
 
     Raises:
         DataError: the folder is finished, or holds something that cannot be continued.

@@ -1,4 +1,4 @@
-"""Tokenizers in Hugging Face's format: loads, saves and trains them.
+"""Tokenizers in Hugging Face's format: load, save and train them.
 
     FOLDER/tokenizer.json           text -> ids
            tokenizer_config.json    which token ends a document, and what AutoTokenizer needs
@@ -81,7 +81,7 @@ class TextTokenizer:
         self.tokenizer.no_padding()
         if isinstance(self.tokenizer.model, models.BPE):
             self.tokenizer.model.dropout = None
-        # Text such as "<|endoftext|>" is not encoded as a special token. Only `pack` ends a
+        # Text such as "<|endoftext|>" is not encoded as a special token. Only ``pack`` ends a
         # document.
         self.tokenizer.encode_special_tokens = True
 
@@ -115,7 +115,7 @@ class TextTokenizer:
         }
 
     def to_json(self) -> bytes:
-        """The bytes of a tokenizer.json."""
+        """Return the bytes of a tokenizer.json."""
         return self.tokenizer.to_str(pretty=True).encode("utf-8")
 
     def files(self) -> dict[str, bytes]:
@@ -124,7 +124,7 @@ class TextTokenizer:
         return {TOKENIZER_FILE: self.to_json(), CONFIG_FILE: config}
 
     def save(self, folder: Path) -> None:
-        """Writes a folder that `load_tokenizer` and AutoTokenizer load.
+        """Write a folder that ``load_tokenizer`` and AutoTokenizer load.
 
         Raises:
             OSError: it cannot be written.
@@ -134,11 +134,11 @@ class TextTokenizer:
             write_file(folder / name, methodcaller("write", content))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens. Uses all threads."""
+        """Return the ids of each text, without special tokens. Uses all threads."""
         return _encoded(self.tokenizer, texts)
 
     def encode_continued(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts that continue other texts.
+        """Return the ids of texts that continue other texts.
 
         Llama 2's tokenizer, for example, adds a space before each text. Here, no space is added.
         (It also adds one after each added token that is not special, which is omitted here, too.)
@@ -180,9 +180,9 @@ def _without_first_space(part: Any) -> Any:
 
 
 def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
-    """Loads a tokenizer.json, or a folder as Hugging Face writes it. Reads only local files.
+    """Load a tokenizer.json, or a folder as Hugging Face writes it. Reads only local files.
 
-    A folder without a tokenizer.json is loaded by transformers' `AutoTokenizer`, which knows the
+    A folder without a tokenizer.json is loaded by transformers' ``AutoTokenizer``, which knows the
     older formats.
 
     Args:
@@ -213,7 +213,7 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
 
 
 def tokenizer_files(source: str) -> list[Path]:
-    """Every file that `load_tokenizer(source)` may read, sorted."""
+    """Return every file that ``load_tokenizer(source)`` may read, sorted."""
     return [file for file in _possible_files(Path(source).absolute()) if file.is_file()]
 
 
@@ -224,7 +224,7 @@ def _possible_files(path: Path) -> list[Path]:
 
 
 def check_vocabulary(tokenizer_size: int, source: str, vocab_size: int) -> None:
-    """Raises DataError unless every id of the tokenizer has a row in the model's embedding."""
+    """Raise DataError unless every id of the tokenizer has a row in the model's embedding."""
     if tokenizer_size > vocab_size:
         raise DataError(
             "every token id must be below model.vocab_size, but the tokenizer "
@@ -234,7 +234,7 @@ def check_vocabulary(tokenizer_size: int, source: str, vocab_size: int) -> None:
 
 
 def _find_end_of_text(tokenizer: Tokenizer, folder: Path) -> int:
-    """The id of the folder's `eos_token`; if it names none, of a token with a common name."""
+    """Find the id of the folder's ``eos_token``, or else of a token with a common name."""
     names = tuple(special_tokens(folder, "eos_token")) or _END_OF_TEXT_NAMES
     for name in names:
         token_id = tokenizer.token_to_id(name)
@@ -248,7 +248,7 @@ def _find_end_of_text(tokenizer: Tokenizer, folder: Path) -> int:
 
 
 def special_tokens(folder: Path, role: str) -> Iterator[str]:
-    """The token with a role such as "eos_token", from each file of a tokenizer that names one.
+    """Yield the token with a role such as "eos_token", from each file that names one.
 
     Raises:
         DataError: a file is damaged.
@@ -260,14 +260,14 @@ def special_tokens(folder: Path, role: str) -> Iterator[str]:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a special token, which may be written as a string or as an object."""
+    """Return the text of a special token, which may be written as a string or as an object."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is no file.
+    """Return the JSON object in a file; an empty one if there is no file.
 
     Raises:
         DataError: the file holds something else.
@@ -313,7 +313,7 @@ def _older_format(folder: Path, setting: str) -> Tokenizer:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hides transformers' progress bars and warnings, but not its errors."""
+    """Hide transformers' progress bars and warnings, but not its errors."""
     from transformers.utils import logging  # slow to import, and rarely needed
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -328,7 +328,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def check_trainable(vocab_size: int, setting: str = "model.vocab_size") -> None:
-    """Raises DataError if `vocab_size` has no room for the bytes and the end-of-text token."""
+    """Raise DataError if ``vocab_size`` has no room for the bytes and the end-of-text token."""
     if vocab_size < _SMALLEST_VOCABULARY:
         raise DataError(
             f"a byte-level BPE has at least {_SMALLEST_VOCABULARY} entries (256 bytes and "
@@ -337,14 +337,14 @@ def check_trainable(vocab_size: int, setting: str = "model.vocab_size") -> None:
 
 
 def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> TextTokenizer:
-    """A byte-level BPE of at most `vocab_size` entries; the first is `<|endoftext|>`.
+    """Return a byte-level BPE of at most ``vocab_size`` entries; the first is ``<|endoftext|>``.
 
     It has fewer entries only if the text has no more pairs to merge. If the corpus is larger than
     32 MiB, it is trained on 32 MiB: documents in the order of their content hashes, a practically
     random sample.
 
     Raises:
-        DataError: `vocab_size` has no room for the 256 bytes and the end-of-text token.
+        DataError: ``vocab_size`` has no room for the 256 bytes and the end-of-text token.
     """
     check_trainable(vocab_size)
     # Each merge replaces two symbols by one, so the text limits the number of merges. The trainer
@@ -367,7 +367,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> TextToken
 
 
 def _training_sample(documents: Sequence[Document]) -> Iterator[str]:
-    """The pieces of the first documents by content hash. The last document may be cut."""
+    """Yield the pieces of the first documents by content hash. The last document may be cut."""
     room_bytes = TRAINING_SAMPLE_BYTES
     room_for: dict[Document, int] = {}
     for document in sorted(documents, key=lambda document: document.content):

@@ -193,7 +193,8 @@ class Interrupt:
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Interrupt())
-import megaspeed.cli
+from megaspeed.cli import main
+sys.exit(main(["tokenize"]))
 """
     ended = run([sys.executable, "-c", interrupted])
     assert (ended.returncode, ended.stderr) == (130, "megaspeed: stopped\n")
