@@ -1,39 +1,197 @@
-"""What rank 0 prints, word for word."""
+"""What rank 0 prints: each line has its numbers, and lines of a step fit 80 columns."""
 
+import dataclasses
 import json
+import math
 import os
 import re
 import signal
 from io import StringIO
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.mixture import Component, Mixture
+from megaspeed.data.token_file import TokenFile, TokenIndex
 from megaspeed.pipeline.partition import parameters_of_stages
+from megaspeed.topology.grid import Grid
 from megaspeed.training.console import (
     ConsoleObserver,
     crowding,
+    describe_corpus,
+    describe_late_save,
+    describe_resumed,
     describe_save,
+    describe_slow_rank,
+    describe_start,
+    describe_start_up,
     describe_step,
     summary_table,
 )
-from megaspeed.training.metrics import MetricsFile, PartMetrics, ValidationMetrics
+from megaspeed.training.metrics import MetricsFile, PartMetrics, Record, ValidationMetrics
+from megaspeed.training.resume import Start
 from megaspeed.training.trainer import TrainingSummary
 from tests.support.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
+FOLDER = Path("run [a]/checkpoints")
+"""As rich's markup, the brackets would be a style that nobody knows."""
+SAVE = SaveReport(
+    step=8,
+    checkpoint=FOLDER / "step-00000008",
+    size_bytes=1_234_567_890,
+    seconds=2.54,
+    stall_seconds=0.25,
+    error=None,
+    deleted=(),
+)
 
 
-def printed(table: Table) -> str:
-    console = Console(file=StringIO(), width=200)
-    console.print(table)
-    assert isinstance(console.file, StringIO)
-    return console.file.getvalue()
+def shown(line: str) -> str:
+    """Return a line without markup, as it stands on the screen."""
+    return Text.from_markup(line).plain
+
+
+def corpus_of(train: int, validation: int | None, documents: str | None = None) -> PreparedCorpus:
+    """Return a corpus of so many tokens of each side, in sequences of 10."""
+
+    def side(tokens: int) -> Mixture:
+        index = TokenIndex(tokens, None, "<u2", 1, None, None, None, "c0ffee")
+        return Mixture((Component((TokenFile(TEXT, index),), 1.0, "text"),))
+
+    held_out = None if validation is None else side(validation)
+    corpus = PreparedCorpus(side(train), held_out, None, sequence_length=10, seed=1)
+    return dataclasses.replace(corpus, documents=documents)
+
+
+def parts(step: int, slowest: float, rank: int = 1) -> PartMetrics:
+    return PartMetrics(
+        step=step,
+        parts_seconds={},
+        slowest_rank=rank,
+        slowest_rank_seconds=slowest,
+        median_rank_seconds=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            describe_corpus(corpus_of(71_001, 28_999), 0.34),
+            "71,001 training tokens in 7,100 sequences|28,999 validation tokens in 2,899 sequences"
+            "|29.0% of all|0.3 s",
+        ),
+        (describe_corpus(corpus_of(71_001, None, "40 documents"), 1), "40 docu|no validation"),
+        (
+            describe_step(step_metrics(tokens_per_second=15360.4)),
+            "step      7|loss 3.2500|lr 1.00e-03|grad norm 0.500|15,360 tok/s",
+        ),
+        (
+            describe_step(step_metrics(mfu=0.4217, tokens_per_second=1.25e7)),
+            "12.5M tok/s|MFU 42.2%",
+        ),
+        (
+            describe_step(step_metrics(loss=math.nan, grad_norm=math.inf, skipped=True)),
+            "loss nan|grad norm inf|SKIPPED",
+        ),
+        (
+            describe_resumed(
+                Progress(step=100, loss=4.33071), step_metrics(step=101, loss=4.32104)
+            ),
+            "step 101: loss 4.3210|4.3307 when saved (step 100)",
+        ),
+        (
+            describe_resumed(Progress(step=6, loss=None), step_metrics()),
+            "step 7: loss 3.2500|not finite when saved (step 6)",
+        ),
+        (describe_save(SAVE), "step      8|1,234.6 MB in 2.5 s|paused 0.2 s"),
+        (
+            describe_save(dataclasses.replace(SAVE, deleted=(Path("step-2"), Path("step-4")))),
+            "deleted step-2, step-4",
+        ),
+        (
+            describe_save(dataclasses.replace(SAVE, error="No space left: /disk [b]/x")),
+            "step      8|no checkpoint|No space left: /disk [b]/x",
+        ),
+    ],
+)
+def test_a_line_has_its_words_and_numbers_in_this_order(line: str, words: str) -> None:
+    assert re.search(".*".join(map(re.escape, words.split("|"))), shown(line)), line
+
+
+def test_a_start_up_is_divided_into_its_phases() -> None:
+    line = describe_start_up({"creating the process groups": 0.02, "loading [b]/x": 0.5})
+    assert re.fullmatch(r"start-up took [0-9.]+ s: .+ [0-9.]+, loading \[b\]/x 0\.5", line), line
+
+
+@pytest.mark.parametrize("mfu", [None, 0.4217])
+@pytest.mark.parametrize("tokens_per_second", [999_999.4, 99_999_999.0])
+def test_the_lines_of_a_step_fit_80_columns(mfu: float | None, tokens_per_second: float) -> None:
+    large = step_metrics(
+        step=999_999, loss=9.8765, grad_norm=12345.6, tokens_per_second=tokens_per_second, mfu=mfu
+    )
+    gone = (FOLDER / "step-00000002",)
+    for line in (
+        describe_step(large),
+        describe_step(dataclasses.replace(large, skipped=True)),
+        describe_slow_rank(parts(999_999, 0.12345, 255), Grid(pp=4, dp=8, tp=8)),
+        describe_save(dataclasses.replace(SAVE, deleted=gone)),
+    ):
+        assert len(shown(line)) <= 80
+
+
+def test_a_start_states_its_checkpoint_and_what_was_skipped() -> None:
+    run = tiny_run(TEXT, training={"steps": 10})
+    assert describe_start(Start(), run) == []
+    broken = ((FOLDER / "step-00000008", "__0_0.distcp is missing"),)
+    start = Start(checkpoint=FOLDER / "step-00000005", step=5, in_place=True, skipped=broken)
+    assert [shown(line) for line in describe_start(start, run)] == [
+        "skipped run [a]/checkpoints/step-00000008: __0_0.distcp is missing",
+        "resuming from run [a]/checkpoints/step-00000005",
+    ]
+    end = Start(checkpoint=FOLDER / "step-00000010", step=10, in_place=True)
+    (line,) = map(shown, describe_start(end, run))
+    assert "run [a]/checkpoints/step-00000010 has step 10, and training.steps is 10" in line
+    assert "--fresh" in line and "--resume" in line
+
+
+@pytest.mark.parametrize(
+    ("loss", "warned"), [(3.0, False), (4.5, False), (4.51, True), (math.nan, True)]
+)
+def test_a_loss_that_is_half_a_nat_worse_is_warned_of(loss: float, warned: bool) -> None:
+    line = describe_resumed(Progress(step=6, loss=4.0), step_metrics(loss=loss))
+    assert line.startswith("[yellow]") is warned
+    assert ("more than 0.5 nats higher" in line) is warned
+
+
+def test_a_save_that_may_outlast_the_launchers_patience_is_warned_of() -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "none"}
+    line = describe_late_save(45.0, {}) or ""
+    assert line.startswith("[yellow]the previous save took 45 s, and a launcher that is stopped")
+    assert "kills its ranks after 30 s" in line and line.endswith("to a rank earlier[/yellow]")
+    assert describe_late_save(29.0, {}) is describe_late_save(None, {}) is None
+    longer = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
+    assert describe_late_save(45.0, longer) == line, "only torchrun reads it"
+    assert describe_late_save(45.0, torchrun | longer) is None
+    line = describe_late_save(61.0, torchrun | longer) or ""
+    assert "kills its ranks after 60 s" in line
+    assert line.endswith("or raise TORCH_ELASTIC_SHUTDOWN_TIMEOUT[/yellow]")
+
+
+def observed(
+    run: Run, console: Console, *records: Record, begin: Progress | None = None, crowded: float = 1
+) -> ConsoleObserver:
+    return ConsoleObserver(run, console, records, None, begin or Progress(), crowded, bool)
 
 
 def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) -> None:
@@ -41,9 +199,7 @@ def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) ->
     output = StringIO()
     with (
         MetricsFile(tmp_path / "metrics.jsonl") as file,
-        ConsoleObserver(
-            run, Console(file=output, width=200), (file,), None, Progress(), 1.0, bool
-        ) as observer,
+        observed(run, Console(file=output, width=200), file) as observer,
     ):
         for step in range(1, 11):
             observer.step(step_metrics(step=step, skipped=step == 7))
@@ -60,7 +216,7 @@ def test_a_terminal_gets_a_bar_with_the_time_that_is_left(tmp_path: Path) -> Non
     run = tiny_run(TEXT, training={"steps": 10})
     output = StringIO()
     console = Console(file=output, width=80, force_terminal=True, _environ={"TERM": "xterm"})
-    with ConsoleObserver(run, console, (), None, Progress(), 1.0, bool) as observer:
+    with observed(run, console) as observer:
         for step in range(1, 7):
             observer.step(step_metrics(step=step))
         observer._progress.refresh()
@@ -75,7 +231,7 @@ def test_a_log_has_the_elapsed_and_the_remaining_time_in_each_step() -> None:
     run = tiny_run(TEXT, training={"steps": 10, "log_interval": 2})
     output, now = StringIO(), 0.0
     console = Console(file=output, width=80, get_time=lambda: now)
-    with ConsoleObserver(run, console, (), None, Progress(), 1.0, bool) as observer:
+    with observed(run, console) as observer:
         for step in range(1, 11):
             now = 1500.0 * step
             observer.step(step_metrics(step=step))
@@ -86,24 +242,13 @@ def test_a_log_has_the_elapsed_and_the_remaining_time_in_each_step() -> None:
     ]
 
 
-def parts(step: int, slowest: float) -> PartMetrics:
-    return PartMetrics(
-        step=step,
-        parts_seconds={},
-        slowest_rank=1,
-        slowest_rank_seconds=slowest,
-        median_rank_seconds=1.0,
-    )
-
-
 def test_ranks_that_share_processors_get_one_remark_unless_a_rank_is_much_slower() -> None:
     run, slow = tiny_run(TEXT, dp=2), [parts(1, 1.4), parts(2, 1.6), parts(3, 5.9), parts(4, 6.1)]
     said = []
     for crowded in (4.0, 1.0):
         output = StringIO()
-        with ConsoleObserver(
-            run, Console(file=output, width=80), (), None, Progress(), crowded, bool
-        ) as observer:
+        console = Console(file=output, width=80)
+        with observed(run, console, crowded=crowded) as observer:
             for each in slow:
                 observer.parts(each)
         said.append([line[:19] for line in output.getvalue().splitlines()])
@@ -118,29 +263,11 @@ def test_ranks_are_crowded_if_they_have_more_threads_than_there_are_processors()
     assert crowding("cpu", 1) == max(1, threads / processors)
 
 
-SAVE = SaveReport(
-    step=8,
-    checkpoint=Path("run/checkpoints/step-00000008"),
-    size_bytes=1_234_567,
-    seconds=2.5,
-    stall_seconds=0.25,
-    error=None,
-    deleted=(),
-)
-
-
-def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
-    tmp_path: Path,
-) -> None:
+def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one() -> None:
     run = tiny_run(TEXT, training={"steps": 10, "log_interval": 100})
     output = StringIO()
     begin = Progress(step=6, steps_taken=6, loss=3.5)
-    with (
-        MetricsFile(tmp_path / "metrics.jsonl") as file,
-        ConsoleObserver(
-            run, Console(file=output, width=200), (file,), None, begin, 1.0, bool
-        ) as observer,
-    ):
+    with observed(run, Console(file=output, width=200), begin=begin) as observer:
         for step in (7, 8):
             observer.step(step_metrics(step=step))
         observer.stopping(signal.SIGTERM, 8, 45.0)
@@ -160,6 +287,13 @@ def test_the_stages_parameters_add_up_to_the_model_whatever_the_layout() -> None
         model = {"num_hidden_layers": 5, "tie_word_embeddings": tied}
         (whole,) = parameters_of_stages(tiny_run(TEXT, model=model))
         assert sum(parameters_of_stages(tiny_run(TEXT, pp=4, model=model))) == whole
+
+
+def printed(table: Table) -> str:
+    console = Console(file=StringIO(), width=200)
+    console.print(table)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
 
 
 def test_the_summary_gives_the_last_figures() -> None:
