@@ -130,7 +130,6 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from megaspeed.cli.measuring import device_type_here
     from megaspeed.topology.process_settings import allow_open_files
 
     run = load(options, "cuda" if torch.cuda.is_available() else "cpu")
