@@ -154,8 +154,8 @@ class OptimizerConfig(Section):
 #     WarmupCosineLR, WarmupDecayLR, WarmupLR   the same shapes by DeepSpeed's formulas
 #
 # With DeepSpeed's types, steps 1 and 2 both have the lowest rate (0 by default) and step W + 2 has
-# the full rate, because DeepSpeed counts iterations from -1. `training/step_inputs.py` has the
-# formulas.
+# the full rate, because DeepSpeed counts iterations from -1. `training/learning_rate.py` has
+# the formulas.
 
 
 class ConstantParams(Section):

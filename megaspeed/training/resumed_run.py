@@ -25,7 +25,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.config.run import RunConfig
 from megaspeed.config.section import Section
 from megaspeed.files.json_values import leaves
-from megaspeed.training.step_inputs import learning_rate
+from megaspeed.training.learning_rate import learning_rate
 
 _DATA_KEYS = {
     "corpus": "the training text (data.train)",

@@ -10,7 +10,7 @@ from deepspeed.runtime import lr_schedules
 from pydantic import TypeAdapter
 
 from megaspeed.config.deepspeed_keys import OptimizerConfig, SchedulerConfig
-from megaspeed.training.step_inputs import learning_rate
+from megaspeed.training.learning_rate import learning_rate
 
 STEPS = 40
 OPTIMIZER = OptimizerConfig.model_validate({"type": "AdamW", "params": {"lr": 3e-4}})

@@ -11,8 +11,8 @@ from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
+from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.resumed_run import rate_change
-from megaspeed.training.step_inputs import learning_rate
 from tests.checkpoint.written import run_state
 from tests.support.tiny import tiny_run
 

@@ -16,8 +16,8 @@ from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.initialization import initialize
 from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
+from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.rank_model import parameter_groups, set_matmul_precision
-from megaspeed.training.step_inputs import learning_rate
 
 CPU = torch.device("cpu")
 
