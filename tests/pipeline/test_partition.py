@@ -1,11 +1,11 @@
 """Partitions against brute force, and the rule that chooses between equally good ones."""
 
-import random
 import time
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megaspeed.pipeline.partition import partition_layers
 
@@ -26,16 +26,16 @@ def sizes(partition: Sequence[range]) -> list[int]:
     return [len(layers) for layers in partition]
 
 
-@pytest.mark.parametrize("pipeline_stages", range(1, 8))
-def test_partition_is_the_best_of_all_splits(pipeline_stages: int) -> None:
-    random_ = random.Random(pipeline_stages)
-    for _ in range(60):
-        layers = random_.randint(pipeline_stages, 9)
-        small = [random_.randint(0, 4) for _ in range(layers)]
-        uneven = [random_.randint(0, 10**18) for _ in range(layers)]
-        for costs in (small, uneven):
-            expected = brute_force(costs, pipeline_stages)
-            assert partition_layers(costs, pipeline_stages) == expected, costs
+COSTS = st.one_of(
+    st.lists(st.integers(0, largest), min_size=1, max_size=9) for largest in (4, 10**18)
+)
+
+
+@settings(max_examples=400)
+@given(costs=COSTS, data=st.data())
+def test_partition_is_the_best_of_all_splits(costs: list[int], data: st.DataObject) -> None:
+    pipeline_stages = data.draw(st.integers(1, min(7, len(costs))))
+    assert partition_layers(costs, pipeline_stages) == brute_force(costs, pipeline_stages)
 
 
 def test_equal_layers_are_spread_evenly_with_the_longer_stages_last() -> None:

@@ -8,17 +8,17 @@ import time
 
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megaspeed.topology import grid
 from megaspeed.topology.grid import AXES, Axis, Coordinates, Grid, TopologyError
 
-SHAPES = [(1, 1, 1), (2, 2, 2), (4, 1, 2), (1, 3, 1), (3, 2, 4), (2, 3, 1), (1, 1, 8), (35, 2, 8)]
 DEEPSPEED_NAMES: dict[Axis, str] = {"pp": "pipe", "dp": "data", "tp": "model"}
+GRIDS = st.builds(Grid, *(st.integers(1, largest) for largest in (6, 6, 8)))
 
-every_shape = pytest.mark.parametrize(("pp", "dp", "tp"), SHAPES)
 
-
-def _all_groups(grid: Grid) -> list[list[list[int]]]:
+def all_groups(grid: Grid) -> list[list[list[int]]]:
     return [grid.groups_along(axis) for axis in AXES]
 
 
@@ -28,39 +28,25 @@ def test_the_worked_example_of_eight_ranks_holds() -> None:
     assert result.failed == 0
 
 
-@every_shape
-def test_ranks_and_groups_are_those_of_deepspeed(pp: int, dp: int, tp: int) -> None:
-    ours = Grid(pp=pp, dp=dp, tp=tp)
-    theirs = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
+@given(ours=GRIDS)
+def test_ranks_and_groups_are_those_of_deepspeed(ours: Grid) -> None:
+    theirs = PipeModelDataParallelTopology(num_pp=ours.pp, num_mp=ours.tp, num_dp=ours.dp)
     assert ours.world_size == theirs.world_size()
-    for at in itertools.product(range(pp), range(dp), range(tp)):
-        place = Coordinates(*at)
-        assert ours.rank_of(place) == theirs.get_rank(pipe=place.pp, data=place.dp, model=place.tp)
+    for rank in range(ours.world_size):
+        place = ours.coordinates_of(rank)
+        assert ours.rank_of(place) == rank
+        assert rank == theirs.get_rank(pipe=place.pp, data=place.dp, model=place.tp)
     for axis, name in DEEPSPEED_NAMES.items():
         # DeepSpeed keeps no list for an axis of one rank
         if getattr(ours, axis) > 1:
             assert ours.groups_along(axis) == theirs.get_axis_comm_lists(name)
 
 
-@every_shape
-def test_coordinates_of_a_rank_lead_back_to_it(pp: int, dp: int, tp: int) -> None:
-    grid = Grid(pp=pp, dp=dp, tp=tp)
-    places = [grid.coordinates_of(rank) for rank in range(grid.world_size)]
-    assert [grid.rank_of(place) for place in places] == list(range(grid.world_size))
-
-
-@every_shape
-def test_the_groups_along_an_axis_hold_every_rank_once(pp: int, dp: int, tp: int) -> None:
-    grid = Grid(pp=pp, dp=dp, tp=tp)
-    for groups in _all_groups(grid):
+@given(grid=GRIDS)
+def test_the_groups_along_an_axis_hold_every_rank_once_in_ascending_order(grid: Grid) -> None:
+    for groups in all_groups(grid):
         assert sorted(itertools.chain(*groups)) == list(range(grid.world_size))
-
-
-@every_shape
-def test_groups_and_their_ranks_are_in_ascending_order(pp: int, dp: int, tp: int) -> None:
-    for groups in _all_groups(Grid(pp=pp, dp=dp, tp=tp)):
-        assert groups == sorted(groups)
-        assert all(group == sorted(group) for group in groups)
+        assert groups == sorted(sorted(group) for group in groups)
 
 
 @pytest.mark.parametrize(("pp", "dp", "tp", "ranks"), [(8, 64, 8, 4096), (35, 16, 8, 4480)])
@@ -69,7 +55,7 @@ def test_thousands_of_ranks_are_grouped_in_less_than_a_second(
 ) -> None:
     start = time.process_time()
     grid = Grid(pp=pp, dp=dp, tp=tp)
-    groups = _all_groups(grid)
+    groups = all_groups(grid)
     places = {grid.coordinates_of(rank) for rank in range(grid.world_size)}
     assert time.process_time() - start < 0.5
     assert grid.world_size == len(places) == ranks
