@@ -67,13 +67,12 @@ class Line(NamedTuple):
 def draw_charts(runs: Mapping[str, RunRecord]) -> Iterator[tuple[str, str, str]]:
     """Yield title, caption and ``<svg>`` element of each chart that has a line."""
     restarts = {step for run in runs.values() for step in run.resumptions}
+    one_by_one = {f", {name}": {name: run} for name, run in runs.items()}
     for chart in CHARTS:
-        for shown in [{name: runs[name]} for name in runs] if chart.for_each_run else [runs]:
+        for suffix, shown in (one_by_one if chart.for_each_run else {"": runs}).items():
             lines = list(_lines(chart, shown))
             if lines:
-                (first, *_) = shown
-                title = f"{chart.title}, {first}" if chart.for_each_run else chart.title
-                yield title, chart.caption, draw(chart, lines, sorted(restarts))
+                yield chart.title + suffix, chart.caption, draw(chart, lines, sorted(restarts))
 
 
 def _lines(chart: Chart, runs: Mapping[str, RunRecord]) -> Iterator[Line]:
@@ -154,7 +153,8 @@ def _circles(line: Line, to_display: Callable[[np.ndarray], np.ndarray]) -> str:
     shown = [*range(0, len(line.steps) - 1, every), -1]
     steps, values = line.steps[shown], line.values[shown]
     places = to_display(np.column_stack((steps, values)))
-    top, name = _INCHES[1] * _POINTS_PER_INCH, ", ".join(filter(None, (line.run, line.label)))
+    name = f"{line.run}, {line.label}" if line.label else line.run
+    top = _INCHES[1] * _POINTS_PER_INCH
     return "".join(
         f'<circle cx="{x:.1f}" cy="{top - y:.1f}" r="5">'
         f"<title>{escape(name)}, step {step:,}: {value:.8g}</title></circle>"
