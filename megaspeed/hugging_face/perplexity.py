@@ -20,9 +20,10 @@ perplexities only between models with the same tokenizer, and bits per byte betw
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +87,7 @@ def evaluate(
     batch_size: int,
     watch: Callable[[Score], None] = lambda score: None,
 ) -> Score:
-    """Predict every token of the documents. Memory does not grow with their length.
+    """Predict every token of the documents. Memory holds the ids of one document at a time.
 
     Args:
         model: the model; it has at least one id before a document.
@@ -102,8 +103,10 @@ def evaluate(
         ComputationError: the model computes NaN or infinite logits.
     """
     score = Score()
-    stretches = _tokenized(model, pieces, score)
-    windows = cut_windows(stretches, opening=model.opening, length=length, stride=stride)
+    windows = chain.from_iterable(
+        cut_windows(ids, opening=len(model.opening), length=length, stride=stride)
+        for ids in _documents(model, pieces, score)
+    )
     row_bytes = 4 * length * model.model.config.vocab_size
     at_once = max(1, min(batch_size, LARGEST_LOGITS_BYTES // row_bytes))
     while batch := list(islice(windows, at_once)):
@@ -119,54 +122,42 @@ def evaluate(
     return score
 
 
-def _tokenized(
+def _documents(
     model: TextModel, pieces: Iterable[Piece], score: Score
-) -> Iterator[tuple[list[int], bool]]:
-    """(ids, whether they end a document) of each piece; counts what is read."""
-    within_document = False
+) -> Iterator[MutableSequence[int]]:
+    """The ids of each document, after those that precede it; counts what is read."""
+    document = array("I", model.opening)
     for piece in pieces:
         score.text_bytes += len(piece.text.encode("utf-8"))
-        encode = model.tokenizer.encode_continued if within_document else model.tokenizer.encode
-        within_document = not piece.ends_document
+        score.read_bytes = piece.read_bytes
+        continues = len(document) > len(model.opening)
+        encode = model.tokenizer.encode_continued if continues else model.tokenizer.encode
         (ids,) = encode([piece.text])
         score.read_tokens += len(ids)
-        score.documents += piece.ends_document
-        score.read_bytes = piece.read_bytes
-        yield ids, piece.ends_document
+        document.extend(ids)
+        if piece.ends_document:
+            score.documents += 1
+            yield document
+            document = array("I", model.opening)
 
 
-def cut_windows(
-    stretches: Iterable[tuple[Sequence[int], bool]],
-    *,
-    opening: Sequence[int],
-    length: int,
-    stride: int,
-) -> Iterator[Window]:
-    """The windows of documents, one document after the other.
+def cut_windows(ids: Sequence[int], *, opening: int, length: int, stride: int) -> Iterator[Window]:
+    """The windows of a document.
 
     Args:
-        stretches: (ids, whether they end a document), in order.
-        opening: the ids before a document, at least one.
+        ids: the ids before the document, then those of the document.
+        opening: how many ids are before the document, at least 1. They are not predicted.
         length: ids that the model sees in a window, at least 1.
         stride: ids from the start of one window to the start of the next, 1 to ``length``.
     """
-    assert opening and 1 <= stride <= length, (opening, stride, length)
-    # ``held`` starts with the next window. The first ``predicted`` of its ids after the first need
-    # no prediction: an earlier window predicted them, or they precede the document.
-    held, predicted = [*opening], len(opening) - 1
-    for ids, ends_document in stretches:
-        held += ids
-        start = 0
-        while start + length < len(held):
-            if predicted < length:  # with a long opening, a window may have nothing to predict
-                yield Window(held[start : start + length + 1], length - predicted)
-            start += stride
-            predicted = max(predicted, length) - stride
-        held = held[start:]
-        if ends_document:
-            if len(held) - 1 > predicted:
-                yield Window(held, len(held) - 1 - predicted)
-            held, predicted = [*opening], len(opening) - 1
+    assert opening >= 1 and 1 <= stride <= length, (opening, stride, length)
+    predicted = opening
+    for start in range(0, len(ids), stride):
+        seen = ids[start : start + length + 1]
+        end = start + len(seen)
+        if end > predicted:  # with a long opening, a window may have nothing to predict
+            yield Window(seen, end - predicted)
+            predicted = end
 
 
 @torch.no_grad()
@@ -174,7 +165,7 @@ def _nats(model: TextModel, windows: Sequence[Window]) -> float:
     """The sum over all ids that count, in fp64."""
     ids = torch.zeros(len(windows), max(len(window.ids) for window in windows), dtype=torch.long)
     for row, window in zip(ids, windows, strict=True):
-        row[: len(window.ids)] = torch.tensor(window.ids)
+        row[: len(window.ids)] = torch.tensor(list(window.ids))
     ids = ids.to(model.model.device)
     # Causal attention: the zeros after a shorter window do not change its logits.
     logits = model.model(ids[:, :-1], use_cache=False).logits  # (B, S, V)
