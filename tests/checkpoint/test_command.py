@@ -1,17 +1,16 @@
 """``megaspeed checkpoint``: what it shows, what it finds, and its exit codes."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.cli import main
 from tests.checkpoint.written import write_checkpoint
+from tests.support.command import Ended
 
 TENSORS = "__0_0.distcp"
 
@@ -25,21 +24,10 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     return folder
 
 
-class Shown:
-    """What a command printed, wrote and returned."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: Any) -> None:
-        file = tmp_path / "figures.json"
-        file.unlink(missing_ok=True)
-        self.code = main(["checkpoint", *map(str, arguments), "--json", str(file)])
-        self.out, self.err = capsys.readouterr()
-        self.figures: Any = json.loads(file.read_text()) if file.exists() else None
-
-
 def test_show_tells_the_newest_ones_run_and_tensors(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = Shown(capsys, tmp_path, "show", tmp_path / "run")
+    shown = Ended(capsys, tmp_path, "checkpoint", "show", tmp_path / "run")
     assert (shown.code, shown.err) == (0, "")
     for text in (
         f"{folder.path(200)}: 368.",
@@ -60,7 +48,7 @@ def test_show_tells_the_newest_ones_run_and_tensors(
 def test_show_writes_the_same_figures(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = Shown(capsys, tmp_path, "show", folder.root).figures
+    figures = Ended(capsys, tmp_path, "checkpoint", "show", folder.root).figures
     assert figures["checkpoint"] == str(folder.path(200))
     assert figures["others"] == [str(folder.path(100))]
     assert figures["parameters"] == 23_168
@@ -72,7 +60,7 @@ def test_show_writes_the_same_figures(
 def test_show_takes_the_one_that_is_named(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = Shown(capsys, tmp_path, "show", folder.path(100))
+    shown = Ended(capsys, tmp_path, "checkpoint", "show", folder.path(100))
     assert shown.figures["run_state"]["progress"]["step"] == 100
     assert "others" not in shown.out and shown.figures["others"] == []
 
@@ -81,10 +69,10 @@ def test_show_passes_over_what_is_broken_and_says_why(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.truncate(folder.path(200) / TENSORS, 5)
-    shown = Shown(capsys, tmp_path, "show", folder.root)
+    shown = Ended(capsys, tmp_path, "checkpoint", "show", folder.root)
     assert shown.code == 0 and shown.out.startswith(f"{folder.path(100)}: ")
     assert shown.err.startswith(f"step-00000200  BROKEN\n  {TENSORS} is cut short: 5 bytes of the")
-    shown = Shown(capsys, tmp_path, "show", folder.path(200))
+    shown = Ended(capsys, tmp_path, "checkpoint", "show", folder.path(200))
     assert (shown.code, shown.out, shown.figures) == (1, "", None)
     assert shown.err.endswith("has no complete checkpoint\n")
 
@@ -92,7 +80,7 @@ def test_show_passes_over_what_is_broken_and_says_why(
 def test_verify_says_of_each_that_it_is_whole(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = Shown(capsys, tmp_path, "verify", tmp_path / "run")
+    shown = Ended(capsys, tmp_path, "checkpoint", "verify", tmp_path / "run")
     assert (shown.code, shown.err) == (0, "")
     newest, older = shown.out.splitlines()
     assert newest.startswith("step-00000200  complete (368.") and newest.endswith(" kB, 3 files)")
@@ -107,7 +95,7 @@ def test_verify_names_every_problem_stray_and_leftover(
     (folder.path(200) / ".metadata").write_bytes(os.urandom(1_000))
     (folder.path(100) / "notes.txt").touch()
     folder.begin(300)
-    shown = Shown(capsys, tmp_path, "verify", folder.root)
+    shown = Ended(capsys, tmp_path, "checkpoint", "verify", folder.root)
     assert (shown.code, shown.err) == (1, "")
     lines = shown.out.splitlines()
     assert lines[0] == "step-00000200  BROKEN"
@@ -128,7 +116,7 @@ def test_verify_of_one_checkpoint_looks_at_no_other(
 ) -> None:
     (folder.path(200) / TENSORS).unlink()
     folder.begin(300)
-    shown = Shown(capsys, tmp_path, "verify", folder.path(100))
+    shown = Ended(capsys, tmp_path, "checkpoint", "verify", folder.path(100))
     assert shown.code == 0 and len(shown.out.splitlines()) == 1
 
 
@@ -137,7 +125,7 @@ def test_a_run_that_has_saved_nothing_yet_has_failed_to(
 ) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     for action, what in (("show", "complete checkpoint"), ("verify", "checkpoint")):
-        shown = Shown(capsys, tmp_path, action, tmp_path / "run")
+        shown = Ended(capsys, tmp_path, "checkpoint", action, tmp_path / "run")
         assert (shown.code, shown.out) == (1, "")
         assert shown.err.startswith(f"{tmp_path / 'run'} has no {what}")
 
@@ -147,7 +135,7 @@ def test_what_is_no_place_for_checkpoints_is_wrong_input(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):
-        shown = Shown(capsys, tmp_path, action, place)
+        shown = Ended(capsys, tmp_path, "checkpoint", action, place)
         assert (shown.code, shown.out, shown.figures) == (2, "", None)
         assert str(place) in shown.err and "Traceback" not in shown.err
 

@@ -3,15 +3,13 @@
 The model is a GPT-2 with random weights and 24 positions.
 """
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megaspeed.cli import main
 from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text
+from tests.support.command import figures
 
 SAME = 1e-5  # relative
 
@@ -27,13 +25,6 @@ GREEDY = {
     "the terms and conditions of this agreement " * 3: "144 21 144 21 49 49 21 144 200 21 144 200 "
     "26 144 49 49 144 49 144 21 49 26 49 26 144 49 246 26 26 144 21 26 144 144 144 26 49 49 26 49",
 }
-
-
-def figures(tmp_path: Path, *command: Any) -> Any:
-    """What a command writes to --json."""
-    file = tmp_path / "figures.json"
-    assert main([*map(str, command), "--json", str(file)]) == 0
-    return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("options", LOSSES)

@@ -4,11 +4,9 @@ A model that was trained here sees an end-of-text before a document. An imported
 template of its tokenizer puts before a text. What a template puts after a text is ignored.
 """
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +14,11 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from megaspeed.cli import main
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from tests.hugging_face.models import llama, saved
 from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
+from tests.support.command import figures
 
 TEXT = LICENSE.read_text()[2000:2600]
 PROMPT = "You may"
@@ -70,13 +68,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         return made[name]
 
     return of
-
-
-def figures(tmp_path: Path, *command: Any) -> Any:
-    """What a command writes to --json."""
-    file = tmp_path / "figures.json"
-    assert main([*map(str, command), "--json", str(file)]) == 0
-    return json.loads(file.read_text())
 
 
 def likeliest(exported: Path, ids: list[int]) -> list[int]:

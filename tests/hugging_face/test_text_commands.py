@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from megaspeed.cli.evaluate import show, text_of
 from megaspeed.config.data import Source
 from megaspeed.hugging_face.perplexity import Score
 from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
+from tests.support.command import Ended
 from tests.support.text import list_files
 
 TEXT = LICENSE.read_text()[:700]
@@ -32,30 +32,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint_of_text(tmp_path_factory.mktemp("run"))
 
 
-class Output:
-    """What a command printed, wrote and returned."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: Any) -> None:
-        file = tmp_path / "figures.json"
-        file.unlink(missing_ok=True)
-        self.code = main([*map(str, arguments), "--json", str(file)])
-        self.out, self.err = capsys.readouterr()
-        self.figures: Any = json.loads(file.read_text()) if file.exists() else None
-
-
-Command = Callable[..., Output]
+Command = Callable[..., Ended]
 
 
 @pytest.fixture
 def generate(checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    return lambda *options: Output(
+    return lambda *options: Ended(
         capsys, tmp_path, "generate", "--checkpoint", checkpoint, "--max-tokens", 12, *options
     )
 
 
 @pytest.fixture
 def evaluate(checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    return lambda *options: Output(
+    return lambda *options: Ended(
         capsys, tmp_path, "evaluate", "--checkpoint", checkpoint.parents[1], *options
     )
 
@@ -197,7 +186,7 @@ def test_the_tokenizer_of_the_command_line_is_not_called_the_configurations(
         ),
         (text, f"--tokenizer must be a tokenizer.json or a folder with one, but {text} cannot be"),
     ]:
-        reported = Output(capsys, tmp_path, command, *arguments[command], "--tokenizer", given)
+        reported = Ended(capsys, tmp_path, command, *arguments[command], "--tokenizer", given)
         assert (reported.code, reported.out, reported.figures) == (2, "", None)
         assert reported.err.startswith(expected) and "data.tokenizer" not in reported.err
 
