@@ -69,7 +69,7 @@ class _Ledger:
         self._total = 0
 
     def hold(self, category: Category, size_bytes: int) -> None:
-        """Adds bytes, which are held until ``free``."""
+        """Add bytes, which are held until ``free``."""
         self.held[category] += size_bytes
         self._total += size_bytes
         if self._total > self.peak.total:
@@ -81,14 +81,9 @@ class _Ledger:
 
     @contextmanager
     def briefly(self, category: Category, size_bytes: int) -> Iterator[None]:
-        """Holds bytes within a ``with`` block."""
+        """Hold bytes within a ``with`` block."""
         self.hold(category, size_bytes)
         yield
-        self.free(category, size_bytes)
-
-    def touch(self, category: Category, size_bytes: int) -> None:
-        """Adds bytes and frees them at once, so they count only for the peak."""
-        self.hold(category, size_bytes)
         self.free(category, size_bytes)
 
 
@@ -96,35 +91,32 @@ class _Step:
     """Simulates one optimizer step of a pipeline stage, layer by layer."""
 
     def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
-        self._run = run
-        self._first_stage = pipeline_stage == 0
-        self._last_stage = pipeline_stage == run.grid.pp - 1
+        self._run, self._on_host = run, device_type == "cpu"
+        self._is_first_stage = pipeline_stage == 0
+        self._is_last_stage = pipeline_stage == run.grid.pp - 1
+        self._micro_batches = run.batch.gradient_accumulation_steps
         self._parameters = local_parameters(run, pipeline_stage)
-        on_host = device_type == "cpu"
-        self.states = model_states(run, self._parameters, on_host=on_host)
-        self._on_host = on_host
+        self.states = model_states(run, self._parameters, on_host=self._on_host)
         self._layers = _layers(run, pipeline_stage, self._parameters, device_type)
         self._hidden = hidden_bytes(run)
         self._shared = Activations(run, device_type).shared()
         self._head_gradient = head_gradient_bytes(run, self._parameters)
-        self._element = BYTES_OF[run.precision]
-        self._buckets = gradient_buckets(run, self._parameters, on_host=on_host)
+        self._buckets = gradient_buckets(run, self._parameters, on_host=self._on_host)
+        schedule = SCHEDULES[run.config.parallel.schedule]
         self._in_flight = peak_micro_batches_in_flight(
-            SCHEDULES[run.config.parallel.schedule],
-            run.grid.pp,
-            pipeline_stage,
-            run.batch.gradient_accumulation_steps,
+            schedule, run.grid.pp, pipeline_stage, self._micro_batches
         )
+        received = 0 if self._is_first_stage else self._hidden
+        self._kept_in_flight = received + sum(layer.memory.kept for layer in self._layers)
 
     def moments(self) -> Iterator[_Ledger]:
-        """A ledger for each part of the step that may contain the peak."""
-        in_flight, micro_batches = self._in_flight, self._run.batch.gradient_accumulation_steps
-        continues = micro_batches > in_flight
-        yield self._forward(others=in_flight - 1, sends_back=continues)
-        yield self._backward(others=in_flight - 1, first=True)
-        if micro_batches > 1:
-            others = in_flight - 1 if continues else in_flight - 2
-            yield self._backward(others=others, first=False)
+        """Yield a ledger for each part of the step that may contain the peak."""
+        others = self._in_flight - 1
+        continues = self._micro_batches > self._in_flight
+        yield self._forward(others=others, sends_back=continues)
+        yield self._backward(others=others, first=True)
+        if self._micro_batches > 1:
+            yield self._backward(others=others if continues else others - 1, first=False)
         yield self._reduction()
         yield self._optimizer()
 
@@ -137,38 +129,35 @@ class _Step:
         ledger.hold("gradients", self.states.gradients)
         return ledger
 
-    @property
-    def _kept_in_flight(self) -> int:
-        received = 0 if self._first_stage else self._hidden
-        return received + sum(layer.memory.kept for layer in self._layers)
-
     def _forward(self, *, others: int, sends_back: bool) -> _Ledger:
         ledger = self._start(others=others)
-        if not self._first_stage:
+        if not self._is_first_stage:
             ledger.hold("activations", self._hidden)
-        if others and not (self._last_stage or sends_back):
+        if others and not (self._is_last_stage or sends_back):
             # The previous output may still be in flight.
             ledger.hold("activations", self._hidden)
         # After the forward with the most micro-batches in flight comes a backward.
         held = self._gathered("forward", "backward")
         for layer, gathered in zip(self._layers, held, strict=True):
-            memory = layer.memory
             with ledger.briefly("communication_buffers", gathered):
-                ledger.hold("activations", memory.kept)
+                ledger.hold("activations", layer.memory.kept)
                 if layer.is_head:
                     ledger.hold("communication_buffers", self._head_gradient)
-                ledger.touch("activations", memory.forward_working)
+                with ledger.briefly("activations", layer.memory.forward_working):
+                    pass
         return ledger
 
     def _backward(self, *, others: int, first: bool) -> _Ledger:
         ledger = self._start(others=others)
         ledger.hold("activations", self._kept_in_flight)
-        if not self._last_stage:
+        if not self._is_last_stage:
             ledger.hold("activations", self._hidden)  # the received gradient
-        if not (self._first_stage or first):
+        if not (self._is_first_stage or first):
             ledger.hold("activations", self._hidden)  # the previous gradient, still in flight
-        reductions = _Reductions(self._run, self._parameters, self._buckets, ledger)
-        left = self._run.batch.gradient_accumulation_steps - (1 if first else 2)
+        # The forward of the loss has computed it.
+        ledger.hold("communication_buffers", self._head_gradient)
+        reductions = _Reductions(self._run, self._buckets, head_weight(self._parameters), ledger)
+        left = self._micro_batches - (1 if first else 2)
         following: Pass | None = None
         if left:
             following = "forward" if left >= self._in_flight else "backward"
@@ -193,7 +182,7 @@ class _Step:
     def _fresh_gradient(self, layer: "_Layer") -> int:
         """The layer's largest gradient that autograd computes, before it is added to the sum."""
         computed = (p.elements for p in layer.parameters if p.name != HEAD_WEIGHT)
-        return self._element * max(computed)
+        return BYTES_OF[self._run.precision] * max(computed)
 
     def _reduction(self) -> _Ledger:
         """Memory of the reduction: complete gradients, and the copy of a bucket."""
@@ -217,42 +206,37 @@ class _Reductions:
     def __init__(
         self,
         run: Run,
-        parameters: Sequence[LocalParameter],
         buckets: Sequence[Bucket],
+        head: LocalParameter | None,
         ledger: _Ledger,
     ) -> None:
-        self._overlaps = run.overlaps_reductions
-        self._is_complete = run.keeps_complete_gradients
-        self._element = BYTES_OF[run.precision]
-        self._ledger = ledger
+        self._run, self._head, self._ledger = run, head, ledger
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
-        self._missing = {id(bucket): len(bucket.names) for bucket in buckets}
+        self._missing = {bucket.names: len(bucket.names) for bucket in buckets}
         self._in_flight = 0
-        self._head_weight = head_weight(parameters)
-        self._head_gradient = head_gradient_bytes(run, parameters)
-        # The forward of the loss has computed it.
-        ledger.hold("communication_buffers", self._head_gradient)
 
     def compute(self, parameter: LocalParameter) -> None:
         """Backward has computed the gradient of this parameter."""
+        run, ledger = self._run, self._ledger
         bucket = self._bucket_of.get(parameter.name)
         if bucket is None:
             return
-        is_of_the_loss = parameter == self._head_weight
-        if not self._is_complete and not is_of_the_loss:
-            self._ledger.hold("gradients", parameter.elements * self._element)
-        self._missing[id(bucket)] -= 1
-        if self._missing[id(bucket)] > 0 or (self._is_complete and not self._overlaps):
+        is_partial = not run.keeps_complete_gradients
+        if is_partial and parameter != self._head:
+            ledger.hold("gradients", parameter.elements * BYTES_OF[run.precision])
+        self._missing[bucket.names] -= 1
+        if self._missing[bucket.names] > 0 or not (is_partial or run.overlaps_reductions):
             return
-        self._ledger.free("communication_buffers", self._in_flight)
-        self._ledger.hold("communication_buffers", bucket.packed_bytes)
+        ledger.free("communication_buffers", self._in_flight)
+        ledger.hold("communication_buffers", bucket.packed_bytes)
         self._in_flight = bucket.packed_bytes
-        if not self._is_complete:
-            self._ledger.free("gradients", bucket.gradient_bytes)
-            if self._head_weight is not None and self._head_weight.name in bucket.names:
-                self._ledger.free("communication_buffers", self._head_gradient)
-        if not self._overlaps:
-            self._ledger.free("communication_buffers", self._in_flight)
+        if is_partial:
+            ledger.free("gradients", bucket.gradient_bytes)
+            if self._head is not None and self._head.name in bucket.names:
+                sum_bytes = self._head.elements * BYTES_OF[run.accumulation_dtype]
+                ledger.free("communication_buffers", sum_bytes)
+        if not run.overlaps_reductions:
+            ledger.free("communication_buffers", self._in_flight)
             self._in_flight = 0
 
 
