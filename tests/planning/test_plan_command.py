@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megaspeed.cli import main
-from megaspeed.topology.devices import DEVICES
 from tests.planning.tiny_runs import FOLDER
 
 pytestmark = pytest.mark.slow
@@ -65,7 +64,8 @@ def test_no_line_is_wider_than_80_columns_and_no_cell_is_cut(
 def test_without_a_device_it_states_which_option_names_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = printed(capsys, *TWO_BY_TWO_BY_TWO)
+    out = printed(capsys, *TWO_BY_TWO_BY_TWO, "--gpus-per-node", "4")
+    assert "Ranks: 2 nodes of 4 GPUs" in out and "across 2 nodes" in out
     assert "to see whether it fits and how long a step takes" in out
     assert "add --device h100-80gb" in out
     assert "FIT:" not in out and "FITS" not in out and "Time in" not in out
@@ -203,6 +203,7 @@ def test_no_file_is_replaced_that_the_written_one_extends(
         (("--nodes", "1", "--world-size", "16"), "16 ranks need more than the 8 devices of 1 node"),
         ((), "the number of ranks is missing: add --world-size, or --nodes"),
         (("--device", "h100", "--nodes", "1"), "there is no device called 'h100'"),
+        (("--set", "parallel.tensor=3"), "parallel.tensor: 1, 2, 4"),
         (("--nic-gbps", "5e-324", "--nodes", "1"), "nic_gbps: given 5e-324 (a decimal number), w"),
         (
             ("--nic-gbps", "0", "--nodes", "1"),
@@ -219,38 +220,6 @@ def test_wrong_machines_state_the_mend(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
-
-
-def test_the_rank_map_follows_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, *TWO_BY_TWO_BY_TWO, "--gpus-per-node", "4")
-    assert "Ranks: 2 nodes of 4 GPUs" in out
-    assert "across 2 nodes" in out
-
-
-def test_an_unknown_device_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *TWO_BY_TWO_BY_TWO, "--device", "h100"]) == 2
-    err = capsys.readouterr().err
-    assert "there is no device called 'h100'" in err
-    assert all(name in err for name in DEVICES)
-
-
-@pytest.mark.parametrize(
-    ("changes", "world_size", "output"),
-    [
-        ((), "6", "world size 6 (from --world-size) is not divisible by"),
-        (("model.preset=gpt3-175",), "8", '"gpt3-175b"'),
-        (("parallel.tensor=3",), "12", "valid parallel.tensor: 1, 2, 4"),
-    ],
-    ids=["world", "preset", "heads"],
-)
-def test_wrong_input_states_the_mend(
-    changes: tuple[str, ...], world_size: str, output: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--config", str(FOLDER / "3d.json"), "--world-size", world_size]
-    assert main(["plan", *options, *(["--set", *changes] if changes else [])]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert output in captured.err
 
 
 @pytest.mark.parametrize(("what_if", "seconds"), [((), 5.0), (("--what-if",), 20.0)])
