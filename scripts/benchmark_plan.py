@@ -408,8 +408,9 @@ def predict(run: Published, constants: Constants = FITTED) -> StepTime:
     if run.is_interpreted:
         layers = Layers(*(_scaled(layer, constants.interpreted) for layer in layers))
     step = rates.step(layers)
-    if run.splits_messages:
-        step = replace(step, p2p=Network(replace(work, sequence_parallel=True), cluster).p2p())
+    if run.splits_messages and work.grid.pp > 1:
+        part = Network(replace(work, sequence_parallel=True), cluster).message()
+        step = replace(step, p2p=step.p2p * part / Network(work, cluster).message())
     if run.chunks > 1:
         times = [sum(both) for both in zip(*stage_times(work, layers), strict=True)]
         bubble = (sum(times) - max(times)) / run.chunks

@@ -1,4 +1,4 @@
-"""Nested JSON values by dotted key, files with one object on each line, and files with a hash.
+"""JSON values: of figures, by dotted key, in files with an object on each line, or with a hash.
 
     {"answer": 42, "index_hash": sha256 of {"answer": 42}}
 
@@ -8,7 +8,9 @@ computes the hash again.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,26 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
             yield from leaves(value, key)
         else:
             yield key, value
+
+
+def json_value(value: Any) -> Any:
+    """Return the value as JSON: a dataclass as an object, a range as its ends, infinity as null."""
+    if is_dataclass(value):
+        return picked(value, *(field.name for field in fields(value)))
+    if isinstance(value, Mapping):
+        return {key: json_value(each) for key, each in value.items()}
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    if isinstance(value, list | tuple):
+        return list(map(json_value, value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def picked(source: object, *names: str) -> dict[str, Any]:
+    """Return these fields and properties of an object as JSON values."""
+    return {name: json_value(getattr(source, name)) for name in names}
 
 
 def write_sealed(path: Path, facts: Facts) -> None:

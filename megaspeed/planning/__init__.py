@@ -10,6 +10,5 @@ plan.py            the complete plan of one run
 variants.py        other settings of a run; the cheapest change if it does not fit
 what_if.py         every variant on the same ranks that fits, the fastest first
 report.py          a plan and a what-if as lines and tables
-json_values.py     figures as JSON values
 charts.py          the parts of a step as a picture
 """

@@ -18,10 +18,9 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_recorded
 from megaspeed.config.section import LARGEST_SECONDS
-from megaspeed.files.json_values import read_records
+from megaspeed.files.json_values import json_value, read_records
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import forecast
-from megaspeed.planning.json_values import json_value
 from megaspeed.topology.devices import Device, device_by_name
 
 CONFIG, METRICS, STARTS = "config.json", "metrics.jsonl", "starts.jsonl"

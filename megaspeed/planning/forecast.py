@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaspeed.config.resolve import Run
+from megaspeed.files.json_values import picked
 from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.planning.cluster import ClusterConfig
-from megaspeed.planning.costs.pipeline_time import with_timetable
 from megaspeed.planning.costs.step_time import StepTime, predict_step_time
 from megaspeed.planning.costs.workload import Cluster, attended_tokens, workload_of
 from megaspeed.planning.goodput import Goodput, predict_goodput
-from megaspeed.planning.json_values import picked
 
 TYPICAL_FACTOR = 1.15
 """Nine of ten runs of a source that was left out of the fit take between 1 / this and this many
@@ -214,13 +213,7 @@ def complete_training(
 
 
 def forecast(run: Run, cluster: Cluster, *, simulates: bool = False) -> Forecast:
-    """Predicts the step of a run.
-
-    If ``simulates``, bubble and p2p come from a simulation of the schedule, which takes up to a
-    second. Otherwise formulas give them.
-    """
+    """Predict the step of a run, as ``predict_step_time`` does."""
     work = workload_of(run, cluster.device_type)
-    step = predict_step_time(work, cluster)
-    if simulates:
-        step = with_timetable(step, work, cluster)
+    step = predict_step_time(work, cluster, simulates=simulates)
     return Forecast(run=run, cluster=cluster, step=step.scaled(cluster.calibration))

@@ -20,8 +20,8 @@ from pydantic import Field
 
 from megaspeed.config.resolve import Run
 from megaspeed.config.section import Bandwidth, Section
+from megaspeed.files.json_values import json_value
 from megaspeed.pipeline.partition import parameters_of_stages
-from megaspeed.planning.json_values import json_value
 
 _SAVED_BYTES = 12
 """Bytes of a parameter in a checkpoint: master weight and two moments in fp32

@@ -13,6 +13,7 @@ from typing import Any
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
+from megaspeed.files.json_values import json_value, picked
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
 from megaspeed.planning.costs.placement import GPUS_PER_NODE, Placement
 from megaspeed.planning.costs.rank_parameters import elements_of, local_parameters
@@ -26,7 +27,6 @@ from megaspeed.planning.costs.reserved_memory import (
 from megaspeed.planning.costs.traffic import by_axis
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import Forecast, forecast
-from megaspeed.planning.json_values import json_value, picked
 from megaspeed.planning.prediction import Prediction, StagePrediction, ideal_bubble, predict
 from megaspeed.planning.variants import CheapestChange, Training, cheapest_change
 

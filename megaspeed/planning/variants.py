@@ -45,7 +45,7 @@ from megaspeed.config.layout import BATCH_KEYS, World
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.rules import divisors
 from megaspeed.config.run import Recomputation, RunConfig
-from megaspeed.planning.json_values import picked
+from megaspeed.files.json_values import picked
 from megaspeed.planning.prediction import predict_peak_bytes
 
 _DATA, _MICRO_BATCH = "parallel.data", "train_micro_batch_size_per_gpu"

@@ -19,11 +19,11 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.config.rules import divisors
 from megaspeed.config.run import Recomputation
+from megaspeed.files.json_values import picked
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.planning.costs.reserved_memory import Verdict, reserved_memory, verdict
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import Forecast, forecast
-from megaspeed.planning.json_values import picked
 from megaspeed.planning.prediction import predict_peak_bytes
 from megaspeed.planning.variants import Settings, Training
 

@@ -95,24 +95,15 @@ class Network:
         gather = self.collective("tp", "all_gather", message)
         return summed + gather, gather + self.collective("tp", "reduce_scatter", message) + loss
 
-    def p2p(self) -> float:
-        """Seconds of sending activations and their gradients between stages.
-
-        Each stage waits for two exchanges, one with each neighbour, for each micro-batch (Narayanan
-        et al. 2021, section 2.2).
-        """
-        work, pp = self.work, self.work.grid.pp
-        if pp == 1:
-            return 0.0
-        return 2 * self.message() * (work.micro_batches + pp - 1)
-
     def message(self) -> float:
-        """Seconds of one message between two stages: the activations of a micro-batch.
+        """Return the seconds of a message between two stages: the activations of a micro-batch.
 
         With sequence parallelism, a tensor rank sends only its part. A message to another node uses
         the network of one GPU.
         """
         work = self.work
+        if work.grid.pp == 1:
+            return 0.0
         message: float = work.tokens * work.model.hidden_size * work.element_bytes
         if work.sequence_parallel:
             message /= work.grid.tp

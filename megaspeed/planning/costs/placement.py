@@ -19,8 +19,8 @@ from functools import cache, cached_property
 from itertools import chain, pairwise
 from typing import Any
 
+from megaspeed.files.json_values import picked
 from megaspeed.planning.costs.traffic import TrafficAxis
-from megaspeed.planning.json_values import picked
 from megaspeed.topology.grid import AXES, Grid
 
 GPUS_PER_NODE = 8

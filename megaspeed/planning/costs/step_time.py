@@ -7,8 +7,7 @@
 
 The prediction runs nothing. Only the constants in ``FITTED`` are fitted to published runs. All
 others are from data sheets, papers and source code, stated beside each constant. Each function
-states the formula of its term. ``pipeline_time`` replaces the formulas of bubble and p2p by a
-simulation of the schedule.
+states the formula of its term.
 
 This is plain arithmetic: a prediction takes a fraction of a millisecond, and loads no torch.
 """
@@ -20,6 +19,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megaspeed.planning.costs.network_time import Network
+from megaspeed.planning.costs.pipeline_time import closed_form, simulated
 from megaspeed.planning.costs.workload import (
     Cluster,
     HostTime,
@@ -167,19 +167,20 @@ class StepTime:
         return StepTime(layers=self.layers, **terms)
 
 
-def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> StepTime:
-    """Predicts the step time of the rank that determines it.
+def predict_step_time(work: Workload, cluster: Cluster, *, simulates: bool = False) -> StepTime:
+    """Predict the step time of the rank that determines it.
 
     Args:
         work: what the ranks compute and send.
-        cluster: the machines. If they were measured, ``constants`` is not used.
-        constants: the fitted constants.
+        cluster: the machines.
+        simulates: whether bubble and p2p come from a simulation of the schedule, which takes up to
+            a second, or from closed forms.
 
     Raises:
         ValueError: the device cannot compute in this precision.
     """
-    rates = Rates(work, cluster, constants)
-    return rates.step(rates.layers())
+    rates = Rates(work, cluster)
+    return rates.step(rates.layers(), simulates=simulates)
 
 
 def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float]]:
@@ -193,36 +194,6 @@ def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float
         [b * block.forward + e * embedding.forward + h * head.forward for b, e, h in ends],
         [b * block.backward + e * embedding.backward + h * head.backward for b, e, h in ends],
     )
-
-
-def _bubble(work: Workload, forward: list[float], backward: list[float]) -> float:
-    """Seconds that waiting for other stages adds to the slowest stage's own work.
-
-    With gpipe, the slowest forward and then the slowest backward set the pace:
-
-        time = sum of all stages' times + (micro-batches - 1) x (slowest forward + slowest backward)
-
-    (Narayanan et al. 2021, section 2.2, for unequal stages).
-
-    With 1f1b, a stage starts when the first micro-batch has passed the stages before it. After its
-    own last backward, these stages run their backwards of the last micro-batch. A stage has k
-    stages after it. Between a forward and a backward of the stage, a micro-batch passes these k
-    stages twice. The stage waits for this at its first and at its last backward. Meanwhile it runs
-    k forwards or k backwards. The step takes as long as the stage for which all this takes longest.
-    """
-    times = [sum(both) for both in zip(forward, backward, strict=True)]
-    count, own = work.micro_batches, work.micro_batches * max(times)
-    if work.schedule == "gpipe":
-        return sum(times) + (count - 1) * (max(forward) + max(backward)) - own
-    ends = []
-    for stage, time in enumerate(times):
-        after = len(times) - 1 - stage
-        wait = passed = sum(times[stage + 1 :])
-        if count > after:
-            first, last = passed - after * forward[stage], passed - after * backward[stage]
-            wait = min(passed, max(0.0, first) + max(0.0, last))
-        ends.append(sum(times[:stage]) + count * time + wait)
-    return max(ends) - own
 
 
 class Rates:
@@ -251,8 +222,8 @@ class Rates:
         """The time of each kind of layer."""
         return Layers(self.embedding(), self.block(), self.head())
 
-    def step(self, layers: Layers) -> StepTime:
-        """The time of the step of the slowest stage, if layers take these times."""
+    def step(self, layers: Layers, *, simulates: bool = False) -> StepTime:
+        """Return the time of the step of the slowest stage, if layers take these times."""
         work, (embedding, block, head) = self.work, layers
         forward, backward = stage_times(work, layers)
         times = [sum(both) for both in zip(forward, backward, strict=True)]
@@ -261,6 +232,8 @@ class Rates:
         # Micro-batches for which that stage computes a block, the embedding and the head.
         of_blocks = count * work.blocks_of_stages[slowest]
         of_embedding, of_head = count * (slowest == 0), count * (slowest == last)
+        pipeline = simulated if simulates else closed_form
+        bubble, p2p = pipeline(work, forward, backward, self.network.message())
         parts, first, end = block.parts, embedding.parts, head.parts
         return StepTime(
             layers=layers,
@@ -270,8 +243,8 @@ class Rates:
             head=of_head * (head.both - end.tp),
             recomputation=of_blocks * block.recomputation,
             tp=of_blocks * parts.tp + of_embedding * first.tp + of_head * end.tp,
-            bubble=_bubble(work, forward, backward),
-            p2p=self.network.p2p(),
+            bubble=bubble,
+            p2p=p2p,
             dp=self.network.dp(slowest, block.forward, block.backward),
             optimizer=self.optimizer(slowest),
             host=of_blocks * block.host + self.host.step + count * self.host.micro_batch,

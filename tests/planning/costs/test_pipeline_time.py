@@ -11,7 +11,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.planning.costs import pipeline_time
 from megaspeed.planning.costs.network_time import Network
-from megaspeed.planning.costs.pipeline_time import pipeline_seconds, with_timetable
+from megaspeed.planning.costs.pipeline_time import pipeline_seconds
 from megaspeed.planning.costs.step_time import predict_step_time, stage_times
 from megaspeed.planning.costs.workload import Cluster, Workload, workload_of
 from megaspeed.topology.devices import device_named
@@ -79,7 +79,7 @@ def test_the_closed_form_is_that_of_the_timetable(
         micro_batches=micro_batches,
     )
     step = predict_step_time(work, cluster())
-    simulated = with_timetable(step, work, cluster())
+    simulated = predict_step_time(work, cluster(), simulates=True)
     pipeline = simulated.total - simulated.dp - simulated.optimizer
     too_long = (step.bubble - simulated.bubble) / pipeline
     has_enough = micro_batches >= work.grid.pp
@@ -94,7 +94,7 @@ def test_the_closed_form_is_that_of_the_timetable(
 def test_slow_messages_between_equal_stages_take_the_time_of_the_closed_form() -> None:
     work = workload(8, blocks_of_stages=(4,) * 8, micro_batches=64)
     step = predict_step_time(work, cluster(1.0))
-    simulated = with_timetable(step, work, cluster(1.0))
+    simulated = predict_step_time(work, cluster(1.0), simulates=True)
     assert step.p2p > 0.2 * step.total
     assert simulated.p2p == pytest.approx(step.p2p, rel=0.05)
 
@@ -102,7 +102,7 @@ def test_slow_messages_between_equal_stages_take_the_time_of_the_closed_form() -
 def test_own_work_bubble_and_messages_are_the_length_of_the_timetable() -> None:
     work = workload(blocks_of_stages=BLOCKS["equal"])
     step = predict_step_time(work, cluster())
-    simulated = with_timetable(step, work, cluster())
+    simulated = predict_step_time(work, cluster(), simulates=True)
     forward, backward = stage_times(work, step.layers)
     message = Network(work, cluster()).message()
     terms = simulated.terms
@@ -116,7 +116,7 @@ def test_own_work_bubble_and_messages_are_the_length_of_the_timetable() -> None:
 def test_a_step_without_a_pipeline_keeps_its_terms() -> None:
     work = workload(blocks_of_stages=(32,))
     step = predict_step_time(work, cluster())
-    assert with_timetable(step, work, cluster()) == step
+    assert predict_step_time(work, cluster(), simulates=True) == step
 
 
 @given(
@@ -145,6 +145,6 @@ def test_a_timetable_of_35_stages_takes_seconds() -> None:
     work = replace(workload_of(run), micro_batches=1920)
     step = predict_step_time(work, cluster())
     began = time.process_time()
-    simulated = with_timetable(step, work, cluster())
+    simulated = predict_step_time(work, cluster(), simulates=True)
     assert time.process_time() - began < 4
     assert simulated.total == pytest.approx(step.total, rel=0.01)
