@@ -62,11 +62,11 @@ def block_run(run: Run) -> Run:
             "head_dim": model.head_dim,
         }
     rows = min(run.batch.micro_batch_size, max(1, _MOST_TOKENS // length))
-    return _changed(run, shape, length, rows=rows, micro_batches=1, zero_stage=1, ranks=1)
+    return _changed(run, shape, length, World(1, "the measurement"), rows, 1, zero_stage=1)
 
 
 def small_runs(run: Run) -> list[Run]:
-    """The measured small runs: data parallel over all ranks, at the run's ZeRO stage."""
+    """Return the measured small runs: data parallel over all ranks, at the run's ZeRO stage."""
     heads = _SMALL_HEADS
     shared = run.config.model.num_key_value_heads < run.config.model.num_attention_heads
     shape = {
@@ -77,16 +77,9 @@ def small_runs(run: Run) -> list[Run]:
         "intermediate_size": 4 * _SMALL_WIDTH,
         "head_dim": _SMALL_WIDTH // heads,
     }
+    world, zero = World(run.grid.world_size, "the measurement"), run.zero_stage
     return [
-        _changed(
-            run,
-            {**shape, "num_hidden_layers": blocks},
-            _SMALL_LENGTH,
-            rows=1,
-            micro_batches=count,
-            zero_stage=run.zero_stage,
-            ranks=run.grid.world_size,
-        )
+        _changed(run, {**shape, "num_hidden_layers": blocks}, _SMALL_LENGTH, world, 1, count, zero)
         for blocks, count in SMALL_SIZES
     ]
 
@@ -95,11 +88,10 @@ def _changed(
     run: Run,
     shape: Mapping[str, int],
     length: int,
-    *,
+    world: World,
     rows: int,
     micro_batches: int,
     zero_stage: int,
-    ranks: int,
 ) -> Run:
     """The run with another model and batch, and a layout with only a data axis."""
     values = run.as_json()
@@ -122,7 +114,7 @@ def _changed(
             "gradient_accumulation_steps": micro_batches,
         }
     )
-    return resolve_run(config, World(ranks, "the measurement"), name=run.name)
+    return resolve_run(config, world, name=run.name)
 
 
 def measure_cpu(run: Run) -> tuple[Cluster, tuple[str, ...]]:
