@@ -38,7 +38,7 @@ _NARROWEST = 80
 
 
 def add_to(commands: Any) -> None:
-    """Adds both commands and their options."""
+    """Add both commands and their options."""
     parser = add_command(
         commands,
         "plan",
@@ -90,7 +90,7 @@ def add_to(commands: Any) -> None:
 
 
 def _tokens(text: str) -> int:
-    """A number of tokens on the command line: 2000000, 300B, 1.4T."""
+    """Return a number of tokens on the command line: 2000000, 300B, 1.4T."""
     number, unit = text, 1
     if text[-1:].upper() in _UNITS:
         number, unit = text[:-1], _UNITS[text[-1].upper()]
@@ -105,7 +105,7 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Prints the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
+    """Print the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
     from megaspeed.planning.forecast import complete_training
     from megaspeed.planning.measured_cpu import CpuSpeedError
     from megaspeed.planning.plan import plan
@@ -152,7 +152,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
-    """The cluster of the file and the options, if it has what other options need."""
+    """Return the cluster of the file and the options, if it has what other options need."""
     from megaspeed.planning.cluster import read_cluster
 
     keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
@@ -168,7 +168,7 @@ def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
 
 
 def _training(options: argparse.Namespace, stated: "ClusterConfig") -> "Training":
-    """The run on the stated number of ranks, or on all devices."""
+    """Return the run on the stated number of ranks, or on all devices."""
     from megaspeed.planning.cluster import CPU
     from megaspeed.planning.variants import Training
 
@@ -188,7 +188,7 @@ def _training(options: argparse.Namespace, stated: "ClusterConfig") -> "Training
 
 
 def _extended_files(config: Path) -> Iterator[Path]:
-    """A configuration that was read without problems, and all files that it extends."""
+    """Yield a configuration that was read without problems, and all files that it extends."""
     file: Path | None = config
     while file is not None:
         yield file
@@ -199,7 +199,7 @@ def _extended_files(config: Path) -> Iterator[Path]:
 def _cluster(
     options: argparse.Namespace, stated: "ClusterConfig", run: Run
 ) -> "tuple[Cluster | None, Calibration | None]":
-    """The figures of the machines, from the table or measured, and calibrated with --calibrate."""
+    """Return the machines, from the table or measured, and their calibration, if any."""
     from megaspeed.planning.calibration import calibrate
     from megaspeed.planning.cluster import CPU
     from megaspeed.planning.measured_cpu import measure_cpu
@@ -224,7 +224,7 @@ def _wrong(problem: str) -> ConfigError:
 
 
 def _write_config(file: Path, extended: Path, changes: Sequence[str]) -> None:
-    """Writes a configuration that extends a file and states the changes of ``--set``."""
+    """Write a configuration that extends a file and states the changes of ``--set``."""
     values: dict[str, Any] = {"extends": os.path.relpath(extended.resolve(), file.parent.resolve())}
     for change in changes:
         tree, _ = parse_override(change)
@@ -233,7 +233,7 @@ def _write_config(file: Path, extended: Path, changes: Sequence[str]) -> None:
 
 
 def _put(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Replaces values. Unlike in a merge, null stays: it removes a key of the extended file."""
+    """Replace values. Unlike in a merge, null stays: it removes a key of the extended file."""
     for key, value in changes.items():
         if isinstance(value, dict) and isinstance(values.get(key), dict):
             _put(values[key], value)
@@ -242,7 +242,7 @@ def _put(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def run_schedule(options: argparse.Namespace) -> int:
-    """Prints the timetable of the run's pipeline: rows are pipeline stages, columns are time."""
+    """Print the timetable of the run's pipeline: rows are pipeline stages, columns are time."""
     from megaspeed.pipeline.schedules import SCHEDULES
     from megaspeed.pipeline.simulation import bubble_fraction, check_schedule, format_grid
 
@@ -260,7 +260,7 @@ def run_schedule(options: argparse.Namespace) -> int:
 
 
 def _fold(grid: list[str], columns: int) -> Iterator[str]:
-    """The lines of a timetable, cut between ticks into parts of at most ``columns`` characters."""
+    """Yield the lines of a timetable, cut between ticks into parts of at most ``columns``."""
     ticks = grid[0]
     start = ticks.index("0")
     width = ticks.index("1") - start  # a pipeline has at least three ticks

@@ -1,4 +1,4 @@
-"""Measures the speed of this machine's processors, and prints it as JSON.
+"""Measure the speed of this machine's processors, and print it as JSON.
 
     python -m megaspeed.measurement.cpu_speed --config ds_configs/zero1.json --ranks 2
 
@@ -68,7 +68,7 @@ _ELEMENTS = 1 << 24
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the figures. The exit code is 2 if the run is wrong, 1 if a rank failed."""
+    """Print the figures. The exit code is 2 if the run is wrong, 1 if a rank failed."""
     parser = argparse.ArgumentParser(description="Measure the speed of this machine's processors")
     add_config_options(parser)
     parser.add_argument("--ranks", type=int, required=True, help="processes at the same time")
@@ -129,7 +129,7 @@ def measure_rank(launch: LaunchEnvironment, run: Run) -> dict[str, Any]:
 
 
 def _operations(run: Run) -> dict[str, Callable[[], object]]:
-    """Name of a figure -> the operation that is measured, in the shapes of ``block_run``."""
+    """Return the name of each figure -> the measured operation, in the shapes of ``block_run``."""
     torch.manual_seed(0)
     model, data, rows = run.config.model, run.config.data, run.batch.micro_batch_size
     length, dtype = data.sequence_length, DTYPES[run.precision]
@@ -180,7 +180,7 @@ def _operations(run: Run) -> dict[str, Callable[[], object]]:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Forward and backward of the kernel, for (B, S, heads, K)."""
+    """Return the forward and backward of the kernel, for (B, S, heads, K)."""
     q, k, v = (each.transpose(1, 2).requires_grad_() for each in (q, k, v))
     attend = partial(
         nn.functional.scaled_dot_product_attention,
@@ -215,7 +215,7 @@ def _update(run: Run, dtype: torch.dtype) -> Callable[[], object]:
 def _cpu_seconds(
     operations: Mapping[str, Callable[[], object]], group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """CPU seconds of one call of each operation, the median of several rounds.
+    """Return the CPU seconds of one call of each operation, the median of several rounds.
 
     In each round, all operations are measured one after the other, so that a change of the
     machine's speed changes all of them. All ranks measure the same operation at the same time.
@@ -237,7 +237,7 @@ def _cpu_seconds(
 
 
 def _messages(group: dist.ProcessGroup) -> dict[Message, Wire]:
-    """The time of each kind of message.
+    """Return the time of each kind of message.
 
     Before each call, a rank computes, as in training. So ranks arrive at different times, and other
     data is in the cache. Small and large messages take turns, so that a change of the
@@ -265,7 +265,7 @@ def _messages(group: dist.ProcessGroup) -> dict[Message, Wire]:
 
 
 def _calls_of(size: int, group: dist.ProcessGroup) -> dict[Message, Callable[[], object]]:
-    """Kind of message -> a call that sends it. The complete message has ``size`` elements."""
+    """Return kind of message -> a call that sends one with ``size`` elements in all."""
     complete, part = torch.zeros(size), torch.zeros(size // dist.get_world_size(group))
     return {
         "all_reduce": partial(dist.all_reduce, complete, group=group),
@@ -292,7 +292,7 @@ def _send_to_the_next(message: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _step_seconds(run: Run, context: ParallelContext) -> float:
-    """Wall time of an optimizer step of a small run."""
+    """Return the wall time of an optimizer step of a small run."""
     worker = Worker(run, context)
     size = run.batch.micro_batch_size, run.config.data.sequence_length
     tokens = torch.zeros(size, dtype=torch.int64)
@@ -306,7 +306,7 @@ def _step_seconds(run: Run, context: ParallelContext) -> float:
 
 
 def _fast(times: Sequence[float]) -> float:
-    """The first quartile."""
+    """Return the first quartile."""
     return statistics.quantiles(times, n=4)[0]
 
 
@@ -324,7 +324,7 @@ def _means(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:
 
 
 def _wall_times(own: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:
-    """The mean of the ranks' CPU times, as wall times.
+    """Return the mean of the ranks' CPU times, as wall times.
 
     The threads of a rank compute together. They wait for each other if there are fewer processors.
     """

@@ -1,4 +1,4 @@
-"""Predicts a run before it starts, without tensors, processes or a GPU.
+"""Predict a run before it starts, without tensors, processes or a GPU.
 
 cluster.py         the machines, as the user states them
 measured_cpu.py    this machine as a cluster; another process measures it

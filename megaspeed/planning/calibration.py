@@ -93,7 +93,7 @@ class Calibration:
 
 
 def calibrate(folder: Path, cluster: Cluster) -> Calibration:
-    """The factor of the run in a folder.
+    """Return the factor of the run in a folder.
 
     If the run was restarted, only steps after its last start count, because the layout may have
     changed. Steps with a save, a validation, a profile or a skipped update do not count, and
@@ -139,7 +139,7 @@ def calibrate(folder: Path, cluster: Cluster) -> Calibration:
 
 
 def _run_of(folder: Path, device_type: str) -> Run:
-    """The run as it was resolved when it started."""
+    """Return the run as it was resolved when it started."""
     file = folder / CONFIG
     try:
         values, _ = read_json_object(file)
@@ -157,7 +157,7 @@ def _run_of(folder: Path, device_type: str) -> Run:
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
-    """The records with a step, in the order of the file. Damaged lines are omitted."""
+    """Yield the records with a step, in the order of the file. Damaged lines are omitted."""
     try:
         for record in read_records(file):
             if record is not None and type(record.get("step")) is int:
@@ -167,7 +167,7 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _steps(folder: Path) -> dict[int, dict[str, Any]]:
-    """Step -> its last record, because a step may have been repeated."""
+    """Return each step -> its last record, because a step may have been repeated."""
     steps = {}
     for record in _records(folder / METRICS):
         seconds: Any = record.get("step_time_seconds")
@@ -177,7 +177,7 @@ def _steps(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _last_start(folder: Path) -> tuple[int, int, str | None]:
-    """The step after which the run last started, how often it has started, and its device.
+    """Return the step after which the run last started, how often it has started, and its device.
 
     Runs before version 0.2 recorded no starts, and before 0.3 no device.
     """
@@ -189,7 +189,7 @@ def _last_start(folder: Path) -> tuple[int, int, str | None]:
 
 
 def _is_same_kind(recorded: str, planned: Device) -> bool:
-    """Whether a device is of the planned kind.
+    """Return whether a device is of the planned kind.
 
     The driver's name does not always show the memory, so that may differ.
     """
@@ -201,7 +201,7 @@ def _is_same_kind(recorded: str, planned: Device) -> bool:
 
 
 def _counted(run: Run, records: dict[int, dict[str, Any]], begin: int) -> Iterator[float]:
-    """Seconds of the steps that count."""
+    """Yield the seconds of the steps that count."""
     training = run.config.training
     profile = training.profile
     intervals = (training.save_interval, training.eval_interval, training.check_replicas_interval)

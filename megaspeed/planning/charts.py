@@ -12,7 +12,7 @@ _MOST_BARS = 8
 
 
 def draw_parts(plan: Plan, found: WhatIf | None, picture: Path) -> None:
-    """Writes a PNG with a bar for each forecast, divided into the parts of its step.
+    """Write a PNG with a bar for each forecast, divided into the parts of its step.
 
     The bars are the fastest variants of ``found``. If there are none, each bar is a ZeRO stage of
     the run.

@@ -47,7 +47,7 @@ class ClusterConfig(Section):
         return None if self.nodes is None else self.nodes * self.gpus_per_node
 
     def ranks(self, world_size: int | None) -> int:
-        """The stated number of ranks. If it is None, one rank for each device.
+        """Return the stated number of ranks. If it is None, one rank for each device.
 
         Raises:
             ConfigError: neither is stated, or there are not enough devices.
@@ -68,7 +68,7 @@ class ClusterConfig(Section):
         return ranks
 
     def cluster(self) -> Cluster | None:
-        """The figures of the machines; None if no device is named, or the device is cpu."""
+        """Return the figures of the machines; None if no device is named, or the device is cpu."""
         if self.device is None or self.device == CPU:
             return None
         device = device_named(self.device)
@@ -85,7 +85,7 @@ def _wrong(problem: str) -> ConfigError:
 
 
 def read_cluster(file: Path | None, stated: Mapping[str, Any]) -> ClusterConfig:
-    """Reads a cluster's JSON, if there is one, and replaces the keys that are stated.
+    """Read a cluster's JSON, if there is one, and replace the keys that are stated.
 
     Raises:
         ConfigError: with all mistakes.

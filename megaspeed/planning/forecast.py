@@ -92,7 +92,7 @@ class Forecast:
         return self.step.communication
 
     def parts(self) -> dict[str, float]:
-        """Part of the step -> its seconds. They add up to ``seconds``."""
+        """Return each part of the step -> its seconds. They add up to ``seconds``."""
         terms = self.step.terms
         return {part: sum(terms[name] for name in names) for part, names in PARTS.items()}
 
@@ -198,7 +198,7 @@ class TrainingTime:
 def complete_training(
     forecast: Forecast, stated: ClusterConfig, tokens: int | None = None
 ) -> TrainingTime:
-    """The complete training on ``tokens``. If omitted, the run's ``training.steps`` give them."""
+    """Return the complete training on ``tokens``; by default, those of ``training.steps``."""
     run = forecast.run
     tokens = tokens or run.config.training.steps * run.tokens_per_step
     steps = math.ceil(tokens / run.tokens_per_step)

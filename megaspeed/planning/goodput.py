@@ -71,7 +71,7 @@ class Goodput:
 def predict_goodput(
     run: Run, step_seconds: float, operations: Operations | None = None, steps: int | None = None
 ) -> Goodput:
-    """The goodput of a run with this step time.
+    """Return the goodput of a run with this step time.
 
     Args:
         run: the run, with its intervals, layout and model.
@@ -120,7 +120,7 @@ def predict_goodput(
 def _blocking(
     run: Run, storage: float, stored: float, between_saves: float, operations: Operations
 ) -> float:
-    """Seconds for which the training waits at a save.
+    """Return the seconds for which the training waits at a save.
 
     With ``async_save``, it waits while a rank copies its part to host memory. If the previous save
     is still in progress, it waits for that, too.
@@ -134,7 +134,7 @@ def _blocking(
 
 
 def _without_failures(interval: float, between_failures: float, restart: float) -> float:
-    """The time of an interval between saves without failures, as a fraction of that with failures.
+    """Return the time between two saves without failures, as a fraction of that with failures.
 
     If failures come at random, an interval of I seconds takes (M + R) (exp(I / M) - 1) seconds with
     a mean time M between failures and R seconds to restart (Daly 2006, "A higher order estimate

@@ -43,7 +43,7 @@ class CpuSpeedError(RuntimeError):
 
 
 def block_run(run: Run) -> Run:
-    """The measured run of one block, with the shapes of a micro-batch of the run.
+    """Return the measured run of one block, with the shapes of a micro-batch of the run.
 
     Rates depend on the shapes, because of caches. So the block has the run's width, but at most
     768, and the tokens of its micro-batch, but at most 1,024.
@@ -93,7 +93,7 @@ def _changed(
     micro_batches: int,
     zero_stage: int,
 ) -> Run:
-    """The run with another model and batch, and a layout with only a data axis."""
+    """Return the run with another model and batch, and a layout with only a data axis."""
     values = run.as_json()
     model = {**values["model"], **shape}
     model.pop("preset", None)
@@ -118,7 +118,7 @@ def _changed(
 
 
 def measure_cpu(run: Run) -> tuple[Cluster, tuple[str, ...]]:
-    """Measures this machine with as many processes as the run has ranks; takes about 15 seconds.
+    """Measure this machine with as many processes as the run has ranks; takes about 15 seconds.
 
     Returns:
         The machine, and notes for the user.
@@ -155,7 +155,7 @@ def measure_cpu(run: Run) -> tuple[Cluster, tuple[str, ...]]:
 
 
 def cluster_of(run: Run, figures: Mapping[str, Any]) -> Cluster:
-    """The machine, from what ``cpu_speed`` measured.
+    """Return the machine, from what ``cpu_speed`` measured.
 
     The time of a block that is neither products nor attention is pointwise, and gives the multiple
     ``Measured.pointwise``. The time of the small runs that the prediction does not explain is the
@@ -210,7 +210,7 @@ def cluster_of(run: Run, figures: Mapping[str, Any]) -> Cluster:
 
 
 def _host(one: float, two: float, three: float) -> HostTime:
-    """The time of the host in the steps of the three small runs."""
+    """Return the time of the host in the steps of the three small runs."""
     (few, count), (many, _), (_, larger) = SMALL_SIZES
     block = max(0.0, (two - one) / ((many - few) * count))
     micro_batch = max(0.0, (three - two) / (larger - count) - many * block)

@@ -134,7 +134,7 @@ class Plan:
 
 
 def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_PER_NODE) -> Plan:
-    """Plans a training. Without a cluster, the plan has neither times nor a verdict.
+    """Plan a training. Without a cluster, the plan has neither times nor a verdict.
 
     Args:
         training: the run, and the configuration that its variants are resolved from.

@@ -70,7 +70,7 @@ class Prediction:
 
 
 def predict(run: Run, device_type: str = "cuda") -> Prediction:
-    """Memory and traffic of the first pipeline stage of each kind, on "cuda" or "cpu"."""
+    """Return memory and traffic of the first pipeline stage of each kind, on "cuda" or "cpu"."""
     stages = tuple(
         StagePrediction(
             pipeline_stage=alike.start,
@@ -104,7 +104,7 @@ def alike_stages(run: Run) -> list[range]:
 
 
 def ideal_bubble(run: Run) -> float:
-    """The fraction of a step in which pipeline stages of equal cost wait for each other.
+    """Return the fraction of a step in which pipeline stages of equal cost wait for each other.
 
     With P pipeline stages and M micro-batches, it is (P - 1) / (M + P - 1) for gpipe and 1f1b
     (Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.1). A simulation of these

@@ -115,7 +115,7 @@ def summary(plan: Plan) -> Iterator[str]:
 
 
 def _ranks(plan: Plan) -> Parts:
-    """The groups of each axis, and whether they stay within a node."""
+    """Yield the groups of each axis, and whether they stay within a node."""
     nodes, per_node = plan.ranks.nodes, plan.ranks.gpus_per_node
     yield (
         f"Ranks: {counted(nodes, 'node')} of {counted(per_node, 'GPU')}, pp outermost, tp innermost"
@@ -146,7 +146,7 @@ def _place(axis: AxisPlacement) -> str:
 
 
 def _stages(plan: Plan) -> Parts:
-    """Layers and parameters of the pipeline stages; alike stages share a row."""
+    """Yield the layers and parameters of the pipeline stages; alike stages share a row."""
     run = plan.run
     yield "Pipeline stages"
     table = table_of(
@@ -186,7 +186,7 @@ def _layers(stage: PlannedStage, *, is_last: bool) -> str:
 
 
 def _memory(plan: Plan) -> Parts:
-    """The memory of the fullest rank and the peaks of all pipeline stages, by ZeRO stage."""
+    """Yield the memory of the fullest rank and the peaks of all pipeline stages, by ZeRO stage."""
     predictions = [each.prediction for each in plan.zero_stages]
     unit = memory_unit(each.fullest.peak_bytes for each in predictions if each is not None)
     kinds = alike_stages(plan.run)
@@ -218,7 +218,7 @@ def _memory(plan: Plan) -> Parts:
 
 
 def _by_zero_stage(plan: Plan, cells: Callable[[PlannedZero], Mapping[str, str]]) -> Table:
-    """A table with a column for each ZeRO stage. ``cells`` is name of the row -> text."""
+    """Return a table with a column for each ZeRO stage. ``cells`` is name of the row -> text."""
     columns = [None if each.prediction is None else cells(each) for each in plan.zero_stages]
     table = table_of(left=("",), right=[_zero_stage(plan, stage) for stage in range(len(columns))])
     own = columns[plan.run.zero_stage]
@@ -234,7 +234,7 @@ def _zero_stage(plan: Plan, zero_stage: int) -> str:
 
 
 def _traffic(plan: Plan) -> Parts:
-    """What the busiest rank sends in one step, by axis and by kind of link."""
+    """Yield what the busiest rank sends in one step, by axis and by kind of link."""
     predictions = [each.prediction for each in plan.zero_stages if each.prediction is not None]
     unit = traffic_unit(each.busiest.sent_bytes for each in predictions)
     yield f"Traffic in {unit.name} that the busiest rank sends in one step"
@@ -254,7 +254,7 @@ def _traffic(plan: Plan) -> Parts:
 
 
 def _time(plan: Plan, forecast: Forecast) -> Parts:
-    """The step time by its terms and ZeRO stages, and the throughput."""
+    """Yield the step time by its terms and ZeRO stages, and the throughput."""
     steps = [each.forecast.step for each in plan.zero_stages if each.forecast is not None]
     unit, size = ("s", 1.0) if max(step.total for step in steps) >= 10 else ("ms", 1e-3)
 
@@ -293,7 +293,7 @@ def _throughput(forecast: Forecast) -> Iterator[str]:
 
 
 def _training(training: TrainingTime) -> Iterator[str]:
-    """Days and cost of a complete training, and the time that its goodput loses."""
+    """Yield the days and cost of a complete training, and the time that its goodput loses."""
     goodput, forecast = training.goodput, training.forecast
     yield f"Training on {short_count(training.tokens)} tokens, {counted(training.steps, 'step')}"
     if not math.isfinite(training.days):
@@ -328,7 +328,7 @@ def _rounded(number: float) -> str:
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
-    """Whether the run fits; if not, the cheapest change that makes it fit."""
+    """Yield whether the run fits; if not, the cheapest change that makes it fit."""
     own = plan.zero_stages[plan.run.zero_stage]
     tensors = plan.prediction.fullest.peak_bytes
     peak = f"predicted peak {readable_memory(tensors)} a rank"
@@ -419,7 +419,7 @@ def _layouts(layouts: Sequence[Layout], rows: int | None) -> Parts:
 
 
 def _best(found: WhatIf) -> Iterator[str]:
-    """The best variant, how to get it, and why it is faster than the next layout."""
+    """Yield the best variant, how to get it, and why it is faster than the next layout."""
     best = found.best
     assert best is not None, "there are layouts"
     yield f"best: {best.run.grid}, ZeRO-{best.run.zero_stage}: {best.seconds:.3g} s a step"
@@ -441,7 +441,7 @@ def _best(found: WhatIf) -> Iterator[str]:
 
 
 def _why(best: Forecast, other: Forecast) -> str:
-    """How much faster ``best`` is, and the parts of the step that differ most."""
+    """Return how much faster ``best`` is, and the parts of the step that differ most."""
     before = other.parts()
     more = {part: seconds - before[part] for part, seconds in best.parts().items()}
     most = sorted(more, key=lambda part: abs(more[part]), reverse=True)[:_SHOWN_PARTS]

@@ -125,14 +125,14 @@ class Training:
         return self._resolved({**settings.keys, **batch}, settings.world_size)
 
     def peak_bytes(self, settings: Settings) -> float:
-        """The predicted peak with these settings; infinite if the configuration refuses them."""
+        """Return the predicted peak; infinite if the configuration refuses the settings."""
         try:
             return predict_peak_bytes(self.under(settings), self.device_type)
         except ConfigError:
             return inf
 
     def set_text(self, settings: Settings) -> tuple[str, ...]:
-        """The text after ``--set`` that changes the file's run to these settings.
+        """Return the text after ``--set`` that changes the file's run to these settings.
 
         Raises:
             ConfigError: the settings break a rule of the configuration.
@@ -158,7 +158,7 @@ class Training:
         raise AssertionError("all three numbers of the batch together always give it")
 
     def _resolved(self, keys: Mapping[str, Any], world_size: int) -> Run:
-        """The run if these dotted keys are changed, for GPUs even if this machine has none."""
+        """Return the run with these dotted keys, for GPUs even if this machine has none."""
         return resolve_run(
             self.stated.changed(keys),
             World(world_size, "the plan", self.device_type),
@@ -167,7 +167,7 @@ class Training:
 
 
 def _typed(value: Any) -> str:
-    """The value as ``--set`` reads it."""
+    """Return the value as ``--set`` reads it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -192,7 +192,7 @@ class CheapestChange:
 def cheapest_change(
     training: Training, usable_bytes: Callable[[Run], int], gpus_per_node: int
 ) -> CheapestChange:
-    """The cheapest change after which the peak of a run is at most ``usable_bytes`` of that run."""
+    """Return the cheapest change after which a run's peak is at most its ``usable_bytes``."""
     search = _Search(training, usable_bytes, gpus_per_node)
     found = search.alone() or search.together() or search.with_more_ranks()
     settings = found or search.smallest
@@ -205,7 +205,7 @@ def cheapest_change(
 
 
 def single_changes(training: Training, gpus_per_node: int) -> list[tuple[int, tuple[str, ...]]]:
-    """The single changes that free memory on the fullest rank with the same number of ranks.
+    """Return the single changes that free memory on the fullest rank with the same number of ranks.
 
     Returns:
         The bytes that each change frees and what to type after ``--set``, the largest first.
@@ -240,11 +240,11 @@ class _Search:
         self.smallest = self._start
 
     def alone(self) -> Settings | None:
-        """The first single change that is enough."""
+        """Return the first single change that is enough."""
         return next(filter(self._fits, self._attempts(self._start)), None)
 
     def together(self) -> Settings | None:
-        """Combined changes that are enough, without those that are not needed."""
+        """Return combined changes that are enough, without those that are not needed."""
         for fields in self._changes(self._start):
             found = self._first_that_fits(self._changes(self.smallest)[fields])
             if found:
@@ -252,7 +252,7 @@ class _Search:
         return None
 
     def with_more_ranks(self) -> Settings | None:
-        """The smallest multiple of the ranks that is enough, together with other changes."""
+        """Return the smallest multiple of the ranks that is enough, together with other changes."""
         before = self.smallest
         for factor in _WORLD_FACTORS:
             wider = replace(before, dp=factor * before.dp)
@@ -273,7 +273,7 @@ class _Search:
         return None
 
     def _without_the_needless(self, settings: Settings) -> Settings:
-        """Undoes changes that are not needed, the most expensive first."""
+        """Undo changes that are not needed, the most expensive first."""
         for fields in reversed(self._changes(settings)):
             undone = _undone(settings, self._start, fields)
             attempts = [undone, *self._changes(undone)[fields]]
@@ -286,8 +286,9 @@ class _Search:
 
 
 def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list[Settings]]:
-    """The changes of the module's docstring, in its order: the fields that each changes, and the
-    settings that it leads to, cheapest first.
+    """Return the changes of the module's docstring, in its order.
+
+    They are the fields that each changes -> the settings that it leads to, cheapest first.
     """
 
     def one(applies: bool, **fields: Any) -> list[Settings]:
@@ -326,7 +327,7 @@ def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list
 
 
 def _more_recomputation(s: Settings, blocks: int) -> list[Settings]:
-    """Selective recomputation of all blocks, then full recomputation of more and more blocks."""
+    """Return selective recomputation of all blocks, then full one of more and more blocks."""
     kinds = get_args(Recomputation)
 
     def cost(kind: Recomputation, count: int | None) -> tuple[int, float]:
@@ -345,12 +346,12 @@ def _more_recomputation(s: Settings, blocks: int) -> list[Settings]:
 
 
 def _at(settings: Settings, *, pp: int, tp: int) -> Settings:
-    """The settings with these degrees. dp is computed, so the number of ranks stays the same."""
+    """Return the settings with these degrees, and with the dp that keeps the number of ranks."""
     return replace(settings, pp=pp, tp=tp, dp=settings.world_size // (pp * tp))
 
 
 def _undone(settings: Settings, start: Settings, fields: _Fields) -> Settings:
-    """``settings`` with these fields reset to ``start``. The number of ranks stays the same."""
+    """Return ``settings`` with these fields reset to ``start``, on the same number of ranks."""
     undone = replace(settings, **{field: getattr(start, field) for field in fields})
     if settings.world_size % (undone.pp * undone.tp):
         return settings

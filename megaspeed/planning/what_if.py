@@ -83,7 +83,7 @@ class WhatIf:
         )
 
     def fastest_of_each_grid(self) -> list[Layout]:
-        """The fastest variant of each (pp, dp, tp), the fastest first."""
+        """Return the fastest variant of each (pp, dp, tp), the fastest first."""
         found: dict[object, Layout] = {}
         for layout in self.layouts:
             found.setdefault(layout.run.grid, layout)
@@ -96,7 +96,7 @@ class WhatIf:
 
 
 def what_if(training: Training, cluster: Cluster, largest_tensor: int | None = None) -> WhatIf:
-    """Every variant of the training that fits the cluster's devices.
+    """Return every variant of the training that fits the cluster's devices.
 
     Tensor groups have at most ``largest_tensor`` ranks; if it is None, at most a node's GPUs.
     """
@@ -134,7 +134,7 @@ def what_if(training: Training, cluster: Cluster, largest_tensor: int | None = N
 
 
 def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings]]:
-    """All combinations, valid or not. Those that differ only in the micro-batch are one list."""
+    """Yield all combinations, valid or not: a list for each, by size of the micro-batch."""
     own = training.settings
     for pp, dp, tp in _degrees(training, largest_tensor):
         samples = training.run.batch.train_batch_size // dp
@@ -163,7 +163,7 @@ def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings
 
 
 def _degrees(training: Training, largest_tensor: int) -> Iterator[tuple[int, int, int]]:
-    """All (pp, dp, tp) of the training's ranks whose data ranks share the batch equally."""
+    """Yield all (pp, dp, tp) of the training's ranks whose data ranks share the batch equally."""
     world_size, batch = training.settings.world_size, training.run.batch.train_batch_size
     for tp in divisors(world_size):
         for pp in divisors(world_size // tp):
@@ -174,7 +174,7 @@ def _degrees(training: Training, largest_tensor: int) -> Iterator[tuple[int, int
 
 
 def _reductions(own: Settings) -> Iterator[tuple[int, Any]]:
-    """ZeRO stages, each with its gradient reductions. Stages 0 and 1 always reduce once a step."""
+    """Yield ZeRO stages with their gradient reductions. Stages 0 and 1 reduce once a step."""
     other = "per_micro_batch" if own.gradient_reduction == "per_step" else "per_step"
     for zero_stage in range(4):
         yield zero_stage, own.gradient_reduction
@@ -183,7 +183,7 @@ def _reductions(own: Settings) -> Iterator[tuple[int, Any]]:
 
 
 def _marked(layouts: list[Layout]) -> Iterator[Layout]:
-    """The layouts by time, with the Pareto-optimal ones marked."""
+    """Yield the layouts by time, with the Pareto-optimal ones marked."""
     least: int | None = None
     for layout in sorted(layouts, key=lambda layout: (layout.seconds, layout.peak_bytes)):
         is_pareto = least is None or layout.peak_bytes < least

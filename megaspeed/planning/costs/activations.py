@@ -71,12 +71,12 @@ def tokens_of(run: Run) -> int:
 
 
 def full_hidden_bytes(run: Run) -> int:
-    """Hidden states of all tokens, (B, S, D) in the model's precision."""
+    """Return the hidden states of all tokens, (B, S, D) in the model's precision."""
     return tokens_of(run) * run.config.model.hidden_size * BYTES_OF[run.precision]
 
 
 def hidden_bytes(run: Run) -> int:
-    """The part of the hidden states that one rank has between layers."""
+    """Return the part of the hidden states that one rank has between layers."""
     return full_hidden_bytes(run) // (run.grid.tp if run.sequence_parallel else 1)
 
 
@@ -282,14 +282,14 @@ class Activations:
         )
 
     def _norm_kept(self) -> int:
-        """What a norm keeps: output and statistics; on a CPU also the intermediates of RMSNorm."""
+        """Return what a norm keeps: output and statistics; on a CPU, RMSNorm's intermediates."""
         if self._model.norm == "layer_norm":
             return self._hidden + 2 * self._m * self._a
         intermediates = 0 if self._fused_norm else self._rms_norm_intermediates()
         return self._hidden + self._m * (_FP32 + self._model.hidden_size * intermediates)
 
     def _rms_norm_intermediates(self) -> int:
-        """Bytes an element that RMSNorm keeps on a CPU.
+        """Return the bytes an element that RMSNorm keeps on a CPU.
 
         They are x / rms. In 16-bit precision, also x in fp32 and the product of x / rms and the
         weight.
@@ -329,7 +329,7 @@ class Activations:
         return self._model.qk_norm and (self._fused_rms_norm or self._a == _FP32)
 
     def _mlp_kept(self) -> int:
-        """What an MLP keeps: the output of ``up``, silu(gate) if any, and the input of ``down``."""
+        """Return what an MLP keeps: output of ``up``, silu(gate) if any, and input of ``down``."""
         gated = self._model.mlp == "swiglu"
         before, _ = self._local_shape("mlp.gate_up" if gated else "mlp.up")
         _, after = self._local_shape("mlp.down")
@@ -337,18 +337,18 @@ class Activations:
         return self._n * (before + after + (after if keeps_silu else 0)) * self._a
 
     def _angles(self, tokens: int) -> int:
-        """Cosines and sines of ``tokens`` positions."""
+        """Return the cosines and sines of ``tokens`` positions."""
         is_rotary = self._model.positions == "rotary"
         return tokens * self._model.head_dim * self._a if is_rotary else 0
 
     def _local_shape(self, module: str) -> tuple[int, int]:
-        """Rows and columns of a block's matrix on one tensor rank."""
+        """Return the rows and columns of a block's matrix on one tensor rank."""
         weight = parameter_named(self._model, f"blocks.0.{module}.weight")
         rows, columns = shard_of(self._model, weight, rank=0, size=self._tp).local_shape
         return rows, columns
 
     def _column_parallel_backward(self) -> int:
-        """Working memory of the backward of a column-parallel layer.
+        """Return the working memory of the backward of a column-parallel layer.
 
         It is the gradient of the input, which is summed in place over the tensor axis. With
         sequence parallelism, the input is also gathered once more.
@@ -356,7 +356,7 @@ class Activations:
         return self._full + self._gathered + self._gloo_copy
 
     def _mlp_gradients(self) -> int:
-        """Working memory of the backward of an MLP, in addition to what its forward kept."""
+        """Return the working memory of an MLP's backward, in addition to what its forward kept."""
         _, width = self._local_shape("mlp.down")
         activation = self._n * width * self._a  # (n, F/T)
         mlp = activation if self._model.mlp == "gelu" else 2 * activation
@@ -365,7 +365,7 @@ class Activations:
         return mlp
 
     def _block_backward_working(self) -> int:
-        """Working memory at the peak of a block's backward, which is at one of these moments:
+        """Return the working memory at the peak of a block's backward, at one of these moments:
 
         inside the MLP      its gradients, and everything that its forward kept
         after the MLP       the gradient of its input

@@ -120,7 +120,7 @@ def gathered_elements_of_a_step(
 
 
 def _gathers(zero: ZeroConfig, passes: Sequence[Sequence[_Gathered]]) -> Iterator[_Gathered]:
-    """What is gathered in these passes, in order."""
+    """Yield what is gathered in these passes, in order."""
     held: list[_Gathered] = []
     for order, following in zip(passes, [*passes[1:], []], strict=True):
         for hold in held_in_pass(zero, order, following):
@@ -132,7 +132,7 @@ def _gathers(zero: ZeroConfig, passes: Sequence[Sequence[_Gathered]]) -> Iterato
 def _turns(
     schedule: str, pipeline_stages: int, pipeline_stage: int, micro_batches: int
 ) -> tuple[Pass, Mapping[tuple[Pass, Pass], int]]:
-    """The first pass of a step, and the number of each pair of consecutive passes."""
+    """Return the first pass of a step, and the number of each pair of consecutive passes."""
     passes = passes_of(SCHEDULES[schedule](pipeline_stages, pipeline_stage, micro_batches))
     return passes[0], Counter(pairwise(passes))
 
@@ -140,7 +140,7 @@ def _turns(
 def _gathered_by_pass(
     run: Run, parameters: Sequence[LocalParameter]
 ) -> dict[Pass, list[_Gathered]]:
-    """What is gathered for each layer of a pass, in its order; a tied head has the embedding."""
+    """Return what each layer of a pass gathers, in its order; a tied head has the embedding."""
     kept = {parameter.name for parameter in stay_gathered(run, parameters)}
     layers: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:

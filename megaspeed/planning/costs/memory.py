@@ -73,7 +73,7 @@ class MemoryBytes:
 def model_states(
     run: Run, parameters: Sequence[LocalParameter], *, on_host: bool = False
 ) -> MemoryBytes:
-    """Return parameters, accumulated gradients and optimizer states between two micro-batches.
+    """Return the parameters, accumulated gradients and optimizer states between two micro-batches.
 
     If the rank computes on the CPU (``on_host``), offloaded states count, too.
     """
@@ -101,7 +101,7 @@ def model_states(
 
 
 def _complete_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
-    """Elements of the complete gradients that a rank accumulates, including padding."""
+    """Return the elements of the complete gradients that a rank accumulates, including padding."""
     return flat_elements(run, [p for p in parameters if is_summed_over_step(run, p)])
 
 
@@ -185,7 +185,7 @@ def gradient_buckets(
 
 
 def _compression_state_bytes(run: Run, compressed: Sequence[LocalParameter]) -> int:
-    """Bytes kept from step to step: the feedback, and three copies of PowerSGD's Q.
+    """Return the bytes kept from step to step: the feedback, and three copies of PowerSGD's Q.
 
     The copies are the initial Q, the Q of the last step, and the Q that the next step will use.
     """

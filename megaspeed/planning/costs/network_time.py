@@ -60,7 +60,7 @@ class Network:
         return self.cluster.measured is None
 
     def tp(self) -> tuple[float, float]:
-        """Seconds of a block's forward and backward: each has two all-reduces of (tokens, D).
+        """Return the seconds in a block's forward and backward: two all-reduces of (tokens, D).
 
         (Shoeybi et al. 2019, section 3.) With sequence parallelism, each all-reduce becomes a
         reduce-scatter and an all-gather. The backward also gathers two inputs again, while it
@@ -79,7 +79,7 @@ class Network:
         return both, both
 
     def tp_of_ends(self) -> tuple[float, float]:
-        """Seconds of the embedding and of the head with its loss, forward and backward together.
+        """Return the seconds in the embedding and in the head with its loss, of both passes.
 
         The embedding's output is summed, and so is the gradient of the head's input. The loss has
         three all-reduces of a number for each token (Shoeybi et al. 2019, section 3).
@@ -175,7 +175,7 @@ class Network:
         return work.reductions * reduction + gather
 
     def collective(self, axis: Literal["dp", "tp"], kind: Message, message: float) -> float:
-        """Seconds of an all-reduce (2 rounds), or of another collective (1 round).
+        """Return the seconds of an all-reduce (2 rounds), or of another collective (1 round).
 
         n ranks on N nodes form a ring. Each sends rounds x (n-1)/n of the message in
         rounds x (n-1) hops, of which rounds x (N-1) are between nodes. For an all-reduce, NCCL uses
@@ -195,7 +195,7 @@ class Network:
         return _START + rounds * (hops + (ranks - 1) / ranks * message / bandwidth)
 
     def ring_bandwidth(self, axis: Literal["dp", "tp"]) -> float:
-        """Bytes a second of the ring of the axis's group that is placed worst.
+        """Return the bytes a second of the ring of the axis's group that is placed worst.
 
         A ring enters and leaves each node once, through the network of all GPUs that the group has
         there, so k ranks on a node have k times the bandwidth of one. The group that is placed
@@ -209,6 +209,6 @@ class Network:
 
 
 def _added(communication: float, computation: float) -> float:
-    """Seconds that a collective adds to the computation beside it."""
+    """Return the seconds that a collective adds to the computation beside it."""
     together = min(communication, computation)
     return communication - together + SLOWDOWN_BY_OVERLAP * together

@@ -106,11 +106,11 @@ class Placement:
         return math.ceil(self.grid.world_size / self.gpus_per_node)
 
     def along(self, axis: TrafficAxis) -> AxisPlacement:
-        """The groups of one axis."""
+        """Return the groups of one axis."""
         return _along(self.grid, axis, self.gpus_per_node)
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers of all axes as JSON values."""
+        """Return the numbers of all axes as JSON values."""
         axes = {axis: self.along(axis).as_json() for axis in AXES}
         return {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "axes": axes}
 

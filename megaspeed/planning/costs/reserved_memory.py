@@ -102,7 +102,7 @@ class ReservedMemory:
 def reserved_memory(
     run: Run, device: Device, gpus_per_node: int, peak_bytes: int
 ) -> ReservedMemory:
-    """What a rank of this run reserves beside tensors of ``peak_bytes``. On a CPU, nothing."""
+    """Return what a rank reserves beside tensors of ``peak_bytes``. On a CPU, nothing."""
     if device.name == "cpu":
         return ReservedMemory(context=0, nccl=0, workspace=0, fragmentation=0)
     return ReservedMemory(
@@ -115,14 +115,14 @@ def reserved_memory(
 
 
 def verdict(peak_bytes: int, reserved: ReservedMemory, device: Device) -> Verdict:
-    """Whether tensors of ``peak_bytes`` and the reserved memory fit the device."""
+    """Return whether tensors of ``peak_bytes`` and the reserved memory fit the device."""
     if peak_bytes + reserved.most <= device.memory_bytes:
         return "fits"
     return "tight" if peak_bytes + reserved.certain <= device.memory_bytes else "does not fit"
 
 
 def usable_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
-    """The largest peak with which this run "fits" the device; 0 if none does."""
+    """Return the largest peak with which this run "fits" the device; 0 if none does."""
     left = device.memory_bytes - reserved_memory(run, device, gpus_per_node, 0).certain
     if device.name == "cpu":
         return left
@@ -130,7 +130,7 @@ def usable_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
 
 
 def nccl_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
-    """Buffers of all NCCL communicators of a rank (``topology.context`` lists the groups).
+    """Return the bytes of all NCCL communicators of a rank (``topology.context`` lists them).
 
     The data axis has a communicator even if it has one rank. ZeRO-0 has one more of one rank
     (``zero.build``). An axis of all ranks uses the world's communicator, except the pipeline's.
@@ -148,7 +148,7 @@ def nccl_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
 
 
 def communicator_bytes(ranks: int, ranks_of_node: int, device: Device) -> int:
-    """Buffers of one communicator that has used its rings, its trees and NVLS.
+    """Return the buffers of one communicator that has used its rings, its trees and NVLS.
 
     Args:
         ranks: number of ranks of the group.
@@ -178,7 +178,7 @@ def communicator_bytes(ranks: int, ranks_of_node: int, device: Device) -> int:
 
 
 def _sends_of_pipeline(pp: AxisPlacement, device: Device) -> int:
-    """Bytes of the connections for sends.
+    """Return the bytes of the connections for sends.
 
     Within a node, all channels are used, each with a connection to each of at most two neighbours.
     Between nodes, the channels share a second buffer of the communicator.
@@ -192,7 +192,7 @@ def _sends_of_pipeline(pp: AxisPlacement, device: Device) -> int:
 
 
 def _channels(ranks: int, ranks_of_node: int, device: Device) -> int:
-    """Channels of collectives, as NCCL prints them with NCCL_DEBUG=INFO.
+    """Return the channels of collectives, as NCCL prints them with NCCL_DEBUG=INFO.
 
     24 on A100 and H100 within a node, 16 on several nodes with 8 GPUs each, 8 on several nodes with
     2 GPUs each (NVIDIA/nccl, issues 1189 and 1538). The others are assumptions: 24 on MI300X, 12 on
@@ -210,7 +210,7 @@ def _shared_bytes(channels: int, within_node: bool, device: Device) -> int:
 
 
 def _power_of_two(channels: int) -> int:
-    """The channels of sends: a power of two (ncclTopoComputeP2pChannels in src/graph/paths.cc)."""
+    """Return the channels of sends (ncclTopoComputeP2pChannels in src/graph/paths.cc)."""
     return 1 << (channels - 1).bit_length()
 
 
@@ -223,8 +223,9 @@ def _generation(device: Device) -> str:
 
 
 def _workspace_bytes(device: Device) -> int:
-    """A workspace of cuBLAS: 32 MiB on Hopper, 8.1 MiB on other NVIDIA devices, 128 MiB of hipBLAS
-    on MI300X (pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize).
+    """Return the bytes of a workspace of cuBLAS, or of hipBLAS on MI300X.
+
+    (pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.)
     """
     generation = _generation(device)
     if generation == "mi300x":

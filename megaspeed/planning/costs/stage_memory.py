@@ -1,4 +1,4 @@
-"""Predicts the peak memory of a rank of one pipeline stage in an optimizer step.
+"""Predict the peak memory of a rank of one pipeline stage in an optimizer step.
 
 The step is simulated layer by layer. The peak is in one of
 
@@ -51,7 +51,7 @@ class StageMemory:
 
 
 def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") -> StageMemory:
-    """Memory of a rank of one pipeline stage. All its data and tensor ranks hold the same.
+    """Return the memory of a rank of a pipeline stage. All its data and tensor ranks hold it.
 
     ``device_type`` is "cuda" or "cpu". RMSNorm keeps more on a CPU.
     """
@@ -121,7 +121,7 @@ class _Step:
         yield self._optimizer()
 
     def _start(self, *, others: int) -> _Ledger:
-        """A ledger with ``others`` micro-batches in flight."""
+        """Return a ledger with ``others`` micro-batches in flight."""
         ledger = _Ledger()
         ledger.hold("parameters", self.states.parameters)
         ledger.hold("optimizer_states", self.states.optimizer_states)
@@ -180,12 +180,12 @@ class _Step:
         )
 
     def _fresh_gradient(self, layer: "_Layer") -> int:
-        """The layer's largest gradient that autograd computes, before it is added to the sum."""
+        """Return the layer's largest gradient, which autograd computes and then adds to the sum."""
         computed = (p.elements for p in layer.parameters if p.name != HEAD_WEIGHT)
         return BYTES_OF[self._run.precision] * max(computed)
 
     def _reduction(self) -> _Ledger:
-        """Memory of the reduction: complete gradients, and the copy of a bucket."""
+        """Return the memory of the reduction: complete gradients, and the copy of a bucket."""
         ledger = self._start(others=0)
         copies = [bucket.packed_bytes for bucket in self._buckets]
         if self._run.keeps_complete_gradients:
@@ -194,7 +194,7 @@ class _Step:
         return ledger
 
     def _optimizer(self) -> _Ledger:
-        """Memory of the optimizer step: an fp32 copy of the gradients, if they are not fp32."""
+        """Return the memory of the optimizer step: an fp32 copy of gradients of another type."""
         ledger = self._start(others=0)
         ledger.hold("gradients", gradient_copy_bytes(self._run, self._parameters))
         return ledger
@@ -250,7 +250,7 @@ class _Layer:
 def _layers(
     run: Run, pipeline_stage: int, parameters: Sequence[LocalParameter], device_type: str
 ) -> list[_Layer]:
-    """The layers of the pipeline stage, each with its parameters."""
+    """Return the layers of the pipeline stage, each with its parameters."""
     layers_in_all = layer_count(run.config.model)
     own: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:

@@ -87,7 +87,7 @@ AGAIN: Mapping[str, Parts] = {
 
 
 def recomputed_seconds(forward: Parts, again: Parts) -> float:
-    """Seconds of what a block's backward computes again."""
+    """Return the seconds of what a block's backward computes again."""
     return sum(share * seconds for share, seconds in zip(again, forward, strict=True))
 
 
@@ -162,7 +162,7 @@ class StepTime:
         return (self.tp + self.p2p + self.dp) / self.total
 
     def scaled(self, factor: float) -> "StepTime":
-        """All terms, multiplied by the same factor."""
+        """Return all terms, multiplied by the same factor."""
         terms = {name: factor * seconds for name, seconds in self.terms.items()}
         return StepTime(layers=self.layers, **terms)
 
@@ -184,7 +184,7 @@ def predict_step_time(work: Workload, cluster: Cluster, *, simulates: bool = Fal
 
 
 def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float]]:
-    """Seconds of the forward and of the backward of each stage for one micro-batch."""
+    """Return the seconds of the forward and of the backward of each stage for one micro-batch."""
     embedding, block, head = layers
     ends = [
         (blocks, stage == 0, stage == work.grid.pp - 1)
@@ -382,7 +382,7 @@ class Rates:
 def product_seconds(
     product: Product, rate: float, memory: float, processors: int, width: int
 ) -> float:
-    """Seconds of one matrix product: the larger of computing it and moving its matrices.
+    """Return the seconds of one matrix product: the larger of computing it and moving its matrices.
 
     The result is divided into tiles of 256 x 128, each computed by one processor, in waves: a wave
     that is not full takes as long as a full one (NVIDIA, "Matrix Multiplication Background User's

@@ -55,7 +55,7 @@ _FP64_BYTES = 8
 
 
 def bytes_sent(collective: Collective, message_bytes: int, ranks: int) -> int:
-    """Bytes that one of ``ranks`` ranks sends for messages of ``message_bytes``, rounded down.
+    """Return the bytes that one of ``ranks`` ranks sends for ``message_bytes``, rounded down.
 
     A group of one rank sends nothing.
     """
@@ -68,7 +68,7 @@ def bytes_sent(collective: Collective, message_bytes: int, ranks: int) -> int:
 
 
 def by_axis(traffic: Traffic) -> dict[str, dict[str, int]]:
-    """The traffic as axis -> collective -> bytes, sorted by name."""
+    """Return the traffic as axis -> collective -> bytes, sorted by name."""
     axes: dict[str, dict[str, int]] = {}
     for (axis, collective), sent in sorted(traffic.items()):
         axes.setdefault(axis, {})[collective] = sent
@@ -76,7 +76,7 @@ def by_axis(traffic: Traffic) -> dict[str, dict[str, int]]:
 
 
 def axis_totals(traffic: Traffic) -> Counter[TrafficAxis]:
-    """Axis -> bytes of all its collectives; 0 for an axis that sends nothing."""
+    """Return each axis -> bytes of all its collectives; 0 for an axis that sends nothing."""
     totals: Counter[TrafficAxis] = Counter()
     for (axis, _), sent in traffic.items():
         totals[axis] += sent
@@ -96,11 +96,11 @@ class Messages:
     def add(
         self, axis: TrafficAxis, collective: Collective, message_bytes: int, *, ranks: int
     ) -> None:
-        """Adds one message, or several of the same kind together, in bytes."""
+        """Add one message, or several of the same kind together, in bytes."""
         self._bytes[axis, collective, ranks] += message_bytes
 
     def traffic(self) -> Traffic:
-        """The bytes that a rank sends for all these messages."""
+        """Return the bytes that a rank sends for all these messages."""
         sent: Counter[tuple[TrafficAxis, Collective]] = Counter()
         for (axis, collective, ranks), message_bytes in self._bytes.items():
             sent[axis, collective] += bytes_sent(collective, message_bytes, ranks)
@@ -108,7 +108,7 @@ class Messages:
 
 
 def predict_traffic(run: Run, pipeline_stage: int, device_type: str = "cuda") -> Traffic:
-    """What a rank of ``pipeline_stage`` sends in one step, in bytes, on "cuda" or "cpu".
+    """Return what a rank of ``pipeline_stage`` sends in one step, in bytes, on "cuda" or "cpu".
 
     Ranks of one pipeline stage send the same number of bytes, except for a tied weight at ZeRO-1 to
     3, whose last partition may be shorter. The result is for a rank with the longest partition.
@@ -126,7 +126,7 @@ def predict_traffic(run: Run, pipeline_stage: int, device_type: str = "cuda") ->
 
 
 def compressed_share(run: Run, pipeline_stage: int) -> float:
-    """Bytes sent for all gradients, as a fraction of the bytes without compression."""
+    """Return the bytes sent for all gradients, as a fraction of the bytes without compression."""
     if run.compression is None:
         return 1.0
     dp, parameters = run.grid.dp, local_parameters(run, pipeline_stage)
@@ -193,7 +193,7 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
 
 
 def _shared_head_gradient_bytes(run: Run) -> int:
-    """Gradients of one block's key/value heads that several ranks hold (``shared_rows``)."""
+    """Return the bytes of a block's key/value heads that several ranks hold (``shared_rows``)."""
     model, tp = run.config.model, run.grid.tp
     replicas = key_value_replicas(model, tp)
     if replicas == 1:
@@ -221,7 +221,7 @@ def _add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> Non
 
 
 def _tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
-    """A rank's part of the gradient of a weight that two pipeline stages hold; 0 if none is.
+    """Return a rank's part of the gradient of a weight that two pipeline stages hold; 0 if none is.
 
     At ZeRO-0 it is complete. At ZeRO-1 to 3 it is the first data rank's partition, the longest.
     """
@@ -231,7 +231,7 @@ def _tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
 
 
 def _gradient_element_bytes(run: Run) -> int:
-    """Bytes of an element that a rank owns. Offloaded gradients are those of master weights."""
+    """Return the bytes of an element. Offloaded gradients are those of master weights."""
     offloaded = run.config.zero_optimization.offloads_optimizer
     return BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
 
@@ -271,7 +271,7 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host
 
 
 def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
-    """The collectives that sum gradients, each with the bytes of its messages in one step."""
+    """Return the collectives that sum gradients, each with the bytes of its messages."""
     sent_bytes = 0
     for (first, *_), elements in flat_buckets(run, parameters):
         times = 1 if is_summed_over_step(run, first) else run.batch.gradient_accumulation_steps
@@ -284,7 +284,7 @@ def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple
 def _compressed_messages(
     run: Run, parameters: list[LocalParameter]
 ) -> Iterator[tuple[Collective, int]]:
-    """The collectives of compressed gradients, once a step (``zero/compression.py``).
+    """Yield the collectives of compressed gradients, once a step (``zero/compression.py``).
 
     int8        all-to-all of blocks and their scales; then at ZeRO-0 an all-gather of as many bytes
     powersgd    all-reduce of P and of Q: rank x (n + m) numbers in fp32 for a matrix (n, m).
@@ -306,7 +306,7 @@ def _compressed_messages(
 
 
 def _forwards_before_a_backward(run: Run) -> int:
-    """How many forwards precede the first backward on the last pipeline stage.
+    """Return how many forwards precede the first backward on the last pipeline stage.
 
     The first backward sends the sum of their gradients of the head's weight.
     """

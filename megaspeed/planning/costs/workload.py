@@ -126,7 +126,7 @@ class Workload:
         return BYTES_OF[self.precision]
 
     def parameters_of_rank(self, stage: int) -> float:
-        """Parameters of a rank of this stage."""
+        """Return the parameters of a rank of this stage."""
         model = self.model
         table = model.vocab_size * model.hidden_size
         ends = (stage == 0) + (stage == self.grid.pp - 1)
@@ -155,7 +155,7 @@ class Product(NamedTuple):
 
 
 def workload_of(run: Run, device_type: str = "cuda") -> Workload:
-    """What a resolved run computes on "cuda" or "cpu".
+    """Return what a resolved run computes on "cuda" or "cpu".
 
     With attention dropout, FlashAttention is not used. On GPUs, it is not used in fp32 either
     (``model/attention.py``).
@@ -193,7 +193,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
 
 
 def block_products(model: ModelConfig, tokens: int, tp: int) -> Iterator[Product]:
-    """The products of a block's forward on one tensor rank, without those within the attention.
+    """Return the products of a block's forward on one tensor rank, without the attention's own.
 
     Column-parallel weights have 1/tp of the rows, row-parallel weights 1/tp of the columns.
     """
@@ -201,18 +201,17 @@ def block_products(model: ModelConfig, tokens: int, tp: int) -> Iterator[Product
 
 
 def head_product(model: ModelConfig, tokens: int, tp: int) -> Product:
-    """The product of the head's forward on one tensor rank."""
+    """Return the product of the head's forward on one tensor rank."""
     return _of_row(head_rows(model)["output"], tokens, tp)
 
 
 def attention_flops(model: ModelConfig, sequence_length: int, tokens: int, tp: int) -> float:
-    """FLOPs of the two products in the attention of a block's forward, without a causal mask."""
+    """Return the FLOPs of the attention's two products in a forward, without a causal mask."""
     return 4 * tokens * sequence_length * model.num_attention_heads * model.head_dim / tp
 
 
 def attended_tokens(model: ModelConfig, sequence_length: int) -> float:
-    """How many tokens a token attends to, on average: those that the causal mask and the window
-    leave."""
+    """Return how many tokens a token attends to, on average, with causal mask and window."""
     window = min(model.sliding_window or sequence_length, sequence_length)
     return window * (1 - window / (2 * sequence_length))
 
@@ -226,5 +225,5 @@ def _of_row(row: Row, tokens: int, tp: int) -> Product:
 
 @lru_cache(maxsize=64)
 def block_parameters(model: ModelConfig) -> int:
-    """Parameters of a block."""
+    """Return the parameters of a block."""
     return sum(p.elements for p in parameters_of(model, range(1, 2)).values())
