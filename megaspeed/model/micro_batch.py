@@ -1,9 +1,8 @@
 """The input of the pipeline stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,14 +26,14 @@ class MicroBatch:
     documents: Documents | None = None
     """Attention and positions stay within each of them; None if each row is one document."""
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> Self:
         """A copy on `device`. The host does not wait for a copy from pinned memory."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin_memory(self) -> MicroBatch:
+    def pin_memory(self) -> Self:
         """A copy in page-locked memory."""
         return self._moved(lambda tensor: tensor.pin_memory())
 
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         documents = None if self.documents is None else self.documents.moved(move)
-        return MicroBatch(move(self.tokens), move(self.targets), move(self.samples), documents)
+        return type(self)(move(self.tokens), move(self.targets), move(self.samples), documents)

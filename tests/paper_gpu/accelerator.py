@@ -14,8 +14,6 @@ What happens before what: the host and each stream have a vector clock (Lamport 
 A launch, a wait or a synchronisation advances or joins clocks as CUDA would order the work.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -43,7 +41,7 @@ class PaperStream:
     """A queue of work on the device."""
 
     def __init__(
-        self, accelerator: PaperAccelerator, name: str = "side", priority: int = 0
+        self, accelerator: "PaperAccelerator", name: str = "side", priority: int = 0
     ) -> None:
         self._accelerator = accelerator
         self.priority = priority
@@ -61,13 +59,13 @@ class PaperStream:
         self._accelerator.waits["device", f"{caller()} {self.name} stream"] += 1
         join(self._accelerator.host_clock, self.clock)
 
-    def wait_stream(self, other: PaperStream) -> None:
+    def wait_stream(self, other: "PaperStream") -> None:
         join(self.clock, other.clock)
 
-    def wait_event(self, event: PaperEvent) -> None:
+    def wait_event(self, event: "PaperEvent") -> None:
         join(self.clock, event.clock)
 
-    def record_event(self, event: PaperEvent | None = None) -> PaperEvent:
+    def record_event(self, event: "PaperEvent | None" = None) -> "PaperEvent":
         event = event or PaperEvent(self._accelerator)
         event.record(self)
         return event
@@ -79,7 +77,7 @@ class PaperStream:
 class PaperEvent:
     """A place in a stream."""
 
-    def __init__(self, accelerator: PaperAccelerator) -> None:
+    def __init__(self, accelerator: "PaperAccelerator") -> None:
         self._accelerator = accelerator
         self.clock: Clock = {}
 
@@ -96,7 +94,7 @@ class PaperEvent:
         self._accelerator.waits["event", caller()] += 1
         join(self._accelerator.host_clock, self.clock)
 
-    def elapsed_time(self, end: PaperEvent) -> float:
+    def elapsed_time(self, end: "PaperEvent") -> float:
         return 1.0  # milliseconds; DeepSpeed divides by it
 
 

@@ -7,8 +7,6 @@ A fake collective returns at once: what comes back is this rank's own part. So t
 nothing, and the order of calls means everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta

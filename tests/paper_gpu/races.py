@@ -10,12 +10,10 @@ in NCCL. It starts after the current stream's work, and the stream that calls ``
 continues after it. A collective that is not asynchronous runs on the current stream.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -68,7 +66,7 @@ class RaceFinder(TorchDispatchMode):
         self._patch = pytest.MonkeyPatch()
         self.races: Counter[tuple[str, str]] = Counter()
 
-    def __enter__(self) -> RaceFinder:
+    def __enter__(self) -> Self:
         self._wait, finder = FakeWork.wait, self
 
         def wait(work: FakeWork, *args: Any) -> Any:

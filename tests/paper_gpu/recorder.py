@@ -1,13 +1,11 @@
 """Records what a step launches, sends and reads, from within torch's dispatcher."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -67,7 +65,7 @@ class Recorder(TorchDispatchMode):
         self._on_host: dict[int, Tensor] = {}  # kept, so that no id is used twice
         self._functions = _Functions(self)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> Self:
         self._functions.__enter__()
         super().__enter__()
         return self
