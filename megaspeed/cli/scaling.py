@@ -20,7 +20,7 @@ _SIZES = "--world-sizes"
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     text = "tokens/s and efficiency at several numbers of ranks"
     parser = add_parser(commands, "scaling", run, text)
     add_config_options(parser)

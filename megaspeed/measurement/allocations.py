@@ -1,4 +1,4 @@
-r"""Records every tensor storage that a block of code allocates and frees, and its category.
+r"""Record every tensor storage that a block of code allocates and frees, and its category.
 
     with AllocationLog(device) as log:        bytes
         ...                                     |      /\     /\    <- peak
@@ -40,7 +40,7 @@ class Allocation:
 
 
 class AllocationLog(TorchDispatchMode):
-    """Records the storages on one kind of device; see the module's docstring.
+    """Record the storages on one kind of device; see the module's docstring.
 
     Args:
         device: where memory is counted. Storages on other devices are ignored.
@@ -62,7 +62,7 @@ class AllocationLog(TorchDispatchMode):
         self._peak: list[Allocation] = []  # the storages at the time of the peak
 
     def claim(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
-        """Sets the category of these tensors' storages. Adds storages that are not in the log."""
+        """Set the category of these tensors' storages. Add storages that are not in the log."""
         for tensor in tensors:
             if tensor is not None:
                 allocation = self._record(tensor, category)
@@ -70,7 +70,7 @@ class AllocationLog(TorchDispatchMode):
                     allocation.category = category
 
     def claim_everything_else_alive(self, category: Category) -> None:
-        """Adds every tensor that Python can reach and that is not in the log yet."""
+        """Add every tensor that Python can reach and that is not in the log yet."""
         gc.collect()  # frees objects that only objects like them refer to
         for thing in gc.get_objects():
             # isinstance reads the __class__ of a proxy object, which may raise; type does not.
@@ -78,11 +78,11 @@ class AllocationLog(TorchDispatchMode):
                 self._record(thing, category)
 
     def live(self) -> MemoryBytes:
-        """The bytes held now, by category."""
+        """Return the bytes held now, by category."""
         return _by_category(self._live.values())
 
     def peak(self) -> MemoryBytes:
-        """The bytes of each category at the moment when their sum was largest."""
+        """Return the bytes of each category at the moment when their sum was largest."""
         return _by_category(self._peak)
 
     def __enter__(self) -> Self:
@@ -149,7 +149,7 @@ class AllocationLog(TorchDispatchMode):
         return allocation
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Records that a storage has another size: it counts as freed and allocated again."""
+        """Record that a storage has another size: it counts as freed and allocated again."""
         if storage.device.type != self._device_type:
             return
         before = self._end(storage._cdata)

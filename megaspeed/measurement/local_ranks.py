@@ -1,4 +1,4 @@
-"""Runs a function on every rank of a layout, in processes of this machine.
+"""Run a function on every rank of a layout, in processes of this machine.
 
     run_on_ranks --start--> rank 0   function(launch, ...) --> a file with its result or failure
                             rank 1   ...                       which run_on_ranks reads
@@ -70,7 +70,7 @@ def run_on_ranks(
     log: Path | None = None,
     timeout_seconds: float | None = None,
 ) -> list[Any]:
-    """Calls ``function(launch, *arguments)`` on each rank, and returns the results by rank.
+    """Call ``function(launch, *arguments)`` on each rank, and return the results by rank.
 
     The result of a generator is the list of what it yields.
 
@@ -122,7 +122,7 @@ def run_on_ranks(
 def _failure_to_report(
     outcomes: Sequence[Any], codes: Sequence[int | None], exceeded_seconds: float | None
 ) -> str | None:
-    """Why the ranks failed; None if they did not.
+    """Return why the ranks failed; None if they did not.
 
     If one rank ends, the others fail, too. So only one failure is reported: a rank that was out of
     memory, else a rank that was killed, else the first exception.
@@ -151,13 +151,13 @@ def _failure_to_report(
 
 
 def _read(folder: Path, name: str, world_size: int) -> list[Any]:
-    """What the ranks have written, without those that have written nothing."""
+    """Return what the ranks have written, without those that have written nothing."""
     files = [folder / f"{name}{rank}" for rank in range(world_size)]
     return [torch.load(file, weights_only=False) for file in files if file.exists()]
 
 
 def _wait(ranks: Sequence[BaseProcess], timeout_seconds: float | None) -> bool:
-    """Waits until all ranks have ended, or one has failed. Returns False at the time limit."""
+    """Wait until all ranks have ended, or one has failed. Return False at the time limit."""
     deadline = time.monotonic() + (timeout_seconds or float("inf"))
     running = list(ranks)
     while running:
@@ -241,7 +241,7 @@ def _failure(error: Exception, rank: int) -> _Failure:
 
 @contextmanager
 def children_on(device_type: DeviceType) -> Iterator[None]:
-    """Sets the device type of processes that start in this block. torch reads it at import.
+    """Set the device type of processes that start in this block. torch reads it at import.
 
     If this process itself was started by torchrun, its variables do not apply to these processes.
     """
@@ -264,7 +264,7 @@ def children_on(device_type: DeviceType) -> Iterator[None]:
 def too_many_ranks(
     world_size: int, device_type: DeviceType, option: str = "--world-size"
 ) -> list[str]:
-    """The problem if this machine cannot run that many ranks.
+    """Return the problem if this machine cannot run that many ranks.
 
     All ranks run on this machine. Each needs its own GPU; ranks can share a processor.
     """

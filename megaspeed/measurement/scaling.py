@@ -90,11 +90,11 @@ class StepParts:
         return self.tokens / self.seconds
 
     def efficiency(self, base: "StepParts") -> float:
-        """tokens/s of a rank, as a fraction of that of ``base``."""
+        """Return tokens/s of a rank, as a fraction of that of ``base``."""
         return self.tokens_per_second * base.ranks / (self.ranks * base.tokens_per_second)
 
     def lost(self, base: "StepParts") -> dict[str, float]:
-        """Part -> what it takes more than ideal, as a fraction of the step; negative if less."""
+        """Return part -> what it takes beyond the ideal, as a fraction of the step."""
         work = self.tokens / self.ranks * base.ranks / base.tokens
         return {
             part: (seconds - work * base.parts[part]) / self.seconds
@@ -158,8 +158,9 @@ class ScalingResult(Result[ScaledRow]):
         return any(self.most_efficiency(row) < 1 for row in self.done)
 
     def most_efficiency(self, row: ScaledRow) -> float:
-        """About what efficiency cannot exceed, because ranks share the processors; 1 if they do
-        not. Where the ranks of the base wait, they leave room for others.
+        """Return about what efficiency cannot exceed if ranks share the processors; 1 if they do not.
+
+        Where the ranks of the base wait, they leave room for others.
         """
         ratio = self._processors_of_a_rank(row) / self._processors_of_a_rank(self.base)
         step = self.base.measured
@@ -199,7 +200,7 @@ class ScalingResult(Result[ScaledRow]):
 
 
 def split_step(ranks: Sequence[Sequence[float]], grid: Grid, bubble: float) -> dict[str, float]:
-    """The parts of one step: means over the ranks, with the waits for slower ranks separated.
+    """Split one step into parts: means over the ranks, with waits for slower ranks separated.
 
     Collectives along an axis: the rank of each group that takes the least counts as communication.
     The pipeline: some stages wait for messages, others wait at the end of the step until the last
@@ -287,7 +288,7 @@ def part_of_turn(
 
 
 def predict(run: Run, device: str) -> StepParts:
-    """The predicted step, on this machine's processors or on its GPUs.
+    """Return the predicted step, on this machine's processors or on its GPUs.
 
     Args:
         run: the run.

@@ -106,7 +106,7 @@ class Plain:
         return self.model
 
     def _micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """A context for forward and backward."""
+        """Return a context for forward and backward."""
         return nullcontext()
 
     def _logits(self, batch: MicroBatch) -> Tensor:
@@ -147,7 +147,7 @@ class Plain:
         return total * backward_scale(self.run)
 
     def _clip(self) -> Tensor | float:
-        """Scales gradients down to the largest allowed norm. Returns the norm before clipping."""
+        """Scale gradients down to the largest allowed norm. Return the norm before clipping."""
         largest = self.run.config.gradient_clipping
         if not largest and not self._watched:
             return math.nan
@@ -162,7 +162,7 @@ class Plain:
         return norm
 
     def held(self) -> Held:
-        """The tensors that the rank holds now; see ``Watched``."""
+        """Return the tensors that the rank holds now; see ``Watched``."""
         gathered = _gathered_parameters(self.model)
         parameters = list(self.model.parameters())
         states = chain.from_iterable(state.values() for state in self.optimizer.state.values())
@@ -178,12 +178,12 @@ class Plain:
         }
 
     def differentiated(self) -> Iterable[Tensor]:
-        """The tensors whose gradients autograd computes."""
+        """Return the tensors whose gradients autograd computes."""
         gathered = [parameter.unsharded_param for parameter in _gathered_parameters(self.model)]
         return gathered or self.model.parameters()
 
     def call_after_backward(self, function: Callable[[], None]) -> None:
-        """Sets a function to call after the backward of each micro-batch."""
+        """Set a function to call after the backward of each micro-batch."""
         self._after_backward = function
 
     def _complete_model(self) -> GPT:

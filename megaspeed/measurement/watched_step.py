@@ -1,4 +1,4 @@
-"""Measures the memory that a rank holds, and the bytes that it sends, in one optimizer step.
+"""Measure the memory that a rank holds, and the bytes that it sends, in one optimizer step.
 
     held before the step    parameters, gradients, optimizer states, buffers: listed by ``Watched``
     allocated in the step   gradients when autograd completes them; other tensors by the code
@@ -101,7 +101,7 @@ class Watched(Protocol):
         """The tensors whose gradients autograd computes."""
 
     def call_after_backward(self, function: Callable[[], None]) -> None:
-        """Sets a function to call after the backward of each micro-batch."""
+        """Set a function to call after the backward of each micro-batch."""
 
     def train_step(self, load: Load, learning_rate: float) -> StepResult:
         """One optimizer step."""
@@ -110,7 +110,7 @@ class Watched(Protocol):
 def measure(
     watched: Watched, load: Load, learning_rate: float
 ) -> tuple[StepResult, RankMeasurement]:
-    """Trains one step and measures it. All ranks call this together.
+    """Train one step and measure it. All ranks call this together.
 
     The optimizer's states must exist, so this cannot be the first step. Compiled blocks run without
     compilation, because torch 2.13 compiles nothing while operations are watched.
@@ -156,7 +156,7 @@ def _claim(log: AllocationLog, held: Held) -> None:
 
 
 def held_by(engine: ZeroEngine) -> Held:
-    """The model states of a rank."""
+    """Return the model states of a rank."""
     return {
         "parameters": held_parameters(engine),
         "gradients": held_gradients(engine),
@@ -199,7 +199,7 @@ def _category_of(module: str) -> Category | None:
 
 
 class TrafficLog(TorchDispatchMode):
-    """Counts the bytes that this rank hands to its process groups within a block, by axis.
+    """Count the bytes that this rank hands to its process groups within a block, by axis.
 
         DeepSpeed, megaspeed, autograd -> torch.distributed -> c10d operator -> gloo or NCCL
                                                                ^ counted here
@@ -274,7 +274,7 @@ def _group_in(arguments: Sequence[Any]) -> dist.ProcessGroup:
 
 
 def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine | None) -> str:
-    """The report of a rank that is out of memory: predicted and measured memory, best changes.
+    """Report what a rank that is out of memory holds: predicted and measured memory, best changes.
 
         Memory of rank 5 (pipeline stage 1) in GiB, measured on the GPU:
                                        predicted    measured

@@ -3,9 +3,11 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megaspeed.measurement.local_ranks import RanksFailed, run_on_ranks
 from megaspeed.topology.launch import LaunchEnvironment
@@ -32,6 +34,10 @@ def be_killed_on_rank_1(launch: LaunchEnvironment) -> None:
     raise ConnectionError("rank 1 has ended")
 
 
+def allocate_119_tib(launch: LaunchEnvironment) -> None:
+    torch.empty(119 * 2**40, dtype=torch.uint8)
+
+
 def test_results_are_in_the_order_of_ranks_and_output_is_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     results = run_on_ranks(
@@ -48,6 +54,18 @@ def test_the_rank_that_failed_is_named_and_no_other_is_waited_for(tmp_path: Path
     assert "Traceback" in log.read_text()
 
 
-def test_a_killed_rank_is_named_although_others_failed_because_of_it(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match=r"^a rank was killed by SIGKILL; the system"):
-        run_on_ranks(be_killed_on_rank_1, world_size=2, device_type="cpu", log=tmp_path / "log")
+@pytest.mark.parametrize(
+    ("function", "limit", "reason"),
+    [
+        (be_killed_on_rank_1, 300.0, "a rank was killed by SIGKILL; the system"),
+        (allocate_119_tib, 300.0, r"out of memory: RuntimeError: .*DefaultCPUAllocator: can't all"),
+        (fail_on_rank_1, 0.001, "not finished after 0.001 s; raise --timeout"),
+    ],
+)
+def test_the_cause_is_named_although_others_failed_because_of_it(
+    function: Callable[..., None], limit: float, reason: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(RanksFailed, match=f"^{reason}"):
+        run_on_ranks(function, world_size=2, device_type="cpu", log=log, timeout_seconds=limit)
+    assert ("Traceback" in log.read_text()) == (limit > 1), "where it happened is in the log"

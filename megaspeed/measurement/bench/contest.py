@@ -108,7 +108,7 @@ def part_of_turn(
 
 
 def choose_peers(run: Run, names: Sequence[str] | None) -> dict[str, str | None]:
-    """Peers in a fixed order -> why a peer cannot train the run; None if it can.
+    """Return peers in a fixed order -> why a peer cannot train the run; None if it can.
 
     Args:
         run: the run.
@@ -162,7 +162,7 @@ def _refusal(peer: str, run: Run) -> str | None:
 
 
 def host_bound(run: Run, tokens: Path) -> Run:
-    """The run with blocks of width 64 and samples of 16 random tokens, one in a micro-batch.
+    """Return the run with blocks of width 64 and samples of 16 random tokens, one in a micro-batch.
 
     Args:
         run: the run.

@@ -33,7 +33,7 @@ from megaspeed.training.worker import Worker
 
 
 class _Clock(Checkpointing):
-    """Notes when each step of the training loop has ended, and saves nothing.
+    """Note when each step of the training loop has ended, and save nothing.
 
     A large model's checkpoint would take longer than the steps.
     """
@@ -54,7 +54,7 @@ class _Clock(Checkpointing):
         return super().finished()
 
     def save(self, progress: Progress) -> None:
-        """Only adds the report of a save."""
+        """Add only the report of a save."""
         self._finished.append(
             SaveReport(
                 step=progress.step,

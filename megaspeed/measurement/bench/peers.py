@@ -61,7 +61,7 @@ class HfDeepspeed:
         self._engine.train()
 
     def train_step(self, load: Load, learning_rate: float) -> StepResult:
-        """One optimizer step."""
+        """Train one optimizer step."""
         _set_rate(self._optimizer, learning_rate)
         losses = []
         for m in range(self._micro_batches):
@@ -92,7 +92,7 @@ class DeepspeedPipeline:
         self._engine, self._optimizer = _deepspeed_engine(run, model, settings=None)
 
     def train_step(self, load: Load, learning_rate: float) -> StepResult:
-        """One optimizer step."""
+        """Train one optimizer step."""
         _set_rate(self._optimizer, learning_rate)
         return _result(self._engine.train_batch(data_iter=self._samples(load)))
 
@@ -103,7 +103,7 @@ class DeepspeedPipeline:
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over the tokens of a micro-batch: logits (B, S, V) and targets (B, S)."""
+    """Return the mean over the tokens of a micro-batch: logits (B, S, V) and targets (B, S)."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
@@ -151,7 +151,7 @@ def _tied_head(tokens: nn.Module, x: Tensor) -> Tensor:
 
 
 def _pipeline_layers(run: Run) -> list[Any]:
-    """DeepSpeed's description of the layers. A tied weight is in a module that both ends have."""
+    """Describe the layers for DeepSpeed. A tied weight is in a module that both ends have."""
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     model = run.config.model
@@ -171,7 +171,7 @@ def _pipeline_layers(run: Run) -> list[Any]:
 
 
 def _prepare_deepspeed() -> None:
-    """Turns off what costs time on this machine, but is no part of the method.
+    """Turn off what costs time on this machine, but is no part of the method.
 
     An extension that only inference uses would be compiled, and on a CPU, each step would start
     ten `numactl` processes.
@@ -216,7 +216,7 @@ def _deepspeed_engine(
 
 
 def deepspeed_json(run: Run, settings: Settings | None) -> dict[str, Any]:
-    """The run's stage, batch and dtypes, with DeepSpeed's defaults or as transformers' guide says.
+    """Return the run's stage, batch and dtypes, with DeepSpeed's defaults or transformers' guide.
 
     Source: https://huggingface.co/docs/transformers/deepspeed, "ZeRO configuration", whose "auto"
     values follow from the hidden size. Logs and timers that wait for the device are off.

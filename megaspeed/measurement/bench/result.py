@@ -146,7 +146,7 @@ def _ratio(row: Contestant, own: Contestant) -> Spread:
 
 
 def flops_per_token(run: Run) -> tuple[float, float]:
-    """FLOPs a token of forward and backward, and those of them that are attention's."""
+    """Return FLOPs a token of forward and backward, and those of them that are attention's."""
     model, length = run.config.model, run.config.data.sequence_length
     width = model.num_attention_heads * model.head_dim
     attention = 3.0 * 4 * length * width * model.num_hidden_layers

@@ -52,7 +52,7 @@ def report(result: ComparisonResult) -> Report:
 
 
 def memory_table(result: ComparisonResult) -> Table:
-    """Memory by category. "states": parameters, gradients, optimizer states between micro-batches.
+    """Return memory by category. "states" are those of the model between micro-batches.
 
     On a GPU, the categories are sums of tensors, and the peak is the allocator's.
     """
@@ -67,7 +67,7 @@ def memory_table(result: ComparisonResult) -> Table:
 
 
 def traffic_table(result: ComparisonResult) -> Table:
-    """Traffic by axis and collective. The total includes the traffic among all ranks."""
+    """Return traffic by axis and collective. The total includes the traffic among all ranks."""
     found = {kind for row in result.done for stage in row.measured for kind in stage.traffic}
     kinds = sorted(kind for kind in found if kind[0] != _NOT_SHOWN)
 

@@ -74,17 +74,17 @@ class ComparisonResult(Result[ComparedRow]):
         return noise_of([row.turn_seconds for row in self.done])
 
     def slower(self, row: ComparedRow, than: ComparedRow) -> float:
-        """How much longer a row's step takes than another's in the same turns, as a fraction."""
+        """Return how much longer a row's step takes in the same turns, as a fraction."""
         pairs = zip(row.turn_seconds, than.turn_seconds, strict=False)
         return statistics.geometric_mean(a / b for a, b in pairs) - 1
 
     def is_tied(self, row: ComparedRow, fastest: ComparedRow) -> bool:
-        """Whether the noise explains by how much a row is slower."""
+        """Return whether the noise explains by how much a row is slower."""
         return self.noise is None or self.slower(row, fastest) <= self.noise
 
 
 def verdict(result: ComparisonResult) -> str:
-    """One sentence with figures: the recommended row, or why no row can be recommended."""
+    """Return one sentence with figures: the recommended row, or why no row can be recommended."""
     if result.disagreements:
         return "no row is recommended, because the losses disagree."
     trained = [row for row in result.done if row.engine == "zero"]

@@ -4,12 +4,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from megaspeed.measurement.compare.report import memory_table, report, traffic_table
 from megaspeed.measurement.compare.result import ComparisonResult
 from megaspeed.measurement.compare.rows import ComparedRow
-from megaspeed.units import memory_unit
 from tests.measurement.compare.figures import all_watched, result, run, trained, turn, zero_2
 
 FAILED = replace(zero_2()[1], failure="failed in turn 1: out of memory: too much (rank 1)")
@@ -21,23 +18,6 @@ BASELINE = ComparedRow(
 def shown(result: ComparisonResult) -> str:
     """What the terminal shows, in one line."""
     return " ".join(report(result).on_screen.split())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "unit", "first"),
-    [
-        ([3 * 2**29, 2**40], "GiB", "1.50"),
-        ([2**20, 2**30 - 1], "MiB", "1.00"),
-        ([512], "KiB", "0.50"),
-        ([], "KiB", None),
-    ],
-)
-def test_the_unit_is_the_largest_that_leaves_no_fraction_of_one(
-    sizes: list[int], unit: str, first: str | None
-) -> None:
-    chosen = memory_unit(sizes)
-    assert chosen.name == unit
-    assert [chosen.of(size) for size in sizes[:1]] == ([] if first is None else [first])
 
 
 def test_memory_has_the_ratio_of_the_prediction_for_every_pipeline_stage() -> None:

@@ -1,0 +1,76 @@
+"""Counting memory and traffic: if it fails, the times stay; compiled blocks count as others."""
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megaspeed.measurement import timed_steps
+from megaspeed.measurement.compare import rows as rows_module
+from megaspeed.measurement.compare.rows import TRAINERS, part_of_turn, zero_rows
+from megaspeed.measurement.timed_steps import Steps, take_turn
+from megaspeed.measurement.turns import take_turns
+from megaspeed.measurement.watched_step import RankMeasurement
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus, tiny_run
+
+# The pool starts the process that all ranks are forked from.
+pytestmark = pytest.mark.usefixtures("pool")
+
+TEXT = Path(__file__).parents[3] / "LICENSE"
+
+
+def fail_to_watch(*_: object) -> None:
+    """In place of ``measure``, on rank 1. The other rank waits for it in a collective."""
+    if dist.get_rank() == 1:
+        raise RuntimeError("an operator is not known")
+    time.sleep(600)
+
+
+def train_without_watching(*arguments: Any) -> Iterator[Any]:
+    setattr(timed_steps, "measure", fail_to_watch)  # noqa: B010, a rank has no monkeypatch
+    yield from take_turn(*arguments)
+
+
+@pytest.mark.timeout(300)
+def test_a_step_that_cannot_be_watched_leaves_the_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_module, "take_turn", train_without_watching)
+    run = tiny_run(TEXT, dp=2)
+    steps = Steps(warm_up=1, timed=1, timeout_seconds=200.0)
+    (row,), _ = take_turns(
+        zero_rows(run, [1], "cpu"),
+        1,
+        partial(part_of_turn, tiny_corpus(run, tmp_path / "cache"), steps),
+        device_type="cpu",
+        folder=tmp_path,
+        timeout_seconds=200.0,
+    )
+    assert row.done and len(row.turn_seconds) == 1
+    log = tmp_path / "logs" / "zero-1-1.log"
+    assert row.no_extras == f"RuntimeError: an operator is not known (rank 1); see {log}"
+    assert row.measured == []
+
+
+def test_memory_and_traffic_of_compiled_blocks_are_those_without_compilation(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """torch 2.13 refuses to compile while operations are watched."""
+    measured = []
+    for compiles in (True, False):
+        run = tiny_run(TEXT, dp=2, training={"compile": compiles})
+        corpus = tiny_corpus(run, tmp_path)
+        steps = Steps(warm_up=1, timed=1, timeout_seconds=60.0, extra="memory")
+        ranks = pool.run(2, take_turn, TRAINERS["zero"], run, corpus, steps)
+        measured.append([watched for _, watched in ranks])
+    assert measured[0] == measured[1] and isinstance(measured[0][0], RankMeasurement)
+    compiled, plain = (
+        zero_rows(tiny_run(TEXT, dp=2, training={"compile": each}), [0], "cpu")[0].predicted
+        for each in (True, False)
+    )
+    assert compiled == plain, "the prediction is that of the step that is measured"
