@@ -158,7 +158,7 @@ class ScalingResult(Result[ScaledRow]):
         return any(self.most_efficiency(row) < 1 for row in self.done)
 
     def most_efficiency(self, row: ScaledRow) -> float:
-        """Return about what efficiency cannot exceed if ranks share the processors; 1 if they do not.
+        """Return about what efficiency cannot exceed if ranks share the processors, otherwise 1.
 
         Where the ranks of the base wait, they leave room for others.
         """

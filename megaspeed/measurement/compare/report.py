@@ -1,6 +1,6 @@
 """The figures of a comparison as text, JSON and a picture of the rows' memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -20,8 +20,6 @@ from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.traffic import Traffic, by_axis
 from megaspeed.units import Unit, counted, memory_unit, three_digits
 
-_NOT_SHOWN = "world"  # gradient norm and loss: a few bytes, shown only in the total
-
 
 def report(result: ComparisonResult) -> Report:
     """Return the report. The terminal shows the verdict, a line for each row, and what failed."""
@@ -36,10 +34,8 @@ def report(result: ComparisonResult) -> Report:
     details: list[Part] = ["Peak: of the fullest rank. Sent: by the busiest rank in one step."]
     if result.watched:
         details += [
-            "Memory of a rank at its peak, in the unit above (predicted / measured)",
-            memory_table(result),
-            "Sent by a rank in one step, in the unit above (predicted / counted)",
-            traffic_table(result),
+            "By pipeline stage, with predicted / measured in brackets:",
+            stage_table(result),
         ]
     return Report(
         title=f"{result.run.name}: ZeRO stages compared",
@@ -51,52 +47,27 @@ def report(result: ComparisonResult) -> Report:
     )
 
 
-def memory_table(result: ComparisonResult) -> Table:
-    """Return memory by category. "states" are those of the model between micro-batches.
-
-    On a GPU, the categories are sums of tensors, and the peak is the allocator's.
+def stage_table(result: ComparisonResult) -> Table:
+    """Return a line for each row and pipeline stage: measured and, in brackets, predicted /
+    measured. "states" are those of the model between micro-batches.
     """
-    headings = ["params", "grads", "optim.", "activ.", "buffers", "peak", "states"]
-
-    def sizes(stage: StageBytes) -> list[int]:
-        states = stage.states
-        held = states.parameters + states.gradients + states.optimizer_states
-        return [*asdict(stage.peak).values(), stage.peak_bytes, held]
-
-    return _stage_table(result, headings, sizes, _units(result)[0])
-
-
-def traffic_table(result: ComparisonResult) -> Table:
-    """Return traffic by axis and collective. The total includes the traffic among all ranks."""
-    found = {kind for row in result.done for stage in row.measured for kind in stage.traffic}
-    kinds = sorted(kind for kind in found if kind[0] != _NOT_SHOWN)
-
-    def sizes(stage: StageBytes) -> list[int]:
-        return [*(stage.traffic.get(kind, 0) for kind in kinds), stage.sent_bytes]
-
-    headings = [*(f"{axis} {collective}" for axis, collective in kinds), "total"]
-    return _stage_table(result, headings, sizes, _units(result)[1])
-
-
-def _stage_table(
-    result: ComparisonResult,
-    headings: Sequence[str],
-    sizes: Callable[[StageBytes], Sequence[int]],
-    unit: Unit,
-) -> Table:
-    """A line for each row and pipeline stage: what was found and, if not 0, predicted / found."""
+    memory, traffic = _units(result)
 
     def cells(found: StageBytes, predicted: StageBytes | None) -> Iterator[str]:
-        expected = [None] * len(headings) if predicted is None else sizes(predicted)
-        for size, other in zip(sizes(found), expected, strict=True):
-            ratio = None if other is None else _ratio(size, other)
-            yield unit.of(size) + ("" if ratio is None else f" ({ratio:.2f})")
+        for unit, size in (
+            (memory, lambda stage: stage.states.total),
+            (memory, lambda stage: stage.peak_bytes),
+            (traffic, lambda stage: stage.sent_bytes),
+        ):
+            ratio = None if predicted is None else _ratio(size(found), size(predicted))
+            yield unit.of(size(found)) + ("" if ratio is None else f" ({ratio:.2f})")
 
     lines = [
-        [row.label, str(stage), *cells(found, predicted)]
+        [row.label, str(stage), *cells(*pair)]
         for row in result.done
-        for stage, (found, predicted) in enumerate(_stages(row))
+        for stage, pair in enumerate(_stages(row))
     ]
+    headings = [f"states {memory.name}", f"peak {memory.name}", f"sent {traffic.name}"]
     return Table(["row", "stage", *headings], lines)
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from megaspeed.measurement.compare.report import memory_table, report, traffic_table
+from megaspeed.measurement.compare.report import report, stage_table
 from megaspeed.measurement.compare.result import ComparisonResult
 from megaspeed.measurement.compare.rows import ComparedRow
 from tests.measurement.compare.figures import all_watched, result, run, trained, turn, zero_2
@@ -20,22 +20,15 @@ def shown(result: ComparisonResult) -> str:
     return " ".join(report(result).on_screen.split())
 
 
-def test_memory_has_the_ratio_of_the_prediction_for_every_pipeline_stage() -> None:
-    table = memory_table(result(BASELINE, FAILED))
-    zero, second, ddp, _ = table.rows
-    assert table.headings[:3] == ["row", "stage", "params"]
-    assert zero == [
-        *("ZeRO-0", "0", "2.00 (1.00)", "2.00 (2.00)", "6.00 (1.00)", "6.00 (1.33)", "0.00"),
-        *("16.00 (1.25)", "10.00 (1.20)"),
+def test_every_pipeline_stage_has_the_ratio_of_the_prediction() -> None:
+    table = stage_table(result(BASELINE, FAILED))
+    assert table.headings == ["row", "stage", "states MiB", "peak MiB", "sent MiB"]
+    assert table.rows == [
+        ["ZeRO-0", "0", "10.00 (1.20)", "16.00 (1.25)", "4.00 (1.00)"],
+        ["ZeRO-0", "1", "10.00 (1.00)", "12.00 (1.00)", "2.00 (1.00)"],
+        ["DDP", "0", "10.00", "16.00", "4.00"],
+        ["DDP", "1", "10.00", "12.00", "2.00"],
     ]
-    assert second[:2] == ["ZeRO-0", "1"] and second[-2:] == ["12.00 (1.00)", "10.00 (1.00)"]
-    assert ddp[:4] == ["DDP", "0", "2.00", "2.00"] and ddp[-2:] == ["16.00", "10.00"]
-
-
-def test_traffic_has_a_column_for_each_axis_and_collective() -> None:
-    table = traffic_table(result())
-    assert table.headings == ["row", "stage", "dp all_gather", "pp send", "total"]
-    assert table.rows[0] == ["ZeRO-0", "0", "3.00 (1.00)", "1.00 (1.00)", "4.00 (1.00)"]
 
 
 def test_the_files_have_the_text_of_the_screen_and_then_complete_tables(tmp_path: Path) -> None:
@@ -55,7 +48,7 @@ def test_the_files_have_the_text_of_the_screen_and_then_complete_tables(tmp_path
     assert "- ZeRO-2 per_step failed in turn 1: out of memory: too much (rank 1)" in lines
     assert lines[-1] == "![compare](compare.png)"
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
-    assert [len(table) for table in tables] == [2 + 3, 2 + 4, 2 + 4]
+    assert [len(table) for table in tables] == [2 + 3, 2 + 4]
     for table in tables:
         assert len({line.count("|") for line in table}) == 1, "every line has every column"
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables[0]]
