@@ -1,14 +1,15 @@
 """megaspeed pretrains GPT models on DeepSpeed with three parallel axes in any combination.
 
-The axes are `pp` (pipeline), `dp` (data, with ZeRO stages 0 to 3) and `tp` (tensor). Any layout of
-ranks trains the same model as one process. Each folder imports only from the folders above it:
+The axes are ``pp`` (pipeline), ``dp`` (data, with ZeRO stages 0 to 3) and ``tp`` (tensor). Any
+layout of ranks trains the same model as one process. Each folder imports only from the folders
+above it:
 
     files/            files and folders that are complete or absent
     topology/         rank arithmetic, and the process groups of a rank
     supervision/      what happens if a rank fails, hangs or is stopped
     config/           the JSON of a run, strictly checked
     model/            the GPT as plain torch.nn, and the table of its parameters
-    tensor_parallel/  layers split over tp, and `parallelize`, which puts them into the model
+    tensor_parallel/  layers split over tp, and ``parallelize``, which puts them into the model
     data/             corpus, tokenizer, sampler, loader
     checked_run       loads the JSON of a run, and looks at its data
     checkpoint/       checkpoints that do not depend on the layout
@@ -20,12 +21,12 @@ ranks trains the same model as one process. Each folder imports only from the fo
     measurement/      trains to find something out: verify, compare, bench, scaling
     doctor/           checks whether a run can start
     reports/          compares the folders of runs, or shows them on one page
-    cli/              the `megaspeed` command, a file for each subcommand
+    cli/              the ``megaspeed`` command, a file for each subcommand
 
-`docs/architecture.md` follows one micro-batch from the loader to the optimizer.
+``docs/architecture.md`` follows one micro-batch from the loader to the optimizer.
 
-Three functions do from Python what the commands do; `megaspeed/api.py` describes them. They are
-loaded at their first use, so `import megaspeed` stays light.
+Three functions do from Python what the commands do; ``megaspeed/api.py`` describes them. They are
+loaded at their first use, so ``import megaspeed`` stays light.
 
     megaspeed.load_config("run.json", overrides={"training.steps": 10}).training.steps
     megaspeed.plan("run.json", world_size=8)["pipeline_stages"]

@@ -26,7 +26,7 @@ A value of a mapping may be a mapping itself, which changes only the keys that i
 
 
 def load_config(path: str | os.PathLike[str], overrides: Overrides = ()) -> RunConfig:
-    """Reads a JSON file, with the files that it extends, and checks it.
+    """Read a JSON file, with the files that it extends, and checks it.
 
     Raises:
         ConfigError: with all mistakes that can be seen without the number of processes.
@@ -84,7 +84,7 @@ def train(
     resume: str | os.PathLike[str] = "auto",
     fresh: bool = False,
 ) -> Path:
-    """Trains a run to its last step. Prints what ``megaspeed train`` prints.
+    """Train a run to its last step. Prints what ``megaspeed train`` prints.
 
     Call it from the main thread. Ctrl-C, or the interrupt of a notebook, saves a checkpoint and
     ends the training, and the function returns.

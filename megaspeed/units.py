@@ -141,7 +141,7 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def show(parts: Iterable[str | Table]) -> None:
-    """Prints lines and tables.
+    """Print lines and tables.
 
     A table is as wide as its cells need, whatever the width of the terminal: rich would cut numbers
     in the middle ("1,1…") to make it fit.

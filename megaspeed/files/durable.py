@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def write_file(path: Path, fill: Callable[[BinaryIO], T]) -> T:
-    """Writes ``path`` with ``fill``, which gets the open file. Replaces an existing file.
+    """Write ``path`` with ``fill``, which gets the open file. Replaces an existing file.
 
     If ``path`` is a link, the file that it points to is replaced. Only one process may write
     ``path`` at a time. Returns what ``fill`` returns.
@@ -52,7 +52,7 @@ def write_file(path: Path, fill: Callable[[BinaryIO], T]) -> T:
 
 
 def flush_folder(path: Path) -> None:
-    """Flushes the names in a folder to the disk, after files in it were created or renamed."""
+    """Flush the names in a folder to the disk, after files in it were created or renamed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -104,13 +104,13 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def refuse_existing(path: Path) -> None:
-    """Raises FileExistsError if something exists at ``path``."""
+    """Raise FileExistsError if something exists at ``path``."""
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists already; name a folder that does not exist")
 
 
 def _clear(folder: Path) -> None:
-    """Removes the remains of a killed process, but keeps the lock."""
+    """Remove the remains of a killed process, but keeps the lock."""
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

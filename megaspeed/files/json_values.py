@@ -60,7 +60,7 @@ def picked(source: object, *names: str) -> dict[str, Any]:
 
 
 def write_sealed(path: Path, facts: Facts) -> None:
-    """Writes ``facts`` and their hash. The file is complete or absent."""
+    """Write ``facts`` and their hash. The file is complete or absent."""
     sealed = json.dumps(facts | {_SEAL: _hash_of(facts)}, indent=1).encode("utf-8")
     write_file(path, lambda stream: stream.write(sealed))
 

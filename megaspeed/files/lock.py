@@ -45,7 +45,7 @@ def lock(
     Args:
         path: the lock file.
         wait_seconds: how long to wait for another process; ``math.inf`` waits without a limit.
-        on_wait: is called once, with `Locked.holder`, after ten seconds of waiting.
+        on_wait: is called once, with ``Locked.holder``, after ten seconds of waiting.
         reentrant: whether a thread that holds the lock may enter it again.
         required: what happens on a network file system without locks. If True, a marker file
             replaces the lock. If a process is killed on another host, its marker file remains. If

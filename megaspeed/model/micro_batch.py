@@ -27,7 +27,7 @@ class MicroBatch:
     """Attention and positions stay within each of them; None if each row is one document."""
 
     def to(self, device: torch.device) -> Self:
-        """A copy on `device`. The host does not wait for a copy from pinned memory."""
+        """A copy on ``device``. The host does not wait for a copy from pinned memory."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Self:

@@ -1,6 +1,8 @@
 """Selective recomputation: backward computes cheap operations again, so their results are not kept.
 
-    x -> [cheap] -> h -> [costly] -> y        kept for backward: x, and what costly saves except h
+    x -> [cheap] -> h -> [costly] -> y
+
+    Backward needs x, h, and other tensors that costly saves. All are kept, except h.
 
     cheap                                           costly
     norm                                            the attention or the MLP, a product first

@@ -4,14 +4,14 @@
                     activations -->               activations -->
                     <-- gradients                 <-- gradients
 
-All messages of a pipeline use one process group. One `batch_isend_irecv` carries either a single
-message, or a send and a receive that face each other (`schedules.form_exchanges`). On a GPU it is
+All messages of a pipeline use one process group. One ``batch_isend_irecv`` carries either a single
+message, or a send and a receive that face each other (``schedules.form_exchanges``). On a GPU it is
 one NCCL kernel on the group's communicator. A single message is a batch too, because for a plain
-`isend` torch opens a communicator for each pair of ranks if no device is bound to the group.
+``isend`` torch opens a communicator for each pair of ranks if no device is bound to the group.
 
 A link has at most one batch in flight: before it starts the next batch, it waits for the last one.
 On a GPU the current stream waits, not the host. The link keeps the tensors until then.
-`check_schedule` proves that this cannot deadlock, even if each stage waits for every message as
+``check_schedule`` proves that this cannot deadlock, even if each stage waits for every message as
 soon as it has started it.
 """
 
@@ -29,7 +29,7 @@ _DIRECTIONS = {dist.isend: "send of {} to", dist.irecv: "receive of {} from"}
 
 
 def as_message(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that torch's allocator does not know, for `dist.P2POp`.
+    """The same memory as a tensor that torch's allocator does not know, for ``dist.P2POp``.
 
     The caller must keep the result until its stream waits for the message.
 
@@ -71,7 +71,7 @@ class Link:
         self._peer = peer
         self._shape = torch.Size(shape)
         self._dtype = dtype
-        # "cuda" has no index. A tensor's device has one, and `_check_own` compares the two.
+        # "cuda" has no index. A tensor's device has one, and ``_check_own`` compares the two.
         self._device = torch.empty(0, device=device).device
         self._works: list[dist.Work] = []
         self._in_flight: list[str] = []
@@ -79,21 +79,21 @@ class Link:
         self._messages: list[dist.P2POp] = []
 
     def send(self, tensor: Tensor) -> None:
-        """Start to send `tensor`; do not write to it before `finish`.
+        """Start to send ``tensor``; do not write to it before ``finish``.
 
-        Raises `PipelineProtocolError`, before anything is sent, if the shape, dtype or device of
-        `tensor` is not that of the link.
+        Raises ``PipelineProtocolError``, before anything is sent, if the shape, dtype or device of
+        ``tensor`` is not that of the link.
         """
         self._start(tensor, None)
 
     def receive(self) -> Tensor:
-        """Start to receive a new tensor, which is complete after `finish`."""
+        """Start to receive a new tensor, which is complete after ``finish``."""
         received = self._new_tensor()
         self._start(None, received)
         return received
 
     def exchange(self, tensor: Tensor) -> Tensor:
-        """Start to send `tensor` and to receive a new one, as one batch. Raises as `send` does."""
+        """Start to send ``tensor`` and to receive a new one, as one batch. Raises like ``send``."""
         received = self._new_tensor()
         self._start(tensor, received)
         return received
@@ -101,9 +101,9 @@ class Link:
     def pending(self) -> list[str]:
         """Pending messages, such as "receive of float32 of shape (4, 16, 64) from rank 2".
 
-        On a CPU, a message is pending while `finish` waits for it. On a GPU, `finish` does not make
-        the host wait, so a message is pending until its transfer is complete. Another thread may
-        call this method.
+        On a CPU, a message is pending while ``finish`` waits for it. On a GPU, ``finish`` does not
+        make the host wait, so a message is pending until its transfer is complete. Another thread
+        may call this method.
         """
         on_gpu = self._device.type != "cpu"
         if all(work.is_completed() for work in self._works) if on_gpu else not self._is_waiting:

@@ -26,10 +26,10 @@ NCCL completes a send only when the other side receives, and runs the messages o
 the order of the calls. If both stages start their send first, both wait: on one communicator
 always, on two communicators if the device is synchronised between the send and the receive. As one
 batch, a send and a receive complete together, in any order. So each stage yields its receive
-directly after its send, and `form_exchanges` joins the two into one batch.
+directly after its send, and ``form_exchanges`` joins the two into one batch.
 
-To add a schedule, write a generator, name it in `SCHEDULES`, state its peak of micro-batches in
-`peak_micro_batches_in_flight`, and test it with `check_schedule`. (An interleaved schedule,
+To add a schedule, write a generator, name it in ``SCHEDULES``, state its peak of micro-batches in
+``peak_micro_batches_in_flight``, and test it with ``check_schedule``. (An interleaved schedule,
 Narayanan et al. 2021, section 2.2.2, gives a stage several chunks of layers. It would be a
 generator whose instructions also name the chunk.)
 """
@@ -55,12 +55,12 @@ class LoadMicroBatch(MicroBatchInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveActivation(MicroBatchInstruction):
-    """Start to receive the output of the previous stage; `Forward` waits for it."""
+    """Start to receive the output of the previous stage; ``Forward`` waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward(MicroBatchInstruction):
-    """Run the layers of this stage; the input and the graph are kept for `Backward`."""
+    """Run the layers of this stage; the input and the graph are kept for ``Backward``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ class SendActivation(MicroBatchInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveGradient(MicroBatchInstruction):
-    """Start to receive the gradient of the output; `Backward` waits for it."""
+    """Start to receive the gradient of the output; ``Backward`` waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backward(MicroBatchInstruction):
-    """Accumulate the gradients of this stage, and free what `Forward` has kept."""
+    """Accumulate the gradients of this stage, and free what ``Forward`` has kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ ReceiveInstruction = ReceiveActivation | ReceiveGradient
 class Exchange:
     """A send and a receive with the same neighbour, started together as one batch.
 
-    Schedules do not yield it: `stage_program` joins a send and a receive.
+    Schedules do not yield it: ``stage_program`` joins a send and a receive.
     """
 
     send: SendInstruction
@@ -183,7 +183,7 @@ def one_forward_one_backward(
 
     PipeDream-Flush (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
     Clusters", section 2.2.1). It has the same bubble as GPipe, but needs less memory: a stage keeps
-    the activations of at most `pipeline_stages - pipeline_stage` micro-batches.
+    the activations of at most ``pipeline_stages - pipeline_stage`` micro-batches.
     """
     # After this many forwards, the first micro-batch is on the last stage, and its gradient is what
     # this stage receives next.
@@ -208,7 +208,7 @@ def forward_only(
         yield from _forward(pipeline_stages, pipeline_stage, micro_batch)
 
 
-# The training schedules by their name in the JSON (`parallel.schedule`).
+# The training schedules by their name in the JSON (``parallel.schedule``).
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 )

@@ -117,12 +117,12 @@ class _Stage:
 
     @property
     def waits_for(self) -> int | None:
-        """The stage at the other end of `messages`."""
+        """The stage at the other end of ``messages``."""
         return None if self.messages is None else peer(self.number, self.messages)
 
 
 def check_schedule(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> None:
-    """Raise `ScheduleError` if the stages cannot run this schedule to its end.
+    """Raise ``ScheduleError`` if the stages cannot run this schedule to its end.
 
     Every stage must obey the rules of this file, two neighbours must send and receive in the same
     order, and there must be no deadlock, even if each stage waits for every message at once.
@@ -146,7 +146,7 @@ def simulate(
 ) -> list[list[Span]]:
     """The spans of each stage, by default in whole clock ticks (``Durations.in_ticks``).
 
-    Raises `ScheduleError` if there is a deadlock. Only `check_schedule` checks the other rules.
+    Raises ``ScheduleError`` if there is a deadlock. Only ``check_schedule`` checks the other rules.
     """
     programs = _programs(schedule, pipeline_stages, micro_batches)
     return _run_together(programs, durations or Durations.in_ticks(pipeline_stages))
@@ -167,7 +167,7 @@ def bubble_fraction(schedule: Schedule, pipeline_stages: int, micro_batches: int
 def format_grid(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> str:
     """Draw a schedule: a row for each pipeline stage, a column for each clock tick.
 
-    `F3` is the forward of micro-batch 3, `B3` is its backward, and a dot is a tick in which the
+    ``F3`` is the forward of micro-batch 3, ``B3`` is its backward, and a dot is a tick in which the
     stage waits. 1f1b with two stages and three micro-batches:
 
         tick              0  1  2  3  4  5  6  7  8  9  10 11
@@ -202,7 +202,7 @@ def length(timeline: Sequence[Sequence[Span]]) -> float:
 def _check_stage(
     program: Sequence[Instruction], place: tuple[int, int], micro_batches: int, trains: bool
 ) -> None:
-    """Raise `ScheduleError` if the program of stage `place` (number, of how many) breaks a rule."""
+    """Raise ``ScheduleError`` if the program of stage ``place`` (number, of all) breaks a rule."""
     number, pipeline_stages = place
     where = f"pipeline stage {number} of {pipeline_stages}"
     absent: set[type[MicroBatchInstruction]] = set()

@@ -109,7 +109,7 @@ def ended_on_termination() -> Iterator[None]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes the kernel send SIGTERM to this process if its parent ends, even if it is killed.
+    """Make the kernel send SIGTERM to this process if its parent ends, even if it is killed.
 
     ``parent`` is the process number of the parent, which may have ended already. The end of the
     thread that started this process counts, too.
@@ -120,9 +120,9 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_with_starter() -> None:
-    """Ends this process of multiprocessing if the process that started it ends, even if killed.
+    """End this process of multiprocessing if the process that started it ends, even if killed.
 
-    Not `end_with_parent`: the parent may be a fork server, which lives as long as its children.
+    Not ``end_with_parent``: the parent may be a fork server, which lives as long as its children.
     """
     starter = parent_process()
     assert starter is not None, "multiprocessing has started this process"
@@ -135,9 +135,9 @@ def end_with_starter() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End with this exit code like `sys.exit`, but without shutting down the interpreter.
+    """End with this exit code like ``sys.exit``, but without shutting down the interpreter.
 
-    Functions registered with `atexit` are called, and output is flushed.
+    Functions registered with ``atexit`` are called, and output is flushed.
 
     A process that has had process groups must end this way. The thread of a gloo group releases the
     tensors of its last collective at some later time, and needs the interpreter lock for this.
@@ -162,7 +162,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def keep_output_open() -> None:
-    """Makes this process discard output, without an error, if its reader has ended.
+    """Make this process discard output, without an error, if its reader has ended.
 
     With ``deepspeed ... | tee log``, Ctrl-C also ends ``tee``, and a terminal may be closed. Every
     write would then raise an exception, and the run would end before it has saved.

@@ -5,11 +5,11 @@
 
 The rank writes a line each second. If none comes for this time, the watchdog sends SIGQUIT. The
 handler of the rank does not need the GIL: it writes the stacks of all threads and ends the rank
-(`RankLog.handle_quit`).
+(``RankLog.handle_quit``).
 
 The time is counted in periods in which the watchdog ran and the rank was not stopped. So a run that
 was suspended (SIGSTOP, a container or a machine that sleeps) continues. The clock of
-`faulthandler.dump_traceback_later` also counts the time of a suspension, so it would end it.
+``faulthandler.dump_traceback_later`` also counts the time of a suspension, so it would end it.
 """
 
 import contextlib

@@ -95,7 +95,7 @@ class SharedRows:
 
 
 def sum_shared_rows(parameter: Tensor, shared: SharedRows, axis: TensorAxis) -> Tensor:
-    """Returns the tensor unchanged. In backward, sums gradients of shared rows over their ranks.
+    """Return the tensor unchanged. In backward, sums gradients of shared rows over their ranks.
 
     With fewer key/value heads than tensor ranks, each head is replicated on neighbouring ranks, and
     each replica receives gradients only from the query heads of its own rank. The sum is one

@@ -1,6 +1,6 @@
 """ParallelContext: the coordinates of this rank, and its process groups.
 
-Rank 5 of pp 2 x dp 2 x tp 2 (drawn in `grid.py`) belongs to
+Rank 5 of pp 2 x dp 2 x tp 2 (drawn in ``grid.py``) belongs to
 
     world_group       0 .. 7     all ranks
     tp_group          4 5        shares every matrix of pipeline stage 1
@@ -71,7 +71,7 @@ def start_default_group(
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
-            # A bound device makes NCCL connect now, which splitting needs.
+            # With a device, NCCL connects at once. Groups can only be split from a connected one.
             device_id=device if on_gpu else None,
             pg_options=_high_priority(timeout) if on_gpu else None,
         )
@@ -99,7 +99,7 @@ def create_groups(
     device: torch.device,
     timeout: timedelta,
 ) -> dict[str, dist.ProcessGroup]:
-    """Create the groups of `rank`, together with all ranks; return them by name, in this order."""
+    """Create the groups of ``rank``, together with all ranks; return them by name, in order."""
     mine = {"world": world_group}
     for axis in _ORDER:
         size = grid.size_along(axis)
@@ -121,7 +121,7 @@ def create_groups(
 def own_group(
     name: str, groups: list[list[int]], rank: int, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Create `groups`, which hold every rank once; return the one of `rank`.
+    """Create ``groups``, which hold every rank once; return the one of ``rank``.
 
     All ranks call this together.
     """
@@ -181,7 +181,7 @@ def _errors_name_the_group(name: str, ranks: Sequence[int], rank: int) -> Iterat
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelContext:
-    """This rank's coordinates, device and process groups; made by `create`.
+    """This rank's coordinates, device and process groups; made by ``create``.
 
     At most one is open in a process at a time, because torch has one default group. A ``with``
     block closes it at its end. After an exception it aborts the groups without waiting.
@@ -212,7 +212,7 @@ class ParallelContext:
     ) -> Self:
         """Start torch.distributed (NCCL on a GPU, gloo on a CPU) and create every group.
 
-        All ranks call this together. It sets the environment variables of `process_settings.py`
+        All ranks call this together. It sets the environment variables of ``process_settings.py``
         that are not set yet, and raises the limit on open files.
 
         Args:
@@ -224,7 +224,7 @@ class ParallelContext:
             activity: what this rank is doing.
 
         Raises:
-            TopologyError: `grid` and the launcher differ in the number of ranks, a rank finds no
+            TopologyError: ``grid`` and the launcher differ in the number of ranks, a rank finds no
                 GPU of its own, or its limit on open files is too low.
             GroupError: a rank does not join; names the group and its ranks.
         """

@@ -1,8 +1,8 @@
 """Rank arithmetic: the coordinates of each rank on the three axes, and the groups along them.
 
-`pp` is the outermost axis and `tp` the innermost. So tensor-parallel ranks, which communicate most,
-are neighbours on one machine, and pipeline ranks, which communicate least, are furthest apart. This
-is the order of DeepSpeed's `PipeModelDataParallelTopology`:
+``pp`` is the outermost axis and ``tp`` the innermost. So tensor-parallel ranks, which communicate
+most, are neighbours on one machine, and pipeline ranks, which communicate least, are furthest
+apart. This is the order of DeepSpeed's ``PipeModelDataParallelTopology``:
 
     rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank
 
@@ -70,7 +70,7 @@ class Grid:
         return self.pp * self.dp * self.tp
 
     def rank_of(self, coordinates: Coordinates) -> int:
-        """The rank at `coordinates`. Raises TopologyError if an index is outside its axis."""
+        """The rank at ``coordinates``. Raises TopologyError if an index is outside its axis."""
         for axis, index, size in zip(AXES, coordinates, self._sizes, strict=True):
             if not 0 <= index < size:
                 raise TopologyError(
@@ -80,7 +80,7 @@ class Grid:
         return (coordinates.pp * self.dp + coordinates.dp) * self.tp + coordinates.tp
 
     def coordinates_of(self, rank: int) -> Coordinates:
-        """The inverse of `rank_of`. Raises TopologyError if there is no such rank."""
+        """The inverse of ``rank_of``. Raises TopologyError if there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise TopologyError(
                 f"rank {rank} does not exist: {self} counts ranks from 0 to {self.world_size - 1}"
@@ -95,7 +95,7 @@ class Grid:
         return f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp})"
 
     def groups_along(self, axis: Axis) -> list[list[int]]:
-        """All groups of ranks that differ in `axis` alone.
+        """All groups of ranks that differ in ``axis`` alone.
 
         They are sorted by their first rank, so all ranks can create them in the same order.
         """
@@ -108,7 +108,7 @@ class Grid:
         ]
 
     def size_along(self, axis: Axis) -> int:
-        """The number of ranks on `axis`."""
+        """The number of ranks on ``axis``."""
         return self._sizes[AXES.index(axis)]
 
     @property
@@ -116,5 +116,5 @@ class Grid:
         return (self.pp, self.dp, self.tp)
 
     def _stride(self, axis: Axis) -> int:
-        """The difference of two ranks that are neighbours on `axis`."""
+        """The difference of two ranks that are neighbours on ``axis``."""
         return {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]

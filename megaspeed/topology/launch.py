@@ -91,7 +91,7 @@ _SINGLE_PROCESS = LaunchEnvironment(
 
 
 def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """This process's place in the run, from `environ` (usually `os.environ`).
+    """This process's place in the run, from ``environ`` (usually ``os.environ``).
 
     Raises LaunchError if a variable is missing or not an integer, if two launchers contradict each
     other, or if there are several ranks and MASTER_ADDR or MASTER_PORT is not set, is not a port
@@ -167,7 +167,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 def _check_agreement(
     launch: LaunchEnvironment, launcher: _Launcher | None, environ: Mapping[str, str]
 ) -> None:
-    """Raises LaunchError if the variables of another launcher contradict the world size."""
+    """Raise LaunchError if the variables of another launcher contradict the world size."""
     what = f"the world size is {launch.world_size} from {launch.source}, but"
     # srun or mpirun may start several torchrun agents, one a task. After a node is lost, an elastic
     # run has fewer agents than tasks, and any number of ranks.
@@ -219,7 +219,7 @@ def _check_address_of_rank_0(launch: LaunchEnvironment, environ: Mapping[str, st
 
 
 def _check_address(address: str) -> None:
-    """Raises LaunchError if the name cannot be resolved. Otherwise ranks would wait silently."""
+    """Raise LaunchError if the name cannot be resolved. Otherwise ranks would wait silently."""
     give_up = time.monotonic() + _RESOLVE_SECONDS
     while True:
         try:

@@ -62,7 +62,7 @@ def set_defaults() -> None:
 
 
 def default_settings(environ: Mapping[str, str], device_type: DeviceType) -> dict[str, str]:
-    """Name -> value of the variables to set: those that `environ` does not have already."""
+    """Name -> value of the variables to set: those that ``environ`` does not have already."""
     return {
         name: value
         for name, value, gpu_only, other_names in _SETTINGS
@@ -83,7 +83,7 @@ def compiler_threads(launch: LaunchEnvironment, environ: Mapping[str, str]) -> d
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the current GPU of this thread.
+    """Make ``device`` the current GPU of this thread.
 
     Every new thread that uses a GPU calls this first. Otherwise it uses GPU 0, which may be another
     rank's: pinning memory opens a context there.
@@ -95,7 +95,8 @@ def use_device(device: torch.device) -> None:
 def allow_open_files(rank: int, world_size: int) -> None:
     """Raise this process's limit of open files to 65,536 or to what the system allows.
 
-    Raises TopologyError if that is too few for the connections of `rank` among `world_size` ranks.
+    Raises TopologyError if that is too few for the connections of ``rank`` in a world of
+    ``world_size`` ranks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = open_files_of(rank, world_size)
@@ -167,7 +168,7 @@ def _on_several_nodes(launch: LaunchEnvironment) -> bool:
 
 
 def _address_towards(host: str) -> str | None:
-    """The address of this machine from which it reaches `host`. Sends no packet (UDP)."""
+    """The address of this machine from which it reaches ``host``. Sends no packet (UDP)."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

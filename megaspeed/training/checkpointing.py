@@ -127,7 +127,7 @@ class Checkpointing:
         self._in_flight = self._background.submit(write)
 
     def finished(self) -> list[SaveReport]:
-        """Reports of the saves that have ended since the last call. Does not wait."""
+        """Report of the saves that have ended since the last call. Does not wait."""
         if self._in_flight is not None and self._in_flight.done():
             self._wait()
         finished, self._finished = self._finished, []

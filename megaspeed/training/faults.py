@@ -4,15 +4,15 @@
     MEGASPEED_FAULT="hang rank=0 phase='saving after step 4'"
 
     raise     RuntimeError                      stop      the process is stopped (SIGSTOP)
-    memory    allocates too much memory         slow      sleeps for `seconds` (3) each time
+    memory    allocates too much memory         slow      sleeps for ``seconds`` (3) each time
     hang      sleeps forever                    nan       the stage's last hidden state becomes NaN
     kill      the process is killed (SIGKILL)   corrupt   one master weight gets another value
     lock      as hang, with Python's GIL held
     disk      no file of the process may grow past 32 KiB, so a save fails as on a full disk
 
-`work` is the beginning of an instruction, such as Forward or Backward(micro_batch=2). If it is
-omitted, the fault is injected at the beginning of the phase. All kinds but `slow` are injected
-once. `parameter` is a part of the name of the parameter to corrupt. If it is omitted, the first
+``work`` is the beginning of an instruction, such as Forward or Backward(micro_batch=2). If it is
+omitted, the fault is injected at the beginning of the phase. All kinds but ``slow`` are injected
+once. ``parameter`` is a part of the name of the parameter to corrupt. If it is omitted, the first
 parameter of the rank is corrupted.
 """
 
@@ -113,7 +113,7 @@ def _corrupt(fault: _Fault, engine: ZeroEngine) -> None:
 
 
 def _fault_of(rank: int) -> _Fault | None:
-    """Raises ConfigError if the variable cannot be read."""
+    """Raise ConfigError if the variable cannot be read."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None

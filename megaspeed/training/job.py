@@ -92,7 +92,7 @@ _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED")
 
 
 def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
-    """Checks that all ranks have the same texts and tokenizer; a collective over all ranks.
+    """Check that all ranks have the same texts and tokenizer; a collective over all ranks.
 
     Each node reads its own files. If they differed, ranks would train on different text, or hang in
     a collective that the others do not call. Raises RanksDisagree on every rank. The message names
@@ -148,10 +148,10 @@ class Job:
         )
 
     def train(self) -> TrainingSummary | None:
-        """Trains the run; all its ranks call this.
+        """Train the run; all its ranks call this.
 
         Returns how the run ended; None if nothing was left to train. Then no file has changed. An
-        exception that is not in `EXPECTED` is reported before it propagates.
+        exception that is not in ``EXPECTED`` is reported before it propagates.
         """
         run, during = self.run, self._during
         with during("preparing the corpus", timeouts=math.inf):
@@ -219,7 +219,7 @@ class Job:
                 print_line(self.console, Text(reason))
             with (
                 self.make_checkpointing(worker, corpus) as checkpointing,
-                # Again, because `Checkpointing` waits for a pending save when it closes.
+                # Again, because ``Checkpointing`` waits for a pending save when it closes.
                 self.watch.failures.reported(expected=EXPECTED),
                 self._memory_explained(context, worker.engine),
             ):
@@ -256,7 +256,7 @@ class Job:
         checkpointing: Checkpointing,
         context: ParallelContext,
     ) -> Progress:
-        """Loads the checkpoint, if there is one, and opens the run folder."""
+        """Load the checkpoint, if there is one, and opens the run folder."""
         begin = Progress()
         if start.checkpoint is not None:
             with self._during(f"loading {start.checkpoint}", timeouts=SAVE_TIMEOUTS):
@@ -307,7 +307,7 @@ class Job:
             return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
 
     def _print_summary(self, summary: TrainingSummary, device_type: str) -> None:
-        """Draws the loss curve and prints the last figures."""
+        """Draw the loss curve and prints the last figures."""
         metrics, picture = self.run.run_dir / METRICS, self.run.run_dir / LOSS_CURVE
         files = f"metrics: {metrics}   loss curve: {picture}"
         try:

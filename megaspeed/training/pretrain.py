@@ -74,7 +74,7 @@ def main(
     explain_memory: ExplainMemory | None = None,
     make_checkpointing: MakeCheckpointing = Checkpointing,
 ) -> int:
-    """Trains as the command line states; returns the exit code.
+    """Train as the command line states; returns the exit code.
 
     Args:
         arguments: the command line; this process's own if omitted.
@@ -138,7 +138,7 @@ class _Parser(argparse.ArgumentParser):
 def parse_arguments(
     arguments: Sequence[str] | None = None, *, as_command: bool = False
 ) -> argparse.Namespace:
-    """Parses the options of the main job. A wrong option ends the process with exit code 2."""
+    """Parse the options of the main job. A wrong option ends the process with exit code 2."""
     program = "megaspeed train" if as_command else None
     parser = _Parser(program, description="Pretrain a GPT that a JSON file describes.")
     if as_command:  # only for the help: cli/train.py reads it before the ranks start
@@ -180,7 +180,7 @@ def _print_warnings(run: Run, launch: LaunchEnvironment, console: Console) -> No
 
 
 def _report_no_meeting(error: Exception, launch: LaunchEnvironment) -> int:
-    """Reports why the ranks do not meet, and returns the exit code."""
+    """Report why the ranks do not meet, and returns the exit code."""
     of_this_rank_alone = isinstance(error, TopologyError)
     no_rank_0 = launch.rank == 1 and isinstance(error, GroupError)  # rank 0 may be missing
     prints = launch.local_rank == 0 or of_this_rank_alone or no_rank_0
@@ -189,7 +189,7 @@ def _report_no_meeting(error: Exception, launch: LaunchEnvironment) -> int:
 
 
 def _run(job: Job) -> int:
-    """Runs the job while the ranks watch each other, and reports how it ended."""
+    """Run the job while the ranks watch each other, and reports how it ended."""
     watch, launch = job.watch, job.meeting.launch
     expected = (*EXPECTED, *_WRONG_INPUT, GroupError)
     try:
@@ -215,7 +215,7 @@ def _run(job: Job) -> int:
 
 
 def _wait_as_spare(job: Job) -> int:
-    """Waits on a spare rank until the run ends. Returns the exit code."""
+    """Wait on a spare rank until the run ends. Returns the exit code."""
     job.stop.can_save = True  # the ranks that train get the signal, too, and save
     with job.activity.during("waiting as a spare rank"):
         try:
@@ -233,13 +233,13 @@ def _exit_code(error: Exception) -> int:
 
 
 def _wait_unless_rank_0(rank: str) -> None:
-    """Waits on ranks other than 0, so that only rank 0 prints an error that all ranks have."""
+    """Wait on ranks other than 0, so that only rank 0 prints an error that all ranks have."""
     if rank != "0":
         time.sleep(_SECONDS_FOR_RANK_0_TO_PRINT)
 
 
 def _report(error: Exception, rank: str, *, prints: bool = True) -> None:
-    """Reports an error without its traceback.
+    """Report an error without its traceback.
 
     If several ranks have the same error, only one of them ``prints`` it.
     """
@@ -250,5 +250,5 @@ def _report(error: Exception, rank: str, *, prints: bool = True) -> None:
 
 
 def _note_for_torchrun(text: str) -> None:
-    """Lets torchrun's report of the failed ranks include this error."""
+    """Let torchrun's report of the failed ranks include this error."""
     write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), text or "no message")

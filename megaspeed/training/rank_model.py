@@ -1,7 +1,7 @@
 """The layers of one rank, its optimizer and its loss.
 
 GPT(layers of this pipeline stage) --parallelize--> zero.build_engine --> ZeroEngine
-GPT(all layers) --------------------------------------------------------> baselines of `compare`
+GPT(all layers) --------------------------------------------------------> baselines of ``compare``
 """
 
 import inspect
@@ -101,7 +101,7 @@ def backward_scale(run: Run) -> float:
 
 
 def set_matmul_precision(training: TrainingConfig, device: torch.device) -> None:
-    """Sets the precision of a GPU's matrix products in this process. Does nothing on a CPU.
+    """Set the precision of a GPU's matrix products in this process. Does nothing on a CPU.
 
         training.allow_tf32                           fp32 products in TF32 (10 mantissa bits)
         training.allow_reduced_precision_reduction    if cuBLAS splits the inner dim of a bf16 or

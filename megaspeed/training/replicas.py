@@ -78,7 +78,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _batches(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """The elements in batches of `size`; the last one may be smaller. All are views."""
+    """The elements in batches of ``size``; the last one may be smaller. All are views."""
     batch: list[Tensor] = []
     room = size
     for tensor in tensors:
@@ -117,7 +117,7 @@ class Replicas:
         self._last_equal = begin
 
     def check(self, step: int) -> None:
-        """Raises ReplicasDiffer, with the same message on every rank, if copies differ."""
+        """Raise ReplicasDiffer, with the same message on every rank, if copies differ."""
         copies: dict[Slot, list[Tensor]] = {slot: [] for slot in _SLOTS}
         for slot, _, values in self._copies():
             copies[slot].append(values)
@@ -147,7 +147,7 @@ class Replicas:
     def _by_holders(
         self, parameter: nn.Parameter, start: int, values: Tensor
     ) -> Iterator[tuple[Holders, str, Tensor]]:
-        """Splits the elements [start, start + len(values)) by the ranks that hold copies."""
+        """Split the elements [start, start + len(values)) by the ranks that hold copies."""
         model = self._run.config.model
         name = self._worker.engine.names[parameter]
         split = parameter_named(model, name).split
@@ -187,7 +187,7 @@ class Replicas:
         return [ranks for ranks in groups.values() if len(ranks) > 1]
 
     def _describe(self, step: int, slots: Sequence[Slot]) -> str:
-        """Gathers the fingerprints of each parameter. Returns a message with those that differ."""
+        """Gather the fingerprints of each parameter. Returns a message with those that differ."""
         own = {
             (slot, name): float(fingerprint([values]))
             for slot, name, values in self._copies()

@@ -32,7 +32,7 @@ class StepInputs:
         self._loader = TrainingLoader(corpus, self.shape, context.device)
 
     def load(self, samples: int) -> Load:
-        """Returns a function that maps a micro-batch index to the micro-batch.
+        """Return a function that maps a micro-batch index to the micro-batch.
 
         The step is the one after ``samples`` samples, including those of skipped steps.
         """
@@ -46,5 +46,5 @@ class StepInputs:
         )
 
     def close(self) -> None:
-        """Ends the thread that reads ahead, if there is one."""
+        """End the thread that reads ahead, if there is one."""
         self._loader.close()

@@ -123,7 +123,7 @@ class Trainer:
         self._profile = Profile(run, context)
 
     def train(self, begin: Progress) -> TrainingSummary:
-        """Runs the steps after ``begin``, which must be before the last step.
+        """Run the steps after ``begin``, which must be before the last step.
 
         Raises:
             TrainingDiverged: too many steps in a row were skipped. The run saves nothing.

@@ -129,7 +129,7 @@ class Worker:
     def train_step(
         self, load: Load, learning_rate: float, stop_signal: Callable[[], int] = lambda: 0
     ) -> StepResult:
-        """Runs one optimizer step on the micro-batches that ``load`` returns.
+        """Run one optimizer step on the micro-batches that ``load`` returns.
 
         Args:
             load: micro-batch index -> this data rank's rows.
@@ -200,7 +200,7 @@ class Worker:
         )
 
     def _loss_of(self, losses: Sequence[float]) -> float:
-        """Adds up the loss sums of all ranks. Ranks before the last pipeline stage send 0.
+        """Add up the loss sums of all ranks. Ranks before the last pipeline stage send 0.
 
         Tensor ranks hold copies of one loss, so only the first tensor rank counts.
         """

@@ -98,9 +98,9 @@ class ZeroEngine:
         context: this rank's groups.
         owned_elements: how many leading elements of each parameter this rank counts in the norm.
         tied: the weight that this rank shares with another pipeline stage; None if there is none.
-        partial: the parameters of whose gradient each tensor rank computes a part, in optimizer
-            groups of their own.
-        compressed: the parameters whose gradients are compressed, in optimizer groups of their own.
+        partial: parameters with partial gradients: each tensor rank computes a part of the sum.
+            They are in parameter groups without others.
+        compressed: parameters with compressed gradients, in parameter groups without others.
         loss: the loss of the last pipeline stage.
         loss_scale: the gradients are those of the loss multiplied by it.
     """

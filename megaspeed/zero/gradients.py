@@ -61,9 +61,9 @@ class Gradients:
         optimizer: DeepSpeed's ZeRO optimizer, without hooks.
         run: the resolved run.
         context: this rank's groups.
-        partial: the parameters of whose gradient each tensor rank computes a part, in groups of
-            their own.
-        compressed: the parameters whose gradients are compressed, in groups of their own.
+        partial: parameters with partial gradients: each tensor rank computes a part of the sum.
+            They are in parameter groups without others.
+        compressed: parameters with compressed gradients, in parameter groups without others.
         head_weight: the head's weight, whose gradient the forward of the loss computes; None if
             this rank has no head.
         head_is_tied: whether this rank's embedding has the same weight. Then autograd computes the

@@ -138,14 +138,14 @@ def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
 
 
 class HeldGradients(Protocol):
-    """What the measurement of `Gradients` reads."""
+    """What the measurement of ``Gradients`` reads."""
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that hold gradients between two micro-batches."""
 
 
 class Engine(Protocol):
-    """What the measurement of a `ZeroEngine` reads."""
+    """What the measurement of a ``ZeroEngine`` reads."""
 
     @property
     def gradients(self) -> HeldGradients:
