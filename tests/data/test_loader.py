@@ -9,6 +9,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megaspeed.data import sampler as rows
 from megaspeed.data.corpus import PreparedCorpus
@@ -70,29 +72,33 @@ def one_step(
     return rows
 
 
-@pytest.mark.parametrize(("dp_size", "micro_batch_size"), LAYOUTS)
-def test_three_epochs_have_the_same_samples_at_every_layout(
-    corpus: PreparedCorpus, dp_size: int, micro_batch_size: int
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
+    return numbered_mixture(tmp_path_factory.mktemp("mixture"), S)
+
+
+@given(st.sampled_from(LAYOUTS), st.integers(0, 1000))
+def test_a_step_has_the_same_samples_at_every_layout_and_after_any_resume(
+    corpus: PreparedCorpus, mixture: PreparedCorpus, layout: tuple[int, int], consumed: int
 ) -> None:
+    """In any epoch: of one source and of three, which have 23 sequences."""
     sampler = Sampler(corpus.seed, corpus.fingerprint, SEQUENCES)
-    for samples_consumed in range(0, 3 * SEQUENCES, TRAIN_BATCH):
-        rows = one_step(corpus, samples_consumed, dp_size, micro_batch_size)
-        assert sorted(rows) == list(range(samples_consumed, samples_consumed + TRAIN_BATCH))
-        for sample, row in rows.items():
-            start = sampler.sequence_of(sample) * S
-            assert row == list(range(start, start + S + 1))
+    rows = one_step(corpus, consumed, *layout)
+    assert sorted(rows) == list(range(consumed, consumed + TRAIN_BATCH))
+    for sample, row in rows.items():
+        start = sampler.sequence_of(sample) * S
+        assert row == list(range(start, start + S + 1))
+    assert one_step(mixture, consumed, *layout) == one_step(mixture, consumed, 1, 1)
 
 
-@pytest.mark.parametrize("samples_consumed", [1, 17, 48, 50, 96, 1000])
-def test_a_run_resumed_anywhere_at_another_layout_continues_the_stream(
-    corpus: PreparedCorpus, samples_consumed: int
+def test_a_component_of_a_mixture_has_every_sequence_once_before_any_twice(
+    mixture: PreparedCorpus,
 ) -> None:
-    through = {
-        **one_step(corpus, samples_consumed // TRAIN_BATCH * TRAIN_BATCH, 1, 1),
-        **one_step(corpus, samples_consumed // TRAIN_BATCH * TRAIN_BATCH + TRAIN_BATCH, 1, 1),
-    }
-    resumed = one_step(corpus, samples_consumed, dp_size=3, micro_batch_size=4)
-    assert resumed == {sample: through[sample] for sample in resumed}
+    first_ids = [row[0] for row in one_step(mixture, 0, 1, 1).values()]
+    of_c_and_d = [first_id for first_id in first_ids if first_id >= 20_000]
+    sequences = [*range(20_000, 20_024, S), *range(30_000, 30_018, S)]
+    assert len(of_c_and_d) >= 14  # 0.3 of 48 samples: two epochs of 7 sequences
+    assert sorted(of_c_and_d[:7]) == sorted(of_c_and_d[7:14]) == sequences
 
 
 def test_an_epoch_predicts_every_token_once(corpus: PreparedCorpus) -> None:
@@ -139,9 +145,8 @@ def test_an_evaluation_counts_the_same_rows_at_every_layout(
 
 @pytest.mark.parametrize(("dp_size", "micro_batch_size"), LAYOUTS)
 def test_an_evaluation_of_a_mixture_has_the_same_rows_at_every_layout(
-    tmp_path: Path, dp_size: int, micro_batch_size: int
+    mixture: PreparedCorpus, dp_size: int, micro_batch_size: int
 ) -> None:
-    mixture = numbered_mixture(tmp_path, S)
     rows: dict[int, int] = {}
     for dp_rank in range(dp_size):
         cut = LoaderShape(micro_batch_size, 1, dp_rank, dp_size)

@@ -3,22 +3,19 @@
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megaspeed.data.mixture import Component, Mixing, Mixture
 from megaspeed.data.sampler import Sampler, TrainingOrder, ValidationOrder
 from tests.data.numbered_corpus import alone, numbered_mixture, write_numbered_tokens
 
 S = 6
-WEIGHTS = [
-    [3, 1],
-    [0.5, 0.2, 0.3],
-    [1, 1, 1],
-    [0.7, 0.1, 0.1, 0.05, 0.05],
-    [1e-4, 1.0],  # rarer than once in 1,024 samples
-    [2, 2047],  # once in 1,024.5
-    [2.0] * 21,
-]
+# Weights such as 0.7, 1e-4 (rarer than once in 1,024 samples) and 2047.
+DECIMALS = st.one_of(
+    st.integers(1, 3000), st.integers(1, 999).map(lambda n: n / 1000), st.sampled_from([1e-4, 0.7])
+)
+WEIGHTS = st.lists(DECIMALS, min_size=2, max_size=21)
 
 
 def components_drawn(weights: list[float], samples: range, key: str = "key") -> list[int]:
@@ -26,27 +23,31 @@ def components_drawn(weights: list[float], samples: range, key: str = "key") -> 
     return [mixing.draw(sample)[0] for sample in samples]
 
 
-@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_complete_blocks_have_every_share_to_within_one_sample(weights: list[float]) -> None:
+@given(WEIGHTS, st.integers(1, 10**12))
+def test_complete_blocks_have_every_share_to_within_one_sample(
+    weights: list[float], blocks: int
+) -> None:
     mixing = Mixing.of(weights, "key")
-    for blocks in (1, 2, 3, 7, 1000, 10**12):
-        samples = blocks * mixing.block
-        counts = mixing.counts_in_blocks(blocks)
-        assert sum(counts) == samples and min(counts) >= blocks, "one in each block at least"
-        for count, weight in zip(counts, mixing.weights, strict=True):
-            # |count - samples * weight / total| < 1, in integers
-            total = sum(mixing.weights)
-            assert abs(count * total - samples * weight) < total
+    samples = blocks * mixing.block
+    counts = mixing.counts_in_blocks(blocks)
+    assert sum(counts) == samples and min(counts) >= blocks, "one in each block at least"
+    for count, weight in zip(counts, mixing.weights, strict=True):
+        # |count - samples * weight / total| < 1, in integers
+        total = sum(mixing.weights)
+        assert abs(count * total - samples * weight) < total
 
 
-@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_a_draw_is_the_number_of_earlier_samples_of_its_component(weights: list[float]) -> None:
-    mixing = Mixing.of(weights, "key")
-    seen = [0] * len(weights)
-    for sample in range(2500):
-        component, draw = mixing.draw(sample)
-        assert draw == seen[component]
-        seen[component] += 1
+@given(WEIGHTS, st.integers(1, 10**9), st.text(max_size=3))
+def test_a_draw_is_the_number_of_earlier_samples_of_its_component(
+    weights: list[float], block: int, key: str
+) -> None:
+    mixing = Mixing.of(weights, key)
+    for start in (0, block * mixing.block - 150):
+        seen = {component: 0 for component in range(len(weights) * (start == 0))}
+        for sample in range(start, start + 300):
+            component, draw = mixing.draw(sample)
+            assert draw == seen.get(component, draw)
+            seen[component] = draw + 1
 
 
 def test_every_stretch_of_32_samples_has_about_every_share() -> None:

@@ -1,18 +1,13 @@
 """A token folder has the ids of a plain loop, for every format and number of processes."""
 
-import gzip
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow
 import pytest
-import zstandard
 from filelock import FileLock
-from pyarrow import parquet
 from tokenizers import Tokenizer
 
 from megaspeed.cli import main
@@ -30,6 +25,7 @@ from megaspeed.data.tokenize import tokenize
 from megaspeed.data.tokenizer import TextTokenizer
 from tests.data.watching import Record, contents
 from tests.data.words import WORDS, documents
+from tests.data.written_formats import FORMATS
 from tests.support.text import list_files
 
 TEXTS = list(documents(40_000))
@@ -63,7 +59,8 @@ def test_the_ids_are_those_of_a_plain_loop_over_the_tokenizer(
     tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From every format at once, through the command."""
-    sources = in_every_format(tmp_path, TEXTS)
+    kinds = ("txt", "txt.gz", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "saved")
+    sources = [FORMATS[kind](tmp_path, TEXTS) for kind in kinds]
     options = ["--tokenizer", str(tokenizer_folder), "--output", str(tmp_path / "out")]
     figures = tmp_path / "figures.json"
     assert main(["tokenize", *map(str, sources), *options, "--json", str(figures)]) == 0
@@ -90,20 +87,6 @@ def test_the_ids_are_those_of_a_plain_loop_over_the_tokenizer(
         "tokenizer.json",
         "tokenizer_config.json",
     }
-
-
-def in_every_format(folder: Path, texts: list[str]) -> list[Path]:
-    lines = "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts))
-    plain = folder / "plain.txt"
-    plain.write_text("<|endoftext|>\n".join(texts), encoding="utf-8")
-    (folder / "lines.jsonl").write_text(lines)
-    (folder / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (folder / "lines.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    table = pyarrow.table({"text": texts})
-    parquet.write_table(table, folder / "table.parquet", row_group_size=7)
-    datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(folder / "saved"))
-    names = ("lines.jsonl", "lines.jsonl.gz", "lines.jsonl.zst", "table.parquet", "saved")
-    return [plain, *(folder / name for name in names)]
 
 
 def test_any_number_of_processes_writes_the_same_bytes(
