@@ -211,20 +211,13 @@ class MegatronIndex:
         ends[inside] = self.pointers[following[inside]] // self._itemsize
         return ends
 
-    def document_end_near(self, token: int) -> int | None:
-        """Return the first end of a document at or after ``token``, or else the last before it.
-
-        The result is never 0 or the end of the file. It is None if the file is one document.
-        """
+    def document_end_from(self, token: int) -> int:
+        """Return the first end of a document at or after ``token``, which is in the file."""
 
         def end_of(document: int) -> int:
             return int(self.document_ends(slice(document, document + 1))[0])
 
-        at = bisect_left(range(self.documents), token, key=end_of)
-        for document in (at, at - 1):
-            if 0 <= document < self.documents and 0 < end_of(document) < self.tokens:
-                return end_of(document)
-        return None
+        return end_of(bisect_left(range(self.documents), token, key=end_of))
 
     def read_completely(self) -> Facts:
         """Read both files completely, and return what was found; see ``_read_ids``.

@@ -40,6 +40,9 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 T = TypeVar("T")
 
+Row = tuple[int, object]
+"""The number of a row, and its value in the column of the text."""
+
 
 def is_saved_dataset(path: Path) -> bool:
     """Return whether ``save_to_disk`` wrote this folder."""
@@ -48,22 +51,16 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def _pieces_of_rows(
-    path: Path, column: str, values: Iterable[object], bytes_per_row: float, on_bad: OnBad
+    path: Path, column: str, rows: Iterable[Row], bytes_per_row: float, on_bad: OnBad
 ) -> Iterator[Piece]:
     """Yield the pieces of all rows with text. Each row is a document."""
-    for row, value in enumerate(values):
-        if value is _LOST:
-            continue
+    for row, value in rows:
         wrong = what_is_wrong(value)
         if wrong is not None:
             problem = f'the column "{column}" must be a string, but is {wrong}'
             on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, CORRECT_IT))
         elif value:
             yield from pieces_of(str(value), round((row + 1) * bytes_per_row))
-
-
-_LOST = object()
-"""A placeholder for a row that cannot be read, so that later rows keep their numbers."""
 
 
 def _until_broken(batches: Iterator[T], on_broken: Callable[[Exception], None]) -> Iterator[T]:
@@ -106,9 +103,9 @@ class Table(TextFormat):
             if wrong is not None:
                 on_bad(BadRecord(path, "its columns", wrong, STATE_FIELD))
                 return
-            values = self._values(table, path, on_bad)
+            rows = self._rows(table, path, on_bad)
             bytes_per_row = size / max(1, table.metadata.num_rows)
-            yield from _pieces_of_rows(path, self.text_field, values, bytes_per_row, on_bad)
+            yield from _pieces_of_rows(path, self.text_field, rows, bytes_per_row, on_bad)
 
     def _wrong_column(self, schema: Any) -> str | None:
         if self.text_field not in schema.names:
@@ -123,15 +120,15 @@ class Table(TextFormat):
             return f'the column "{self.text_field}" must hold strings, but holds {kind}'
         return None
 
-    def _values(self, table: Any, path: Path, on_bad: OnBad) -> Iterator[object]:
-        """Yield the column, row by row. If a row group is damaged, its other rows are lost."""
-        first = 0
+    def _rows(self, table: Any, path: Path, on_bad: OnBad) -> Iterator[Row]:
+        """Yield the rows of the column. If a row group is damaged, its other rows are lost."""
+        stop = 0
         for group in range(table.metadata.num_row_groups):
-            row, stop = first, first + table.metadata.row_group(group).num_rows
+            row, stop = stop, stop + table.metadata.row_group(group).num_rows
             errors: list[Exception] = []
             batches = table.iter_batches(_ROWS_AT_ONCE, [group], [self.text_field])
             for batch in _until_broken(batches, errors.append):
-                yield from map(_value, batch.column(0))
+                yield from enumerate(map(_value, batch.column(0)), start=row)
                 row += len(batch)
             for error in errors:
                 problem = (
@@ -139,8 +136,6 @@ class Table(TextFormat):
                     f"({error})"
                 )
                 on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, COPY_AGAIN))
-                yield from (_LOST for _ in range(stop - row))
-            first = stop
 
 
 def _value(scalar: Any) -> object:
@@ -285,7 +280,7 @@ def _pieces_of_dataset(
         for batch in batches
         for value in batch.get(column, [None] * len(next(iter(batch.values()))))
     )
-    yield from _pieces_of_rows(path, column, values, bytes_per_row, on_bad)
+    yield from _pieces_of_rows(path, column, enumerate(values), bytes_per_row, on_bad)
 
 
 def _state_of_all(name: str, files: Iterable[Path]) -> FileState:

@@ -93,7 +93,7 @@ def test_documents_end_as_the_index_states(tmp_path: Path) -> None:
     documents = [[[1, 2], [3]], [], [[4, 5, 6]], []]
     index = MegatronIndex.read(write_megatron(tmp_path / "corpus", documents))
     assert index.document_ends(slice(None)).tolist() == [3, 3, 6, 6]
-    assert [index.document_end_near(token) for token in range(1, 6)] == [3] * 5
+    assert [index.document_end_from(token) for token in range(1, 7)] == [3, 3, 3, 6, 6, 6]
 
 
 def test_a_file_is_read_once_and_again_when_it_changed(
