@@ -9,9 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from megaspeed.config.data import DataConfig
-from megaspeed.data.corpus import prepare_corpus
-from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
+from megaspeed.data.documents import read_documents, read_pieces
 from megaspeed.data.encode import encode, encode_in_processes, read_batches
 from megaspeed.data.pieces import PIECE_BYTES, Piece
 from megaspeed.data.sources import SourceFile
@@ -49,30 +47,6 @@ def test_a_batch_knows_whether_it_continues_a_document() -> None:
     long = [Piece("a" * 100, ends_document=False), Piece("b" * 20, ends_document=True)]
     batches = list(read_batches([*long, *whole("c" * 90), *long], characters=100))
     assert [is_continued for _, is_continued in batches] == [False, True, False, True]
-
-
-def test_a_run_encodes_documents_with_an_end_of_text_token_after_each(
-    tmp_path: Path, tokenizer: TextTokenizer
-) -> None:
-    files = write_texts(tmp_path)
-    documents = read_documents(files)
-    tokenizer.save(tmp_path / "tokenizer")
-    data = DataConfig(
-        train=(f"{tmp_path}/*.txt",),
-        tokenizer=str(tmp_path / "tokenizer"),
-        validation_fraction=0.0,
-        sequence_length=4,
-    )
-    (file,) = prepare_corpus(data, 280, cache_dir=tmp_path / "cache").train.files
-    first, second, third = tokenizer.encode(TEXTS)
-    end = tokenizer.end_of_text
-    assert file.map().tolist() == [*first, end, *second, end, *third, end]
-    assert file.map().dtype == np.uint16
-    assert (file.index.tokens, file.index.documents) == (len(file.map()), 3)
-    assert file.index.largest_id == file.map().max()
-    assert file.index.vocab_size == tokenizer.vocab_size
-    assert file.index.tokenizer_fingerprint == tokenizer.fingerprint
-    assert file.index.corpus_fingerprint == corpus_fingerprint(documents)
 
 
 def test_a_document_of_many_pieces_ends_once(tmp_path: Path, tokenizer: TextTokenizer) -> None:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
@@ -111,18 +113,29 @@ def test_megatrons_documents_bound_blocks_too(tmp_path: Path) -> None:
         assert {part.first_token, part.first_token + part.index.tokens} <= ends
 
 
-@pytest.mark.parametrize("fraction", [1e-9, 0.5, 0.999999])
-def test_two_tokens_make_two_sides(tmp_path: Path, fraction: float) -> None:
-    assert sides(token_file(tmp_path, [2]), fraction)[1] == 0.5
-    with pytest.raises(DataError, match="needs at least 2 tokens, but it has 1"):
-        hold_out_tokens([token_file(tmp_path, [1])], fraction, 1)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=40).filter(lambda lengths: sum(lengths) > 1),
+    st.one_of(st.sampled_from([1e-9, 0.5, 0.9999999]), st.floats(0.001, 0.999)),
+    st.integers(0, 9),
+)
+def test_both_sides_have_tokens_and_make_up_the_file(
+    tmp_path: Path, documents: list[int], fraction: float, seed: int
+) -> None:
+    file = token_file(tmp_path, documents)
+    _, share = sides(file, fraction, seed)
+    tokens = file.index.tokens
+    assert (
+        abs(share - min(max(fraction, 1 / tokens), 1 - 1 / tokens)) <= 0.5 / tokens + 0.02 * share
+    )
 
 
-def test_no_fraction_takes_all(tmp_path: Path) -> None:
+def test_nothing_is_held_out_for_a_fraction_of_zero_and_one_token_cannot_be_split(
+    tmp_path: Path,
+) -> None:
     file = token_file(tmp_path, [10] * 50)
-    for fraction in (0.98, 0.99, 0.999, 0.9999):
-        sides(file, fraction)
     assert hold_out_tokens([file], 0.0, 1) == ((file,), ())
+    with pytest.raises(DataError, match="needs at least 2 tokens, but it has 1"):
+        hold_out_tokens([token_file(tmp_path, [1])], 0.5, 1)
 
 
 def test_a_documents_ids_are_found_by_its_number(tmp_path: Path) -> None:

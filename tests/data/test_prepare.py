@@ -254,41 +254,19 @@ def test_text_that_changes_while_it_is_tokenized_is_refused(
     assert list((tmp_path / "cache" / "text").iterdir()) == []
 
 
-def test_seed_fraction_and_vocabulary_each_have_entries_of_their_own(
-    tmp_path: Path, prepared: tuple[Path, PreparedCorpus]
+def test_everything_that_determines_the_tokens_has_an_entry_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def paths(vocab_size: int = 512, **fields: Any) -> tuple[Path, ...]:
-        corpus = prepare_corpus(config(**fields), vocab_size, cache_dir=tmp_path)
-        assert corpus.tokenizer is not None
-        return (only_file(corpus.train).path, corpus.tokenizer)
+    def entry(vocab_size: int = 300, **fields: Any) -> Path:
+        corpus = prepare_corpus(config(train=SMALL[:1], **fields), vocab_size, cache_dir=tmp_path)
+        return corpus.train.files[0].path.parents[1]
 
-    kinds = [paths(), paths(seed=4), paths(validation_fraction=0.3), paths(vocab_size=300)]
-    assert len({path for kind in kinds for path in kind}) == 8
-    assert paths(sequence_length=64) == paths()
-
-
-@pytest.mark.parametrize("other", ["the cuts of long documents", "the version of tokenizers"])
-def test_other_cuts_or_tokenizers_have_their_own_token_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
-) -> None:
-    """The text is the same, and so is the tokenizer."""
-    tokenizer = tmp_path / "tokenizer"
-    trained = prepare_corpus(config(), 300, cache_dir=tmp_path).tokenizer
-    assert trained is not None
-    shutil.copytree(trained, tokenizer)
-
-    def paths() -> tuple[Path, ...]:
-        named = prepare_corpus(config(tokenizer=str(tokenizer)), 300, cache_dir=tmp_path)
-        own = prepare_corpus(config(), 300, cache_dir=tmp_path)
-        assert own.tokenizer is not None
-        return only_file(named.train).path, only_file(own.train).path, own.tokenizer
-
-    before = paths()
-    if other == "the version of tokenizers":
-        monkeypatch.setattr("tokenizers.__version__", "1.0")
-    else:
-        monkeypatch.setattr("megaspeed.data.text_cache.CUT_RULE", "otherwise")
-    assert not set(before) & set(paths())
+    entries = [entry(), entry(seed=4), entry(validation_fraction=0.3), entry(vocab_size=280)]
+    assert entry(sequence_length=64) == entries[0]
+    for what in ("tokenizers.__version__", "megaspeed.data.text_cache.CUT_RULE"):
+        monkeypatch.setattr(what, "another")
+        entries.append(entry())
+    assert len(set(entries)) == 6
 
 
 def test_explicit_validation_sources_are_the_validation_set(tmp_path: Path) -> None:
