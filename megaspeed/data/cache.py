@@ -132,6 +132,6 @@ def _store(path: Path, facts: Facts) -> None:
 def cannot_write(path: Path, error: OSError) -> DataError:
     """Return the error that ``path`` of the cache cannot be written."""
     return DataError(
-        f"prepared data must be kept on disk, but {path} cannot be written ({error.strerror or error}); "
-        f"set {CACHE_VARIABLE} to a folder with room"
+        f"prepared data must be kept on disk, but {path} cannot be written "
+        f"({error.strerror or error}); set {CACHE_VARIABLE} to a folder with room"
     )
