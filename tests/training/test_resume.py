@@ -1,6 +1,7 @@
-"""Where a run starts: from what checkpoint, or why it does not."""
+"""Where a run starts: the checkpoint, or the error."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +22,42 @@ from tests.support.tiny import tiny_run
 TEXT = Path(__file__).parents[2] / "LICENSE"
 RANKS = 2
 AUTO, NEVER = ResumeOptions(), ResumeOptions(source="never")
+FRESH, FRESH_NEVER = (dataclasses.replace(options, fresh=True) for options in (AUTO, NEVER))
 
 
-def run_in(folder: Path, **changes: Any) -> Run:
-    training = {"steps": 300, "run_dir": str(folder)}
-    return tiny_run(TEXT, dp=RANKS, training=training, **changes)
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A run with complete checkpoints of steps 100 and 200, and another run with one of step 50."""
 
+    folder: Path
 
-def fresh(options: ResumeOptions = AUTO) -> ResumeOptions:
-    return ResumeOptions(source=options.source, fresh=True)
+    @classmethod
+    def made_in(cls, folder: Path) -> "Place":
+        for run, steps in (("run", (100, 200)), ("another", (50,))):
+            for step in steps:
+                write_checkpoint(CheckpointFolder(folder / run / "checkpoints"), step)
+        return cls(folder)
 
+    def checkpoint(self, step: int) -> Path:
+        run = "another" if step == 50 else "run"
+        return self.folder / run / "checkpoints" / f"step-{step:08d}"
 
-def at(folder: Path) -> ResumeOptions:
-    return ResumeOptions(source=str(folder))
+    def run(self, name: str = "run") -> Run:
+        training = {"steps": 300, "run_dir": str(self.folder / name)}
+        return tiny_run(TEXT, dp=RANKS, training=training)
+
+    def at(self, path: str, *, fresh: bool = False) -> ResumeOptions:
+        """The options that name a path in this folder."""
+        return ResumeOptions(source=str(self.folder / path), fresh=fresh)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """A run with whole checkpoints of steps 100 and 200."""
-    run = run_in(tmp_path / "run")
-    for step in (100, 200):
-        write_checkpoint(CheckpointFolder(run.run_dir / "checkpoints"), step)
-    return run
-
-
-@pytest.fixture
-def another(tmp_path: Path) -> Path:
-    """Another run's folder, with a checkpoint of step 50."""
-    write_checkpoint(CheckpointFolder(tmp_path / "another" / "checkpoints"), 50)
-    return tmp_path / "another"
-
-
-def checkpoint(run: Run, step: int) -> Path:
-    return run.run_dir / "checkpoints" / f"step-{step:08d}"
+def place(tmp_path: Path) -> Place:
+    return Place.made_in(tmp_path)
 
 
 def damage(checkpoint: Path) -> None:
-    """One bit of one tensor."""
+    """Flip one bit of one tensor."""
     (file,) = checkpoint.glob("__0_*.distcp")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -65,26 +65,26 @@ def damage(checkpoint: Path) -> None:
 
 
 def start_of(launch: LaunchEnvironment, options: ResumeOptions, run: Run) -> Start | str:
-    """What this rank finds, or says."""
+    """What this rank finds, or the message of its error."""
     grid = Grid(pp=1, dp=RANKS, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         try:
             start = find_start(options, run, context)
-            # Other configuration of the written checkpoint is another test's matter.
+            # The written checkpoints have another configuration, which another test compares.
             return dataclasses.replace(start, changes=())
         except CheckpointError as error:
             return str(error)
 
 
 def found(pool: RankPool, options: ResumeOptions, run: Run) -> Any:
-    """What all ranks find alike, once nothing was refused before they met."""
+    """What all ranks find, after the options were checked."""
     check_resume(options, run)
     first, *others = pool.run(RANKS, start_of, options, run)
     assert all(other == first for other in others)
     return first
 
 
-def test_what_is_named_may_lie_in_ones_home(
+def test_a_named_path_may_be_in_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -92,136 +92,118 @@ def test_what_is_named_may_lie_in_ones_home(
     assert AUTO.path is NEVER.path is None
 
 
-@pytest.mark.parametrize("options", [AUTO, NEVER, fresh(), fresh(NEVER)], ids=str)
-def test_a_folder_without_checkpoints_starts_at_step_0(
-    options: ResumeOptions, pool: RankPool, tmp_path: Path
+# Options, name of the run -> the step of the checkpoint (0: none), whether the run stays in place.
+STARTS: dict[str, tuple[Callable[[Place], ResumeOptions], str, int, bool]] = {
+    "auto, nothing saved": (lambda place: AUTO, "new", 0, False),
+    "never, nothing saved": (lambda place: NEVER, "new", 0, False),
+    "auto": (lambda place: AUTO, "run", 200, True),
+    "fresh": (lambda place: FRESH, "run", 0, False),
+    "fresh, never": (lambda place: FRESH_NEVER, "run", 0, False),
+    "own folder": (lambda place: place.at("run"), "run", 200, True),
+    "own checkpoints": (lambda place: place.at("run/checkpoints"), "run", 200, True),
+    "own checkpoint": (lambda place: place.at("run/checkpoints/step-00000200"), "run", 200, True),
+    "own older one": (lambda place: place.at("run/checkpoints/step-00000100"), "run", 100, True),
+    "through a link": (lambda place: place.at("link/checkpoints/step-00000100"), "run", 100, True),
+    "another run's": (lambda place: place.at("another"), "new", 50, False),
+    "another run's, fresh": (lambda place: place.at("another", fresh=True), "run", 50, False),
+    "own folder, fresh": (lambda place: place.at("run", fresh=True), "run", 200, False),
+}
+
+
+@pytest.mark.parametrize(("options", "name", "step", "in_place"), STARTS.values(), ids=STARTS)
+def test_where_a_run_starts(
+    pool: RankPool,
+    place: Place,
+    options: Callable[[Place], ResumeOptions],
+    name: str,
+    step: int,
+    in_place: bool,
 ) -> None:
-    assert found(pool, options, run_in(tmp_path)) == Start()
+    (place.folder / "link").symlink_to(place.folder / "run")
+    start = found(pool, options(place), place.run(name))
+    if step == 0:
+        assert start.checkpoint is None
+    else:
+        assert start.checkpoint.samefile(place.checkpoint(step))
+    assert (start.step, start.in_place, start.skipped) == (step, in_place, ())
+    # Old files are moved after the start, not before.
+    assert place.checkpoint(100).is_dir()
 
 
-def test_auto_continues_from_the_newest(pool: RankPool, run: Run) -> None:
-    expected = Start(checkpoint=checkpoint(run, 200), step=200, in_place=True)
-    assert found(pool, AUTO, run) == expected
+def exchange_places(index: Metadata) -> None:
+    places = sorted(index.storage_data, key=lambda place: str(place.fqn))
+    index.storage_data[places[0]] = index.storage_data[places[1]]
 
 
-def test_auto_passes_over_what_is_broken_and_says_why(pool: RankPool, run: Run) -> None:
-    damage(checkpoint(run, 200))
-    start = found(pool, AUTO, run)
-    assert (start.checkpoint, start.step, start.in_place) == (checkpoint(run, 100), 100, True)
-    ((passed_over, why),) = start.skipped
-    assert passed_over == checkpoint(run, 200)
-    assert "__0_0.distcp has changed since it was written" in why
-
-
-def test_auto_passes_over_an_index_that_was_sealed_with_a_mistake(pool: RankPool, run: Run) -> None:
-    def point_at_another(index: Metadata) -> None:
-        places = sorted(index.storage_data, key=lambda place: str(place.fqn))
-        index.storage_data[places[0]] = index.storage_data[places[1]]
-
-    change_index(checkpoint(run, 200), point_at_another)
-    start = found(pool, AUTO, run)
-    assert start.checkpoint == checkpoint(run, 100)
-    assert "states the same place for two boxes" in start.skipped[0][1]
-
-
-def test_auto_refuses_where_no_checkpoint_is_whole_and_names_each(pool: RankPool, run: Run) -> None:
-    damage(checkpoint(run, 200))
-    (checkpoint(run, 100) / "manifest.json").unlink()
-    said = found(pool, AUTO, run)
-    assert f"{checkpoint(run, 200)}: __0_0.distcp has changed since it was written" in said
-    assert f"{checkpoint(run, 100)}: manifest.json is missing" in said
-    assert "--fresh" in said and "--resume DIR" in said
-
-
-@pytest.mark.parametrize("options", [fresh(), fresh(NEVER)], ids=str)
-def test_fresh_starts_at_step_0_whatever_is_there(
-    options: ResumeOptions, pool: RankPool, run: Run
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (damage, "__0_0.distcp has changed since it was written"),
+        (
+            lambda checkpoint: change_index(checkpoint, exchange_places),
+            "states the same place for two boxes",
+        ),
+    ],
+    ids=["a bit", "an index sealed with a mistake"],
+)
+def test_auto_skips_an_incomplete_checkpoint_and_reports_why(
+    pool: RankPool, place: Place, spoil: Callable[[Path], None], why: str
 ) -> None:
-    damage(checkpoint(run, 200))
-    assert found(pool, options, run) == Start()
-    assert checkpoint(run, 100).is_dir(), "it is moved when the run has begun, not before"
+    spoil(place.checkpoint(200))
+    start = found(pool, AUTO, place.run())
+    assert (start.checkpoint, start.step, start.in_place) == (place.checkpoint(100), 100, True)
+    ((skipped, reason),) = start.skipped
+    assert skipped == place.checkpoint(200) and why in reason
 
 
-def test_never_refuses_to_start_over_checkpoints(run: Run) -> None:
+def test_if_no_checkpoint_is_complete_each_is_reported(pool: RankPool, place: Place) -> None:
+    damage(place.checkpoint(200))
+    named = place.at("run/checkpoints/step-00000200")
+    assert "has changed since it was written" in found(pool, named, place.run())
+    (place.checkpoint(100) / "manifest.json").unlink()
+    message = found(pool, AUTO, place.run())
+    assert f"{place.checkpoint(200)}: __0_0.distcp has changed since it was written" in message
+    assert f"{place.checkpoint(100)}: manifest.json is missing" in message
+    assert "--fresh" in message and "--resume DIR" in message
+
+
+# Options -> parts of the message.
+REFUSED: dict[str, tuple[Callable[[Place], ResumeOptions], list[str]]] = {
+    "never": (lambda place: NEVER, ["2 checkpoints, the newest ", "step-00000200", "--fresh"]),
+    "another run's": (lambda place: place.at("another"), ["run that has 2 checkpoints"]),
+    "empty": (lambda place: place.at("empty"), ["/empty"]),
+    "no folder": (lambda place: place.at("nowhere"), ["/nowhere"]),
+    "no run": (lambda place: place.at("."), ["no manifest.json, no step-... folder"]),
+}
+
+
+@pytest.mark.parametrize(("options", "parts"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_before_the_ranks_meet(
+    place: Place, options: Callable[[Place], ResumeOptions], parts: list[str]
+) -> None:
+    (place.folder / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError) as caught:
-        check_resume(NEVER, run)
-    said = str(caught.value)
-    assert f"2 checkpoints, the newest {checkpoint(run, 200)}" in said
-    assert "--fresh" in said and "another training.run_dir" in said
+        check_resume(options(place), place.run())
+    assert [part for part in parts if part not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("options", [fresh(), ResumeOptions(source="never"), at(Path("other"))])
-def test_what_every_joining_node_would_repeat_is_refused(
-    options: ResumeOptions, run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("options", [FRESH, NEVER, ResumeOptions(source="other")])
+def test_options_that_each_joining_node_would_repeat_are_refused(
+    options: ResumeOptions, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then torchrun starts the ranks again, and they cannot know that this is no new launch."""
+    """If a node joins, torchrun starts the ranks again, and they do not know of the first start."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with pytest.raises(CheckpointError, match="discard the steps of this launch when a node joins"):
-        check_resume(options, run)
-    check_resume(AUTO, run)
+        check_resume(options, place.run())
+    check_resume(AUTO, place.run())
 
 
-def test_what_a_killed_save_left_is_no_checkpoint(pool: RankPool, tmp_path: Path) -> None:
-    run = run_in(tmp_path)
-    writing = CheckpointFolder(tmp_path / "checkpoints").begin(100)
+def test_the_remains_of_a_killed_save_are_removed(pool: RankPool, place: Place) -> None:
+    run = place.run("new")
+    writing = CheckpointFolder(run.run_dir / "checkpoints").begin(100)
     for options in (AUTO, NEVER):
         assert found(pool, options, run) == Start()
     assert not writing.exists()
-
-
-@pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/step-00000200"])
-def test_the_runs_own_folder_continues_by_any_name(named: str, pool: RankPool, run: Run) -> None:
-    start = found(pool, at(run.run_dir / named), run)
-    assert (start.step, start.in_place) == (200, True)
-
-
-def test_the_runs_own_folder_continues_through_a_link(
-    pool: RankPool, run: Run, tmp_path: Path
-) -> None:
-    (tmp_path / "link").symlink_to(run.run_dir)
-    start = found(pool, at(tmp_path / "link" / "checkpoints" / "step-00000100"), run)
-    assert (start.step, start.in_place) == (100, True)
-
-
-def test_an_older_checkpoint_of_the_run_is_taken_where_it_is_named(
-    pool: RankPool, run: Run
-) -> None:
-    expected = Start(checkpoint=checkpoint(run, 100), step=100, in_place=True)
-    assert found(pool, at(checkpoint(run, 100)), run) == expected
-
-
-def test_another_runs_checkpoint_starts_a_folder_of_its_own(
-    pool: RankPool, another: Path, tmp_path: Path
-) -> None:
-    taken = another / "checkpoints" / "step-00000050"
-    start = found(pool, at(another), run_in(tmp_path / "new"))
-    assert start == Start(checkpoint=taken, step=50, in_place=False)
-
-
-def test_another_runs_checkpoint_is_not_laid_over_this_run(
-    pool: RankPool, run: Run, another: Path
-) -> None:
-    with pytest.raises(CheckpointError, match="would start over a run that has 2 checkpoints"):
-        check_resume(at(another), run)
-    start = found(pool, fresh(at(another)), run)
-    assert (start.step, start.in_place) == (50, False)
-
-
-def test_fresh_takes_the_runs_own_checkpoint_into_a_new_folder(pool: RankPool, run: Run) -> None:
-    start = found(pool, fresh(at(run.run_dir)), run)
-    assert start == Start(checkpoint=checkpoint(run, 200), step=200, in_place=False)
-
-
-def test_a_folder_that_has_no_checkpoint_is_refused_by_name(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    for named in ("empty", "nowhere", "."):
-        with pytest.raises(CheckpointError, match=str(tmp_path / named)):
-            check_resume(at(tmp_path / named), run)
-
-
-def test_a_broken_checkpoint_that_is_named_is_refused(pool: RankPool, run: Run) -> None:
-    damage(checkpoint(run, 200))
-    assert "has changed since it was written" in found(pool, at(checkpoint(run, 200)), run)
 
 
 @pytest.mark.parametrize(("steps", "is_end"), [(199, True), (200, True), (201, False)])
