@@ -33,11 +33,11 @@ def die_at(change: int) -> None:
 
 
 def die_everywhere(root: Path, first: list[int], step: int, keep_last: int) -> None:
-    """Saves as a process that dies before its first change, its second one, and so on.
+    """Save in processes that die before their first change, their second one, and so on.
 
-    For death 0, 1, 2, ... the checkpoints `first` are written into root/<death>. Then a forked
-    process begins, writes, commits and prunes `step`, and dies before that change. The last one
-    lives to its end.
+    For death 0, 1, 2, ... the checkpoints ``first`` are written into root/<death>. Then a forked
+    process begins, writes, commits and prunes ``step``, and dies before that change. The last one
+    runs to its end.
     """
     for death in count():
         folder = CheckpointFolder(root / str(death))

@@ -22,11 +22,11 @@ from megaspeed.training.worker import Worker
 
 @dataclass
 class Stretch:
-    """A few steps of a run, and the whole state before them.
+    """A few steps of a run, and the complete state before them.
 
     Attributes:
-        state: kind -> logical name -> tensor; on rank 0, else empty.
-        computed: the weights that the model computes with; on rank 0, else empty.
+        state: kind -> logical name -> tensor; on rank 0; empty on others.
+        computed: the weights that the model computes with; on rank 0; empty on others.
         copies_differ_by: largest difference between two ranks' copies of an element.
         losses, norms, rates, samples: of each step; samples is the first of each.
     """
@@ -77,7 +77,7 @@ class SavedRun:
         return result.loss
 
     def stretch(self, steps: int) -> Stretch:
-        """The state now, and `steps` steps from here."""
+        """The state now, and ``steps`` steps from here."""
         stretch = Stretch()
         for kind in KINDS:
             gathered = gather_state(self.worker, kind)
@@ -99,7 +99,7 @@ def started(launch: LaunchEnvironment, run: Run) -> ParallelContext:
 
 
 def save_only(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> None:
-    """Trains a step and saves it."""
+    """Train a step and save it."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         rank.train_step()
@@ -111,7 +111,7 @@ def save_only(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> No
 def save_and_continue(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, before: int, after: int
 ) -> Stretch:
-    """Trains `before` steps, saves into the run's folder, and trains on, uninterrupted."""
+    """Train ``before`` steps, save into the run's folder, and continue without interruption."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         for _ in range(before):
@@ -129,7 +129,7 @@ def continue_from(
     checkpoints: Sequence[Path],
     steps: int,
 ) -> list[Stretch]:
-    """Loads one checkpoint after the other into the same engine, and trains on from each."""
+    """Load one checkpoint after the other into the same engine, and continue from each."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         stretches = []

@@ -1,4 +1,4 @@
-"""Flat ranges of tensor shards as boxes: drawn by hand, and put together again."""
+"""Flat ranges of tensor shards as boxes: drawn by hand, and joined again."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ def test_a_flat_range_of_a_matrix_is_three_boxes() -> None:
     ]
 
 
-def test_rows_and_columns_are_shifted_to_where_they_stand() -> None:
+def test_rows_and_columns_are_shifted_to_their_place() -> None:
     """Rows 2-3 and 6-7 of 8, columns 5-7 of 10: two sections, as of query and key heads."""
     shard = ParameterShard(
         full_shape=(8, 10), rows=(range(2, 4), range(6, 8)), columns=range(5, 8), owned_rows=4
@@ -38,7 +38,7 @@ def test_rows_and_columns_are_shifted_to_where_they_stand() -> None:
     ]
 
 
-def test_padding_rows_are_nowhere() -> None:
+def test_padding_rows_are_in_no_box() -> None:
     shard = ParameterShard(full_shape=(5, 2), rows=(range(3, 5),), padding_rows=6, owned_rows=2)
     assert list(boxes_of(shard, 0, 16, largest=MANY)) == [(Box((3, 0), (2, 2)), 0)]
     assert list(boxes_of(shard, 4, 16, largest=MANY)) == []
@@ -52,7 +52,7 @@ def test_a_vector_is_one_box_and_long_ones_are_cut() -> None:
     ]
 
 
-def test_a_box_has_no_more_than_the_largest_but_for_a_long_row() -> None:
+def test_only_a_long_row_is_larger_than_the_largest_box() -> None:
     shard = ParameterShard(full_shape=(7, 6), rows=(range(7),), owned_rows=7)
     sizes = [box.sizes for box, _ in boxes_of(shard, 0, 42, largest=13)]
     assert sizes == [(2, 6), (2, 6), (2, 6), (1, 6)]
@@ -75,7 +75,7 @@ def model(values: dict[str, object]) -> ModelConfig:
 def test_fragments_of_all_ranks_put_together_are_the_logical_tensor(
     architecture: dict[str, object], tp: int
 ) -> None:
-    """Every parameter of both architectures, each shard cut at random as ZeRO may cut it."""
+    """Every parameter of both architectures, each shard cut at random, as ZeRO may cut it."""
     config = model(architecture)
     for name, parameter in parameters_of(config).items():
         logical = torch.randn(parameter.shape)
@@ -96,7 +96,7 @@ def local_tensor(logical: Tensor, shard: ParameterShard) -> Tensor:
 
 
 def cut(flat: Tensor, chance: random.Random) -> list[tuple[int, Tensor]]:
-    """Into four fragments anywhere."""
+    """Cut into four fragments at random places."""
     cuts = sorted([0, *(chance.randint(0, len(flat)) for _ in range(3)), len(flat)])
     return [(a, flat[a:b]) for a, b in itertools.pairwise(cuts)]
 

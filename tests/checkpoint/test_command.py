@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     return folder
 
 
-def test_show_tells_the_newest_ones_run_and_tensors(
+def test_show_describes_the_run_and_the_tensors_of_the_newest(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = Ended(capsys, tmp_path, "checkpoint", "show", tmp_path / "run")
@@ -57,7 +57,7 @@ def test_show_writes_the_same_figures(
     assert figures["run_state"]["progress"]["samples"] == 3_200
 
 
-def test_show_takes_the_one_that_is_named(
+def test_show_describes_the_named_checkpoint(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = Ended(capsys, tmp_path, "checkpoint", "show", folder.path(100))
@@ -65,7 +65,7 @@ def test_show_takes_the_one_that_is_named(
     assert "others" not in shown.out and shown.figures["others"] == []
 
 
-def test_show_passes_over_what_is_broken_and_says_why(
+def test_show_skips_a_broken_checkpoint_and_reports_why(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.truncate(folder.path(200) / TENSORS, 5)
@@ -77,7 +77,7 @@ def test_show_passes_over_what_is_broken_and_says_why(
     assert shown.err.endswith("has no complete checkpoint\n")
 
 
-def test_verify_says_of_each_that_it_is_whole(
+def test_verify_reports_complete_checkpoints(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = Ended(capsys, tmp_path, "checkpoint", "verify", tmp_path / "run")
@@ -111,7 +111,7 @@ def test_verify_names_every_problem_stray_and_leftover(
     assert shown.figures["leftovers"] == [str(folder.root / "step-00000300.writing")]
 
 
-def test_verify_of_one_checkpoint_looks_at_no_other(
+def test_verify_of_one_checkpoint_reads_no_other(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder.path(200) / TENSORS).unlink()
@@ -120,7 +120,7 @@ def test_verify_of_one_checkpoint_looks_at_no_other(
     assert shown.code == 0 and len(shown.out.splitlines()) == 1
 
 
-def test_a_run_that_has_saved_nothing_yet_has_failed_to(
+def test_a_run_without_a_checkpoint_is_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
@@ -131,7 +131,7 @@ def test_a_run_that_has_saved_nothing_yet_has_failed_to(
 
 
 @pytest.mark.parametrize("action", ["show", "verify"])
-def test_what_is_no_place_for_checkpoints_is_wrong_input(
+def test_a_path_that_cannot_have_checkpoints_is_wrong_input(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):

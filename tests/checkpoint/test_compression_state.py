@@ -208,7 +208,7 @@ def test_a_run_continues_with_another_compression(
 def test_feedback_is_sent_once_by_a_step_that_sends_everything(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
 ) -> None:
-    """PowerSGD before its first step once sent the feedback of int8 again in every step."""
+    """PowerSGD before its first step sent the feedback of int8 again in every step."""
     run = run_at((1, 2, 1), 1, tmp_path, INT8)
     pool.run(2, save, run, corpus)
     changed = run_at((1, 2, 1), 1, tmp_path, {**POWER_SGD, "start_step": 100})

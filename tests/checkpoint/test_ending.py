@@ -1,7 +1,7 @@
-"""A run that ends by an error while a save is under way leaves that save whole, and ends.
+"""A run that ends with an error during a save completes that save, and ends.
 
-Once it did not: the error closed the process groups, torch took each rank of the background save
-for the only one, and all of them wrote into the same files.
+In an earlier version, the error closed the process groups. Then each rank of the background save
+acted as the only rank, and all of them wrote into the same files.
 """
 
 import threading
@@ -37,10 +37,10 @@ def run_in(folder: Path) -> Run:
     )
 
 
-def fail_with_a_save_under_way(
+def fail_during_a_save(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, failing: list[int]
 ) -> str | None:
-    """The writing is held back until the error has come."""
+    """The save writes nothing until the error has been raised."""
     write_pieces, released = writing.write_pieces, threading.Event()
 
     def held_back(*args: Any, **options: Any) -> writing.WrittenPieces:
@@ -63,10 +63,12 @@ def fail_with_a_save_under_way(
 
 
 @pytest.mark.parametrize("failing", [[0, 1], [1], [0]], ids=str)
-def test_the_save_under_way_is_whole(pool: RankPool, tmp_path: Path, failing: list[int]) -> None:
+def test_a_save_in_progress_is_completed(
+    pool: RankPool, tmp_path: Path, failing: list[int]
+) -> None:
     run = run_in(tmp_path)
     corpus = tiny_corpus(run, tmp_path / "cache")
-    ended = pool.run(2, fail_with_a_save_under_way, run, corpus, failing)
+    ended = pool.run(2, fail_during_a_save, run, corpus, failing)
     assert [rank for rank, error in enumerate(ended) if error is not None] == failing
     assert inspect(only_checkpoint(tmp_path)).problems == ()
 
@@ -87,7 +89,7 @@ def fail_with_a_save_that_never_ends(
         return time.monotonic() - failed
 
 
-def test_after_an_exception_a_save_that_never_ends_is_left_behind(
+def test_after_an_exception_a_save_that_never_ends_is_abandoned(
     pool: RankPool, tmp_path: Path
 ) -> None:
     run = run_in(tmp_path)

@@ -1,4 +1,4 @@
-"""Names that checkpoints go through, and what they are when a process dies on the way."""
+"""The names of a checkpoint during a save, also if a process dies before its end."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def names(folder: CheckpointFolder) -> set[str]:
     return {path.name for path in folder.root.iterdir()}
 
 
-def test_a_save_bears_another_name_until_it_is_committed(folder: CheckpointFolder) -> None:
+def test_a_save_has_another_name_until_it_is_committed(folder: CheckpointFolder) -> None:
     writing = folder.begin(100)
     assert names(folder) == {"step-00000100.writing"} and folder.newest_first() == []
     assert folder.commit(writing) == folder.path(100)
@@ -37,7 +37,7 @@ def test_a_save_bears_another_name_until_it_is_committed(folder: CheckpointFolde
     assert (folder.root / "latest").read_text() == "step-00000100\n"
 
 
-def test_a_save_begins_empty_whatever_an_earlier_one_left(folder: CheckpointFolder) -> None:
+def test_a_save_begins_with_an_empty_folder(folder: CheckpointFolder) -> None:
     (folder.begin(5) / "old").write_text("half")
     writing = folder.begin(5)
     assert list(writing.iterdir()) == []
@@ -88,7 +88,7 @@ def test_checkpoints_are_ordered_by_number(folder: CheckpointFolder) -> None:
     assert folder.newest_first() == saved[::-1]
 
 
-def test_what_only_looks_like_a_checkpoint_is_passed_by(
+def test_names_that_only_look_like_checkpoints_are_ignored(
     folder: CheckpointFolder, tmp_path: Path
 ) -> None:
     (checkpoint,) = save(folder, 7)
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_was_moved_and_linked_counts_and_only_its_link_is_prun
     assert (moved / "tensors").is_file()
 
 
-def test_a_link_in_the_way_of_a_checkpoint_goes_and_not_what_it_points_to(
+def test_a_link_with_the_name_of_a_checkpoint_is_replaced_but_not_its_target(
     folder: CheckpointFolder, tmp_path: Path
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -131,18 +131,17 @@ def test_a_link_in_the_way_of_a_checkpoint_goes_and_not_what_it_points_to(
     assert (tmp_path / "elsewhere" / "file").read_text() == "kept"
 
 
-def test_the_newest_few_stay(folder: CheckpointFolder) -> None:
+def test_the_newest_checkpoints_are_kept(folder: CheckpointFolder) -> None:
     saved = save(folder, 1, 2, 3, 4)
     assert folder.prune(2) == [saved[1], saved[0]]
     assert folder.newest_first() == [saved[3], saved[2]]
     assert folder.prune(2) == []
 
 
-def test_the_checkpoint_just_saved_stays_where_broken_ones_of_higher_steps_are(
+def test_the_last_saved_checkpoint_is_kept_although_broken_ones_have_higher_steps(
     folder: CheckpointFolder,
 ) -> None:
-    """A run found 200 and 300 broken, went on from 100 and saved 150: none of these may push it
-    out."""
+    """A run found 200 and 300 broken, continued from 100 and saved 150."""
     save(folder, 100, 200, 300)
     for step in (200, 300):
         (folder.path(step) / "tensors").write_bytes(b"")
@@ -152,14 +151,14 @@ def test_the_checkpoint_just_saved_stays_where_broken_ones_of_higher_steps_are(
 
 
 def prune_as_a_plain_user(launch: LaunchEnvironment, folder: CheckpointFolder) -> list[Path]:
-    """Root may remove everything, and a plain user not enter the folders above."""
+    """Not as root, who may remove everything. A plain user may not enter the folders above."""
     os.chdir(folder.root)
     if os.getuid() == 0:
         os.setuid(65534)
     return CheckpointFolder(Path()).prune(1)
 
 
-def test_a_checkpoint_that_cannot_be_removed_fails_nothing(
+def test_a_checkpoint_that_cannot_be_removed_is_no_error(
     pool: RankPool, folder: CheckpointFolder
 ) -> None:
     saved = save(folder, 1, 2)
@@ -172,7 +171,7 @@ def test_a_checkpoint_that_cannot_be_removed_fails_nothing(
     assert folder.prune(1) == saved[:1]
 
 
-def test_what_died_is_cleared(folder: CheckpointFolder) -> None:
+def test_the_remains_of_killed_saves_and_removals_are_removed(folder: CheckpointFolder) -> None:
     save(folder, 1)
     folder.begin(2)
     (folder.root / "step-00000000.deleting").mkdir()
@@ -182,7 +181,7 @@ def test_what_died_is_cleared(folder: CheckpointFolder) -> None:
     assert names(folder) == {"step-00000001", "latest"}
 
 
-def test_a_replacement_that_was_cut_in_two_is_ended(folder: CheckpointFolder) -> None:
+def test_an_interrupted_replacement_is_completed(folder: CheckpointFolder) -> None:
     save(folder, 1, content=b"old")
     folder.path(1).rename(folder.root / "step-00000001.deleting")
     other = CheckpointFolder(folder.root.parent / "other")
@@ -194,8 +193,8 @@ def test_a_replacement_that_was_cut_in_two_is_ended(folder: CheckpointFolder) ->
     assert names(folder) == {"step-00000001", "latest"}
 
 
-def latest_is_whole(folder: CheckpointFolder) -> bool:
-    """Whether `latest` names a checkpoint of which nothing is missing, or is not there itself."""
+def latest_is_complete(folder: CheckpointFolder) -> bool:
+    """Whether ``latest`` names a complete checkpoint, or does not exist."""
     latest = folder.root / "latest"
     if not latest.exists():
         return True
@@ -208,7 +207,7 @@ def latest_is_whole(folder: CheckpointFolder) -> bool:
     [([], 1, 1), ([1], 2, 1), ([1, 2, 3], 4, 2), ([1], 1, 1), ([1, 2], 2, 1)],
     ids=["first", "next", "third", "only one replaced", "newest replaced"],
 )
-def test_wherever_a_process_dies_a_whole_checkpoint_is_found(
+def test_wherever_a_process_dies_a_complete_checkpoint_is_found(
     tmp_path: Path, first: list[int], step: int, keep_last: int
 ) -> None:
     dying.die_everywhere(tmp_path, first, step, keep_last)
@@ -217,9 +216,9 @@ def test_wherever_a_process_dies_a_whole_checkpoint_is_found(
     for death in deaths:
         folder = CheckpointFolder(death)
         # Between the two names of a replacement the step has none, until leftovers are cleared.
-        assert latest_is_whole(folder) or step in first, death.name
+        assert latest_is_complete(folder) or step in first, death.name
         folder.clear_leftovers()
-        assert latest_is_whole(folder), death.name
+        assert latest_is_complete(folder), death.name
         assert folder.leftovers() == []
         found = folder.newest_first()
         assert found or not first, death.name
@@ -276,7 +275,7 @@ def test_a_folder_for_checkpoints_may_hold_none(folder: CheckpointFolder) -> Non
 
 
 @pytest.mark.parametrize("name", ["nothing", "file", "folder", "folder/step-00000001.writing"])
-def test_any_other_place_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+def test_any_other_path_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("text")
     (tmp_path / "folder").mkdir()
     if name.endswith(".writing"):

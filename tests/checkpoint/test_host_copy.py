@@ -1,4 +1,4 @@
-"""Copies for a background save: nobody but the saving thread waits for the device.
+"""Copies for a background save: only the saving thread waits for the device.
 
 The device is simulated. It runs what is enqueued only when somebody waits for an event.
 """
@@ -26,7 +26,7 @@ class Stream:
         self.enqueued: list[Callable[[], object]] = []
 
     def run(self, number: int) -> None:
-        """Does the first so many."""
+        """Do the first ``number`` parts of the work."""
         for work in self.enqueued[:number]:
             work()
         del self.enqueued[:number]
@@ -109,7 +109,7 @@ def plain(piece: Piece) -> Tensor:
     return piece.values.as_subclass(Tensor).clone()
 
 
-def test_copies_arrive_in_the_order_of_the_stream_and_nobody_waits_before(
+def test_copies_arrive_in_the_order_of_the_stream_without_waiting(
     stream: Stream, allocations: list[tuple[int, bool]]
 ) -> None:
     pieces = make_pieces(stream)

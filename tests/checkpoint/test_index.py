@@ -1,4 +1,4 @@
-"""A checkpoint from a stranger is data and not a program."""
+"""The index of a checkpoint from an unknown source cannot run code."""
 
 import os
 import pickle
@@ -36,7 +36,7 @@ def by_name(member: Enum, protocol: int) -> tuple[Any, ...]:
 def test_an_index_that_an_early_python_3_11_wrote_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There no save ended well: what it had just written was refused."""
+    """With those versions each save failed, because its own index was refused."""
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
     dcp.save({"weights.a": torch.ones(3, 2)}, checkpoint_id=tmp_path, no_dist=True)
     assert b"getattr" in (tmp_path / INDEX).read_bytes()
@@ -46,7 +46,7 @@ def test_an_index_that_an_early_python_3_11_wrote_is_read(
 
 
 class Attribute:
-    """What getattr would reach in the index of a stranger."""
+    """A pickle that calls getattr on a class that is not an enumeration."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (Metadata, "__init__")
@@ -59,7 +59,7 @@ def test_an_attribute_that_is_no_member_is_refused(tmp_path: Path) -> None:
 
 
 class Program:
-    """What a pickle may be: a call of any function on the machine that reads it."""
+    """A pickle that calls a function on the machine that reads it."""
 
     def __init__(self, touched: Path) -> None:
         self._touched = touched
@@ -68,7 +68,7 @@ class Program:
         return os.mkdir, (str(self._touched),)
 
 
-def test_an_index_that_is_a_program_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_an_index_that_calls_a_function_is_refused_and_not_run(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_bytes(pickle.dumps(Program(tmp_path / "touched")))
     with pytest.raises(CheckpointError, match=r"names posix\.mkdir, which no index"):
         read_index(tmp_path)
@@ -79,7 +79,7 @@ def test_an_index_that_is_a_program_is_refused_and_not_run(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1})])
-def test_what_is_no_index_is_reported(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_an_index_is_reported(tmp_path: Path, content: bytes) -> None:
     (tmp_path / INDEX).write_bytes(content)
     with pytest.raises(CheckpointError, match="is not an index of tensors"):
         read_index(tmp_path)

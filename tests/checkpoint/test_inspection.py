@@ -1,4 +1,4 @@
-"""A checkpoint is whole, or every reason why it is not is named."""
+"""A checkpoint is complete, or each reason why it is not is reported."""
 
 import io
 import os
@@ -36,7 +36,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(written: Path, tmp_path: Path) -> Path:
-    """A whole one, to break."""
+    """A complete checkpoint, which a test may damage."""
     return shutil.copytree(written, tmp_path / written.name)
 
 
@@ -51,7 +51,7 @@ def only_problem(checkpoint: Path) -> str:
     return problem
 
 
-def test_a_whole_checkpoint_has_no_problem_and_tells_what_it_holds(checkpoint: Path) -> None:
+def test_a_complete_checkpoint_has_no_problem(checkpoint: Path) -> None:
     found = inspect(checkpoint)
     assert (found.problems, found.strays, found.model) == ((), (), CONFIG.model)
     assert found.state == run_state(100)
@@ -96,7 +96,7 @@ def test_a_save_that_did_not_end_has_no_manifest(checkpoint: Path) -> None:
     assert inspect(checkpoint / "nowhere").problems[0].startswith("manifest.json is missing")
 
 
-def test_a_file_that_belongs_to_nobody_is_noted_and_no_problem(checkpoint: Path) -> None:
+def test_a_file_that_is_not_in_the_manifest_is_a_note_and_no_problem(checkpoint: Path) -> None:
     (checkpoint / "notes.txt").write_text("good one")
     found = inspect(checkpoint)
     assert (found.problems, found.strays) == ((), ("notes.txt",))
@@ -145,7 +145,7 @@ UP_WEIGHT = "weights.blocks.0.mlp.up.weight"  # of DOWN's elements, in another s
 
 
 def place_of(index: Metadata, name: str) -> MetadataIndex:
-    """Where the only piece of a tensor stands in the index."""
+    """The key of the only box of a tensor in the index."""
     (place,) = (place for place in index.storage_data if place.fqn == name)
     return place
 
@@ -289,7 +289,7 @@ ARCHIVES: list[tuple[Callable[[Path], bytes], str]] = [
 def test_bytes_that_are_not_the_tensor_of_the_index_are_reported(
     checkpoint: Path, tmp_path: Path, make: Callable[[Path], bytes], message: str
 ) -> None:
-    """They are after the others, so that every place is right. None of them runs code."""
+    """They are at the end of the file, so all other places are right. None of them runs code."""
     trace = tmp_path / "unpickled"
     with (checkpoint / TENSORS).open("ab") as file:
         offset = file.tell()

@@ -34,7 +34,7 @@ STEPS_AFTERWARDS = 3
 def train_until_killed(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, victim: int, seed: int
 ) -> int:
-    """Resumes, then trains and saves, step by step; `victim` is killed in the second or third save.
+    """Resume, then train and save each step; ``victim`` is killed in the second or third save.
 
     With no victim: takes a few steps and returns the number of the last.
     """

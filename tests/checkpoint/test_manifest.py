@@ -1,4 +1,4 @@
-"""The manifest tells every damage of every file, in a sentence."""
+"""The manifest reveals every damage of every file."""
 
 import os
 from pathlib import Path
@@ -34,11 +34,11 @@ def problems(folder: Path) -> list[str]:
 
 
 def test_the_checksum_is_xxh3_of_128_bits() -> None:
-    """The empty input's, as the author of the hash publishes it."""
+    """The published checksum of an empty input."""
     assert Checksum().hexdigest() == "99aa06d3014798d86001c324468d497f"
 
 
-def test_a_checksum_is_of_the_bytes_and_not_of_how_they_come(folder: Path) -> None:
+def test_a_checksum_does_not_depend_on_how_the_bytes_are_divided(folder: Path) -> None:
     pieces = Checksum()
     for start in range(0, len(CONTENT), 999_983):
         pieces.update(memoryview(CONTENT)[start : start + 999_983])
@@ -47,7 +47,7 @@ def test_a_checksum_is_of_the_bytes_and_not_of_how_they_come(folder: Path) -> No
     assert FileDigest.of_file(folder / "large") == whole
 
 
-def test_a_manifest_is_read_as_it_was_written_and_whole_files_have_no_problem(folder: Path) -> None:
+def test_a_manifest_is_read_as_it_was_written(folder: Path) -> None:
     assert read_manifest(folder) == {
         "large": FileDigest.of(CONTENT),
         "small": FileDigest.of(b"abc"),
@@ -88,7 +88,7 @@ def test_every_broken_file_is_reported_at_once(folder: Path) -> None:
     assert [problem.split()[0] for problem in problems(folder)] == ["large", "small"]
 
 
-def test_a_pipe_or_a_folder_of_that_name_is_no_file_and_nobody_waits_for_it(folder: Path) -> None:
+def test_a_pipe_or_a_folder_is_not_a_file_and_is_not_opened(folder: Path) -> None:
     for name in ("large", "small"):
         (folder / name).unlink()
     os.mkfifo(folder / "large")
@@ -102,7 +102,7 @@ def test_without_a_manifest_the_save_did_not_end(folder: Path) -> None:
         read_manifest(folder)
 
 
-def test_a_manifest_that_is_cut_or_altered_is_not_believed(folder: Path) -> None:
+def test_a_manifest_that_was_cut_or_changed_is_refused(folder: Path) -> None:
     whole = (folder / MANIFEST).read_bytes()
     for broken in (b"", whole[:-2], whole.replace(b'"size_bytes": 3', b'"size_bytes": 4')):
         assert broken != whole
@@ -137,7 +137,7 @@ def test_a_manifest_of_a_later_format_names_the_mend(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_a_manifest_that_says_something_else_is_refused(folder: Path, files: object) -> None:
+def test_a_manifest_with_other_content_is_refused(folder: Path, files: object) -> None:
     write_sealed(folder / MANIFEST, {"format": 1, "files": files})
     with pytest.raises(CheckpointError, match="does not contain names, sizes and checksums"):
         read_manifest(folder)

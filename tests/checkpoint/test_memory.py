@@ -33,7 +33,7 @@ def run_of(folder: Path, in_background: bool = False, **changes: object) -> Run:
 
 
 def added(action: Callable[[], object]) -> int:
-    """By how many bytes the process was larger than before, at its largest, during `action`."""
+    """By how many bytes the memory of this process grows at most during ``action``."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is held now
     before = memory("VmRSS")
@@ -69,7 +69,7 @@ def save_and_load(
 
 @pytest.fixture(scope="module")
 def written_by_one(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one rank that saved the whole model by itself."""
+    """The run folder of one rank that saved the complete model alone."""
     folder = tmp_path_factory.mktemp("alone")
     run = run_of(folder)
     pool.run(1, save_only, run, tiny_corpus(run, folder / "cache"))

@@ -1,4 +1,4 @@
-"""What ranks write together, who writes what of it, and what happens where the disk refuses."""
+"""What the ranks write together, which rank writes what, and what happens if the disk refuses."""
 
 import dataclasses
 import os
@@ -67,7 +67,7 @@ def run_in(
 def test_the_same_layout_continues_to_the_last_bit(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, layout: tuple[int, int, int], stage: int
 ) -> None:
-    """In other processes than those that saved, in fp32."""
+    """In fp32, in other processes than those that saved."""
     run = run_in(tmp_path, layout, stage)
     ranks = run.grid.world_size
     uninterrupted = pool.run(ranks, save_and_continue, run, corpus, 3, AFTER)[0]
@@ -112,7 +112,7 @@ def assert_same_state(one: Stretch, other: Stretch) -> None:
         assert torch.equal(value, other.computed[name]), ("computed", name)
 
 
-def test_torch_alone_reads_every_tensor_whole(
+def test_torch_alone_reads_every_tensor(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
 ) -> None:
     """Its own reader, planner and process: the format is torch.distributed.checkpoint's."""
@@ -149,7 +149,7 @@ def test_each_rank_writes_its_share_and_all_write_every_element_once(
 
 @contextmanager
 def disk_that_refuses(after_bytes: int) -> Iterator[None]:
-    """Makes the kernel refuse this process more than so many bytes in a file (EFBIG)."""
+    """Let the kernel refuse larger files of this process (EFBIG)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (after_bytes, hard))
     try:
@@ -159,7 +159,7 @@ def disk_that_refuses(after_bytes: int) -> Iterator[None]:
 
 
 def save_and_wait(rank: SavedRun) -> SaveReport:
-    """One save until it has ended, in the background or not."""
+    """Save, and wait until the save has ended."""
     rank.checkpointing.save(rank.progress)
     while not (reports := rank.checkpointing.finished()):
         time.sleep(0.01)
@@ -327,7 +327,7 @@ def test_the_saving_thread_waits_for_the_copies_and_the_training_does_not(
 def save_where_a_gpu_is_visible(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> SaveReport:
-    """A background save whose pieces are in host memory, where every use of a GPU fails."""
+    """A background save whose pieces are in host memory, while every use of a GPU fails."""
     used = mock.Mock(side_effect=AssertionError("the save used the GPU"))
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
@@ -352,7 +352,7 @@ Change = tuple[str, str, str]
 
 
 def stamp(status: os.stat_result) -> str:
-    """Which file it is, whatever its name, and which content it has."""
+    """Identifies a file and its content, whatever its name is."""
     return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
@@ -413,9 +413,11 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     assert any(pointed < i for i in flushes(root))
 
 
-def test_the_last_ones_stay(pool: RankPool, tmp_path: Path, corpus: PreparedCorpus) -> None:
+def test_the_newest_checkpoints_are_kept(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
+) -> None:
     run = run_in(tmp_path, keep_last=2)
-    outcomes = pool.run(1, save_thrice_in_peace, run, corpus)[0]
+    outcomes = pool.run(1, save_thrice_without_errors, run, corpus)[0]
     assert [report.deleted for report in outcomes] == [
         (),
         (),
@@ -429,7 +431,7 @@ def test_the_last_ones_stay(pool: RankPool, tmp_path: Path, corpus: PreparedCorp
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000003\n"
 
 
-def save_thrice_in_peace(
+def save_thrice_without_errors(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> list[SaveReport]:
     with started(launch, run) as context:
@@ -450,7 +452,7 @@ def search(launch: LaunchEnvironment, run: Run) -> tuple[Path | None, tuple[tupl
 def test_damaged_checkpoints_are_skipped_and_named(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
 ) -> None:
-    """Every rank reads a share of the files, and all come to the same."""
+    """Every rank reads a share of the files, and all find the same checkpoint."""
     run = run_in(tmp_path, (1, 2, 1), keep_last=5)
     pool.run(2, save_thrice, run, corpus)  # of which the second fails
     folder = CheckpointFolder(tmp_path / "checkpoints")

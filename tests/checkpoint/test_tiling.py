@@ -1,4 +1,4 @@
-"""Boxes that tile a tensor, and those that do not: against counting every element."""
+"""Boxes that tile a tensor, and boxes that do not, compared with counting every element."""
 
 import torch
 from hypothesis import given
@@ -59,7 +59,7 @@ def test_a_vector_and_boxes_of_another_number_of_dims() -> None:
     assert tiling_problem((5,), [Box((-1,), (6,))]) == "[-1:5] is not inside its 5"
 
 
-def test_the_pieces_of_a_thousand_ranks_take_a_moment() -> None:
+def test_the_pieces_of_a_thousand_ranks_are_checked_quickly() -> None:
     """8 column shards of 1,000 pieces each, every one cut in the middle of a row."""
     rows, width = 2_000, 4
     pieces = [

@@ -1,4 +1,4 @@
-"""The whole model out of a checkpoint, whichever layout wrote it."""
+"""The complete model is loaded from a checkpoint of any layout."""
 
 import os
 from pathlib import Path
@@ -32,7 +32,7 @@ TENSORS = "__0_0.distcp"
 def train_and_save(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> dict[str, Tensor]:
-    """Trains a step and saves it; the weights that were saved, on rank 0."""
+    """Train a step and save it; return the saved weights on rank 0."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         rank.train_step()
@@ -120,7 +120,7 @@ def test_if_none_is_complete_every_reason_is_reported(
         checkpoint_named(tmp_path)
 
 
-def test_what_no_file_holds_is_named(folder: CheckpointFolder) -> None:
+def test_a_missing_tensor_or_file_is_named(folder: CheckpointFolder) -> None:
     checkpoint = folder.path(100)
     stranger = Piece("weights.stranger", (4,), (0,), torch.empty(4))
     with pytest.raises(CheckpointError, match=r"weights\.stranger is missing in the checkpoint"):

@@ -34,7 +34,7 @@ IMPORTED = run_state(1, data=None, layout=None, training_seed=None, imported_fro
 
 
 def by_rows(rows: int) -> Iterator[Piece]:
-    """The tensors in pieces of so many rows, each gone from memory when the next is made."""
+    """The tensors in pieces of ``rows`` rows, each overwritten when the next is made."""
     for name, tensor in TENSORS.items():
         for start in range(0, len(tensor), rows):
             part = tensor[start : start + rows]
@@ -45,7 +45,7 @@ def by_rows(rows: int) -> Iterator[Piece]:
 
 
 def read_by_torch(folder: Path) -> dict[str, Tensor]:
-    """What its own loader finds."""
+    """The tensors as torch's own loader reads them."""
     found = {name: torch.full_like(tensor, -2) for name, tensor in TENSORS.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that there is one process is meant
@@ -125,7 +125,7 @@ def test_the_tokenizers_files_are_those_that_a_folder_has(tmp_path: Path) -> Non
 
 
 def test_a_state_is_of_a_run_or_of_an_import() -> None:
-    """One that lacks what its run had is refused; one that was imported never had it."""
+    """The state of a run without its data, layout or seed is refused; an import has none."""
     gone = {"data": None, "layout": None, "training_seed": None}
     with pytest.raises(ValueError, match="of the run that saved it are missing"):
         run_state(3, layout=None)

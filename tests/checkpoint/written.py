@@ -26,7 +26,7 @@ LAYOUT = Layout(
 
 
 def run_state(step: int, **changes: Any) -> RunState:
-    """Of a run of `CONFIG` after so many steps of 16 samples."""
+    """The state of a run of ``CONFIG`` after ``step`` steps of 16 samples."""
     values: dict[str, Any] = {
         "progress": Progress(
             step=step, steps_taken=step - 1, samples=16 * step, tokens=256 * step, loss=4.25
@@ -41,7 +41,7 @@ def run_state(step: int, **changes: Any) -> RunState:
 
 
 def write_checkpoint(folder: CheckpointFolder, step: int, **state: Any) -> Path:
-    """A whole checkpoint; `state` replaces parts of its run state."""
+    """A complete checkpoint; ``state`` replaces parts of its run state."""
     writing = folder.begin(step)
     generator = torch.Generator().manual_seed(step)
     tensors: dict[str, Any] = {
@@ -49,7 +49,7 @@ def write_checkpoint(folder: CheckpointFolder, step: int, **state: Any) -> Path:
         for name, shape in expected_tensors(CONFIG.model).items()
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there is one process is meant
+        warnings.simplefilter("ignore", UserWarning)  # there is only one process
         dcp.save(tensors, checkpoint_id=writing, no_dist=True)
     (writing / RUN_STATE).write_bytes(run_state(step, **state).to_bytes())
     seal(writing)
@@ -57,13 +57,13 @@ def write_checkpoint(folder: CheckpointFolder, step: int, **state: Any) -> Path:
 
 
 def seal(checkpoint: Path) -> None:
-    """Writes the manifest for the files as they are."""
+    """Write the manifest for the files as they are."""
     files = {path.name: path for path in checkpoint.iterdir() if path.name != MANIFEST}
     write_manifest(checkpoint, {name: FileDigest.of_file(path) for name, path in files.items()})
 
 
 def change_index(checkpoint: Path, change: Callable[[Metadata], object]) -> None:
-    """Changes the index and seals the checkpoint anew, as a save with a mistake would have."""
+    """Change the index and write the manifest again, as a save with a mistake would do."""
     file = checkpoint / INDEX
     index = pickle.loads(file.read_bytes())
     change(index)

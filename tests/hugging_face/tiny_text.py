@@ -47,7 +47,7 @@ def tiny_model(
 
 
 def checkpoint_of_text(root: Path, trained_with: str | None = None) -> Path:
-    """A checkpoint of a GPT-2 of 301 ids, in the run folder `root`, that carries its tokenizer."""
+    """A checkpoint of a GPT-2 of 301 ids with its tokenizer, in the run folder ``root``."""
     fingerprint = trained_with or tiny_tokenizer(root).fingerprint
     data = DataIdentity(corpus="c0ffee", tokenizer=fingerprint, sequence_length=16, seed=5)
     checkpoint = write_checkpoint(CheckpointFolder(root / "checkpoints"), 100, data=data)

@@ -1,4 +1,4 @@
-"""From what a run may continue, how it refuses the rest, and where its data continues."""
+"""Which checkpoints a run may continue from, and where its data continues."""
 
 import copy
 from pathlib import Path
@@ -34,7 +34,7 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6}}
 def load(
     launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path, allow_data_change: bool
 ) -> Progress | str:
-    """Where the run would go on, or why it cannot."""
+    """The progress at which the run would continue, or the error message."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, tiny_corpus(run, cache), context)
         try:
@@ -103,10 +103,8 @@ def test_what_does_not_match_is_refused_by_name(
         assert part in answers[0]
 
 
-def test_other_data_is_taken_where_the_user_says_so(
-    pool: RankPool, saved: Path, cache: Path
-) -> None:
-    """24 samples of 16 tokens are behind the run: as many tokens as 48 samples of 8."""
+def test_other_data_is_used_if_the_user_allows_it(pool: RankPool, saved: Path, cache: Path) -> None:
+    """24 samples of 16 tokens were used: as many tokens as 48 samples of 8."""
     changes: dict[str, Any] = {"data": {"sequence_length": 8, "train": [str(OTHER_TEXT)]}}
     (progress,) = pool.run(1, load, small_run(TEXT, **changes), cache, saved, True)
     assert isinstance(progress, Progress)
@@ -151,7 +149,7 @@ def test_changes_of_the_configuration_are_reported(saved: Path) -> None:
 
 
 def test_a_change_within_a_list_or_an_object_is_named_alone() -> None:
-    """The complete mixture and the complete rope_scaling were shown, before and after."""
+    """An earlier version printed the complete mixture and rope_scaling, before and after."""
     rope: dict[str, Any] = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     sources = [{"path": f"{n}.txt", "weight": n} for n in (1, 2)]
@@ -188,7 +186,7 @@ def test_a_key_that_the_saved_version_did_not_have_is_no_change_at_its_default(
     ]
 
 
-def test_what_is_no_checkpoint_is_reported_and_not_raised(
+def test_a_folder_that_is_not_a_checkpoint_is_an_error_on_all_ranks(
     pool: RankPool, tmp_path: Path, cache: Path
 ) -> None:
     answers = pool.run(2, load, small_run(TEXT, dp=2), cache, tmp_path, False)
@@ -196,7 +194,7 @@ def test_what_is_no_checkpoint_is_reported_and_not_raised(
     assert answers[0] == f"{tmp_path}/run_state.json cannot be read (No such file or directory)"
 
 
-def test_the_run_state_says_what_a_person_wants_to_know(saved: Path) -> None:
+def test_the_run_state_describes_the_run(saved: Path) -> None:
     state = RunState.read(saved)
     assert str(state.layout) == "pp 1 x dp 2 x tp 1, ZeRO-0, fp32"
     assert (state.progress.step, state.progress.steps_taken, state.progress.samples) == (1, 1, 24)
@@ -253,7 +251,7 @@ SCALE = LossScale(scale=512.0, iteration=7, last_overflow_iteration=5, hysteresi
 
 
 def save_with_scale(launch: LaunchEnvironment, run: Run, cache: Path) -> None:
-    """As an fp16 run that has come to SCALE, though there is no fp16 on a CPU."""
+    """Save as an fp16 run with SCALE does. A CPU has no fp16."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, tiny_corpus(run, cache), context)
         of_run = scaler(SCALE.scale)
@@ -269,7 +267,7 @@ def save_with_scale(launch: LaunchEnvironment, run: Run, cache: Path) -> None:
 def loss_scale_after_load(
     launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path
 ) -> tuple[Counters | None, Counters | None]:
-    """Of a new run's scaler, before and after."""
+    """The counters of a new run's scaler, before and after it loads a checkpoint."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, tiny_corpus(run, cache), context)
         rank.worker.engine.optimizer.loss_scaler = of_run = scaler()
@@ -279,7 +277,7 @@ def loss_scale_after_load(
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_dynamic_loss_scale_goes_through_a_checkpoint(
+def test_a_dynamic_loss_scale_is_saved_and_loaded(
     pool: RankPool, tmp_path: Path, cache: Path, stage: int
 ) -> None:
     training = {"run_dir": str(tmp_path)}

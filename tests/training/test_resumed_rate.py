@@ -1,4 +1,4 @@
-"""A resumed run whose next learning rate is not the one that was due reports both."""
+"""If the next learning rate of a resumed run differs from the saved schedule, both are reported."""
 
 import json
 import shlex
@@ -55,14 +55,14 @@ def test_more_steps_stretch_the_cosine_and_both_rates_are_named() -> None:
     assert next_rate(now) > 1.5 * next_rate(before)
 
 
-def test_keys_that_this_version_does_not_know_hide_nothing() -> None:
+def test_keys_of_a_later_version_do_not_hide_the_change() -> None:
     saved = saved_by(run_of())
     training = {**saved.config["training"], "key_of_a_later_version": 1}
     of_later = saved.model_copy(update={"config": {**saved.config, "training": training}})
     assert rate_change(of_later, run_of(200)) == rate_change(saved, run_of(200)) is not None
 
 
-def test_what_the_warning_says_keeps_the_rate() -> None:
+def test_the_settings_of_the_warning_keep_the_rate() -> None:
     params = {**COSINE["params"], "total_num_steps": 100}
     kept = run_of(200, {**COSINE, "params": params})
     assert rate_change(saved_by(run_of()), kept) is None
@@ -87,7 +87,7 @@ def test_the_saved_rate_and_schedule_are_named(now: Run, mend: str) -> None:
     assert change is not None and change.endswith(f"pass --set {mend}")
 
 
-def test_a_schedule_that_is_new_can_be_taken_away() -> None:
+def test_a_new_schedule_can_be_removed() -> None:
     change = rate_change(saved_by(run_of(scheduler=None)), run_of())
     assert change is not None and change.endswith(
         "pass --set optimizer.params.lr=0.001 scheduler=null"
@@ -120,7 +120,7 @@ SCALED = {"lr_scaling": "linear", "base_batch_size": 8}
 def test_the_command_of_the_warning_gives_the_saved_rates_again(
     tmp_path: Path, before: str | None, now: str | None, scaling: dict[str, Any]
 ) -> None:
-    """As a user pastes it: behind his own change, through a shell, over the same file."""
+    """A user appends it to other changes, in a shell, with the same file."""
     file = tmp_path / "run.json"
     values = {**run_of(scheduler=SCHEDULERS[before]).as_json(), "scheduler": SCHEDULERS[before]}
     values["training"] |= scaling
