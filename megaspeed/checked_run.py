@@ -5,21 +5,17 @@ All mistakes are listed at once: those of the JSON, and of the files that its da
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from megaspeed.config.data import DataConfig
 from megaspeed.config.document import read_document
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.hugging_face import fill_from_hugging_face
 from megaspeed.config.layout import World
-from megaspeed.config.loading import load_run
-from megaspeed.config.model import ModelConfig
+from megaspeed.config.loading import check_document, load_run
 from megaspeed.config.resolve import Run
+from megaspeed.config.run import RunConfig
 from megaspeed.data.selection import find_problems
 from megaspeed.files.reading import at_most
 
@@ -38,29 +34,29 @@ def load_checked_run(path: str | PathLike[str], overrides: Sequence[str], world:
     try:
         return load_run(path, overrides, world)
     except ConfigError as error:
-        others = find_data_problems(path, overrides)
+        correct = check_document(read_document(Path(path), overrides), world).correct
+        others = find_data_problems(correct)
         raise ConfigError([*error.problems, *others], error.where) from error
 
 
-def find_data_problems(path: str | PathLike[str], overrides: Sequence[str] = ()) -> list[str]:
+def find_data_problems(correct: RunConfig) -> list[str]:
     """Find problems with the data of a configuration, even if its other sections have mistakes.
 
     Find nothing if the ``data`` section itself has mistakes. After 2.5 seconds, return the problems
     found so far, and log a warning.
 
     Args:
-        path: the config file.
-        overrides: ``key.path=value`` texts.
+        correct: the config, without keys that are wrong.
     """
-    values = read_document(Path(path), overrides).values
-    try:
-        data = DataConfig.model_validate(values.get("data"))
-    except ValidationError:
+    data, model = vars(correct).get("data"), vars(correct).get("model")
+    if data is None or vars(data).keys() != DataConfig.model_fields.keys():
         return []
+    # No tokenizer exceeds the size that stands for one which is not known.
+    vocab_size = getattr(model, "vocab_size", sys.maxsize)
     problems: list[str] = []
     is_complete = False
     with at_most(_LONGEST_SECONDS):
-        problems.extend(find_problems(data, _vocab_size(values)))
+        problems.extend(find_problems(data, vocab_size))
         is_complete = True
     if not is_complete:
         logger.warning(
@@ -69,14 +65,3 @@ def find_data_problems(path: str | PathLike[str], overrides: Sequence[str] = ())
             _LONGEST_SECONDS,
         )
     return problems
-
-
-def _vocab_size(values: Mapping[str, Any]) -> int:
-    """Return ``model.vocab_size``; a number that no tokenizer exceeds if the model has mistakes."""
-    filled = fill_from_hugging_face(values)
-    if filled.problems:
-        return sys.maxsize
-    try:
-        return ModelConfig.model_validate(filled.values.get("model")).vocab_size
-    except ValidationError:
-        return sys.maxsize

@@ -9,6 +9,8 @@ import pytest
 
 from megaspeed import checked_run
 from megaspeed.checked_run import find_data_problems
+from megaspeed.config.document import read_document
+from megaspeed.config.loading import check_document
 from megaspeed.data.documents import read_documents
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.tokenizer import train_tokenizer
@@ -21,7 +23,7 @@ def problems_in_file(folder: Path, *overrides: str, **sections: Any) -> list[str
     file = folder / "run.json"
     values = {"model": SHAPE, "data": {"sequence_length": 16}, "training": {"steps": 1}}
     file.write_text(json.dumps({**values, **sections}))
-    return find_data_problems(file, overrides)
+    return find_data_problems(check_document(read_document(file, overrides)).correct)
 
 
 def test_the_default_corpus_is_no_problem(tmp_path: Path) -> None:
@@ -56,7 +58,7 @@ def test_an_invalid_data_section_is_left_to_the_check_of_the_keys(
 def test_a_file_that_is_not_json_is_left_to_the_check_of_the_keys(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"data": ')
-    assert find_data_problems(file) == []
+    assert find_data_problems(check_document(read_document(file)).correct) == []
 
 
 def test_a_vocabulary_too_small_for_any_tokenizer_is_reported_with_the_others(

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     checked = check_document(document, world)
     problems = [
         *checked.problems,
-        *find_data_problems(options.config, options.overrides),
+        *find_data_problems(checked.correct),
         *_run_dir_problems(document, options.config.stem),
     ]
     figures = {"config": str(options.config), "problems": problems, "notes": checked.notes}

@@ -33,11 +33,13 @@ class Checked:
 
     Attributes:
         problems: a sentence for each mistake.
-        config: None if there are problems.
+        correct: the config, in which keys that are wrong or missing are absent.
+        config: the same; None if there are problems.
         notes: see ``Run.notes``; none if there are problems.
     """
 
     problems: tuple[str, ...]
+    correct: RunConfig
     config: RunConfig | None = None
     notes: tuple[str, ...] = ()
 
@@ -81,7 +83,8 @@ def check_document(document: Document, world: World | None = None) -> Checked:
     """Find all problems of a document. Without a world, those that depend on it are omitted."""
     accepted = accept(document.values, all_key_paths())
     if not document.is_complete:
-        return Checked(tuple(problem.message for problem in document.problems))
+        messages = [problem.message for problem in document.problems]
+        return Checked(tuple(messages), _correct_part(document.values, set()))
     values, file_origins, file_problems = fill_from_hugging_face(accepted.values)
     found = [*accepted.problems, *file_problems]
     config = None
@@ -100,9 +103,9 @@ def check_document(document: Document, world: World | None = None) -> Checked:
     correct = config if config is not None and not wrong else _correct_part(values, wrong)
     messages = [*(problem.message for problem in of_keys), *violations(correct, world)]
     if config is None or messages:
-        return Checked(tuple(dict.fromkeys(messages)))
+        return Checked(tuple(dict.fromkeys(messages)), correct)
     resolved = None if world is None else resolve_run(config, world, name="run").as_json()
-    return Checked((), config, accepted.all_notes(config.to_json(), resolved))
+    return Checked((), config, config, accepted.all_notes(config.to_json(), resolved))
 
 
 def _correct_part(values: Mapping[str, Any], wrong: Set[KeyPath]) -> RunConfig:
