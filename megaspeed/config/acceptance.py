@@ -8,7 +8,7 @@ A note names each key that is accepted without its effect. ``foreign_keys.py`` l
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -276,14 +276,11 @@ def _without_emptied(tree: Mapping[str, Any], paths: Collection[KeyPath]) -> dic
     return kept
 
 
-def without(values: Mapping[str, Any], paths: Collection[KeyPath]) -> dict[str, Any]:
-    """A copy of a tree without the values at these paths, if they exist."""
-    below: dict[str | int, list[KeyPath]] = defaultdict(list)
-    for path in paths:
-        below[path[0]].append(path[1:])
-    kept: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = below.get(key, [])
-        if () not in inner:
-            kept[key] = without(value, inner) if inner and isinstance(value, dict) else value
+def without(values: Mapping[str, Any], paths: Iterable[KeyPath]) -> dict[str, Any]:
+    """Return a copy of a tree without the values at these paths, if they exist."""
+    kept: dict[str, Any] = copy.deepcopy(dict(values))
+    for *sections, name in paths:
+        owner = _at(kept, tuple(sections))
+        if isinstance(owner, dict):
+            owner.pop(name, None)
     return kept
