@@ -7,7 +7,6 @@ DIR is a checkpoint, a folder of checkpoints, or the folder of a run.
 """
 
 import argparse
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +16,13 @@ from megaspeed.cli.options import (
     EXIT_FAILED,
     add_parser,
     say,
+    wide_console,
     write_json,
 )
 from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
     from megaspeed.checkpoint.inspection import Inspection
-
-_WIDTH = 120
-"""Columns of the table if the output is not a terminal."""
 
 
 def add_to(commands: Any) -> None:
@@ -45,8 +42,6 @@ def add_to(commands: Any) -> None:
 def _show(options: argparse.Namespace) -> int:
     """Show the newest checkpoint that seems complete, without reading its large files."""
     # Imported here: torch takes seconds, which ``check`` need not wait for.
-    from rich.console import Console
-
     from megaspeed.checkpoint.description import report, show_as_json
     from megaspeed.checkpoint.folders import locate
     from megaspeed.checkpoint.inspection import glance
@@ -61,7 +56,7 @@ def _show(options: argparse.Namespace) -> int:
     if shown is None:
         say(f"{options.path} has no complete checkpoint", error=True)
         return EXIT_FAILED
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+    console = wide_console()
     for part in report(shown):
         console.print(part, soft_wrap=isinstance(part, str))
     others = [path for path in checkpoints if path != shown.checkpoint]

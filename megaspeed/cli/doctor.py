@@ -14,6 +14,7 @@ from megaspeed.cli.options import (
     EXIT_FAILED,
     EXIT_WRONG_INPUT,
     add_parser,
+    add_values,
     positive,
     say,
     write_json,
@@ -30,9 +31,7 @@ def add_to(commands: Any) -> None:
     text = "check, under the run's launcher, whether the run can start here"
     parser = add_parser(commands, "doctor", run, text)
     add_config_options(parser)
-    parser.add_argument(
-        "--timeout", type=positive, default=30, metavar="SECONDS", help="time limit of a step (30)"
-    )
+    add_values(parser, ("--timeout", positive, "SECONDS", 30, "time limit of a step (30)"))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from megaspeed.cli.model_options import add_tokenizer, exit_code
-from megaspeed.cli.options import add_parser, say, write_json
+from megaspeed.cli.options import add_parser, add_values, say, write_json
 from megaspeed.files.paths import path_argument
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -32,8 +32,11 @@ def add_to(commands: Any) -> None:
 def _add_import(commands: Any) -> None:
     text = "convert a Hugging Face model to a checkpoint"
     parser = add_parser(commands, "import-hf", partial(exit_code, _import), text)
-    parser.add_argument("folder", type=path_argument, metavar="DIR", help="the model's folder")
-    parser.add_argument("out", type=path_argument, metavar="OUT", help="the checkpoint to create")
+    add_values(
+        parser,
+        ("folder", path_argument, "DIR", ..., "the model's folder"),
+        ("out", path_argument, "OUT", ..., "the checkpoint to create"),
+    )
     which = parser.add_mutually_exclusive_group()
     add_tokenizer(which)
     which.add_argument(
@@ -48,19 +51,12 @@ def _add_import(commands: Any) -> None:
 def _add_export(commands: Any) -> None:
     text = "export a checkpoint as a Hugging Face model"
     parser = add_parser(commands, "export-hf", partial(exit_code, _export), text)
-    parser.add_argument(
-        "checkpoint",
-        type=path_argument,
-        metavar="CHECKPOINT",
-        help="a checkpoint, or the folder of a run",
-    )
-    parser.add_argument("out", type=path_argument, metavar="OUT", help="the folder to create")
-    parser.add_argument(
-        "--max-shard-size",
-        type=byte_count,
-        default="2GB",
-        metavar="SIZE",
-        help="largest size of one file of weights, for example 500MB (default: 2GB)",
+    size = "largest size of one file of weights, for example 500MB (default: 2GB)"
+    add_values(
+        parser,
+        ("checkpoint", path_argument, "CHECKPOINT", ..., "a checkpoint, or the folder of a run"),
+        ("out", path_argument, "OUT", ..., "the folder to create"),
+        ("--max-shard-size", byte_count, "SIZE", "2GB", size),
     )
     parser.add_argument(
         "--dtype",

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, say
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, add_values, say
 from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
@@ -18,14 +18,8 @@ def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
         parser: parser of the command.
         openings: values of ``--opening`` that only this command has.
     """
-    parser.add_argument(
-        "--checkpoint",
-        type=path_argument,
-        required=True,
-        metavar="DIR",
-        help="a checkpoint, a folder of checkpoints or of a run (its newest complete checkpoint), "
-        "or a Hugging Face model",
-    )
+    text = "a checkpoint, the folder of a run (its newest checkpoint), or a Hugging Face model"
+    add_values(parser, ("--checkpoint", path_argument, "DIR", ..., text))
     add_tokenizer(parser)
     text = "where to compute (default: cuda if any)"
     parser.add_argument("--device", choices=("cpu", "cuda"), help=text)
@@ -47,12 +41,8 @@ def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
 
 def add_tokenizer(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
     """Add ``--tokenizer``."""
-    parser.add_argument(
-        "--tokenizer",
-        type=path_argument,
-        metavar="PATH",
-        help="a tokenizer.json, or a folder with one (default: the model's own)",
-    )
+    text = "a tokenizer.json, or a folder with one (default: the model's own)"
+    add_values(parser, ("--tokenizer", path_argument, "PATH", None, text))
 
 
 def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel":

@@ -16,6 +16,8 @@ from megaspeed.files.paths import path_argument
 from megaspeed.files.reading import file_problem
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megaspeed.config.resolve import Run
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
@@ -27,7 +29,7 @@ def add_parser(
     """A subcommand with ``--json``."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
+    add_values(parser, ("--json", new_file, "FILE", None, "write the figures there too"))
     return parser
 
 
@@ -42,13 +44,31 @@ def add_command(
     """A subcommand with ``--config``, ``--world-size``, ``--set`` and ``--json``."""
     parser = add_parser(commands, name, run, text)
     add_config_options(parser)
-    parser.add_argument(
-        "--world-size",
-        type=world_size,
-        required=needs_world_size,
-        help="number of processes of the run",
-    )
+    default = ... if needs_world_size else None
+    add_values(parser, ("--world-size", world_size, "N", default, "number of processes of the run"))
     return parser
+
+
+def add_values(
+    parser: "argparse.ArgumentParser | argparse._ArgumentGroup",
+    *rows: tuple[str, Callable[[str], Any], str, Any, str],
+) -> None:
+    """Add options that take one value.
+
+    A row has the name, the function that parses the value, a placeholder for it, the default, and
+    the help. If the default is ``...``, the option is required.
+    """
+    for name, parse, metavar, default, text in rows:
+        value = None if default is ... else default
+        option = parser.add_argument(name, type=parse, metavar=metavar, default=value, help=text)
+        if default is ...:
+            option.required = True
+
+
+def add_flags(parser: argparse.ArgumentParser, *rows: tuple[str, str]) -> None:
+    """Add options without a value. A row has the name and the help."""
+    for name, text in rows:
+        parser.add_argument(name, action="store_true", help=text)
 
 
 def load(
@@ -130,6 +150,13 @@ def new_file(text: str) -> Path:
 def say(text: str, *, error: bool = False) -> None:
     """Print a line to standard output, or to standard error if it is an error message."""
     (sys.stderr if error else sys.stdout).write(text + "\n")
+
+
+def wide_console() -> "Console":
+    """Return a console for tables, which has 120 columns if it is not a terminal."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
 
 
 def write_json(options: argparse.Namespace, figures: Any) -> None:

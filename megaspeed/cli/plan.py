@@ -13,6 +13,8 @@ from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     add_command,
+    add_flags,
+    add_values,
     load,
     new_file,
     not_negative,
@@ -46,46 +48,27 @@ def add_to(commands: Any) -> None:
         "predict memory, traffic and time of a run",
         needs_world_size=False,
     )
-    add_option = parser.add_argument
-    add_option("--device", metavar="NAME", help="accelerator, such as h100-80gb, or cpu")
-    add_option("--nodes", type=positive, metavar="N", help="nodes of the cluster")
-    add_option("--gpus-per-node", type=positive, metavar="K", help="devices of one node (8)")
-    add_option(
-        "--nic-gbps",
-        type=not_negative,
-        metavar="GBPS",
-        help="network bandwidth of each device, one way, in Gb/s (that of the vendor's system)",
+    nic = "network bandwidth of each device, one way, in Gb/s (that of the vendor's system)"
+    calibrate = "folder of a run on such devices; measured / predicted time multiplies all times"
+    add_values(
+        parser,
+        ("--device", str, "NAME", None, "accelerator, such as h100-80gb, or cpu"),
+        ("--nodes", positive, "N", None, "nodes of the cluster"),
+        ("--gpus-per-node", positive, "K", None, "devices of one node (8)"),
+        ("--nic-gbps", not_negative, "GBPS", None, nic),
+        ("--dollars-per-gpu-hour", not_negative, "D", None, "price of a device"),
+        ("--cluster", path_argument, "FILE", None, "JSON of the machines (docs/planning.md)"),
+        ("--tokens", _tokens, "T", None, "length of the training, such as 300B or 1.4T"),
+        ("--largest-tensor", positive, "T", None, "of --what-if, in ranks (--gpus-per-node)"),
+        ("--write", new_file, "FILE", None, "write the best variant as a configuration"),
+        ("--calibrate", path_argument, "RUN", None, calibrate),
+        ("--picture", new_file, "PNG", None, "draw the parts of the step time"),
     )
-    add_option("--dollars-per-gpu-hour", type=not_negative, metavar="D", help="price of a device")
-    add_option(
-        "--cluster",
-        type=path_argument,
-        metavar="FILE",
-        help="JSON of the machines (docs/planning.md); options replace its keys",
+    add_flags(
+        parser,
+        ("--what-if", "list every variant that fits, the fastest first"),
+        ("--all", "show all rows of --what-if"),
     )
-    add_option(
-        "--tokens", type=_tokens, metavar="T", help="length of the training, such as 300B or 1.4T"
-    )
-    add_option(
-        "--what-if", action="store_true", help="list every variant that fits, the fastest first"
-    )
-    add_option("--all", action="store_true", help="show all rows of --what-if")
-    add_option(
-        "--largest-tensor",
-        type=positive,
-        metavar="T",
-        help="largest tensor group of --what-if, in ranks (--gpus-per-node)",
-    )
-    add_option(
-        "--write", type=new_file, metavar="FILE", help="write the best variant as a configuration"
-    )
-    add_option(
-        "--calibrate",
-        type=path_argument,
-        metavar="RUN",
-        help="folder of a run on such devices; its measured / predicted time multiplies all times",
-    )
-    add_option("--picture", type=new_file, metavar="PNG", help="draw the parts of the step time")
     add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
 
 

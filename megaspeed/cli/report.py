@@ -12,6 +12,7 @@ from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     add_parser,
+    add_values,
     new_file,
     not_negative,
     say,
@@ -36,14 +37,9 @@ def add_to(commands: Any) -> None:
         help_text = "the folder of a run"
         parser.add_argument("runs", type=path_argument, nargs=number, metavar="RUN", help=help_text)
     file, page = Path("report.html"), "the page's file (report.html)"
-    report.add_argument("--output", type=new_file, default=file, metavar="FILE", help=page)
-    compare.add_argument(
-        "--tolerance",
-        type=not_negative,
-        default=_TOLERANCE,
-        metavar="T",
-        help=f"largest relative difference that counts as equal ({_TOLERANCE}); 0: bitwise",
-    )
+    add_values(report, ("--output", new_file, "FILE", file, page))
+    text = f"largest relative difference that counts as equal ({_TOLERANCE}); 0: bitwise"
+    add_values(compare, ("--tolerance", not_negative, "T", _TOLERANCE, text))
 
 
 def run_report(options: argparse.Namespace) -> int:

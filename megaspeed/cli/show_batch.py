@@ -7,16 +7,21 @@ Nothing is replayed, because the tokens of a sample depend only on the data, the
 """
 
 import argparse
-import sys
 from dataclasses import asdict
 from typing import Any
 
-from megaspeed.cli.options import EXIT_DONE, add_command, load, positive, say, write_json
+from megaspeed.cli.options import (
+    EXIT_DONE,
+    add_command,
+    add_values,
+    load,
+    positive,
+    say,
+    wide_console,
+    write_json,
+)
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
-
-_WIDTH = 120
-"""Columns of the table if the output is not a terminal."""
 
 
 def add_to(commands: Any) -> None:
@@ -24,19 +29,16 @@ def add_to(commands: Any) -> None:
     text = "show what a run trains on at any step"
     parser = add_command(commands, "show-batch", run, text, needs_world_size=False)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--step", type=positive, metavar="K", help="step of a run that began at sample 0; from 1"
-    )
-    which.add_argument(
-        "--samples", type=_samples, metavar="A:B", help="samples A ... B-1 of the stream; from 0"
+    add_values(
+        which,
+        ("--step", positive, "K", None, "step of a run that began at sample 0; from 1"),
+        ("--samples", _samples, "A:B", None, "samples A ... B-1 of the stream; from 0"),
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Prepare the corpus as training does, and show the samples."""
     # torch takes seconds to import, and wrong input should be reported without that delay.
-    from rich.console import Console
-
     from megaspeed.data.batches import samples_table, show_samples
     from megaspeed.data.corpus import prepare_corpus
 
@@ -46,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     shown = list(show_samples(corpus, samples))
     step = "" if options.step is None else f"step {options.step}: "
     say(f"{step}samples {samples.start} ... {samples.stop - 1} of {options.config}")
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+    console = wide_console()
     console.print(samples_table(shown))
     write_json(
         options,

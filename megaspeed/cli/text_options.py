@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from megaspeed.cli.options import utf8_text
+from megaspeed.cli.options import add_flags, add_values, utf8_text
 from megaspeed.config.data import Source
 from megaspeed.data.errors import raise_any
 from megaspeed.data.search import Found, find
@@ -31,21 +31,14 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="passed to datasets.load_dataset; may be repeated",
     )
-    parser.add_argument("--configuration", type=_name, metavar="NAME", help="of the datasets")
-    parser.add_argument("--revision", type=_name, metavar="NAME", help="of the datasets")
-    parser.add_argument(
-        "--streaming", action="store_true", help="read datasets over the network, keep no copy"
+    add_values(
+        parser,
+        ("--configuration", _name, "NAME", None, "of the datasets"),
+        ("--revision", _name, "NAME", None, "of the datasets"),
+        ("--text-field", _name, "NAME", "text", "of JSON lines and tables (text)"),
+        ("--split", _name, "NAME", "train", "of datasets (train)"),
     )
-    parser.add_argument(
-        "--text-field",
-        type=_name,
-        default="text",
-        metavar="NAME",
-        help="of JSON lines and tables (text)",
-    )
-    parser.add_argument(
-        "--split", type=_name, default="train", metavar="NAME", help="of datasets (train)"
-    )
+    add_flags(parser, ("--streaming", "read datasets over the network, keep no copy"))
 
 
 def text_files(options: argparse.Namespace) -> list[SourceFile]:

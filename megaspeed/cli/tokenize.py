@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.cli.bar_or_lines import BarOrLines
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_parser, positive, say, write_json
+from megaspeed.cli.options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    add_flags,
+    add_parser,
+    add_values,
+    positive,
+    say,
+    write_json,
+)
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.encode import WorkerDied
 from megaspeed.data.pieces import BadRecord
@@ -84,41 +93,18 @@ def add_to(commands: Any) -> None:
     """Add the command and its options."""
     parser = add_parser(commands, "tokenize", run, "write text as a folder of token files")
     add_text_options(parser)
-    parser.add_argument(
-        "--tokenizer",
-        required=True,
-        type=path_argument,
-        metavar="T",
-        help="a folder with a tokenizer, or its JSON",
+    size = "a file ends with the document that brings it to this number of tokens (%(default)s)"
+    add_values(
+        parser,
+        ("--tokenizer", path_argument, "T", ..., "a folder with a tokenizer, or its JSON"),
+        ("--output", path_argument, "DIR", ..., "a new folder for the tokens"),
+        ("--processes", positive, "N", usable_processors(), "encoders (cores here: %(default)s)"),
+        ("--shard-size", positive, "TOKENS", DEFAULT_SHARD_TOKENS, size),
     )
-    parser.add_argument(
-        "--output",
-        required=True,
-        type=path_argument,
-        metavar="DIR",
-        help="a new folder for the tokens",
-    )
-    parser.add_argument(
-        "--processes",
-        type=positive,
-        default=usable_processors(),
-        metavar="N",
-        help="how many processes encode (the usable cores: %(default)s here)",
-    )
-    parser.add_argument(
-        "--shard-size",
-        type=positive,
-        default=DEFAULT_SHARD_TOKENS,
-        metavar="TOKENS",
-        help="a file ends with the document that brings it to this number of tokens (%(default)s)",
-    )
-    parser.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="skip records that are not text; all are listed in DIR/skipped.jsonl",
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", help="remove what an earlier tokenization left in DIR"
+    add_flags(
+        parser,
+        ("--skip-bad", "skip records that are not text; all are listed in DIR/skipped.jsonl"),
+        ("--fresh", "remove what an earlier tokenization left in DIR"),
     )
 
 

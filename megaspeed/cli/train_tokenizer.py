@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megaspeed.cli.options import EXIT_DONE, add_parser, positive, say, write_json
+from megaspeed.cli.options import EXIT_DONE, add_parser, add_values, positive, say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
@@ -23,15 +23,10 @@ def add_to(commands: Any) -> None:
     """Add the command and its options."""
     parser = add_parser(commands, "train-tokenizer", run, "train a byte-level BPE on text")
     add_text_options(parser)
-    parser.add_argument(
-        "--vocab-size", required=True, type=positive, metavar="N", help="entries, at most"
-    )
-    parser.add_argument(
-        "--output",
-        required=True,
-        type=path_argument,
-        metavar="DIR",
-        help="a new folder for the tokenizer",
+    add_values(
+        parser,
+        ("--vocab-size", positive, "N", ..., "entries, at most"),
+        ("--output", path_argument, "DIR", ..., "a new folder for the tokenizer"),
     )
 
 
