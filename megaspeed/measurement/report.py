@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megaspeed.config.resolve import Run
 from megaspeed.files.durable import write_file
 from megaspeed.measurement.turns import Device
@@ -140,72 +142,51 @@ def draw(panels: Sequence[Panel], picture: Path) -> None:
     widths = [max(3.2, 0.8 + 0.95 * len(panel.bars)) for panel in panels]
     figure = Figure(figsize=(max(6.4, sum(widths)), 4.8), layout="constrained")
     places = figure.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
-    names = list(
-        dict.fromkeys(name for panel in panels for bar in panel.bars for name in bar.parts)
-    )
-    colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
     for axes, panel in zip(places, panels, strict=True):
-        _draw_panel(axes, panel, colours)
-    if len(names) > 1:
-        figure.legend(
-            *_legend(colours, any(bar.predicted for panel in panels for bar in panel.bars)),
-            loc="outside lower center",
-            ncols=4,
-            fontsize=8,
-            frameon=False,
-        )
+        _draw_panel(axes, panel)
+    handles, labels = places[0].get_legend_handles_labels()
+    if len(labels) > 1:
+        style = {"ncols": 4, "fontsize": 8, "frameon": False}
+        figure.legend(handles, labels, loc="outside lower center", **style)
     figure.savefig(picture, dpi=160)
 
 
-def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
-    for place, bar in enumerate(panel.bars):
-        shift = 0.0 if bar.predicted is None else _BAR_WIDTH / 2 + 0.01
-        _stack(axes, place + shift, bar.parts, colours, hatch=None)
-        top = sum(bar.parts.values())
-        if bar.predicted is not None:
-            _stack(axes, place - shift, bar.predicted, colours, hatch="////")
-            top = max(top, sum(bar.predicted.values()))
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    places, predicts = np.arange(len(panel.bars)), any(bar.predicted for bar in panel.bars)
+    right = places + (_BAR_WIDTH / 2 if predicts else 0.0)
+    tops = _stack(axes, right, [bar.parts for bar in panel.bars], labelled=True)
+    if predicts:
+        predicted = [bar.predicted or {} for bar in panel.bars]
+        tops = np.maximum(tops, _stack(axes, places - _BAR_WIDTH / 2, predicted, labelled=False))
+    for place, bar, top in zip(right, panel.bars, tops, strict=True):
         if bar.line is not None:
-            ends = place + shift - _BAR_WIDTH / 2, place + shift + _BAR_WIDTH / 2
-            axes.hlines(bar.line, *ends, color="black", linewidth=1)
-            top = max(top, bar.line)
+            axes.hlines(bar.line, place - _BAR_WIDTH / 2, place + _BAR_WIDTH / 2, color="black")
         if bar.quartiles is not None:
-            axes.vlines(place + shift, *bar.quartiles, color="black")
-            top = max(top, bar.quartiles[1])
+            axes.vlines(place, *bar.quartiles, color="black")
+        above = (place, max(top, bar.line or 0.0, *(bar.quartiles or ())))
         offset = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(bar.text, (place, top), **offset, fontsize=7)
-    axes.set_xticks(range(len(panel.bars)), [bar.label for bar in panel.bars], fontsize=7.5)
+        axes.annotate(bar.text, above, **offset, fontsize=7)
+    axes.set_xticks(places, [bar.label for bar in panel.bars], fontsize=7.5)
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_ylabel(panel.unit, fontsize=8)
+    axes.set_ylabel(panel.unit + ("; hatched: predicted" if predicts else ""), fontsize=8)
     # parse_math is off because a "$" in the run's name is not a formula.
     axes.set_title(panel.title, fontsize=7.5, loc="left", parse_math=False)
-    axes.margins(x=0.05)
     axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.1)  # space for the text above the bars
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     axes.grid(axis="y", alpha=0.3)
 
 
-def _stack(
-    axes: Any,
-    place: float,
-    parts: Mapping[str, float],
-    colours: Mapping[str, str],
-    hatch: str | None,
-) -> None:
-    style = {"edgecolor": "white", "linewidth": 0.4, "hatch": hatch, "alpha": 0.55 if hatch else 1}
-    bottom = 0.0
-    for name, height in parts.items():
-        axes.bar(place, height, _BAR_WIDTH, bottom=bottom, color=colours[name], **style)
-        bottom += height
-
-
-def _legend(colours: Mapping[str, str], has_predictions: bool) -> tuple[list[Any], list[str]]:
-    """Return patches and their labels."""
-    from matplotlib.patches import Patch
-
-    patches = {name: Patch(color=colour) for name, colour in colours.items()}
-    if has_predictions:
-        patches["predicted (left)"] = Patch(facecolor="white", edgecolor="0.3", hatch="////")
-        patches["measured (right)"] = Patch(color="0.6")
-    return list(patches.values()), list(patches)
+def _stack(axes: Any, places: Any, stacks: Sequence[Mapping[str, float]], *, labelled: bool) -> Any:
+    """Draw a bar at each place, and return their heights."""
+    bottom = np.zeros(len(places))
+    style = {} if labelled else {"alpha": 0.55, "hatch": "////"}
+    names = dict.fromkeys(name for parts in stacks for name in parts)
+    for name, colour in zip(names, _COLOURS, strict=False):
+        heights = np.array([parts.get(name, 0.0) for parts in stacks])
+        label = name if labelled else None
+        axes.bar(
+            places, heights, _BAR_WIDTH, bottom, color=colour, label=label, edgecolor="w", **style
+        )
+        bottom += heights
+    return bottom

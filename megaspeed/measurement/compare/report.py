@@ -154,7 +154,7 @@ def _memory_panel(result: ComparisonResult) -> Panel:
 
     return Panel(
         title="\n".join(describe_run(result.run, result.device)),
-        unit=f"peak of the fullest rank ({unit.name}), on a GPU with its allocator's as a line",
+        unit=f"peak of the fullest rank ({unit.name}); line: allocator",
         bars=[bar(row) for row in result.watched],
     )
 
