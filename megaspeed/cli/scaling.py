@@ -1,8 +1,9 @@
 """``megaspeed scaling``: tokens/s at several numbers of ranks, and where the rest goes."""
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaspeed.checked_run import load_checked_run
 from megaspeed.cli.measuring import (
@@ -15,6 +16,10 @@ from megaspeed.cli.options import add_parser, world_size
 from megaspeed.config.document import add_config_options
 from megaspeed.config.layout import World
 from megaspeed.topology.launch import usable_processors
+
+if TYPE_CHECKING:
+    from megaspeed.measurement.report import Report
+    from megaspeed.measurement.scaling import ScaledRow
 
 _SIZES = "--world-sizes"
 
@@ -72,16 +77,17 @@ def run(options: argparse.Namespace) -> int:
     rows = scaled_rows(base, sizes, options.mode, device_type)
     folder = results_folder(options, rows[-1].run, size_option=_SIZES)
     corpus = prepare_corpus(base.config.data, base.config.model.vocab_size)
-    if not options.no_prediction:
-        rows = [row.with_prediction(device_type) for row in rows]
     steps = Steps(
         warm_up=WARM_UP_STEPS, timed=options.steps, timeout_seconds=options.timeout, extra="parts"
     )
-    shared = {"mode": options.mode, "processors": usable_processors()}
-    return measure(
-        options,
-        folder,
-        rows,
-        partial(part_of_turn, corpus, steps),
-        lambda **measured: report(ScalingResult(**shared, **measured)),
-    )
+
+    def report_of(*, rows: "Sequence[ScaledRow]", stopped: bool, **measured: Any) -> "Report":
+        try:
+            if not options.no_prediction and not stopped:
+                rows = [row.with_prediction() for row in rows]
+        except KeyboardInterrupt:
+            stopped = True
+        shared = {"mode": options.mode, "processors": usable_processors()}
+        return report(ScalingResult(rows=rows, stopped=stopped, **shared, **measured))
+
+    return measure(options, folder, rows, partial(part_of_turn, corpus, steps), report_of)

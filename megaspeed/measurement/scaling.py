@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal, Self
 
-import torch
-
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import BATCH_KEYS, World
 from megaspeed.config.resolve import Run, resolve_run
@@ -131,11 +129,12 @@ class ScaledRow(Row):
         """Whether the row was trained and its parts are known."""
         return super().done and bool(self.extras)
 
-    def with_prediction(self, device_type: DeviceType) -> Self:
-        """Return the row with its prediction, or with why it has none."""
-        device = "CPU" if device_type == "cpu" else torch.cuda.get_device_name()
+    def with_prediction(self) -> Self:
+        """Return the row, if it is done, with its prediction, or with why it has none."""
+        if not self.done:
+            return self
         try:
-            return replace(self, predicted=predict(self.run, device))
+            return replace(self, predicted=predict(self.run, self.turns[0][0].device.name))
         except (CpuSpeedError, LookupError) as error:
             return replace(self, not_predicted=str(error))
 

@@ -24,6 +24,7 @@ import psutil
 
 from megaspeed.config.resolve import Run
 from megaspeed.measurement.local_ranks import DeviceType, RanksFailed, run_on_ranks
+from megaspeed.units import counted
 
 _STUDENT_99 = (9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17)
 """Two-sided 99 % quantiles for 2 to 10 degrees of freedom. For more, the last one is cautious."""
@@ -187,7 +188,7 @@ class Result(Generic[AnyRow]):
         yield from busy_warning(self.share_of_others)
         if self.stopped:
             taken = sum(len(row.turns) for row in self.rows)
-            yield f"stopped after {taken} turns; the figures are of these"
+            yield f"stopped after {counted(taken, 'turn')}; the figures are of these"
         for row in self.rows:
             if row.failure is not None:
                 yield f"{row.label} {row.failure}"

@@ -355,6 +355,20 @@ def test_a_prediction_stands_beside_the_figures(
     assert "(" not in cells["imbalance"], "it is not predicted"
 
 
+@pytest.mark.timeout(400)
+def test_ctrl_c_during_a_prediction_keeps_what_was_measured(
+    pool: RankPool, on_cpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: ScaledRow) -> ScaledRow:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ScaledRow, "with_prediction", stop)
+    assert main(command(tmp_path, "--world-sizes", "1", "--steps", "1")) == 1
+    figures = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    assert any(note.startswith("stopped after 1 turn;") for note in figures["notes"])
+    assert figures["rows"][0]["status"] == "done" and figures["rows"][0]["predicted"] is None
+
+
 def first_cell(line: str) -> str:
     return line.strip("| ").split("|")[0].strip()
 

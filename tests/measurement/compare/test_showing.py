@@ -83,7 +83,7 @@ def test_what_disturbs_the_figures_is_noted() -> None:
     assert "THE LOSSES DISAGREE: ZeRO-2 per_micro_batch: loss 2.6, but ZeRO-0 has" in disagreeing
     assert "other processes took 42%" in shown(replace(result(), share_of_others=0.42))
     stopped = report(replace(result(), stopped=True))
-    assert "stopped after 1 turns" in stopped.on_screen and not stopped.succeeded
+    assert "stopped after 1 turn;" in stopped.on_screen and not stopped.succeeded
     skipping = [replace(rank, skipped_steps=1) for rank in turn(250)]
     skipped = replace(result(), rows=[replace(BASELINE, turns=[skipping])])
     assert "DDP skipped 1 of 3 steps, because the loss or the gradient norm" in shown(skipped)
