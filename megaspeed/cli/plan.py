@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megaspeed.cli.options import (
     EXIT_DONE,
@@ -27,13 +27,19 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 from megaspeed.config.resolve import Run
 from megaspeed.files.paths import path_argument
-from megaspeed.units import counted
-
-if TYPE_CHECKING:  # imported where they are needed, because other commands do not need them
-    from megaspeed.planning.calibration import Calibration
-    from megaspeed.planning.cluster import ClusterConfig
-    from megaspeed.planning.costs.workload import Cluster
-    from megaspeed.planning.variants import Training
+from megaspeed.pipeline.schedules import SCHEDULES
+from megaspeed.pipeline.simulation import bubble_fraction, check_schedule, format_grid
+from megaspeed.planning.calibration import Calibration, calibrate
+from megaspeed.planning.charts import draw_parts
+from megaspeed.planning.cluster import CPU, ClusterConfig, read_cluster
+from megaspeed.planning.costs.workload import Cluster
+from megaspeed.planning.forecast import complete_training
+from megaspeed.planning.measured_cpu import CpuSpeedError, measure_cpu
+from megaspeed.planning.plan import plan
+from megaspeed.planning.report import SHOWN_LAYOUTS, report, what_if_report
+from megaspeed.planning.variants import Training
+from megaspeed.planning.what_if import what_if
+from megaspeed.units import counted, show
 
 _NARROWEST = 80
 """The width of the terminal that is assumed, in columns."""
@@ -89,12 +95,6 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 def run_plan(options: argparse.Namespace) -> int:
     """Print the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
-    from megaspeed.planning.forecast import complete_training
-    from megaspeed.planning.measured_cpu import CpuSpeedError
-    from megaspeed.planning.plan import plan
-    from megaspeed.planning.report import SHOWN_LAYOUTS, report, what_if_report
-    from megaspeed.planning.what_if import what_if
-    from megaspeed.units import show
 
     stated = _stated_cluster(options)
     training = _training(options, stated)
@@ -127,16 +127,13 @@ def run_plan(options: argparse.Namespace) -> int:
             )
             code = EXIT_FAILED
     if options.picture:
-        from megaspeed.planning.charts import draw_parts
-
         draw_parts(planned, found, options.picture)
     write_json(options, figures)
     return code
 
 
-def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
+def _stated_cluster(options: argparse.Namespace) -> ClusterConfig:
     """Return the cluster of the file and the options, if it has what other options need."""
-    from megaspeed.planning.cluster import read_cluster
 
     keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
     stated = read_cluster(options.cluster, {key: getattr(options, key) for key in keys})
@@ -150,10 +147,8 @@ def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
     return stated
 
 
-def _training(options: argparse.Namespace, stated: "ClusterConfig") -> "Training":
+def _training(options: argparse.Namespace, stated: ClusterConfig) -> Training:
     """Return the run on the stated number of ranks, or on all devices."""
-    from megaspeed.planning.cluster import CPU
-    from megaspeed.planning.variants import Training
 
     world_source = "--nodes" if options.world_size is None else "--world-size"
     options.world_size = stated.ranks(options.world_size)
@@ -180,12 +175,9 @@ def _extended_files(config: Path) -> Iterator[Path]:
 
 
 def _cluster(
-    options: argparse.Namespace, stated: "ClusterConfig", run: Run
-) -> "tuple[Cluster | None, Calibration | None]":
+    options: argparse.Namespace, stated: ClusterConfig, run: Run
+) -> tuple[Cluster | None, Calibration | None]:
     """Return the machines, from the table or measured, and their calibration, if any."""
-    from megaspeed.planning.calibration import calibrate
-    from megaspeed.planning.cluster import CPU
-    from megaspeed.planning.measured_cpu import measure_cpu
 
     cluster = stated.cluster()
     if stated.device == CPU:
@@ -226,8 +218,6 @@ def _put(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 def run_schedule(options: argparse.Namespace) -> int:
     """Print the timetable of the run's pipeline: rows are pipeline stages, columns are time."""
-    from megaspeed.pipeline.schedules import SCHEDULES
-    from megaspeed.pipeline.simulation import bubble_fraction, check_schedule, format_grid
 
     run = load(options)
     stages, micro_batches = run.grid.pp, run.batch.gradient_accumulation_steps

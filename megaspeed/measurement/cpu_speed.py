@@ -265,7 +265,7 @@ def _messages(group: dist.ProcessGroup) -> dict[Message, Wire]:
 
 
 def _calls_of(size: int, group: dist.ProcessGroup) -> dict[Message, Callable[[], object]]:
-    """Return kind of message -> a call that sends one with ``size`` elements in all."""
+    """Return each kind of message -> a call that sends one with ``size`` elements in all."""
     complete, part = torch.zeros(size), torch.zeros(size // dist.get_world_size(group))
     return {
         "all_reduce": partial(dist.all_reduce, complete, group=group),

@@ -12,12 +12,12 @@ This module states what is measured (``block_run``, ``small_runs``), and compute
 ``predict_step_time`` from the figures. Only parts of the run are measured, never the run itself.
 """
 
-import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,10 +188,7 @@ def cluster_of(run: Run, figures: Mapping[str, Any]) -> Cluster:
     cluster = Cluster(device=device, gpus_per_node=ranks, network_bandwidth=0.0, measured=measured)
 
     def with_(**changes: Any) -> Cluster:
-        assert cluster.measured is not None
-        return dataclasses.replace(
-            cluster, measured=dataclasses.replace(cluster.measured, **changes)
-        )
+        return replace(cluster, measured=replace(measured, **changes))
 
     block = workload_of(block_run(run), "cpu")
     small = [workload_of(each, "cpu") for each in small_runs(run)]
@@ -199,14 +196,14 @@ def cluster_of(run: Run, figures: Mapping[str, Any]) -> Cluster:
         without, once = (
             Rates(block, with_(pointwise=pointwise)).block().both for pointwise in (0.0, 1.0)
         )
-        cluster = with_(pointwise=max(0.0, (figures["block"] - without) / (once - without)))
-        idle = with_(host=_IDLE)
+        pointwise = max(0.0, (figures["block"] - without) / (once - without))
+        idle = with_(pointwise=pointwise, host=_IDLE)
         left = [
             max(0.0, seconds - predict_step_time(work, idle).total)
             for seconds, work in zip(figures["small_steps"], small, strict=True)
         ]
-        cluster = with_(host=_host(*left))
-    return cluster
+        measured = replace(measured, pointwise=pointwise, host=_host(*left))
+    return with_()
 
 
 def _host(one: float, two: float, three: float) -> HostTime:
