@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.bar_or_lines import BarOrLines
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, positive, say, write_json
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_values, positive, say, write_json
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.files.paths import folder_problem, path_argument
@@ -31,20 +31,14 @@ def add_measuring_options(
     """
     parser.set_defaults(turns=1)
     if turns is not None:
-        text = f"turns of each row ({turns})"
-        parser.add_argument("--turns", type=positive, default=turns, help=text)
-    text = f"timed steps of each turn ({steps})"
-    parser.add_argument("--steps", type=positive, default=steps, help=text)
-    parser.add_argument(
-        option,
-        dest="output",
-        type=path_argument,
-        metavar="DIR",
-        help=f"folder for the results (runs/<name>-{command})",
+        add_values(parser, ("--turns", positive, "N", turns, f"turns of each row ({turns})"))
+    add_values(
+        parser,
+        ("--steps", positive, "N", steps, f"timed steps of each turn ({steps})"),
+        ("--timeout", positive, "SECONDS", 1800, "time limit of each turn (1800)"),
     )
-    parser.add_argument(
-        "--timeout", type=positive, default=1800, help="seconds for each turn (1800)"
-    )
+    text = f"folder for the results (runs/<name>-{command})"
+    parser.add_argument(option, dest="output", type=path_argument, metavar="DIR", help=text)
 
 
 def device_type_here() -> "DeviceType":

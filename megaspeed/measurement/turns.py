@@ -85,8 +85,8 @@ class Row:
     def after_turn(self, number: int, ranks: Sequence[list[Any]], failure: str | None) -> Self:
         """Return the row with what the ranks of a turn returned, or why they failed.
 
-        A turn counts if all ranks have returned their times, even if they failed later. This holds
-        for the first turn only, because the others return nothing but times.
+        If all ranks of the first turn have returned their times, it counts even if they failed
+        later. Any other failure ends the row.
         """
         if failure is not None and (number > 1 or not ranks):
             return replace(self, failure=f"failed in turn {number}: {failure}")

@@ -21,7 +21,7 @@ IMPORTED_ONCE = [
     "megaspeed.measurement.verification.verify",
     "megaspeed.doctor.examination",
     "megaspeed.planning.prediction",
-    "megaspeed.measurement.watched_step",
+    "megaspeed.measurement.compare.rows",
     "megaspeed.training.pretrain",
     "megaspeed.training.restarts",
     "matplotlib.backends.backend_agg",

@@ -89,7 +89,12 @@ class BenchResult(Result[Contestant]):
         return [*better.values()]
 
     def figures(self, workload: str) -> list[Figures]:
-        """Return those of each contestant that finished a turn, even if a later one failed."""
+        """Return those of each contestant that finished a turn, even if a later one failed.
+
+        There are none if no rank could measure a matrix product.
+        """
+        if self.peak_flops is None:
+            return []
         rows = [row for row in self.rows if row.workload == workload and row.turns]
         own = next((row for row in rows if row.name == MEGASPEED), None)
         return [self._figures(row, own) for row in rows]
@@ -99,7 +104,7 @@ class BenchResult(Result[Contestant]):
         spread = Spread.of([seconds for turn in steps for seconds in turn])
         tokens_per_second = row.run.tokens_per_step / spread.median
         each_rank, peak = tokens_per_second / row.run.grid.world_size, self.peak_flops
-        assert peak is not None, "a turn has been taken"
+        assert peak is not None, "otherwise there are no figures"
         total, attention = flops_per_token(row.run)
         flops, causal_flops = total * each_rank, (total - attention / 2) * each_rank
         return Figures(
