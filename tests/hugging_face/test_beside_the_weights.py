@@ -16,6 +16,7 @@ from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.weight_files import HuggingFaceError
 from tests.hugging_face.models import change_config, gpt2, llama, phi3, saved, with_tokenizer
+from tests.support.command import lacking
 
 OTHERWISE = "name another with --tokenizer, or omit it with --no-tokenizer"
 SAMPLING = {
@@ -106,10 +107,7 @@ def test_a_tokenizer_without_entries_is_refused(
     (folder / "tokenizer.json").write_text(Tokenizer(models.BPE()).to_str())
     out = folder.with_name("out")
     assert main(["import-hf", str(folder), str(out)]) == 2
-    assert capsys.readouterr().err == (
-        f"the tokenizer beside a model must have entries, but {folder} has none; "
-        f"download it again; or {OTHERWISE}\n"
-    )
+    assert lacking(capsys.readouterr().err, f"{folder} has none", OTHERWISE) == []
     assert not out.exists()
 
 

@@ -33,6 +33,7 @@ from tests.hugging_face.models import (
     weights_in,
     with_tokenizer,
 )
+from tests.support.command import lacking
 
 Weights = dict[str, Tensor]
 WEIGHTS = "model.safetensors"
@@ -101,11 +102,8 @@ def test_quantized_weights_are_refused_by_their_config(
     change_config(copy, quantization_config={"quant_method": "gptq", "bits": 4})
     out = copy.parent / "out"
     assert main(["import-hf", str(copy), str(out)]) == 2
-    assert capsys.readouterr().err == (
-        f"imported weights must not be quantized, but quantization_config of {copy} is "
-        '{"quant_method": "gptq", "bits": 4} (an object); import the model that they were made '
-        "from\n"
-    )
+    keys = '{"quant_method": "gptq", "bits": 4}'
+    assert lacking(capsys.readouterr().err, f"quantization_config of {copy}", keys) == []
     assert not out.exists()
 
 
@@ -314,10 +312,7 @@ def test_a_bin_file_runs_no_code(copy: Path) -> None:
 )
 def test_a_bin_file_that_is_not_a_model(copy: Path, make: Callable[[], Any], reported: str) -> None:
     torch.save(make(), copy / "pytorch_model.bin")
-    assert refusal(copy) == (
-        f"{copy / 'pytorch_model.bin'} must contain only tensors by name, but {reported}; "
-        "save the model with save_pretrained"
-    )
+    assert lacking(refusal(copy), copy / "pytorch_model.bin", reported, "save_pretrained") == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -337,9 +332,7 @@ def test_impossible_paths(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     file.touch()
     assert main(["import-hf", str(folder), str(file / "out")]) == 2
     reported = capsys.readouterr().err
-    assert reported == (
-        f"{file / 'out'} cannot be created, because {file} is a file; name a path in a folder\n"
-    )
+    assert lacking(reported, f"{file / 'out'} cannot be created", f"{file} is a file") == []
 
 
 def test_a_model_that_ours_cannot_express(folder: Path, copy: Path) -> None:
@@ -378,12 +371,8 @@ def test_a_pipe_among_the_files_of_a_model_is_not_opened(
 
 def test_a_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
     folder = with_tokenizer(saved(gpt2(vocab_size=260), tmp_path / "gpt2"))
-    assert refusal(folder, DataError) == (
-        "every token id must be below the model's vocab_size: that is 260, but the tokenizer "
-        f"beside a model, {folder}, has 266 entries; remove the tokens that were added to it, or "
-        "add rows for them to the model with transformers' resize_token_embeddings; or name "
-        "another with --tokenizer, or omit it with --no-tokenizer"
-    )
+    reported = refusal(folder, DataError)
+    assert lacking(reported, "is 260", f"{folder}, has 266 entries", "--no-tokenizer") == []
 
 
 def test_an_existing_output(folder: Path, tmp_path: Path) -> None:

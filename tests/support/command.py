@@ -1,4 +1,4 @@
-"""Runs ``megaspeed`` in this process."""
+"""Runs ``megaspeed`` in this process, and looks for words in what it prints."""
 
 import json
 from pathlib import Path
@@ -26,3 +26,8 @@ def figures(tmp_path: Path, *command: Any) -> Any:
     file = tmp_path / "figures.json"
     assert main([*map(str, command), "--json", str(file)]) == 0
     return json.loads(file.read_text())
+
+
+def lacking(text: object, *parts: object) -> list[str]:
+    """The parts that a text does not have, such as a key, a number or a path."""
+    return [str(part) for part in parts if str(part) not in str(text)]
