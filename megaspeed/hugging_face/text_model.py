@@ -89,51 +89,31 @@ def load_text_model(
         DataError: there is no tokenizer, or it has ids that the model does not have.
         HuggingFaceError: the model cannot be exported or loaded.
     """
-    has_gpu = torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
         raise DataError("--device cuda needs a GPU that torch can use, but there is none; use cpu")
     is_checkpoint = not has_weights(place)
     source = checkpoint_named(place, report) if is_checkpoint else place
-    state = RunState.read(source) if is_checkpoint else None
     words = _load_tokenizer(source, tokenizer)
-    if state is None:
-        model = load_transformers_model(source, strict=False, dtype=getattr(torch, precision))
-    else:
-        trained_with = NOT_STATED if state.data is None else state.data.tokenizer
-        if trained_with not in (NOT_STATED, words.fingerprint):
-            report(
-                f"note: {source} was trained with the tokenizer of fingerprint {trained_with}, but "
-                f"that of {tokenizer or source} is {words.fingerprint}"
-            )
+    if is_checkpoint:
+        state = RunState.read(source)
+        trained_here = state.imported_from is None
+        _report_other_tokenizer(state, source, tokenizer, words, report)
         model = _load_checkpoint(source, state.model_section(), tokenizer, precision, report)
-    if words.vocab_size > model.config.vocab_size:
-        raise DataError(
-            f"every token id must be below the model's vocab_size: that of {source} is "
-            f"{model.config.vocab_size}, but the tokenizer {tokenizer or source} has "
-            f"{words.vocab_size} entries; name the one it was trained with in --tokenizer"
-        )
-    positions: int | None = getattr(model.config, "max_position_embeddings", None)
-    if positions is None:
-        raise HuggingFaceError(
-            f"a model's config.json must state max_position_embeddings, but that of {source} does "
-            "not; add it"
-        )
-    ids = opening_ids(opening, words, trained_here=state is not None and not state.imported_from)
+    else:
+        trained_here = False
+        model = load_transformers_model(source, strict=False, dtype=getattr(torch, precision))
+    positions = _checked_positions(source, model, tokenizer, words)
+    ids = opening_ids(opening, words, trained_here=trained_here)
     if always_open and not ids:
         ids = (words.end_of_text,)
     report(f"a document begins with {_described(ids, words)}; --opening changes this")
     # If the user named another tokenizer, the ids in the model's own file do not apply.
-    ends = {words.end_of_text} if tokenizer is not None else {words.end_of_text, *_end_ids(model)}
+    ends = {words.end_of_text, *(() if tokenizer is not None else _end_ids(model))}
     # Without this, generate would use settings of the model's file that the user did not state.
     model.generation_config = GenerationConfig()
-    return TextModel(
-        source,
-        model.to(device or ("cuda" if has_gpu else "cpu")),
-        words,
-        ids,
-        tuple(ends),
-        positions,
-    )
+    return TextModel(source, model.to(device), words, ids, tuple(ends), positions)
 
 
 def _load_tokenizer(source: Path, named: Path | None) -> TextTokenizer:
@@ -145,6 +125,34 @@ def _load_tokenizer(source: Path, named: Path | None) -> TextTokenizer:
             "trained with in --tokenizer"
         )
     return load_tokenizer(str(source), "the tokenizer of the model")
+
+
+def _report_other_tokenizer(
+    state: RunState, source: Path, named: Path | None, words: TextTokenizer, report: Report
+) -> None:
+    trained_with = NOT_STATED if state.data is None else state.data.tokenizer
+    if trained_with not in (NOT_STATED, words.fingerprint):
+        report(
+            f"note: {source} was trained with the tokenizer of fingerprint {trained_with}, but "
+            f"that of {named or source} is {words.fingerprint}"
+        )
+
+
+def _checked_positions(source: Path, model: Any, named: Path | None, words: TextTokenizer) -> int:
+    """The number of positions of a model, after its sizes are checked."""
+    if words.vocab_size > model.config.vocab_size:
+        raise DataError(
+            f"every token id must be below the model's vocab_size: that of {source} is "
+            f"{model.config.vocab_size}, but the tokenizer {named or source} has "
+            f"{words.vocab_size} entries; name the one it was trained with in --tokenizer"
+        )
+    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    if positions is None:
+        raise HuggingFaceError(
+            f"a model's config.json must state max_position_embeddings, but that of {source} does "
+            "not; add it"
+        )
+    return positions
 
 
 def _end_ids(model: Any) -> Sequence[int]:
