@@ -53,30 +53,27 @@ class Document:
 def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
     """Read a config file and all files that it extends, and apply the overrides."""
     problems: list[Problem] = []
-    trees: list[tuple[str, dict[str, Any]]] = []  # each with its origin; a later one is extended
+    trees: list[tuple[str, dict[str, Any]]] = []  # each with its origin; the first is extended
     files: list[Path] = []
-    file, is_complete = path, False
-    while not is_complete:
-        origin = str(file) if files else ""
+    file, wrong = path, None
+    while True:
         try:
             values, found = _read_values(file, files)
         except ValueError as error:
-            problems.append(Problem((), str(error)))
+            wrong = str(error)
+            problems.append(Problem((), wrong))
             break
         values.pop("$schema", None)
         extended = values.pop("extends", None)
         wrong = _problem_of_extends(extended)
-        if wrong is not None:
-            found.append(Problem(("extends",), wrong))
-        in_file = f" (in {file})" if origin else ""
-        problems += [Problem(each.path, f"{each.message}{in_file}") for each in found]
-        trees.append((origin, values))
+        found += [] if wrong is None else [Problem(("extends",), wrong)]
+        place = f" (in {file})" if files else ""
+        problems += [Problem(each.path, f"{each.message}{place}") for each in found]
+        trees.insert(0, (str(file) if files else "", values))
         files.append(file)
-        if wrong is not None:
+        if wrong is not None or extended is None:
             break
-        is_complete = extended is None
-        file = file if is_complete else file.parent / extended
-    trees.reverse()
+        file = file.parent / extended
     for text in overrides:
         tree, found = parse_override(text)
         problems += found
@@ -86,7 +83,7 @@ def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
     for origin, tree in trees:
         merged = merge(merged, tree)
         origins |= dict.fromkeys(paths_in(tree), origin)
-    return Document(merged, tuple(problems), origins, is_complete)
+    return Document(merged, tuple(problems), origins, is_complete=wrong is None)
 
 
 def add_config_options(parser: ArgumentParser) -> None:
