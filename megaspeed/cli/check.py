@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_dir_problems(document: Document, name: str) -> Iterator[str]:
-    """Whether the run could write its folder, as a run checks when it starts. Creates nothing."""
+    """Yield a problem if the run could not write its folder. Create nothing."""
     training = document.values.get("training")
     stated = training.get("run_dir") if isinstance(training, dict) else None
     run_dir = default_run_dir(name) if stated is None else stated

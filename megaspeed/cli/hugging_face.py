@@ -78,7 +78,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def byte_count(text: str) -> int:
-    """A size on the command line.
+    """Return a size on the command line.
 
     >>> byte_count("2GB"), byte_count("512 MiB"), byte_count("100")
     (2000000000, 536870912, 100)

@@ -26,7 +26,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 def add_parser(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
 ) -> argparse.ArgumentParser:
-    """A subcommand with ``--json``."""
+    """Add a subcommand with ``--json``."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
     add_values(parser, ("--json", new_file, "FILE", None, "write the figures there too"))
@@ -41,7 +41,7 @@ def add_command(
     *,
     needs_world_size: bool = True,
 ) -> argparse.ArgumentParser:
-    """A subcommand with ``--config``, ``--world-size``, ``--set`` and ``--json``."""
+    """Add a subcommand with ``--config``, ``--world-size``, ``--set`` and ``--json``."""
     parser = add_parser(commands, name, run, text)
     add_config_options(parser)
     default = ... if needs_world_size else None
@@ -88,7 +88,7 @@ def load(
 
 
 def positive(text: str) -> int:
-    """A count on the command line."""
+    """Return a count on the command line."""
     try:
         number = int(text)
     except ValueError as error:
@@ -97,7 +97,7 @@ def positive(text: str) -> int:
 
 
 def world_size(text: str) -> int:
-    """A number of processes on the command line."""
+    """Return a number of processes on the command line."""
     return _in_range(positive(text), LARGEST_WORLD)
 
 
@@ -108,7 +108,7 @@ def _in_range(number: int, largest: int) -> int:
 
 
 def not_negative(text: str) -> float:
-    """A finite number on the command line, 0 or more."""
+    """Return a finite number on the command line, 0 or more."""
     try:
         number = float(text)
     except ValueError as error:
@@ -119,7 +119,7 @@ def not_negative(text: str) -> float:
 
 
 def utf8_text(words: str) -> str:
-    """The text of an argument, which must be UTF-8.
+    """Return the text of an argument, which must be UTF-8.
 
     Python represents other bytes as lone surrogates, which no tokenizer accepts.
     """
@@ -133,7 +133,7 @@ def utf8_text(words: str) -> str:
 
 
 def new_file(text: str) -> Path:
-    """A file on the command line that can be written: a new one, or one to replace."""
+    """Return a file on the command line that can be written: a new one, or one to replace."""
     file = path_argument(text)
     if file.is_dir():
         raise argparse.ArgumentTypeError(f"{file} is a folder; name a file in it")

@@ -53,7 +53,7 @@ class Accepted:
     def all_notes(
         self, stated: Mapping[str, Any], resolved: Mapping[str, Any] | None
     ) -> tuple[str, ...]:
-        """The notes, and those about values that follow from other keys.
+        """Return the notes, and those about values that follow from other keys.
 
         Args:
             stated: the config's values with defaults.
@@ -125,7 +125,7 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
 
 
 def _new_path(path: KeyPath) -> KeyPath:
-    """The path of a key if it, or the object that it is in, has an old name."""
+    """Return the path of a key if it, or the object that it is in, has an old name."""
     for length in range(len(path), 0, -1):
         new = RENAMED.get(dotted(path[:length]))
         if new is not None:
@@ -134,7 +134,7 @@ def _new_path(path: KeyPath) -> KeyPath:
 
 
 def _acts(tree: Mapping[str, Any], path: KeyPath) -> bool:
-    """Whether a key of zero_optimization has an effect at the stated stage."""
+    """Return whether a key of zero_optimization has an effect at the stated stage."""
     stage = _at(tree, ("zero_optimization", "stage"), absent=0)
     return stage in EFFECTIVE_STAGES.get(str(path[-2]), (stage,))
 
@@ -170,7 +170,7 @@ def _rename(tree: dict[str, Any]) -> tuple[list[str], list[Problem]]:
 
 
 def _agree(stated: Any, value: Any) -> bool:
-    """Whether a key has the value of its old name, or if both are objects, all of its values."""
+    """Return whether a key has the value of its old name, or all values of the old object."""
     if isinstance(stated, dict) and isinstance(value, dict):
         return all(stated.get(key) == each for key, each in value.items())
     return bool(stated == value)
@@ -194,7 +194,7 @@ def _report_to(tree: dict[str, Any]) -> list[str]:
 
 
 def _other_optimizers(tree: dict[str, Any]) -> list[Problem]:
-    """A problem if the optimizer is another one. Its section is removed, with all its parameters.
+    """Return a problem if the optimizer is another one, and remove its section.
 
     As in DeepSpeed, capital letters do not matter.
     """
@@ -215,7 +215,7 @@ def _other_optimizers(tree: dict[str, Any]) -> list[Problem]:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Whether a value switches its key off. A section is off if each of its parts is."""
+    """Return whether a value switches its key off. A section is off if each of its parts is."""
     if not isinstance(value, dict):
         return value in (None, "auto", *OFF.get(name, (False,)))
     if "shared_parameters" in value:  # of a method of compression_training
@@ -226,7 +226,7 @@ def _is_off(name: str, value: Any) -> bool:
 
 
 def _notes_of_stage(zero: Any) -> Iterator[str]:
-    """A note about keys that have no effect at the stated ZeRO stage."""
+    """Yield a note about keys that have no effect at the stated ZeRO stage."""
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     names = [
         f"zero_optimization.{name}"
@@ -238,7 +238,7 @@ def _notes_of_stage(zero: Any) -> Iterator[str]:
 
 
 def _changes(name: str, value: Any) -> bool:
-    """Whether a key of ZeRO has another value than its default."""
+    """Return whether a key of ZeRO has another value than its default."""
     if isinstance(value, dict):
         return value.get("device", "none") != "none"
     return value not in (None, ZeroConfig.model_fields[name].default)
@@ -247,7 +247,7 @@ def _changes(name: str, value: Any) -> bool:
 def _computed_value(
     stated: Mapping[str, Any], resolved: Mapping[str, Any] | None, path: KeyPath
 ) -> str:
-    """The value of a key that was omitted, and where it comes from."""
+    """Return the value of a key that was omitted, and where it comes from."""
     default = _at(stated, path)
     if isinstance(default, dict):
         return "(default)"
@@ -260,7 +260,7 @@ def _computed_value(
 
 
 def _at(tree: Any, path: KeyPath, absent: Any = None) -> Any:
-    """The value at a path of keys."""
+    """Return the value at a path of keys."""
     for part in path:
         tree = tree.get(part, absent) if isinstance(tree, dict) else absent
     return tree

@@ -163,7 +163,7 @@ def _short(text: str) -> str:
 
 
 def paths_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    """The path of every value in a tree of objects, and of the objects."""
+    """Yield the path of every value in a tree of objects, and of the objects."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield (*path, key)
@@ -171,7 +171,7 @@ def paths_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _read_values(file: Path, extended_by: Sequence[Path]) -> tuple[dict[str, Any], list[Problem]]:
-    """The values of a file, and its duplicate keys. Raises ValueError if it cannot be read."""
+    """Return the values of a file, and its duplicate keys, or raise ValueError."""
     problem = file_problem(file)
     if problem is not None:
         raise ValueError(_missing_file(file, extended_by, problem))
@@ -182,7 +182,7 @@ def _read_values(file: Path, extended_by: Sequence[Path]) -> tuple[dict[str, Any
 
 
 def _problem_of_extends(extended: Any) -> str | None:
-    """Why the value of ``extends`` cannot be used; None if it is a path or omitted."""
+    """Return why the value of ``extends`` cannot be used; None if it is a path or omitted."""
     if extended is None:
         return None
     wrong = path_problem(extended) if isinstance(extended, str) else "wanted the path of one file"
@@ -263,7 +263,7 @@ def read_json_object(path: Path, **options: bool) -> tuple[dict[str, Any], list[
 
 
 def describe_value(value: Any) -> str:
-    """A JSON value and its type, such as ``"16" (a string)``, for error messages."""
+    """Return a JSON value and its type, such as ``"16" (a string)``, for error messages."""
     text = json.dumps(value, default=str)
     shown = text if len(text) <= 60 else text[:57] + "..."
     return f"{shown} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
@@ -298,7 +298,7 @@ def _describe_syntax_error(text: str, error: json.JSONDecodeError) -> str:
 
 
 def _hint(text: str, position: int) -> str:
-    """A fix for common mistakes, such as the syntax of hjson or of Python."""
+    """Return a fix for common mistakes, such as the syntax of hjson or of Python."""
     if not text.strip():
         return " (the text is empty)"
     here = text[position:].lstrip()

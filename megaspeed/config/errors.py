@@ -14,7 +14,7 @@ _LONGEST_KEY = 100
 
 
 def dotted(path: KeyPath) -> str:
-    """A key path as a user writes it.
+    """Return a key path as a user writes it.
 
     >>> dotted(("data", "train", 0))
     'data.train[0]'
@@ -64,7 +64,7 @@ class ConfigError(ValueError):
 
 
 def shortened(sentences: Iterable[str], most: int) -> list[str]:
-    """The first ``most`` sentences, and the number of the others.
+    """Return the first ``most`` sentences, and the number of the others.
 
     >>> shortened(["one", "two", "three"], 1)
     ['one', 'and 2 more']

@@ -22,7 +22,7 @@ class Key(NamedTuple):
 
 
 def _keys(**defaults: Any) -> dict[str, Key]:
-    """Keys with the names of our fields."""
+    """Return keys with the names of our fields."""
     return {name: Key(name, default) for name, default in defaults.items()}
 
 

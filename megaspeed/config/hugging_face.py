@@ -81,7 +81,7 @@ def fill_from_hugging_face(values: Mapping[str, Any]) -> Filled:
 
 
 def read_model_section(place: str) -> dict[str, Any]:
-    """The fields of ``model`` from a config.json, named by its folder or its path.
+    """Return the fields of ``model`` from a config.json, named by its folder or its path.
 
     Raises:
         ConfigError: it cannot be read, or describes a model that our model does not support.
@@ -93,7 +93,7 @@ def read_model_section(place: str) -> dict[str, Any]:
 
 
 def read_keys(place: str) -> dict[str, Any]:
-    """The keys of a config.json, named by its folder or its path.
+    """Return the keys of a config.json, named by its folder or its path.
 
     Raises:
         ConfigError: it cannot be read.
@@ -116,7 +116,7 @@ def read_keys(place: str) -> dict[str, Any]:
 
 
 def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of ``model`` that a config.json states.
+    """Return the fields of ``model`` that a config.json states.
 
     Returns:
         The fields, without those that are derived from others; and a sentence for each setting that
@@ -144,7 +144,7 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def family_of(keys: Mapping[str, Any]) -> str | None:
-    """The family of a config.json. None if it is not one of ours, or not known.
+    """Return the family of a config.json. None if it is not one of ours, or not known.
 
     Old files of GPT-2 have no ``model_type``. Then the class counts, or GPT-2's own keys.
     """
@@ -160,7 +160,7 @@ def family_of(keys: Mapping[str, Any]) -> str | None:
 
 
 def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model, in keys that transformers 4 and 5 read, without token ids.
+    """Return the config.json of a model, in keys that transformers 4 and 5 read, without token ids.
 
     Raises:
         ConfigError: transformers' class of the family cannot compute the model.
@@ -190,7 +190,7 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _config_file(place: str) -> Path:
-    """The config.json of a folder; ``place`` itself if it is a file."""
+    """Return the config.json of a folder; ``place`` itself if it is a file."""
     path = expand_home(place)
     return path / CONFIG_FILE if os.path.isdir(path) else path
 
@@ -210,7 +210,7 @@ def _with_first_names(
 
 
 def _other_classes(keys: Mapping[str, Any], family: Family) -> list[str]:
-    """The classes that a file names for its model, without those that have the family's blocks.
+    """Return the classes that a file names for its model and that lack the family's blocks.
 
     A class in ``auto_map`` counts by its name: transformers uses its own class of that name.
     """
@@ -253,7 +253,7 @@ def _alternatives(values: Iterable[Any]) -> str:
 
 
 def _rotary_parameters(keys: Mapping[str, Any]) -> tuple[str, Any]:
-    """The key that transformers uses, and its value; an empty object if the file has none."""
+    """Return the key that transformers uses, and its value; an empty object if there is none."""
     for name in ("rope_scaling", "rope_parameters"):
         if keys.get(name):
             return name, keys[name]

@@ -38,7 +38,7 @@ _TYPES = {"integer": "whole number", "boolean": "true, false", "string": "text",
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of a config file.
+    """Return the schema of a config file.
 
     No key is required, because any of them may come from the file that is extended.
     """
@@ -60,12 +60,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def json_schema_text() -> str:
-    """The text of the committed schema."""
+    """Return the text of the committed schema."""
     return json.dumps(json_schema(), indent=2) + "\n"
 
 
 def key_tables() -> str:
-    """Every key in Markdown tables: values, default and meaning. One table for each section."""
+    """Return a Markdown table for each section: its keys, their values, default and meaning."""
     schema = json_schema()
     top = {name: field for name, field in schema["properties"].items() if name[0] != "$"}
     sections = {name: field for name, field in top.items() if _sections(field, schema)}
@@ -140,7 +140,7 @@ def _table(title: str, rows: Iterator[tuple[str, ...]]) -> str:
 def _rows(
     sections: list[Mapping[str, Any]], schema: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, ...]]:
-    """A row for each key of these sections and of the sections inside them, each section once."""
+    """Yield a row for each key of these sections and of those inside them, each section once."""
     shown: list[Mapping[str, Any]] = []
     for section in sections:
         for name, field in section["properties"].items():
@@ -154,7 +154,7 @@ def _rows(
 
 
 def _sections(field: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The sections that a field or the entries of a list may hold."""
+    """Return the sections that a field or the entries of a list may hold."""
     if "$ref" in field:
         return [schema["$defs"][field["$ref"].rpartition("/")[2]]]
     choices = [*field.get("anyOf", []), *([field["items"]] if "items" in field else [])]

@@ -86,7 +86,7 @@ _UNDETERMINED = (
 
 
 def find_grid(parallel: ParallelConfig, stated: StatedBatch, world: World) -> Grid | None:
-    """The grid, or None if no grid fits. With spare ranks, it also fits the batch."""
+    """Return the grid, or None if no grid fits. With spare ranks, it also fits the batch."""
     pp, tp = parallel.pipeline, parallel.tensor
     largest = world.size // (pp * tp)
     if not parallel.spare_ranks:
@@ -100,7 +100,7 @@ def find_grid(parallel: ParallelConfig, stated: StatedBatch, world: World) -> Gr
 
 
 def solve_batch(stated: StatedBatch, dp: int) -> Batch | None:
-    """All three numbers, or None if no whole numbers satisfy the batch equation."""
+    """Return all three numbers, or None if no whole numbers satisfy the batch equation."""
     train, micro, accumulation = stated.train, stated.micro, stated.accumulation
     if train is None:
         if micro is None:
@@ -117,7 +117,7 @@ def solve_batch(stated: StatedBatch, dp: int) -> Batch | None:
 
 
 def explain_batch(stated: StatedBatch, dp: int, equation: str) -> str:
-    """Why ``solve_batch`` returns None: the equation with its numbers, and the nearest valid ones.
+    """Return why ``solve_batch`` fails: the equation, its numbers, and the nearest valid ones.
 
     Args:
         stated: a batch for which ``solve_batch`` returned None.
@@ -197,7 +197,7 @@ def degrees_fit_world(config: RunConfig, world: World) -> Iterator[str]:
 
 
 def _has_degrees(model: ModelConfig, product: int) -> bool:
-    """Whether the model allows a pipeline and a tensor degree of this product."""
+    """Return whether the model allows a pipeline and a tensor degree of this product."""
     valid = tensor_degrees(model)
     return any(tp in valid and product // tp <= model.num_hidden_layers for tp in divisors(product))
 

@@ -136,7 +136,7 @@ class ModelConfig(Section):
     """Standard deviation of initial weights."""
 
     def attends_without_mask(self, device_type: str, element_bytes: int) -> bool:
-        """Whether attention within documents or a window needs no mask (``model/documents.py``).
+        """Return whether attention within documents or a window needs no mask.
 
         Attention with dropout uses no fused kernel, so it needs a mask. torch's FlashAttention for
         CPUs supports no window. Its FlashAttention for GPUs supports 16-bit numbers, and head sizes

@@ -45,7 +45,7 @@ class Run:
     """Sentences about keys of the file with another name or no effect here, and about "auto"."""
 
     def as_json(self) -> dict[str, Any]:
-        """The resolved config as JSON values. A file with them gives the same run again."""
+        """Return the resolved config as JSON values. A file with them gives the same run again."""
         return self.config.to_json()
 
     def common_json(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Run:
 
 
 def default_run_dir(name: str) -> str:
-    """The run folder if the JSON does not state one."""
+    """Return the run folder if the JSON does not state one."""
     return f"runs/{name}"
 
 
@@ -204,7 +204,7 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
 
 
 def resolve_recorded(config: RunConfig, *, name: str, source: str, device_type: str) -> Run | None:
-    """The run of a config that a run has recorded; None if it does not state the data degree.
+    """Return the run of a recorded config; None if it does not state the data degree.
 
     Raises:
         ConfigError: as ``resolve_run``. It names ``source`` as the origin of the world size.
@@ -278,7 +278,7 @@ def _message_sizes(config: RunConfig, tp: int, device_type: str) -> dict[str, An
 
 
 def describe_recomputation(parallel: ParallelConfig) -> str:
-    """What happens to the activations of blocks between forward and backward."""
+    """Return what happens to the activations of blocks between forward and backward."""
     kind, count = parallel.activation_checkpointing, parallel.recomputed_blocks
     if kind == "none":
         return "kept for backward"
@@ -289,7 +289,7 @@ def describe_recomputation(parallel: ParallelConfig) -> str:
 
 
 def dropout_warning(run: Run) -> Iterator[str]:
-    """A warning with the rates, the cost and a fix if the model has dropout, as GPT-2's does."""
+    """Yield a warning with the rates, the cost and a fix if the model has dropout."""
     model = run.config.model
     names = ("embedding_dropout", "attention_dropout", "residual_dropout")
     rates = {name: getattr(model, name) for name in names if getattr(model, name) > 0.0}

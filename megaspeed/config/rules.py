@@ -38,7 +38,7 @@ def check(rules: Iterable[Rule], config: RunConfig) -> list[str]:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors in ascending order.
+    """Return all divisors in ascending order.
 
     >>> divisors(28)
     [1, 2, 4, 7, 14, 28]
@@ -48,12 +48,12 @@ def divisors(number: int) -> list[int]:
 
 
 def listed(numbers: list[int]) -> str:
-    """The numbers, separated by commas."""
+    """Return the numbers, separated by commas."""
     return ", ".join(map(str, numbers))
 
 
 def nearest(number: int, divisor: int) -> str:
-    """The multiples of the divisor around a number, without 0."""
+    """Return the multiples of the divisor around a number, without 0."""
     below = number // divisor * divisor
     return " or ".join(str(value) for value in (below, below + divisor) if value > 0)
 
@@ -128,7 +128,7 @@ def rope_factors_are_ordered(config: RunConfig) -> Iterator[str]:
 
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
-    """The tensor degrees that the heads allow."""
+    """Return the tensor degrees that the heads allow."""
     heads, shared = model.num_attention_heads, model.num_key_value_heads
     return [d for d in divisors(heads) if shared % d == 0 or d % shared == 0]
 

@@ -51,7 +51,7 @@ _StatedCompression = (
 
 
 def _object_of_type(value: Any) -> Any:
-    """The object that a name of a method stands for."""
+    """Return the object that a name of a method stands for."""
     return {"type": value} if value in ("int8", "powersgd") else value
 
 
@@ -95,7 +95,7 @@ class ParallelConfig(Section):
     fewer blocks recomputes all of them. If omitted: all blocks of every stage."""
 
     def recomputation_of(self, block: int) -> Recomputation:
-        """What a block recomputes; ``block`` is its number within its pipeline stage, from 0."""
+        """Return what a block recomputes. It is number ``block`` of its pipeline stage, from 0."""
         count = self.recomputed_blocks
         return self.activation_checkpointing if count is None or block < count else "none"
 
@@ -179,11 +179,11 @@ class TrainingConfig(Section):
     page-locked."""
 
     def compiles_on(self, device_type: str) -> bool:
-        """Whether blocks are to be compiled on "cpu" or "cuda", if nothing is missing there."""
+        """Return whether blocks are to be compiled on "cpu" or "cuda", if that is possible."""
         return device_type == "cuda" if self.compile == "auto" else self.compile
 
     def lr_factor(self, train_batch_size: int) -> float:
-        """The factor by which ``lr_scaling`` multiplies every learning rate in the JSON."""
+        """Return the factor by which ``lr_scaling`` multiplies every learning rate in the JSON."""
         if self.lr_scaling == "none":
             return 1.0
         assert self.base_batch_size is not None, "a rule checked that the base is stated"
@@ -219,7 +219,7 @@ class RunConfig(DeepSpeedKeys):
         return config
 
     def compressed_from_step_1(self) -> "RunConfig":
-        """A copy in which PowerSGD starts at step 1, for a run whose first steps are measured."""
+        """Return a copy in which PowerSGD starts at step 1, to measure the first steps."""
         compression = self.parallel.gradient_compression
         if not isinstance(compression, PowerSgdCompression):
             return self
@@ -227,7 +227,7 @@ class RunConfig(DeepSpeedKeys):
         return self.changed({"parallel.gradient_compression": started})
 
     def to_json(self) -> dict[str, Any]:
-        """The config as JSON values with all defaults. They load as an equal config."""
+        """Return the config as JSON values with all defaults. They load as an equal config."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def deepspeed_json(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _fits_torch(cls, value: Any) -> Any:
-        """A bound for fields without their own: torch has 64-bit integers and fp32 numbers."""
+        """Bound fields without their own bound: torch has 64-bit integers and fp32 numbers."""
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("a whole number of at most 2^63 - 1")
         if isinstance(value, float) and abs(value) > LARGEST_NUMBER:

@@ -81,7 +81,7 @@ _WANTED: Mapping[str, str] = {
 
 
 def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem]:
-    """One problem for each wrong key.
+    """Return one problem for each wrong key.
 
     pydantic has an error for each branch of a union ("a whole number" or "auto"). They become one
     problem. Errors that follow from another error are omitted.
@@ -153,7 +153,7 @@ def _message(path: KeyPath, details: list[ErrorDetails]) -> str:
 
 
 def _known_types(path: KeyPath) -> str:
-    """The types of the section at ``path``, which has several."""
+    """Return the types of the section at ``path``, which has several."""
     return " or ".join(f'"{name}"' for name in _TYPES[dotted(path)])
 
 
@@ -213,7 +213,7 @@ def _is_number(text: str) -> bool:
 
 
 def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
-    """The problem of an unknown key, with the nearest known key or the list of known keys.
+    """Return the problem of an unknown key, with the nearest known key or the list of known keys.
 
     If ``siblings`` is empty, the message has neither.
     """
@@ -241,7 +241,7 @@ def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
 
 
 def keys_at(path: KeyPath) -> list[str]:
-    """The known keys of the section at ``path``; those of all types, if it has several."""
+    """Return the known keys of the section at ``path``; those of all types, if it has several."""
     section = dotted(tuple(part for part in path if isinstance(part, str)))
     found = (key.rpartition(".") for key in all_key_paths())
     return sorted(name for parent, _, name in found if parent == section)
@@ -249,7 +249,7 @@ def keys_at(path: KeyPath) -> list[str]:
 
 @cache
 def all_key_paths() -> tuple[str, ...]:
-    """Every key of the JSON as a dotted path, sections included."""
+    """Return every key of the JSON as a dotted path, sections included."""
     return tuple(dict.fromkeys(_key_paths(RunConfig, ())))
 
 
@@ -277,7 +277,7 @@ def _key_paths(model: type[BaseModel], path: KeyPath) -> Iterator[str]:
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a field may hold: ``X``, ``X | None``, ``Annotated[X | Y, ...]``."""
+    """Yield the sections that a field may hold: ``X``, ``X | None``, ``Annotated[X | Y, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
