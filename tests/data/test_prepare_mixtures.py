@@ -1,5 +1,6 @@
 """Sources of several kinds become one corpus: one component, or one for each weight."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,14 @@ def test_the_rule_of_version_0_1_is_refused_by_name() -> None:
         DataConfig.model_validate({"sequence_length": 8, "hold_out_by": "documents"})
     kept = DataConfig.model_validate({"sequence_length": 8, "hold_out_by": "tokens"})
     assert kept == DataConfig(sequence_length=8), "as config.json of version 0.2 states it"
+
+
+def test_another_field_of_the_same_file_is_another_text(tmp_path: Path) -> None:
+    records = [{"text": f"words {i} " * 9, "more": f"others {i} " * 9} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    sources = [{"path": f"{tmp_path}/a.jsonl", "text_field": field} for field in ("text", "more")]
+    one, other = (prepared(tmp_path, source) for source in sources)
+    assert one.fingerprint != other.fingerprint
 
 
 def test_a_weight_changes_no_token_file(tmp_path: Path, text: Path) -> None:
