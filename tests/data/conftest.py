@@ -1,4 +1,4 @@
-"""A tokenizer for all tests of this folder, and the folder it is saved in."""
+"""Fixtures of this folder: a tokenizer, its folder, and a clock of files that ticks finely."""
 
 from pathlib import Path
 
@@ -22,5 +22,5 @@ def tokenizer(tokenizer_folder: Path) -> TextTokenizer:
 
 @pytest.fixture(autouse=True)
 def _fine_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test waits for two seconds before it trains on text that it has just written."""
+    """Let tests train on text that they have just written, without a wait of two seconds."""
     monkeypatch.setattr("megaspeed.files.reading.COARSEST_TICK_SECONDS", 0.0)

@@ -10,7 +10,7 @@ _CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u2": 8
 
 
 def write_nanogpt(path: Path, ids: list[int]) -> Path:
-    """As nanoGPT's data/*/prepare.py does: numpy's tofile of uint16."""
+    """Write 16-bit ids as nanoGPT's data/*/prepare.py does, with numpy's ``tofile``."""
     np.array(ids, dtype=np.uint16).tofile(path)
     return path
 
@@ -25,7 +25,7 @@ def write_megatron(
     pointers: list[int] | None = None,
     bounds: list[int] | None = None,
 ) -> Path:
-    """As Megatron-LM's IndexedDatasetBuilder does, from the layout that its _IndexWriter defines.
+    """Write .bin and .idx as Megatron-LM's ``IndexedDatasetBuilder`` does.
 
     Args:
         prefix: NAME of NAME.bin and NAME.idx.

@@ -1,4 +1,4 @@
-"""Corpora whose token at position p of a file is first_id + p: a row shows where it was read."""
+"""Corpora in which token p of a file has the id first_id + p, so a row shows where it was read."""
 
 from pathlib import Path
 

@@ -34,7 +34,7 @@ def the_file(path: Path, **fields: object) -> SourceFile:
 
 
 def skipped(file: SourceFile) -> tuple[list[str], list[str]]:
-    """(texts of the documents, the bad records as text without the path)."""
+    """Return (texts of the documents, messages of the bad records without the path)."""
     bad: list[BadRecord] = []
     texts = texts_in(file.pieces(bad.append))
     assert all(record.path == file.path for record in bad)
@@ -94,7 +94,7 @@ def test_lines_are_counted_from_the_beginning_of_the_text(tmp_path: Path, suffix
 
 
 def noise(texts: int, size_bytes: int) -> list[str]:
-    """Texts that compress to half their size, always the same ones."""
+    """Return texts that compress to half their size, the same at every call."""
     chance = random.Random(0)
     return [chance.randbytes(size_bytes).hex() for _ in range(texts)]
 

@@ -1,4 +1,4 @@
-"""`megaspeed show-batch` shows what the loaders read: the same ids, their place and their text."""
+"""``megaspeed show-batch`` shows what the loaders read: the ids, their place and their text."""
 
 import io
 import json
@@ -95,7 +95,7 @@ def test_the_documents_of_a_sample_are_named_by_file_and_number(
     run = load_run(config, [], World(1, "test"))
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
     for origins in config.with_name("cache").glob("text/*/*/origins.json"):
-        origins.unlink()  # as in a folder of `megaspeed tokenize`
+        origins.unlink()  # as in a folder of ``megaspeed tokenize``
     (sample,) = show_samples(corpus, [0])
     drawn = io.StringIO()
     Console(width=400, file=drawn).print(samples_table([sample]))

@@ -1,4 +1,4 @@
-"""Documents are byte ranges of UTF-8 files; pieces give their text back exactly."""
+"""Files are divided into documents, and documents into pieces, without a change of the text."""
 
 import hashlib
 from itertools import pairwise

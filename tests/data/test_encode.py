@@ -83,7 +83,7 @@ def test_an_id_beyond_the_vocabulary_names_the_file_and_the_offset(tmp_path: Pat
 def test_a_worker_that_dies_while_a_batch_is_submitted_is_named(
     reason: OSError, tmp_path: Path
 ) -> None:
-    """It once was "Bad file descriptor": the pool had closed the pipe to which submit writes."""
+    """The message was "Bad file descriptor", because the pool had closed the pipe to the worker."""
 
     class Dying(ProcessPoolExecutor):
         def submit(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -124,7 +124,7 @@ def test_a_file_is_read_once_and_again_when_it_changed(
 
 
 def settle(path: Path, cache: Cache) -> None:
-    """Opens the file as if the clock of the machine were three seconds later.
+    """Open the file as if the clock of the machine were three seconds later.
 
     Facts about a file are stored only if its times are two seconds old. ctime cannot be set.
     """

@@ -85,7 +85,7 @@ def test_an_archive_of_plain_text_is_the_plain_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("zeros", [1, 5, 512, 70_000])
 def test_zeros_after_an_archive_are_padding(tmp_path: Path, zeros: int, members: int) -> None:
-    """Tapes and tools that write complete blocks add them. gzip skips them, too."""
+    """Tapes and tools that write complete blocks append zeros. The program gzip ignores them."""
     text = "some words " * 20_000
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()) * members + bytes(zeros))
     (file,) = list_files([Source(path=str(tmp_path / "a.txt.gz"))], "data.train")
@@ -135,7 +135,7 @@ def test_the_bytes_read_so_far_are_reported_for_progress(tmp_path: Path, kind: s
 def test_a_named_dataset_has_another_state_once_a_file_of_it_changed(
     tmp_path: Path, streaming: bool
 ) -> None:
-    """Otherwise the tokens of its earlier content would be used."""
+    """If the state stayed the same, a run would use the tokens of the earlier content."""
     file = written("named, streaming" if streaming else "named", tmp_path, TEXTS)
     before = file.state()
     assert before == file.state()

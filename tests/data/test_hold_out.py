@@ -18,7 +18,7 @@ END = 0
 
 
 def token_file(folder: Path, documents: list[int], end_of_text: int | None = END) -> TokenFile:
-    """Documents of these lengths, each with an end. Ids are 1, 2, 3 ... and restart at 60,000."""
+    """Write documents of these lengths. Their ids are 1, 2, 3 ... up to 60,000, and END at last."""
     ids = [
         token
         for length in documents
@@ -40,7 +40,7 @@ def token_file(folder: Path, documents: list[int], end_of_text: int | None = END
 
 
 def sides(file: TokenFile, fraction: float, seed: int = 1) -> tuple[list[TokenFile], float]:
-    """(the held-out spans, their share). Asserts that both sides make up the file."""
+    """Return (the held-out spans, their share). Assert that both sides make up the file."""
     train, validation = hold_out_tokens([file], fraction, seed)
     parts = sorted((*train, *validation), key=lambda part: part.first_token)
     assert np.concatenate([part.map() for part in parts]).tolist() == file.map().tolist()
@@ -50,7 +50,7 @@ def sides(file: TokenFile, fraction: float, seed: int = 1) -> tuple[list[TokenFi
 
 
 def skewed(documents: int, longest: int) -> list[int]:
-    """Most documents are short and a few are long. The order is always the same."""
+    """Return lengths of documents: most are short and a few are long."""
     generator = np.random.default_rng(3)
     return [2 + int(longest / rank) for rank in 1 + generator.permutation(documents)]
 

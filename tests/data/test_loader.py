@@ -54,7 +54,7 @@ def shape(dp_rank: int, dp_size: int, micro_batch_size: int) -> LoaderShape:
 def one_step(
     corpus: PreparedCorpus, samples_consumed: int, dp_size: int, micro_batch_size: int
 ) -> dict[int, list[int]]:
-    """{sample: its row of S tokens and the last target}, gathered over the dp ranks."""
+    """Return {sample: its S tokens and its last target} of a step, gathered from all dp ranks."""
     rows: dict[int, list[int]] = {}
     for dp_rank in range(dp_size):
         cut = shape(dp_rank, dp_size, micro_batch_size)
@@ -81,7 +81,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
 def test_a_step_has_the_same_samples_at_every_layout_and_after_any_resume(
     corpus: PreparedCorpus, mixture: PreparedCorpus, layout: tuple[int, int], consumed: int
 ) -> None:
-    """In any epoch: of one source and of three, which have 23 sequences."""
+    """Both one source and a mixture of three go through many epochs."""
     sampler = Sampler(corpus.seed, corpus.fingerprint, SEQUENCES)
     rows = one_step(corpus, consumed, *layout)
     assert sorted(rows) == list(range(consumed, consumed + TRAIN_BATCH))
@@ -221,7 +221,7 @@ def test_rows_on_a_gpu_are_those_on_the_cpu(corpus: PreparedCorpus) -> None:
 def test_of_many_files_only_some_are_mapped_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes a file descriptor. A thousand token files once ended a run."""
+    """Each mapped file takes a file descriptor, and a process may have only about a thousand."""
     monkeypatch.setattr(rows, "_MAPPED_AT_ONCE", 3)
     files = [write_numbered_tokens(tmp_path, S + 1, f"{i}", 100 * i) for i in range(20)]
     read = Rows(alone(*files), S)
@@ -262,7 +262,7 @@ def test_a_padding_row_is_one_document() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_tokens_of_padding_rows_exist(size: int) -> None:
-    """A dp rank without a row in the last micro-batch of an evaluation still runs the model."""
+    """A dp rank whose last micro-batch of an evaluation has no row still runs the model."""
     batch = read_micro_batch([], [], micro_batch_size=size, sequence_length=8)
     assert torch.all(batch.tokens == 0) and torch.all(batch.targets == NOT_COUNTED)
 
@@ -349,7 +349,7 @@ def test_close_ends_the_thread() -> None:
 
 
 def test_the_thread_works_for_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a new thread uses GPU 0, and pinning memory opens a context on it."""
+    """Without this, the thread would use GPU 0, and pinning memory would open a context there."""
     taken: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: taken.append((threading.current_thread().name, gpu))

@@ -31,7 +31,7 @@ LLAMA_3 = (
 
 
 def prepended() -> Tokenizer:
-    """As Llama 2's: a mark before the text and for every space. Text is not split into words."""
+    """Return a tokenizer as Llama 2's: a mark precedes the text and replaces each space."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)]
@@ -75,7 +75,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def trained(tokenizer: Tokenizer) -> TextTokenizer:
-    """One that has words, repeated marks and, if it does not split it, repeated white space."""
+    """Train a tokenizer on words, and on runs of spaces that some tokenizers merge."""
     letters = sorted(
         {*"".join(WORDS), *HAN, *"\n\u00a0\u3000", *pre_tokenizers.ByteLevel.alphabet(), MARK}
     )
@@ -129,7 +129,7 @@ def test_a_tokenizer_that_removes_spaces_before_a_text_keeps_those_between_words
 
 @pytest.mark.parametrize("name", ["prepended", "metaspace first", "byte level"])
 def test_the_cuts_of_a_long_document_do_not_show(tmp_path: Path, name: str) -> None:
-    """The text is tokenized beforehand, or trained on directly."""
+    """This holds in the threads of one process and in worker processes."""
     tokenizer = trained(TOKENIZERS[name]())
     long = " ".join(documents(4 * cutting.PIECE_BYTES))
     text = tmp_path / "long.txt"

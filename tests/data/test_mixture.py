@@ -113,7 +113,7 @@ def test_a_sequence_lies_within_one_file(tmp_path: Path) -> None:
 
 
 def test_a_component_that_is_used_up_in_an_evaluation_restarts(tmp_path: Path) -> None:
-    """Otherwise the smallest one would end the evaluation of all."""
+    """If it did not, the smallest component would end the evaluation of all."""
     corpus = numbered_mixture(tmp_path, S)
     assert corpus.validation is not None
     order = ValidationOrder.of(corpus.validation, corpus.seed, S)

@@ -1,9 +1,9 @@
 """Corpora keep their ids, their split, their fingerprints and their order of samples.
 
-`pinned_corpora.json` holds what an earlier version prepared from the sources that `write_sources`
-writes. If a test fails here, a resumed run would continue with other samples: mend the code. If
-`tokenizers` or the format changed on purpose, `python -m tests.data.test_pinned_corpora` writes the
-file again.
+``pinned_corpora.json`` has what an earlier version prepared from the sources that
+``write_sources`` writes. If a test fails here, a resumed run would continue with other samples, so
+correct the code. If ``tokenizers`` changed on purpose, ``python -m tests.data.test_pinned_corpora``
+writes the file again.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ ROWS = 64
 
 
 def texts(seed: int, count: int, longest: int = 400) -> list[str]:
-    """Random words, some with line ends or characters of several bytes; one text occurs twice."""
+    """Return texts of random words, some with line ends or non-ASCII letters; one occurs twice."""
     generator = random.Random(seed)
     words = ["".join(generator.choices("abcdeäß日 etaoin", k=n)) for n in range(2, 9)] * 3
     found = [
@@ -48,7 +48,7 @@ def texts(seed: int, count: int, longest: int = 400) -> list[str]:
 
 
 def write_sources(folder: Path) -> None:
-    """Every kind of source, each in a folder of its own; `tokens` and `shards` are made last."""
+    """Write every kind of source, each in a folder of its own."""
     for number, (kind, write) in enumerate(FORMATS.items()):
         place = folder / kind.replace(", ", "_").replace(" ", "_")
         place.mkdir(parents=True)
@@ -89,7 +89,7 @@ TOKENIZED = {
 
 
 def configurations(folder: Path) -> dict[str, dict[str, Any]]:
-    """Name -> the `data` section without `sequence_length`."""
+    """Return name -> ``data`` section, without ``sequence_length``."""
 
     def path(name: str) -> str:
         return f"{folder}/{name}"
@@ -145,7 +145,7 @@ def prepared(data: dict[str, Any], cache_dir: Path) -> PreparedCorpus:
 
 
 def facts_of(corpus: PreparedCorpus) -> dict[str, Any]:
-    """Everything that determines the samples of a run."""
+    """Return everything that determines the samples of a run."""
     training = TrainingOrder.of(corpus.train, corpus.seed, SEQUENCE_LENGTH)
     facts = {
         "tokenizer": corpus.tokenizer_fingerprint,
@@ -159,7 +159,7 @@ def facts_of(corpus: PreparedCorpus) -> dict[str, Any]:
 
 
 def _side(mixture: Mixture, order: TrainingOrder | ValidationOrder, count: int) -> dict[str, Any]:
-    """The hashes of the ids of all files and of the first rows, and the numbers of tokens."""
+    """Return the hashes of all ids and of the first rows, and the number of tokens of each file."""
     rows = Rows(mixture, SEQUENCE_LENGTH)
     drawn = [rows.at(order.place_of(number)).tolist() for number in range(count)]
     ids = hashlib.sha256()
@@ -205,7 +205,7 @@ def test_the_same_text_gives_the_same_token_folder(name: str, sources: Path, pin
 
 
 def hashes_of(token_folder: Path) -> dict[str, str]:
-    """The hash of each file with ids or of the tokenizer; the index states times of no file."""
+    """Return the hash of each file of the ids and of the tokenizer."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted([*token_folder.glob("*.bin"), *token_folder.glob("tokenizer*")])
@@ -213,7 +213,7 @@ def hashes_of(token_folder: Path) -> dict[str, str]:
 
 
 def _write() -> None:
-    """Writes the expected values with the version of megaspeed that is installed."""
+    """Write the expected values with the version of megaspeed that is installed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_sources(folder)

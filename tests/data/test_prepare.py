@@ -162,7 +162,7 @@ def test_four_processes_at_once_build_one_cache(
 def test_a_process_killed_while_it_builds_leaves_a_cache_that_builds_again(
     tmp_path: Path, train: list[str]
 ) -> None:
-    """The remains are removed, even if the next corpus is another one. The user's files stay."""
+    """The next build removes its remains, even for another corpus, but no file of the user."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     (killed / "text" / "my-run.writing").mkdir(parents=True)
     process = start(config(train=LARGE), killed)
@@ -223,7 +223,7 @@ def test_a_changed_file_changes_the_corpus_even_with_its_size_and_time_kept(tmp_
 def test_text_that_was_just_written_is_read_once_its_changes_are_certain_to_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system's clock may tick every two seconds: a second change keeps size and times."""
+    """The clock of a file system may tick every two seconds. Within a tick, times stay the same."""
     monkeypatch.undo()
     sources = write_texts(tmp_path, a="one two " * 50, b="four " * 50)
     young = config(train=sources, sequence_length=4)

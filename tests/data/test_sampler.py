@@ -1,4 +1,4 @@
-"""The order of samples: a permutation of each epoch, a function of the sample alone."""
+"""The order of samples is a permutation in each epoch, and a function of the sample's number."""
 
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ def test_a_permutation_is_a_bijection() -> None:
 def test_two_positions_of_a_huge_domain_have_two_values(
     key: bytes, size: int, data: st.DataObject
 ) -> None:
-    """Each costs the same, however far it is."""
+    """A position far into the domain costs no more than the first."""
     permutation = Permutation.keyed(size, key)
     positions = data.draw(st.sets(st.integers(0, size - 1), max_size=20))
     values = {permutation(position) for position in positions}

@@ -185,7 +185,7 @@ def test_a_wrong_field_shows_in_the_first_record_before_anything_is_read(tmp_pat
 
 
 def test_a_file_of_another_field_is_another_text(tmp_path: Path) -> None:
-    """The files' states are equal, so the recipe of one must not be used for the other."""
+    """The states of the files are equal, so the key of the cache needs the format, too."""
     (tmp_path / "a.jsonl").write_bytes(json_lines(["a"]))
     one, other = (
         selected({"path": f"{tmp_path}/a.jsonl", "text_field": field}) for field in ("text", "id")

@@ -1,4 +1,4 @@
-"""Sources name files. All that cannot be found or read are reported at once."""
+"""Sources name files. All files that cannot be found or read are reported at once."""
 
 import glob
 import os
@@ -159,7 +159,7 @@ def problem_of(*sources: str) -> str:
 def test_links_to_files_that_are_listed_are_skipped_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each was a problem that ended the run: 47 of them in one folder."""
+    """A folder had 47 links, and each of them was a problem that ended the run."""
     touch(tmp_path, "b.txt", "c.txt", "links/d.txt")
     for number in range(46):
         (tmp_path / f"a{number:02}.txt").symlink_to("b.txt")

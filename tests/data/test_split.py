@@ -1,4 +1,4 @@
-"""Text is held out by complete documents, and the end of a long one: about the fraction."""
+"""Complete documents of text are held out, and the end of a long one: about the fraction."""
 
 import hashlib
 import random

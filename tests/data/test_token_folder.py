@@ -1,4 +1,4 @@
-"""A token folder is opened as it was written. The error of a damaged one states what to do."""
+"""A token folder is opened as it was written, and a damaged one is refused."""
 
 import hashlib
 import json

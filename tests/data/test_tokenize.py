@@ -58,7 +58,7 @@ def opened(folder: Path) -> tuple[TokenFile, ...]:
 def test_the_ids_are_those_of_a_plain_loop_over_the_tokenizer(
     tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From every format at once, through the command."""
+    """The command reads one file of every format."""
     kinds = ("txt", "txt.gz", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "saved")
     sources = [FORMATS[kind](tmp_path, TEXTS) for kind in kinds]
     options = ["--tokenizer", str(tokenizer_folder), "--output", str(tmp_path / "out")]

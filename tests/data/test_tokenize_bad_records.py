@@ -51,7 +51,7 @@ def tokenize(text: Path, tokenizer: Path, *options: str) -> int:
 def test_skip_bad_skips_counts_and_lists_all_bad_records(
     tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If the first call was without the option, the same folder can continue with it."""
+    """A call with the option may follow one without it, in the same folder."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for name, (content, _) in BAD.items():
@@ -93,7 +93,7 @@ def test_a_line_that_is_too_long_is_refused_or_skipped_before_it_is_complete(
     capsys: pytest.CaptureFixture[str],
     suffix: str,
 ) -> None:
-    """17 MB of gzip have a line of 3 GiB, which ended with a MemoryError."""
+    """A file of 17 MB had a line of 3 GiB, and reading it ended with a MemoryError."""
     longest = 1000
     monkeypatch.setattr(text_files, "_LONGEST_LINE_BYTES", longest)
     allowed = json.dumps({"text": "x" * (longest - len('{"text": ""}') - 1)}).encode() + b"\n"

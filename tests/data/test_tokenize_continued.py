@@ -35,7 +35,7 @@ SHARD_TOKENS = 500
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[SourceFile]:
-    """Four files of about ten batches; the plan is saved after each file."""
+    """Write four files of about ten batches. The plan is saved after each file."""
     monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(module, "_SAVED_AT_ONCE_BYTES", 0)
     for name in "abc":
@@ -51,7 +51,7 @@ def tokenized(
 
 
 def tokenize_command(text: Path, tokenizer: Path) -> list[str | Path]:
-    """A process that saves the plan after each input file."""
+    """Return a command that saves the plan after each input file."""
     program = (
         "from megaspeed.cli import main; from megaspeed.data import tokenize; "
         "tokenize._SAVED_AT_ONCE_BYTES = 0; raise SystemExit(main())"
@@ -70,7 +70,7 @@ def tokenize_command(text: Path, tokenizer: Path) -> list[str | Path]:
 
 
 def write_many(folder: Path, size_bytes: int) -> Path:
-    """Files with this many bytes in total. A fast machine takes a second for 100 MB."""
+    """Write files with this many bytes in total. A fast machine encodes 100 MB in a second."""
     folder.mkdir()
     first = write_json_lines(folder / "00.jsonl", 1_000_000)
     for number in range(1, size_bytes // 1_000_000):
@@ -89,7 +89,7 @@ def run(command: list[str | Path]) -> "subprocess.CompletedProcess[str]":
 
 
 def done(folder: Path) -> int:
-    """Tokens that the plan states."""
+    """Return the number of tokens that the plan states."""
     try:
         progress = json.loads((folder / "plan.json").read_text())["progress"]
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def wait_for(process: "subprocess.Popen[str]", moment: Callable[[], bool]) -> No
 def test_killed_at_any_moment_it_ends_with_the_same_bytes(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
-    """Killed at its start, after its first file, and in between. Its workers end with it."""
+    """It is killed at its start, after its first file, and later. Its workers end, too."""
     command = tokenize_command(write_many(tmp_path / "text", 10_000_000), tokenizer_folder)
     assert run([*command, "--output", tmp_path / "whole"]).returncode == 0
     whole = contents(tmp_path / "whole")
@@ -163,7 +163,7 @@ def test_a_worker_that_is_killed_ends_the_work_and_it_can_continue(
 def test_ctrl_c_keeps_complete_files_and_shows_no_stack(
     tmp_path: Path, tokenizer_folder: Path, moment: str
 ) -> None:
-    """The signal reaches every process of the terminal."""
+    """A terminal sends the signal to every process."""
     out = tmp_path / "out"
     text = write_many(tmp_path / "text", 60_000_000)
     process = start([*tokenize_command(text, tokenizer_folder), "--output", out])
@@ -228,7 +228,7 @@ def test_a_full_disk_keeps_complete_files_and_the_same_command_continues(
 def test_a_tokenization_continued_after_stops_is_complete(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer, stops: tuple[int, ...]
 ) -> None:
-    """Stopped after these numbers of batches. Each file has ten."""
+    """It stops after these numbers of batches. Each file has ten."""
     tokenized(files, tokenizer, tmp_path / "whole", Record())
     for after_batches in stops:
         stop = Stop(after_batches)

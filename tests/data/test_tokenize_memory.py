@@ -18,10 +18,10 @@ _ONCE_BYTES = 2_000_000
 
 @pytest.mark.timeout(300)
 def test_ten_times_the_text_takes_no_more_memory(tmp_path: Path, tokenizer_folder: Path) -> None:
-    """One worker, so that the number of batches in flight is equal. All processes are counted.
+    """With one worker, the number of batches in flight is equal. All processes are counted.
 
-    Nor does one long document. When pieces of a megabyte were encoded at once it took 70 % more,
-    and kept it; so did ten times a text with one such document, once every worker had met it.
+    One long document takes no more either. Pieces of a megabyte took 70 % more, and each worker
+    kept this memory after its first long document.
     """
     once = peak_bytes(write_json_lines(tmp_path / "1.jsonl", _ONCE_BYTES), tokenizer_folder)
     tenfold = peak_bytes(
@@ -34,7 +34,7 @@ def test_ten_times_the_text_takes_no_more_memory(tmp_path: Path, tokenizer_folde
 
 
 def peak_bytes(text: Path, tokenizer: Path) -> int:
-    """The largest resident set of the command and its processes together."""
+    """Return the largest resident set of the command and its processes together."""
     output = text.with_suffix("")
     options = ["--tokenizer", tokenizer, "--output", output, "--processes", "1"]
     process = psutil.Popen(
@@ -58,7 +58,7 @@ def peak_bytes(text: Path, tokenizer: Path) -> int:
 
 
 def resident_bytes(process: psutil.Process) -> int:
-    """The present resident set of a process and its children."""
+    """Return the present resident set of a process and its children."""
     total = 0
     try:
         for one in (process, *process.children(recursive=True)):

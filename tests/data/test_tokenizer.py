@@ -117,7 +117,7 @@ def test_an_end_of_text_token_from_another_file_is_named_when_it_is_saved(
 def test_a_tokenizer_sees_a_sample_of_a_large_corpus_whatever_files_it_lies_in(
     tmp_path: Path, documents: list[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sample is chosen by content, and read file by file: both give one tokenizer."""
+    """The sample depends on the content of documents, not on the files that they are in."""
     monkeypatch.setattr(tokenizer_module, "TRAINING_SAMPLE_BYTES", 30_000)
     together = tmp_path / "all.txt"
     texts = [document.file.path.read_text() for document in documents]
@@ -219,7 +219,7 @@ def test_a_file_that_is_not_a_tokenizer_is_refused_with_its_mend(
 def test_a_folder_without_a_tokenizer_is_refused_without_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Importing it takes seconds, and `megaspeed check` promises less."""
+    """Importing transformers takes seconds, too long for ``megaspeed check``."""
     asked: list[str] = []
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: asked.append(path))
     (tmp_path / "notes.txt").write_text("no vocabulary")

@@ -12,13 +12,13 @@ from megaspeed.data.tokenizer import TextTokenizer
 
 
 def write_token_folder(folder: Path, text: Path, tokenizer: TextTokenizer) -> Path:
-    """The documents of one text file, in one shard."""
+    """Write the documents of one text file, in one shard."""
     tokenize([SourceFile(text.name, text)], tokenizer, folder, lambda _: None)
     return folder
 
 
 def open_all(path: Path | str, cache: Cache) -> tuple[TokenFile, ...]:
-    """The token files that a source of this path has."""
+    """Return the token files that a source of this path has."""
     return tuple(
         file for each in token_paths(paths_at(str(path))) for file in open_tokens(each, cache)
     )

@@ -6,7 +6,7 @@ from megaspeed.data.token_folder import Progress
 
 
 class Record:
-    """Records the number of tokens at each report."""
+    """Record the number of tokens at each report."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -16,7 +16,7 @@ class Record:
 
 
 class Stop(Record):
-    """Stops the work after a number of batches, as Ctrl-C does."""
+    """Stop the work after a number of batches, as Ctrl-C does."""
 
     def __init__(self, after_batches: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Stop(Record):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Everything in a folder except the lock."""
+    """Return the content of all files in a folder, except the lock."""
     return {
         path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != ".lock"
     }

@@ -15,7 +15,7 @@ WORDS = ["".join(_GENERATOR.choices(_LETTERS, k=_GENERATOR.randint(4, 12))) for 
 
 
 def documents(size_bytes: int, *, longest_words: int = 500) -> Iterator[str]:
-    """Texts of about `size_bytes` in total, always the same ones."""
+    """Yield texts of about ``size_bytes`` in total, always the same ones."""
     generator = random.Random(1)
     while size_bytes > 0:
         text = " ".join(generator.choices(WORDS, k=generator.randint(1, longest_words)))
@@ -24,7 +24,7 @@ def documents(size_bytes: int, *, longest_words: int = 500) -> Iterator[str]:
 
 
 def write_json_lines(path: Path, size_bytes: int) -> Path:
-    """A file of such documents."""
+    """Write a file of such documents."""
     with path.open("w", encoding="utf-8") as stream:
         for text in documents(size_bytes):
             stream.write(json.dumps({"text": text}) + "\n")
@@ -32,7 +32,7 @@ def write_json_lines(path: Path, size_bytes: int) -> Path:
 
 
 def words_tokenizer(folder: Path) -> TextTokenizer:
-    """A byte-level BPE in which nearly every word is one token; it is saved in the folder."""
+    """Train a byte-level BPE in which nearly every word is one token, and save it."""
     text = folder / "words.txt"
     text.write_text(" ".join(f"{word} {word}" for word in WORDS), encoding="utf-8")
     tokenizer = train_tokenizer(read_documents([SourceFile(text.name, text)]), 2000)

@@ -29,7 +29,7 @@ def plain_text(texts: Texts) -> bytes:
 
 
 def write_table(path: Path, texts: Texts, column: str = "text") -> None:
-    """Three rows in a row group, so that a few documents have several."""
+    """Write a table with three rows in each row group."""
     table = pyarrow.table({"id": list(range(len(texts))), column: list(texts)})
     parquet.write_table(table, path, row_group_size=3)
 
@@ -57,7 +57,7 @@ def _bytes(content: Callable[[Texts], bytes]) -> Callable[[Path, Texts], object]
 
 
 def _named(streaming: bool) -> Callable[[Path, Texts], Source]:
-    """A dataset known by name; the name of a folder needs no network."""
+    """Return a writer of a dataset with a name. The name of a folder needs no network."""
 
     def written(folder: Path, texts: Texts) -> Source:
         (folder / "named").mkdir()
@@ -68,7 +68,7 @@ def _named(streaming: bool) -> Callable[[Path, Texts], Source]:
 
 
 def zst(content: bytes) -> bytes:
-    """Two frames with checksums, as the zstd program writes them on several threads."""
+    """Compress to two frames with checksums, as the program zstd does with several threads."""
     compress = zstandard.ZstdCompressor(write_checksum=True).compress
     return compress(content[: len(content) // 2]) + compress(content[len(content) // 2 :])
 
@@ -90,7 +90,7 @@ FORMATS: dict[str, Callable[[Path, Texts], Source]] = {
 
 @pytest.fixture
 def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Datasets by name keep a copy, which must not stay in the user's home."""
+    """Keep the copies of named datasets out of the user's home."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
     datasets.disable_progress_bars()
     yield
@@ -98,13 +98,13 @@ def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def written(kind: str, folder: Path, texts: Texts) -> SourceFile:
-    """The one file of a source in this format."""
+    """Write a source in this format, and return its file."""
     (file,) = list_files([FORMATS[kind](folder, texts)], "data.train")
     return file
 
 
 def texts_in(pieces: Iterable[Piece]) -> list[str]:
-    """The text of each document."""
+    """Return the text of each document."""
     documents, text = [], ""
     for piece in pieces:
         text += piece.text
