@@ -57,9 +57,8 @@ def refusal(run: Run, *, has_pipeline: bool = False) -> str | None:
     """Return why a peer without tensor axis, loss scale and offload cannot train a run, if so."""
     grid, zero = run.grid, run.config.zero_optimization
     if grid.tp > 1 or (grid.pp > 1 and not has_pipeline):
-        axes, mend = (
-            ("data and pipeline axes", "the second") if has_pipeline else ("a data axis", "both")
-        )
+        axes = "data and pipeline axes" if has_pipeline else "a data axis"
+        mend = "parallel.tensor" if has_pipeline else "both"
         return (
             f"it has only {axes}, but parallel.pipeline is {grid.pp} and parallel.tensor is "
             f"{grid.tp}; set {mend} to 1"
@@ -78,7 +77,7 @@ class Plain:
         run: the run, at pp 1 and tp 1.
         context: of this rank.
         watched: whether the norm is always computed, and a step is skipped if it is not finite, as
-            megaspeed does it. A GPU then waits for the host in each step. Also, DDP shows its
+            megaspeed does it. The host then waits for the GPU in each step. Also, DDP shows its
             buckets.
     """
 
@@ -86,7 +85,7 @@ class Plain:
         set_matmul_precision(run.config.training, context.device)
         self.run, self.context = run, context
         self.buckets: dict[int, Tensor] = {}
-        """Communication buffers that Python cannot reach otherwise."""
+        """Communication buffers that only DDP's hook can reach."""
         self._watched = watched
         self._after_backward: Callable[[], None] = lambda: None
         self.model = self._complete_model()

@@ -148,16 +148,6 @@ WRONG: dict[str, tuple[dict[str, Any], Sequence[str], str]] = {
         ["--world-size", "4096"],
         "--world-size 4096 is more than the ",
     ),
-    "a world that does not divide": (
-        {"parallel": {"tensor": 4}},
-        [],
-        "world size 2 (from --world-size) is not divisible by parallel.pipeline 1 x parallel.",
-    ),
-    "a text that is not there": (
-        {"data": {"train": ["/no/such/text.txt"]}},
-        [],
-        "/no/such/text.txt",
-    ),
     "a folder that is a file": ({}, ["--out", str(TEXT)], "is a file; name another folder"),
 }
 
