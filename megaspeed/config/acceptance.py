@@ -97,8 +97,10 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
         elif name in _SIZES and _at(tree, path) == 0:
             dropped["0 stands for the default"].append(path)
     tree = _without_emptied(tree, auto)
-    renamed, problems = _rename(tree)
-    problems += _other_optimizers(tree)
+    notes: list[str] = []
+    problems: list[Problem] = []
+    _rename(tree, notes, problems)
+    _refuse_other_optimizers(tree, problems)
     for name, reason in {**NO_EFFECT, **REFUSED}.items():
         path = tuple(name.split("."))
         value = _at(tree, path, absent=...)
@@ -112,14 +114,9 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
             problems.append(Problem(path, f"{name} cannot be used here: {reason}"))
     refused = [problem.path for problem in problems]
     kept = _without_emptied(tree, [*refused, *chain.from_iterable(dropped.values())])
-    notes = [
-        *renamed,
-        *(
-            f"no effect here: {', '.join(map(dotted, paths))}: {reason}"
-            for reason, paths in dropped.items()
-        ),
-        *_notes_of_stage(kept.get("zero_optimization")),
-    ]
+    for reason, paths in dropped.items():
+        notes.append(f"no effect here: {', '.join(map(dotted, paths))}: {reason}")
+    notes += _notes_of_stage(kept.get("zero_optimization"))
     omitted = tuple(path for path in auto.values() if _at(kept, path, absent=...) is ...)
     return Accepted(kept, tuple(problems), tuple(notes), omitted)
 
@@ -139,10 +136,8 @@ def _acts(tree: Mapping[str, Any], path: KeyPath) -> bool:
     return stage in EFFECTIVE_STAGES.get(str(path[-2]), (stage,))
 
 
-def _rename(tree: dict[str, Any]) -> tuple[list[str], list[Problem]]:
-    """Give old names in ``tree`` their new ones. Return notes and problems."""
-    notes: list[str] = []
-    problems: list[Problem] = []
+def _rename(tree: dict[str, Any], notes: list[str], problems: list[Problem]) -> None:
+    """Give old names in ``tree`` their new ones."""
     zero = tree.get("zero_optimization")
     if isinstance(zero, bool):
         tree["zero_optimization"] = {"stage": int(zero)}
@@ -166,7 +161,7 @@ def _rename(tree: dict[str, Any]) -> tuple[list[str], list[Problem]]:
         else:
             message = f"{old} means {new}, which is also stated, with another value; remove it"
             problems.append(Problem(tuple(old.split(".")), message))
-    return notes + _report_to(tree), problems
+    _report_to(tree, notes)
 
 
 def _agree(stated: Any, value: Any) -> bool:
@@ -176,9 +171,8 @@ def _agree(stated: Any, value: Any) -> bool:
     return bool(stated == value)
 
 
-def _report_to(tree: dict[str, Any]) -> list[str]:
-    """Replace DeepSpeed's sections of services by ``training.report_to``. Return notes."""
-    notes = []
+def _report_to(tree: dict[str, Any], notes: list[str]) -> None:
+    """Replace DeepSpeed's sections of services by ``training.report_to``."""
     for service in SERVICES:
         training = tree.get("training")
         section = tree.pop(service, None)
@@ -190,28 +184,23 @@ def _report_to(tree: dict[str, Any]) -> list[str]:
             notes.append(
                 f'{service} is read as training.report_to ["{service}"], which has no other keys'
             )
-    return notes
 
 
-def _other_optimizers(tree: dict[str, Any]) -> list[Problem]:
-    """Return a problem if the optimizer is another one, and remove its section.
+def _refuse_other_optimizers(tree: dict[str, Any], problems: list[Problem]) -> None:
+    """Refuse another optimizer once, and remove its section, with all its parameters.
 
     As in DeepSpeed, capital letters do not matter.
     """
     kind = _at(tree, ("optimizer", "type"))
-    if not isinstance(kind, str):
-        return []
-    if kind.lower() in _ADAM:
+    if isinstance(kind, str) and kind.lower() in _ADAM:
         tree["optimizer"]["type"] = _ADAM[kind.lower()]
-        return []
-    del tree["optimizer"]
-    return [
-        Problem(
-            ("optimizer",),
+    elif isinstance(kind, str):
+        del tree["optimizer"]
+        message = (
             f'optimizer.type {describe_value(kind)} is not available; write "AdamW" (or "Adam", '
-            "which means the same here) with the params lr, betas, eps and weight_decay",
+            "which means the same here) with the params lr, betas, eps and weight_decay"
         )
-    ]
+        problems.append(Problem(("optimizer",), message))
 
 
 def _is_off(name: str, value: Any) -> bool:

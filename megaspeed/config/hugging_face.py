@@ -45,6 +45,7 @@ _NOT_EXPORTED = frozenset(
 
 _ORIGINAL = "original_max_position_embeddings"
 _RANDOM_ONLY = "; to plan, or to train from random weights, copy the file and"
+_ROTARY = ("rope_scaling", "rope_parameters")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
@@ -138,8 +139,16 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             fields[field] = value
     problems += _unsupported_values(keys, family)
     if family.features["positions"] == "rotary":
-        problems += _rotary_problems(keys, family)
-        fields |= {} if problems else _rotary_fields(keys, fields["max_position_embeddings"])
+        # As in transformers, the first one of these two that is stated counts.
+        name = next((n for n in _ROTARY if keys.get(n)), _ROTARY[-1])
+        stated = keys.get(name) or {}
+        problems += _rotary_problems(keys, name, stated, family)
+        if not problems:
+            fields["rope_theta"] = stated.get("rope_theta", keys.get("rope_theta", 10_000.0))
+        if not problems and _rotary_type(stated) == "llama3":
+            original = stated.get(_ORIGINAL, fields["max_position_embeddings"])
+            factors = {key: stated[key] for key in _LLAMA3}
+            fields["rope_scaling"] = {"rope_type": "llama3", **factors, _ORIGINAL: original}
     return fields, problems
 
 
@@ -252,20 +261,14 @@ def _alternatives(values: Iterable[Any]) -> str:
     return " or ".join(json.dumps(value) for value in values)
 
 
-def _rotary_parameters(keys: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the key that transformers uses, and its value; an empty object if there is none."""
-    for name in ("rope_scaling", "rope_parameters"):
-        if keys.get(name):
-            return name, keys[name]
-    return "rope_parameters", {}
+def _rotary_type(stated: Mapping[str, Any]) -> Any:
+    return stated.get("rope_type", stated.get("type", "default"))
 
 
-def _rotary_type(parameters: Mapping[str, Any]) -> Any:
-    return parameters.get("rope_type", parameters.get("type", "default"))
-
-
-def _rotary_problems(keys: Mapping[str, Any], family: Family) -> Iterator[str]:
-    name, stated = _rotary_parameters(keys)
+def _rotary_problems(
+    keys: Mapping[str, Any], name: str, stated: Any, family: Family
+) -> Iterator[str]:
+    """Yield what our model does not support of the value of a key for rotary positions."""
     if not isinstance(stated, dict):
         yield f"{name} must be an object or null, but it is {describe_value(stated)}"
         return
@@ -299,16 +302,3 @@ def _rotary_problems(keys: Mapping[str, Any], family: Family) -> Iterator[str]:
         if partial not in (None, 1.0):
             given = describe_value(partial)
             yield f"{place} must be 1.0, but it is {given}{_RANDOM_ONLY} set it to 1.0"
-
-
-def _rotary_fields(keys: Mapping[str, Any], positions: Any) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` of a file without ``_rotary_problems``."""
-    _, stated = _rotary_parameters(keys)
-    fields = {"rope_theta": stated.get("rope_theta", keys.get("rope_theta", 10_000.0))}
-    if _rotary_type(stated) == "llama3":
-        fields["rope_scaling"] = {
-            "rope_type": "llama3",
-            **{key: stated[key] for key in _LLAMA3},
-            _ORIGINAL: stated.get(_ORIGINAL, positions),
-        }
-    return fields

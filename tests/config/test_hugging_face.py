@@ -89,6 +89,7 @@ ROTARY = {
     "transformers 4": ({"rope_theta": 500.0, "rope_scaling": SCALED}, 500.0, 32),
     "a base in both": ({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 500.0}}, 500.0, None),
     "null": ({"rope_theta": 500.0, "rope_scaling": None}, 500.0, None),
+    "factors without a type": ({"rope_scaling": LLAMA3}, 10_000.0, None),
     "an older name of the type": ({"rope_scaling": {**LLAMA3, "type": "llama3"}}, 10_000.0, 64),
 }
 
