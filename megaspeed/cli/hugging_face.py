@@ -16,8 +16,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from megaspeed.cli.model_options import add_tokenizer, exit_code
-from megaspeed.cli.options import add_parser, add_values, say, write_json
+from megaspeed.cli.model_options import add_precision, add_tokenizer, exit_code
+from megaspeed.cli.options import add_flags, add_parser, add_values, say, write_json
 from megaspeed.files.paths import path_argument
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -25,11 +25,6 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 def add_to(commands: Any) -> None:
     """Add both commands."""
-    _add_import(commands)
-    _add_export(commands)
-
-
-def _add_import(commands: Any) -> None:
     text = "convert a Hugging Face model to a checkpoint"
     parser = add_parser(commands, "import-hf", partial(exit_code, _import), text)
     add_values(
@@ -40,41 +35,21 @@ def _add_import(commands: Any) -> None:
     which = parser.add_mutually_exclusive_group()
     add_tokenizer(which)
     which.add_argument(
-        "--no-tokenizer",
-        dest="with_tokenizer",
-        action="store_false",
-        help="import the model without a tokenizer",
+        "--no-tokenizer", action="store_true", help="import the model without a tokenizer"
     )
-    _add_common(parser)
-
-
-def _add_export(commands: Any) -> None:
     text = "export a checkpoint as a Hugging Face model"
-    parser = add_parser(commands, "export-hf", partial(exit_code, _export), text)
+    export = add_parser(commands, "export-hf", partial(exit_code, _export), text)
     size = "largest size of one file of weights, for example 500MB (default: 2GB)"
     add_values(
-        parser,
+        export,
         ("checkpoint", path_argument, "CHECKPOINT", ..., "a checkpoint, or the folder of a run"),
         ("out", path_argument, "OUT", ..., "the folder to create"),
         ("--max-shard-size", byte_count, "SIZE", "2GB", size),
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="precision of the weights in the files (default: float32, which is exact)",
-    )
-    add_tokenizer(parser)
-    _add_common(parser)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-verify",
-        dest="verify",
-        action="store_false",
-        help="do not compare logits and greedy tokens with transformers",
-    )
+    add_precision(export, "precision of the weights in the files (float32, which is exact)")
+    add_tokenizer(export)
+    for each in (parser, export):
+        add_flags(each, ("--no-verify", "do not compare logits and tokens with transformers"))
 
 
 def byte_count(text: str) -> int:
@@ -98,8 +73,8 @@ def _import(options: argparse.Namespace) -> None:
         options.folder,
         options.out,
         tokenizer=options.tokenizer,
-        with_tokenizer=options.with_tokenizer,
-        verify=options.verify,
+        with_tokenizer=not options.no_tokenizer,
+        verify=not options.no_verify,
         report=say,
     )
     write_json(options, {"out": str(options.out), "agreement": agreement and asdict(agreement)})
@@ -116,7 +91,7 @@ def _export(options: argparse.Namespace) -> None:
         tokenizer=options.tokenizer,
         precision=options.dtype,
         max_shard_bytes=options.max_shard_size,
-        verify=options.verify,
+        verify=not options.no_verify,
         report=say,
     )
     figures = {

@@ -23,12 +23,7 @@ def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
     add_tokenizer(parser)
     text = "where to compute (default: cuda if any)"
     parser.add_argument("--device", choices=("cpu", "cuda"), help=text)
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="precision of the weights and of the computation (default: float32)",
-    )
+    add_precision(parser, "precision of the weights and of the computation (float32)")
     parser.add_argument(
         "--opening",
         choices=("auto", "end-of-text", "tokenizer", *openings),
@@ -37,6 +32,12 @@ def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
         "a text, or (auto, the default) what preceded it in training: an end-of-text if the model "
         "was trained here, otherwise the template's",
     )
+
+
+def add_precision(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add ``--dtype``."""
+    types = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=types, default="float32", help=text)
 
 
 def add_tokenizer(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
