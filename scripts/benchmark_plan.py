@@ -104,7 +104,7 @@ class Constants(step_time.Constants):
 
 
 FITTED = Constants(**asdict(step_time.FITTED), interpreted=1.24)
-"""If one source is left out, ``interpreted`` is 1.24 to 1.26."""
+"""If one source is left out, ``interpreted`` is 1.22 to 1.24."""
 
 TRIED: Mapping[str, Sequence[float]] = {
     "products": [round(0.90 + 0.01 * step, 2) for step in range(15)],

@@ -24,8 +24,8 @@ times the predicted time, if all sources have equal weight
 
 LARGE_FACTOR = TYPICAL_FACTOR**3
 """The same for runs with more than ``MUCH_COMMUNICATION``, or with steps below ``SHORT_STEP``. This
-is an assumption, because nearly all such published runs are of one source. It holds for nine of ten
-of them."""
+is an assumption, because most such published runs are of one source. It holds for nine of ten of
+them."""
 
 MUCH_COMMUNICATION = 0.3
 """Fraction of a step that collectives and sends take."""
