@@ -15,13 +15,12 @@ from megaspeed.config.errors import shortened
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.sampler import Rows, TrainingOrder
 from megaspeed.data.text_cache import ORIGINS
-from megaspeed.data.token_file import TokenFile
+from megaspeed.data.token_file import TokenFile, document_ends
 from megaspeed.data.tokenizer import load_tokenizer
 
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 300
 _DOCUMENTS_SHOWN = 4
-_TOKENS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[Sho
             text = tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
         first_token = file.first_token + place.first_token
         ends, origins = documents_of(file)
-        first, last = np.searchsorted(ends, [first_token, first_token + len(ids) - 1])
+        first, last = np.searchsorted(ends, [first_token + 1, first_token + len(ids)])
         yield ShownSample(
             sample=sample,
             source=component.name,
@@ -79,18 +78,12 @@ def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[Sho
 def _documents(
     file: TokenFile,
 ) -> tuple[NDArray[np.int64], Callable[[], Iterator[tuple[str, int]]]]:
-    """Return (last token, file and number of each document) of the complete file; or nothing."""
+    """Return (end, file and number of each document) of the complete file; or nothing."""
     origins = file.path.with_name(ORIGINS)
-    listed: list[tuple[str, list[int]]] = []
-    if origins.exists():  # the folder was made from text by a run
-        listed = json.loads(origins.read_bytes())
-    ids = np.memmap(file.path, file.index.dtype, "r")
-    starts = range(0, len(ids) if listed else 0, _TOKENS_AT_ONCE)
-    found = [
-        start + np.flatnonzero(ids[start : start + _TOKENS_AT_ONCE] == file.index.end_of_text)
-        for start in starts
-    ]
-    ends = np.concatenate([np.empty(0, np.int64), *found])
+    if not origins.exists():  # only a run writes it, when it tokenizes text
+        return np.empty(0, np.int64), lambda: iter(())
+    listed: list[tuple[str, list[int]]] = json.loads(origins.read_bytes())
+    ends = document_ends(np.memmap(file.path, file.index.dtype, "r"), file.index.end_of_text)
     return ends, lambda: ((path, number) for path, numbers in listed for number in numbers)
 
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from megaspeed.data.cache import Cache, remembered
 from megaspeed.data.errors import DataError
-from megaspeed.data.token_file import TokenDtype, TokenFile, TokenIndex
+from megaspeed.data.token_file import TokenDtype, TokenFile, TokenIndex, in_blocks
 from megaspeed.files.json_values import Facts
 
 _NANOGPT_DTYPE: Final = "<u2"
@@ -44,8 +44,6 @@ _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, TokenDtype] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = {6: "float64", 7: "float32"}
-
-_READ_AT_ONCE_TOKENS = 1 << 22
 
 
 def why_not_16_bit(path: Path, vocab_size: int) -> str | None:
@@ -317,8 +315,7 @@ def _read_ids(
     last_id = int(last_ids[0]) if is_common else None
     digest = hashlib.sha256(ids.dtype.str.encode())
     largest_id, occurrences = 0, 0
-    for start in range(0, len(ids), _READ_AT_ONCE_TOKENS):
-        block = np.asarray(ids[start : start + _READ_AT_ONCE_TOKENS])
+    for start, block in in_blocks(ids):
         if int(block.min()) < 0:
             position = int(np.flatnonzero(block < 0)[0])
             raise DataError(

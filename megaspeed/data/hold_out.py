@@ -14,22 +14,20 @@ between documents, if a document ends near enough.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megaspeed.data.documents import Document, described_files
 from megaspeed.data.errors import DataError, raise_any
 from megaspeed.data.foreign_tokens import MegatronIndex
-from megaspeed.data.token_file import TokenFile
+from megaspeed.data.token_file import TokenFile, document_ends
 
 _SHORT_OF = 0.1
 _MOST_TIMES = 2
 
-_SCANNED_AT_ONCE_TOKENS = 1 << 20
 _BLOCKS = 16
 _SMALLEST_BLOCK_TOKENS = 1 << 16
 _HASHED_TOKENS = 1 << 10
@@ -201,13 +199,8 @@ def _stretches(file: TokenFile, spans: Sequence[tuple[int, int]]) -> tuple[Token
 
 def document_span(file: TokenFile, number: int) -> tuple[int, int]:
     """Return the range [first, stop) of the ids of a document, including its end-of-text token."""
-    ends_before, first = 0, 0
-    for ends in _document_ends(file, 1):
-        if ends_before + len(ends) > number:
-            at = number - ends_before
-            return int(ends[at - 1]) if at else first, int(ends[at])
-        ends_before, first = ends_before + len(ends), int(ends[-1]) if len(ends) else first
-    raise AssertionError(f"{file.path} has {ends_before} documents, but number {number} is wanted")
+    ends = document_ends(file.map(), file.index.end_of_text)
+    return int(ends[number - 1]) if number else 0, int(ends[number])
 
 
 def _held_out_blocks(file: TokenFile, fraction: float, seed: int) -> list[tuple[int, int]]:
@@ -259,11 +252,3 @@ def _end_near(file: TokenFile, token: int, slack: int) -> int:
     near = file.map()[token - 1 : token + slack]
     found = np.flatnonzero(near == file.index.end_of_text)
     return token + int(found[0]) if len(found) else token
-
-
-def _document_ends(file: TokenFile, first: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the ends of documents from ``first`` on, counted in tokens, in blocks."""
-    ids = file.map()
-    for start in range(first - 1, len(ids), _SCANNED_AT_ONCE_TOKENS):
-        block = ids[start : start + _SCANNED_AT_ONCE_TOKENS]
-        yield start + 1 + np.flatnonzero(block == file.index.end_of_text)

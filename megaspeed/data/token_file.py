@@ -7,6 +7,7 @@ to be read.
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -22,12 +23,24 @@ TokenDtype = Literal["<u1", "<i1", "<u2", "<i2", "<i4", "<u4", "<i8"]
 IdType = Literal["<u2", "<u4"]
 """The types of ids that megaspeed writes."""
 
-_SCANNED_AT_ONCE_TOKENS = 1 << 24
+_BLOCK_TOKENS = 1 << 22
 
 
 def id_type(vocab_size: int) -> IdType:
     """Return the smallest type that holds every id below ``vocab_size``."""
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+def in_blocks(ids: NDArray[np.integer]) -> Iterator[tuple[int, NDArray[np.integer]]]:
+    """Yield (number of earlier ids, some ids), so that little of a mapped file is in memory."""
+    for start in range(0, len(ids), _BLOCK_TOKENS):
+        yield start, np.asarray(ids[start : start + _BLOCK_TOKENS])
+
+
+def document_ends(ids: NDArray[np.integer], end_of_text: int | None) -> NDArray[np.int64]:
+    """Return the number of ids up to the end of each document."""
+    ends = [start + 1 + np.flatnonzero(block == end_of_text) for start, block in in_blocks(ids)]
+    return np.concatenate([np.empty(0, np.int64), *ends])
 
 
 @dataclass(frozen=True)
@@ -104,16 +117,14 @@ class TokenFile:
         """Return a problem if an id is not below the model's ``vocab_size``, with its place."""
         if self.index.largest_id < vocab_size:
             return None
-        ids = self.map()
-        for start in range(0, len(ids), _SCANNED_AT_ONCE_TOKENS):
-            too_large = np.flatnonzero(ids[start : start + _SCANNED_AT_ONCE_TOKENS] >= vocab_size)
+        for start, block in in_blocks(self.map()):
+            too_large = np.flatnonzero(block >= vocab_size)
             if len(too_large):
-                place = start + int(too_large[0])
-                token = self.first_token + place
+                token = self.first_token + start + int(too_large[0])
                 return (
                     f"every token id must be below model.vocab_size ({vocab_size}), but "
-                    f"{self.path} has id {int(ids[place])} at token {token} (byte "
-                    f"{token * ids.itemsize}); its largest id is {self.index.largest_id}: set "
+                    f"{self.path} has id {int(block[too_large[0]])} at token {token} (byte "
+                    f"{token * block.itemsize}); its largest id is {self.index.largest_id}: set "
                     f"model.vocab_size to at least {self.index.largest_id + 1} or use another "
                     "tokenizer"
                 )
