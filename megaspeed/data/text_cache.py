@@ -116,32 +116,26 @@ def build_text(
             tokenizer = _provide_tokenizer(vocab_size, selection, training)
             if tokenizer is not None:
                 tokenizer.save(folder / _TOKENIZER)
-            train = [
-                _tokenize(documents, tokenizer, folder / f"{share}-train", cut)
-                for share, (documents, cut) in enumerate(zip(training, cuts, strict=True))
-            ]
-            validation = [
-                _tokenize(documents, tokenizer, folder / f"{share}-validation")
-                for share, documents in enumerate(validating)
-            ]
             documents = list(chain(*training, *(() if selection.validation else validating)))
-            write_sealed(
-                folder / _ENTRY,
-                {
-                    "tokenizer": None if tokenizer is None else tokenizer.identity,
-                    "train": train,
-                    "validation": validation,
-                    "documents": len(documents),
-                    "described": _described(documents),
-                },
-            )
+            facts: Facts = {
+                "tokenizer": None if tokenizer is None else tokenizer.identity,
+                "train": [
+                    _tokenize(part, tokenizer, folder / f"{share}-train", cut)
+                    for share, (part, cut) in enumerate(zip(training, cuts, strict=True))
+                ],
+                "validation": [
+                    _tokenize(part, tokenizer, folder / f"{share}-validation")
+                    for share, part in enumerate(validating)
+                ],
+                "documents": len(documents),
+                "described": _described(documents),
+            }
+            write_sealed(folder / _ENTRY, facts)
     except FileNotFoundError as error:
         raise changed_while_read(str(error.filename)) from error
     except OSError as error:
         raise cannot_write(Path(error.filename or entry), error) from error
-    text = recall_text(cache, data, vocab_size, selection)
-    assert text is not None, entry
-    return text
+    return _open(cache, entry, facts)
 
 
 def _entry(cache: Cache, data: DataConfig, vocab_size: int, selection: Selection) -> Path:
@@ -171,9 +165,9 @@ def _open(cache: Cache, entry: Path, facts: Facts) -> TokenizedText:
     train: Parts = []
     validation: Parts = []
     for side, parts in (("train", train), ("validation", validation)):
-        for share, found in enumerate(facts[side]):
-            has_tokens = found is not None
-            parts.append(open_token_folder(entry / f"{share}-{side}", cache) if has_tokens else ())
+        for share, span in enumerate(facts[side]):
+            place = entry / f"{share}-{side}"
+            parts.append(() if span is None else open_token_folder(place, cache))
     for share, span in enumerate(facts["train"]):
         if span:
             (file,) = train[share]
