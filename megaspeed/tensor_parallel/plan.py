@@ -7,10 +7,11 @@ the rows and columns of each rank. ``parallelize`` applies them to the model.
 import math
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Compression
-from megaspeed.model.parameters import Parameter
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Parameter
 
 _VOCABULARY_ROW_MULTIPLE = 8
 """A multiple of 16 bytes in bf16, which tensor cores need for full speed."""
@@ -97,6 +98,33 @@ def is_compressed(
         return True
     rows, columns = shard_of(config, parameter, rank=0, size=size).local_shape
     return compression.rank * (rows + columns) < rows * columns
+
+
+OptimizerGroup = Literal["tied", "partial", "not compressed", "decaying", "other"]
+"""The parameter groups of the optimizer: a weight that two pipeline stages share, parameters whose
+gradient is summed over the tensor axis, matrices that are not compressed although others are, other
+parameters with weight decay, and the rest. Each of the first three is reduced in its own way."""
+
+
+def optimizer_group(
+    config: ModelConfig,
+    parameter: Parameter,
+    compression: Compression | None,
+    *,
+    has_pipeline: bool,
+    size: int,
+    sequence_parallel: bool,
+) -> OptimizerGroup:
+    """Return the optimizer group of a parameter, on ``size`` tensor ranks."""
+    is_shared = config.tie_word_embeddings and has_pipeline
+    if is_shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
+        return "tied"
+    if gradient_is_partial(parameter, size=size, sequence_parallel=sequence_parallel):
+        return "partial"
+    is_matrix = compression is not None and len(parameter.shape) > 1
+    if is_matrix and not is_compressed(config, parameter, compression, size=size):
+        return "not compressed"
+    return "decaying" if parameter.decays else "other"
 
 
 def vocabulary_rows_per_rank(vocab_size: int, size: int) -> int:

@@ -5,8 +5,8 @@ model on the meta device
   -> AdamW over parameter groups    passed to deepspeed.initialize
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Mapping, Set
+from typing import Any, get_args
 
 import deepspeed
 import torch
@@ -16,10 +16,15 @@ from torch import Tensor, nn
 from megaspeed.config.message_sizes import buckets
 from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES, GPT
-from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameter_named
+from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.parallelize import materialize
-from megaspeed.tensor_parallel.plan import ParameterShard, gradient_is_partial, is_compressed
+from megaspeed.tensor_parallel.plan import (
+    OptimizerGroup,
+    ParameterShard,
+    is_compressed,
+    optimizer_group,
+)
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.workarounds import (
@@ -160,14 +165,11 @@ def build_engine(
 
     materialize(model, initial_value, device=context.device, dtype=dtype, on_layer_ready=partition)
     parameters = dict(model.named_parameters())
-    tied = _tied_across_stages(run, parameters)
-    partial = _partial_gradients(run, parameters)
-    groups = parameter_groups(parameters)
+    labels = _optimizer_groups(run, parameters)
+    tied = next((p for p, label in labels.items() if label == "tied"), None)
     compressed = _compressed_gradients(run, parameters)
-    sent_as_they_are = _matrices_beside(run, parameters, compressed)
-    for alone in ([] if tied is None else [tied], partial, sent_as_they_are):
-        groups = _in_groups_of_their_own(groups, alone)
-    groups = _in_buckets(run, groups, model, {id(parameter) for parameter in compressed})
+    groups = _split_by_label(parameter_groups(parameters), labels)
+    groups = _in_buckets(run, groups, model, set(compressed))
     with always_the_zero_optimizer(), without_gradient_hooks():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(groups), mpu=mpu, config=json
@@ -178,7 +180,7 @@ def build_engine(
         context,
         owned_elements=_owned_elements(parameters, shards, tied, context),
         tied=tied,
-        partial=partial,
+        partial=[p for p, label in labels.items() if label == "partial"],
         compressed=compressed,
         loss=loss,
         loss_scale=loss_scale,
@@ -193,19 +195,21 @@ def _prepare_deepspeed(context: ParallelContext) -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
-def _tied_across_stages(run: Run, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
-    if not run.config.model.tie_word_embeddings or run.grid.pp == 1:
-        return None
-    return parameters.get(EMBEDDING_WEIGHT, parameters.get(HEAD_WEIGHT))
-
-
-def _partial_gradients(run: Run, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    model, size, split = run.config.model, run.grid.tp, run.sequence_parallel
-    return [
-        parameter
+def _optimizer_groups(
+    run: Run, parameters: Mapping[str, nn.Parameter]
+) -> dict[nn.Parameter, OptimizerGroup]:
+    model, split = run.config.model, run.sequence_parallel
+    return {
+        parameter: optimizer_group(
+            model,
+            parameter_named(model, name),
+            run.compression,
+            has_pipeline=run.grid.pp > 1,
+            size=run.grid.tp,
+            sequence_parallel=split,
+        )
         for name, parameter in parameters.items()
-        if gradient_is_partial(parameter_named(model, name), size=size, sequence_parallel=split)
-    ]
+    }
 
 
 def _compressed_gradients(run: Run, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
@@ -217,37 +221,24 @@ def _compressed_gradients(run: Run, parameters: Mapping[str, nn.Parameter]) -> l
     ]
 
 
-def _matrices_beside(
-    run: Run, parameters: Mapping[str, nn.Parameter], compressed: Sequence[nn.Parameter]
-) -> list[nn.Parameter]:
-    """The matrices that are not compressed; none if the run compresses nothing."""
-    model, ids = run.config.model, {id(parameter) for parameter in compressed}
-    return [
-        parameter
-        for name, parameter in parameters.items()
-        if ids and id(parameter) not in ids and len(parameter_named(model, name).shape) > 1
-    ]
-
-
-def _in_groups_of_their_own(
-    groups: list[dict[str, Any]], chosen: Sequence[nn.Parameter]
+def _split_by_label(
+    groups: list[dict[str, Any]], labels: Mapping[nn.Parameter, OptimizerGroup]
 ) -> list[dict[str, Any]]:
-    """Put the chosen parameters into groups without others.
+    """Put parameters with different labels into different groups.
 
     The two stages that share a tied weight partition it alike, and the partition of partial
     gradients is summed over the tensor axis as it is.
     """
-    ids = {id(parameter) for parameter in chosen}
     apart = [
-        {**group, "params": [p for p in group["params"] if (id(p) in ids) == is_chosen]}
-        for is_chosen in (True, False)
+        {**group, "params": [p for p in group["params"] if labels[p] == label]}
+        for label in get_args(OptimizerGroup)
         for group in groups
     ]
     return [group for group in apart if group["params"]]
 
 
 def _in_buckets(
-    run: Run, groups: list[dict[str, Any]], model: GPT, compressed: Set[int]
+    run: Run, groups: list[dict[str, Any]], model: GPT, compressed: Set[nn.Parameter]
 ) -> list[dict[str, Any]]:
     """Put each bucket of gradients into a group of its own. Compressed gradients stay together.
 
@@ -267,7 +258,7 @@ def _in_buckets(
     split = []
     for group in groups:
         members, together = group["params"], [range(len(group["params"]))]
-        if id(members[0]) not in compressed:
+        if members[0] not in compressed:
             head = next((i for i, p in enumerate(members) if p is weight), None)
             together = buckets(run, list(map(elements, members)), head)
         split += [{**group, "params": members[one.start : one.stop]} for one in together]

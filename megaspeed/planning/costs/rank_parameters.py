@@ -14,25 +14,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import get_args
 
 from megaspeed.config.message_sizes import buckets
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Precision, Run
 from megaspeed.config.run import Compression
-from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Parameter, parameters_of
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameters_of
 from megaspeed.pipeline.partition import layers_of_stages
-from megaspeed.tensor_parallel.plan import gradient_is_partial, is_compressed, shard_of
+from megaspeed.tensor_parallel.plan import (
+    OptimizerGroup,
+    is_compressed,
+    optimizer_group,
+    shard_of,
+)
 
 BYTES_OF: Mapping[Precision, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
 """Bytes of one number of each type."""
 
 _ELEMENTS_ALIGNED = 2  # DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py:369: 4 bytes in bf16
-
-OptimizerGroup = Literal["tied", "partial", "not compressed", "decaying", "other"]
-"""The parameter groups of DeepSpeed's optimizer: a weight that two pipeline stages share,
-parameters whose gradient is summed over the tensor axis, matrices that are not compressed although
-others are, other parameters with weight decay, and the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,32 +74,22 @@ def _local_parameters(
     splits_sequence: bool,
     compression: Compression | None,
 ) -> tuple[LocalParameter, ...]:
-    shared = model.tie_word_embeddings and has_pipeline
-    parameters = parameters_of(model, layers)
-    compressed = {
-        name
-        for name, parameter in parameters.items()
-        if is_compressed(model, parameter, compression, size=tp)
-    }
-
-    def group_of(parameter: Parameter) -> OptimizerGroup:
-        if shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
-            return "tied"
-        if gradient_is_partial(parameter, size=tp, sequence_parallel=splits_sequence):
-            return "partial"
-        if compressed and len(parameter.shape) > 1 and parameter.name not in compressed:
-            return "not compressed"
-        return "decaying" if parameter.decays else "other"
-
     return tuple(
         LocalParameter(
             name=name,
             layer=parameter.layer,
             shape=shard_of(model, parameter, rank=0, size=tp).local_shape,
-            group=group_of(parameter),
-            is_compressed=name in compressed,
+            group=optimizer_group(
+                model,
+                parameter,
+                compression,
+                has_pipeline=has_pipeline,
+                size=tp,
+                sequence_parallel=splits_sequence,
+            ),
+            is_compressed=is_compressed(model, parameter, compression, size=tp),
         )
-        for name, parameter in parameters.items()
+        for name, parameter in parameters_of(model, layers).items()
     )
 
 
