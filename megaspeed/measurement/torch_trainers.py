@@ -281,7 +281,8 @@ class Fsdp2(Plain):
 
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds; the tensor itself if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # ``to_local`` would record an operation of autograd.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _gathered_parameters(model: nn.Module) -> list[Any]:
