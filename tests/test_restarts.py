@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """By step, of a file that has every step once and in order."""
+    """The losses by step. The file has every step once and in order."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record["step"] for record in records]
     assert steps == list(range(steps[0], steps[0] + len(steps)))
@@ -41,7 +41,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last complete record's; 0 before there is one."""
+    """The step of the last complete record; 0 if there is none."""
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return json.loads(lines[-1])["step"] if lines else 0
@@ -64,7 +64,7 @@ def wait_for_step(job: Job, step: int, within: float = 120) -> None:
 
 
 def step_after_restart(job: Job, number: int, kills: int) -> int:
-    """The step after which this restart continues; waits until it says so."""
+    """The step after which this restart continues, as soon as it is printed."""
     said = f"restart {number} of {kills}: the run continues after step "
     job.wait_until_said(said, 120)
     time.sleep(0.1)  # until the line is complete
@@ -84,7 +84,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
     tmp_path: Path, launcher: Launcher, kills: int, undisturbed: dict[int, float]
 ) -> None:
-    """By torchrun's agent, and by a supervisor of each rank. The other rank names who was killed.
+    """torchrun's agent or a supervisor restarts the ranks. The other rank names the killed one.
 
     --fresh and --resume DIR say where a launch starts, not where a restart does.
     """
@@ -181,7 +181,7 @@ def test_wrong_input_is_not_tried_again(tmp_path: Path, launcher: Launcher) -> N
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -> None:
-    """No launcher is there that would end the others."""
+    """No launcher would end the other ranks."""
     port = str(free_port())
     limit = "training.hang_timeout_seconds=15"
     same = (*SAVES, "training.restart=2", f"training.run_dir={tmp_path / 'run'}", limit)
@@ -201,7 +201,7 @@ def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -
 def attempt(
     number: int, store: dist.Store, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> str | None:
-    """What a restart says to the attempts before it."""
+    """What an attempt decides because of the attempts before it."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
     launch = LaunchEnvironment(0, 1, 0, 1, "test")
     restarts = Restarts(Meeting(store, launch, between_attempts=store))
@@ -271,7 +271,7 @@ end_process(restarts.run_supervised(train))
 
 
 class CheapRanks:
-    """Two supervisors whose children do not train, started one by one without a launcher."""
+    """Two supervisors, started without a launcher, whose children do not train."""
 
     def __init__(self, folder: Path, body: str, seconds_to_end: float = 1) -> None:
         self.folder = folder
@@ -291,14 +291,14 @@ class CheapRanks:
             self.of[rank] = Forked(command, self.folder, variables, out, out)
 
     def go(self) -> None:
-        """Lets the children leave their first line, after both have started."""
+        """Let the children leave their first line, after both have started."""
         while len(list(self.folder.glob("started-*"))) < 2:
             assert all(one.poll() is None for one in self.of.values())
             time.sleep(0.05)
         (self.folder / "go").touch()
 
     def ended(self, *ranks: int) -> list[tuple[int, str]]:
-        """The exit code and what was said, by rank."""
+        """The exit code and the output, by rank."""
         try:
             return [
                 (self.of[rank].wait(120), (self.folder / f"out-{rank}").read_text())
@@ -310,7 +310,7 @@ class CheapRanks:
 
 
 def test_a_late_start_and_a_late_end_of_rank_0_are_no_failures(tmp_path: Path) -> None:
-    """A node may still pull its container; rank 0 may still draw the loss curve."""
+    """A node may start later, and rank 0 may draw the loss curve at the end."""
     ranks = CheapRanks(tmp_path, "time.sleep(10 * (rank == 0))")
     ranks.start(1)
     time.sleep(15)
@@ -332,7 +332,7 @@ def test_a_supervisor_without_rank_0_says_which_address_does_not_answer(tmp_path
 
 
 def test_a_supervisor_of_rank_0_that_is_frozen_ends_the_job(tmp_path: Path) -> None:
-    """The ranks detect it, too, and end. Their supervisors waited for it forever."""
+    """The ranks detect it, too, and end. In an earlier version, their supervisors waited forever."""
     ranks = CheapRanks(tmp_path, "time.sleep(10); return 3")
     ranks.start(0, 1)
     ranks.go()
@@ -346,7 +346,7 @@ def test_a_supervisor_of_rank_0_that_is_frozen_ends_the_job(tmp_path: Path) -> N
 def test_the_rank_of_another_supervisor_may_save_after_one_has_died(
     tmp_path: Path, victim: int
 ) -> None:
-    """A save is of all ranks, and takes longer than the time to end after a failure."""
+    """All ranks save together, which takes longer than the time to end after a failure."""
     ranks = CheapRanks(tmp_path, "time.sleep(10); (folder / f'saved-{rank}').touch()")
     ranks.start(0, 1)
     ranks.go()
@@ -357,7 +357,7 @@ def test_the_rank_of_another_supervisor_may_save_after_one_has_died(
 
 
 def test_a_stop_signal_to_one_rank_before_training_ends_all(tmp_path: Path) -> None:
-    """The rank ends with 128 + SIGTERM, and only it was signalled."""
+    """The rank ends with 128 + SIGTERM, and only this rank got the signal."""
     ranks = CheapRanks(tmp_path, "time.sleep(60 * (rank == 0)); return 128 + signal.SIGTERM")
     ranks.start(0, 1)
     ranks.go()

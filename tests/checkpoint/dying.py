@@ -21,7 +21,7 @@ def save(folder: CheckpointFolder, step: int, content: bytes) -> None:
 
 
 def die_at(change: int) -> None:
-    """Ends this process, as kill -9 does, before its change of that number."""
+    """End this process, as kill -9 does, before its change of that number."""
     changes = count()
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:

@@ -18,7 +18,7 @@ from tests.checkpoint.saved_runs import SavedRun, started
 def train_imported(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, checkpoint: Path, steps: int
 ) -> tuple[Tensor | None, list[float]]:
-    """Loads a checkpoint, saves it again as it is, trains some steps, and saves again."""
+    """Load a checkpoint, save it again as it is, train some steps, and save again."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         rank.progress = rank.checkpointing.load(checkpoint)

@@ -144,13 +144,13 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def saved(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
-    """Writes the model to a folder; returns the folder."""
+    """Write the model to a folder; return the folder."""
     model.save_pretrained(folder, **options)
     return folder
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """Writes a tokenizer of at most 270 entries to a model's folder; returns the folder."""
+    """Write a tokenizer of at most 270 entries to a model's folder; return the folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -177,7 +177,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    """Changes keys of a folder's config.json."""
+    """Change keys of a folder's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 

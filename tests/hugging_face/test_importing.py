@@ -63,7 +63,7 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 
 def written(weights: Weights, folder: Path, name: str = WEIGHTS) -> Path:
-    """Writes the weights to one file of a folder; returns the folder."""
+    """Write the weights to one file of a folder; return the folder."""
     save_file({key: value.contiguous() for key, value in weights.items()}, folder / name)
     return folder
 

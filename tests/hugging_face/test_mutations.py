@@ -56,7 +56,7 @@ def turned(model: ModelConfig) -> Iterator[Part]:
 
 
 def mapped_by(table: Callable[[ModelConfig], Iterator[Part]]) -> Callable[[Patch], None]:
-    """Lets imports and exports use another table."""
+    """Let imports and exports use another table."""
 
     def mutate(patch: Patch) -> None:
         for user in (weights, importing, exporting):
@@ -98,7 +98,7 @@ def another_epsilon(patch: Patch) -> None:
 
 
 def reordered(*order: int) -> Callable[[Patch], None]:
-    """Takes the thirds of the fused projection's output in another order."""
+    """Take the thirds of the fused projection's output in another order."""
 
     def mutate(patch: Patch) -> None:
         make = attention.Attention.__init__
@@ -117,7 +117,7 @@ def reordered(*order: int) -> Callable[[Patch], None]:
 
 
 def up_above_gate(patch: Patch) -> None:
-    """Takes the halves of the fused feed-forward projection in the other order."""
+    """Take the halves of the fused feed-forward projection in the other order."""
 
     def swiglu(gate_up: Tensor) -> Tensor:
         up, gate = gate_up.chunk(2, dim=-1)
@@ -186,7 +186,7 @@ Folders = Callable[[Make, str], tuple[Path, Path]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Returns the folder of a model and its checkpoint, which are made once."""
+    """A function that returns the folder of a model and its checkpoint, which are made once."""
     made: dict[tuple[Make, str], tuple[Path, Path]] = {}
 
     def of(make: Make, weights: str) -> tuple[Path, Path]:

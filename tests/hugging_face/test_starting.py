@@ -77,7 +77,7 @@ def test_its_weights_are_loaded_and_its_moments_are_zeros(
 def job(
     launch: LaunchEnvironment, cache: Path, commands: list[list[str]]
 ) -> list[tuple[int, str, str]]:
-    """Runs main jobs one after the other as the only rank; (exit code, stdout, stderr) of each."""
+    """Run main jobs one after the other as the only rank; (exit code, stdout, stderr) of each."""
     os.environ["MEGASPEED_CACHE"] = str(cache)
     endings = []
     for command in commands:

@@ -53,7 +53,7 @@ Models = Callable[[str], tuple[Path, Path]]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Returns (checkpoint, its export) of a model, which is made once."""
+    """A function that returns (checkpoint, its export) of a model, which is made once."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def of(name: str) -> tuple[Path, Path]:
