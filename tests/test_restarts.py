@@ -332,7 +332,7 @@ def test_a_supervisor_without_rank_0_says_which_address_does_not_answer(tmp_path
 
 
 def test_a_supervisor_of_rank_0_that_is_frozen_ends_the_job(tmp_path: Path) -> None:
-    """The ranks detect it, too, and end. In an earlier version, their supervisors waited forever."""
+    """The ranks detect it and end. In an earlier version, their supervisors waited forever."""
     ranks = CheapRanks(tmp_path, "time.sleep(10); return 3")
     ranks.start(0, 1)
     ranks.go()

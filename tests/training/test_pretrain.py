@@ -7,6 +7,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from filelock import FileLock
@@ -15,6 +16,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain, run_folder
+from megaspeed.training.resume import Restarts
 from megaspeed.training.run_folder import LOCK
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2
@@ -117,6 +119,23 @@ def test_a_layout_that_these_processes_cannot_take_ends_with_2(
 def endings(launch: LaunchEnvironment, config: Path, commands: list[list[str]]) -> list[Ending]:
     """Of one run after the other."""
     return [ending(config, *command) for command in commands]
+
+
+def endings_without_a_decision(
+    launch: LaunchEnvironment, config: Path, error: Exception
+) -> list[Ending]:
+    """The main job on this rank, if rank 0 cannot decide whether a restart helps."""
+    with mock.patch.object(Restarts, "problem", side_effect=error):
+        return endings(launch, config, [[]])
+
+
+def test_a_failed_decision_about_a_restart_is_no_wrong_input(pool: RankPool, config: Path) -> None:
+    """Exit code 2 would end the job for good."""
+    error = KeyError("a mistake in the code")
+    ((first,), (second,)) = pool.run(2, endings_without_a_decision, config, error)
+    assert (first[0], second[0]) == (1, 1)
+    assert "a mistake in the code" in first[2] and second[2] == ""
+    assert not (run_dir_of(config) / "config.json").exists()
 
 
 def run_dir_of(config: Path) -> Path:
