@@ -8,7 +8,7 @@ Measuring makes a step slower, so do not time the same step. A rank that is out 
 what it holds and which changes free most memory.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, Self
@@ -29,12 +29,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.training.worker import Load, StepResult, Worker, peak_memory
 from megaspeed.units import memory_unit
 from megaspeed.zero.engine import ZeroEngine
-from megaspeed.zero.model_states import (
-    allocates_for_communication,
-    held_gradients,
-    held_optimizer_states,
-    held_parameters,
-)
+from megaspeed.zero.model_states import master_partitions
 
 # Operator -> its collective, and the index of the argument that is its message: the output of a
 # gather, the input of all others. If the index is None, the message is the result.
@@ -189,13 +184,49 @@ class WatchedZero:
         self._engine.before_step = function
 
 
+_FOR_COMMUNICATION = (
+    "torch.distributed.fsdp.",
+    "torch.distributed.algorithms.",
+    "deepspeed.runtime.zero.",
+    "deepspeed.runtime.comm.",
+    "megaspeed.zero.buckets",
+    "megaspeed.zero.compression",
+    "megaspeed.zero.gradients",
+    "megaspeed.zero.layer_gathers",
+    "megaspeed.zero.reductions",
+)
+"""Modules whose tensors are communication buffers; a dot at the end stands for all of a package."""
+
+
 def _category_of(module: str) -> Category | None:
-    if module.startswith(("torch.distributed.fsdp.", "torch.distributed.algorithms.")):
-        return "communication_buffers"
-    for_communication = allocates_for_communication(module)
-    if for_communication is None:
-        return None
-    return "communication_buffers" if for_communication else "activations"
+    """Return the category of what a module allocates; None if this depends on its caller."""
+    if module == "deepspeed.runtime.zero.linear":  # a linear layer's forward and backward
+        return "activations"
+    return "communication_buffers" if module.startswith(_FOR_COMMUNICATION) else None
+
+
+def held_parameters(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    """Yield the model's parameters; at ZeRO-3 their partitions, and those that stay gathered."""
+    for parameter in engine.module.parameters():
+        if getattr(parameter, "ds_persist", True):
+            yield parameter.data
+        yield getattr(parameter, "ds_tensor", None)
+
+
+def held_gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    """Yield gradients, complete or partitioned, accumulated or not."""
+    yield from engine.gradients.tensors()
+    for parameter in engine.module.parameters():
+        yield parameter.grad
+    for master in master_partitions(engine.optimizer):
+        yield master.grad
+
+
+def held_optimizer_states(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    """Yield fp32 master weights and AdamW's moments."""
+    yield from master_partitions(engine.optimizer)
+    for state in engine.optimizer.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 class TrafficLog(TorchDispatchMode):

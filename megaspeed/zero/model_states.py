@@ -17,7 +17,7 @@ A fragment is a flat range of one parameter. Whatever is written to it is what t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
 import torch
@@ -135,73 +135,6 @@ def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
         state["exp_avg"] = torch.zeros_like(master.data)
         state["exp_avg_sq"] = torch.zeros_like(master.data)
     return state
-
-
-class HeldGradients(Protocol):
-    """What the measurement of ``Gradients`` reads."""
-
-    def tensors(self) -> Iterator[Tensor]:
-        """The tensors that hold gradients between two micro-batches."""
-
-
-class Engine(Protocol):
-    """What the measurement of a ``ZeroEngine`` reads."""
-
-    @property
-    def gradients(self) -> HeldGradients:
-        """This rank's gradients."""
-
-    @property
-    def module(self) -> nn.Module:
-        """This rank's layers."""
-
-    @property
-    def optimizer(self) -> Any:
-        """DeepSpeed's ZeRO optimizer."""
-
-
-def held_parameters(engine: Engine) -> Iterator[Tensor | None]:
-    """The model's parameters. At ZeRO-3, their partitions and the parameters that stay gathered."""
-    for parameter in engine.module.parameters():
-        if getattr(parameter, "ds_persist", True):
-            yield parameter.data
-        yield getattr(parameter, "ds_tensor", None)
-
-
-def held_gradients(engine: Engine) -> Iterator[Tensor | None]:
-    """Gradients, complete or partitioned, accumulated or not."""
-    yield from engine.gradients.tensors()
-    for parameter in engine.module.parameters():
-        yield parameter.grad
-    for master in master_partitions(engine.optimizer):
-        yield master.grad
-
-
-def held_optimizer_states(engine: Engine) -> Iterator[Tensor | None]:
-    """fp32 master weights and AdamW's moments."""
-    optimizer = engine.optimizer
-    yield from master_partitions(optimizer)
-    for state in optimizer.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def allocates_for_communication(module: str) -> bool | None:
-    """Whether tensors that this Python module allocates are for communication.
-
-    None if this depends on the caller of the module.
-    """
-    if module == "deepspeed.runtime.zero.linear":  # a linear layer's forward and backward
-        return False
-    if module.startswith(("deepspeed.runtime.zero.", "deepspeed.runtime.comm.")):
-        return True
-    own = (
-        "megaspeed.zero.buckets",
-        "megaspeed.zero.compression",
-        "megaspeed.zero.gradients",
-        "megaspeed.zero.layer_gathers",
-        "megaspeed.zero.reductions",
-    )
-    return True if module in own else None
 
 
 def parameter_fragments(

@@ -6,7 +6,7 @@ from typing import Any
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
-from megaspeed.zero.model_states import held_gradients
+from megaspeed.measurement.watched_step import held_gradients
 from tests.zero.one_rank import OneRank
 
 
