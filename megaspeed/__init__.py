@@ -21,7 +21,7 @@ above it:
     measurement/      trains to find something out: verify, compare, bench, scaling
     doctor/           checks whether a run can start
     reports/          compares the folders of runs, or shows them on one page
-    cli/              the ``megaspeed`` command, a file for each subcommand
+    cli/              the ``megaspeed`` command, a file for one or two subcommands
 
 ``docs/architecture.md`` follows one micro-batch from the loader to the optimizer.
 

@@ -58,16 +58,11 @@ def read_pieces(
         raise CheckpointError(f"{folder}: {describe(error)}") from error
 
 
-def load_model(
-    checkpoint: Path,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> GPT:
+def load_model(checkpoint: Path, *, dtype: torch.dtype = torch.float32) -> GPT:
     """The model with the checkpoint's master weights, in evaluation mode and without gradients.
 
-    In fp32 on the CPU, the files are read directly into the parameters; otherwise one saved box at
-    a time is copied. A tied head is the embedding. Raises CheckpointError if it cannot be read.
+    In fp32, the files are read directly into the parameters; otherwise one saved box at a time is
+    copied. A tied head is the embedding. Raises CheckpointError if it cannot be read.
     """
     config = model_config(checkpoint)
     with torch.device("meta"):
@@ -75,8 +70,8 @@ def load_model(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     materialize(
         model,
-        lambda name: torch.empty(shapes[name], dtype=dtype, device=device),
-        device=torch.device(device),
+        lambda name: torch.empty(shapes[name], dtype=dtype),
+        device=torch.device("cpu"),
         dtype=dtype,
     )
     model.requires_grad_(False)

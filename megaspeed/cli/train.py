@@ -102,6 +102,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
 
     keep_output_open()
     try:
+        # This calls ``train`` here, unless ``training.restart`` makes this process a supervisor.
         code = run_supervised(train)
     except KeyboardInterrupt:  # before the ranks are connected
         code = 128 + signal.SIGINT

@@ -5,8 +5,8 @@
     hold         layers of a pass --> the layers in memory at each of them
                                                    stage3_max_live_parameters
 
-The engine follows these rules (``zero``), and the predictions count what follows from them
-(``planning``). They need no torch.
+The engine follows these rules (``zero/build.py``, ``zero/layer_gathers.py``), and the predictions
+count what follows from them (``planning``). They need no torch.
 """
 
 from collections.abc import Sequence

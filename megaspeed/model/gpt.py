@@ -42,8 +42,9 @@ def make_modules(rows: Mapping[str, Row]) -> dict[str, nn.Module]:
 
 def _make_module(row: Row) -> nn.Module:
     if row.columns is None:
-        norm = nn.LayerNorm if row.kind == "layer_norm" else nn.RMSNorm
-        return norm(row.rows, eps=row.eps)
+        if row.kind == "layer_norm":
+            return nn.LayerNorm(row.rows, eps=row.eps, bias=row.bias)
+        return nn.RMSNorm(row.rows, eps=row.eps)
     if row.kind == "embedding":
         weight = torch.empty(row.rows, row.columns)
         if not weight.is_meta:  # torch imports its compiler to draw on the meta device

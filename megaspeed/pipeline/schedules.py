@@ -100,7 +100,7 @@ class ReduceTiedGradients(StepInstruction):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep(StepInstruction):
-    """Clip, update the parameters and clear the gradients."""
+    """Clip, and update the parameters. The first forward of the next step clears the gradients."""
 
 
 ForwardInstruction = LoadMicroBatch | ReceiveActivation | Forward | SendActivation

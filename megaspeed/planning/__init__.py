@@ -1,5 +1,6 @@
 """Predict a run before it starts, without tensors, processes or a GPU.
 
+costs/             memory, traffic and step time, from shapes
 cluster.py         the machines, as the user states them
 measured_cpu.py    this machine as a cluster; another process measures it
 prediction.py      memory and traffic of every kind of pipeline stage of a run

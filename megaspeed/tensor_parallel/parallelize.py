@@ -3,7 +3,7 @@
     plain GPT on the meta device --parallelize--> the same GPT with parallel layers, still on meta
     --materialize--> this rank's shards, with the same bits as slices of the full initial weights
 
-No rank ever holds the full model: a shard is made without its full parameter (see
+No rank ever holds more than its part of the model: a shard is made without its full parameter (see
 ``model.initialization``).
 """
 

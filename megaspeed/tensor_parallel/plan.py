@@ -103,7 +103,8 @@ def is_compressed(
 OptimizerGroup = Literal["tied", "partial", "not compressed", "decaying", "other"]
 """The parameter groups of the optimizer: a weight that two pipeline stages share, parameters whose
 gradient is summed over the tensor axis, matrices that are not compressed although others are, other
-parameters with weight decay, and the rest. Each of the first three is reduced in its own way."""
+parameters with weight decay, and the rest. Each of the first three is reduced in its own way.
+Parameters with weight decay are matrices, and partial ones have none."""
 
 
 def optimizer_group(
@@ -120,6 +121,7 @@ def optimizer_group(
     if is_shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
         return "tied"
     if gradient_is_partial(parameter, size=size, sequence_parallel=sequence_parallel):
+        assert not parameter.decays, "costs and engine would split this group differently"
         return "partial"
     is_matrix = compression is not None and len(parameter.shape) > 1
     if is_matrix and not is_compressed(config, parameter, compression, size=size):

@@ -88,6 +88,7 @@ class Worker:
             context,
             module,
             self.shards,
+            # Functions, because ``zero`` may not import this folder.
             initial_value=lambda name: shared_initial_shard(
                 model,
                 run.config.training.seed,

@@ -1,4 +1,4 @@
-"""The only package that trains with DeepSpeed."""
+"""The only package that trains with DeepSpeed, except for a peer of ``bench``."""
 
 import os
 

@@ -240,7 +240,9 @@ def _split_by_label(
 def _in_buckets(
     run: Run, groups: list[dict[str, Any]], model: GPT, compressed: Set[nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """Put each bucket of gradients into a group of its own. Compressed gradients stay together.
+    """Put each bucket of gradients (``reduce_bucket_size``) into a group of its own.
+
+    Compressed gradients stay together. With one data rank, nothing is reduced.
 
     At ZeRO-1 and 2, DeepSpeed divides every group into dp equal parts. So a rank owns a row of each
     bucket, and one reduce-scatter sums a bucket for all its owners. If a bucket were a part of a

@@ -76,10 +76,10 @@ class Gradients:
         run: Run,
         context: ParallelContext,
         *,
-        partial: Sequence[nn.Parameter] = (),
-        compressed: Sequence[nn.Parameter] = (),
-        head_weight: nn.Parameter | None = None,
-        head_is_tied: bool = False,
+        partial: Sequence[nn.Parameter],
+        compressed: Sequence[nn.Parameter],
+        head_weight: nn.Parameter | None,
+        head_is_tied: bool,
     ) -> None:
         self._rules = Rules.of(run)
         self._optimizer = optimizer
@@ -110,7 +110,7 @@ class Gradients:
             for parameter in self._bucket_of:
                 parameter.register_post_accumulate_grad_hook(self._take)
         self._without_autograd = set() if head_is_tied else {head_weight}
-        self._is_first = True
+        self._begins_step = True  # whether the next forward is the first one of a step
         self._is_last = False  # whether this backward is the last one of the step
         self._sends_in_backward = False
         fragments = [
@@ -138,7 +138,7 @@ class Gradients:
 
     def begin_forward(self) -> None:
         """Called before each forward that is followed by a backward."""
-        if self._is_first:
+        if self._begins_step:
             self._begin_step()
 
     def sum_of(self, parameter: nn.Parameter) -> Tensor:
@@ -199,7 +199,7 @@ class Gradients:
                     bucket.partition.copy_(total, non_blocking=True)
         if self._rules.is_offloaded and not get_accelerator().is_synchronized_device():
             get_accelerator().current_stream().synchronize()  # the host reads the partition
-        self._is_first = True
+        self._begins_step = True
 
     def hand_over(self) -> None:
         """Give the partition to DeepSpeed's optimizer, just before its step."""
@@ -285,7 +285,7 @@ class Gradients:
                 yield parameter, bucket.complete[start : start + shape.numel()].view(shape)
 
     def _begin_step(self) -> None:
-        self._is_first = False
+        self._begins_step = False
         self._loss_scale = float(self._optimizer.loss_scale)
         if self._compressor is not None:
             self._compresses = self._compressor.is_due(self.steps_taken + 1)

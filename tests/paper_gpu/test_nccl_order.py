@@ -54,7 +54,6 @@ class Notes:
 
     def __init__(self, stages: int, stage: int, data_rank: int, data_ranks: int) -> None:
         self.actions: list[Action] = []
-        self._data_rank, self._data_ranks = data_rank, data_ranks
 
         def rank_of(stage: int) -> int:
             return stage * data_ranks + data_rank

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megaspeed.config.resolve import Run
@@ -56,12 +54,6 @@ class OneRank:
     def weights(self) -> dict[str, Tensor]:
         """What the rank computes with, by full parameter name."""
         return dict(gather_parameters(self.engine.module))
-
-    def sum_over_ranks(self, value: float) -> float:
-        """The same number on every rank."""
-        total = torch.tensor(float(value), dtype=torch.float64)
-        dist.all_reduce(total, group=self.context.world_group)
-        return float(total)
 
 
 def small_run(text: Path, **changes: Any) -> Run:

@@ -351,6 +351,27 @@ def test_deepspeeds_own_norm_hangs_where_pipeline_stages_differ_in_their_paramet
     assert pool.run(3, norm_of_step_1, run, corpus) == pytest.approx([expected] * 3, rel=1e-5)
 
 
+# --- drop_gradient_partitions ---------------------------------------------------------------------
+
+
+def has_deepspeeds_gradients(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, *names: str
+) -> bool:
+    """Whether DeepSpeed's flat gradient of ZeRO-3 is in memory, without these work-arounds."""
+    with left_out(*names), one_rank(launch, run, corpus) as rank:
+        return rank.optimizer.grad_partitions_flat_buffer is not None
+
+
+def test_without_it_zero3_holds_a_second_flat_gradient(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = small_run(text, zero_optimization={"stage": 3})
+    corpus = tiny_corpus(run, cache)
+    held = pool.run(1, has_deepspeeds_gradients, run, corpus, "drop_gradient_partitions")
+    assert held == [True]
+    assert pool.run(1, has_deepspeeds_gradients, run, corpus) == [False]
+
+
 # --- stage1_fp32_accumulation ---------------------------------------------------------------------
 
 

@@ -45,6 +45,7 @@ def closed_form(
     own, p2p = count * max(times), 2 * message * (count + pp - 1)
     if work.schedule == "gpipe":
         return sum(times) + (count - 1) * (max(forward) + max(backward)) - own, p2p
+    assert work.schedule == "1f1b", "use ``simulated`` for another schedule"
     ends = []
     for stage, time in enumerate(times):
         after = len(times) - 1 - stage
