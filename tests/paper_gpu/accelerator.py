@@ -1,12 +1,12 @@
 """An accelerator for DeepSpeed that is a CPU and claims to be an asynchronous device.
 
-DeepSpeed asks its accelerator whether work is done when a call returns. A CPU says yes, and
-DeepSpeed skips its streams, its events and its synchronisations. This one says no. Its streams and
-events run nothing, because the CPU has done the work already. They record two things.
+DeepSpeed asks its accelerator whether work is done when a call returns. A CPU answers yes, and
+DeepSpeed skips its streams, its events and its synchronisations. This one answers no. Its streams
+and events run nothing, because the CPU has done the work already. They record two things.
 
 What the host waits for:
 
-    device   until a stream, or the whole device, has nothing left to do
+    device   until a stream, or the complete device, has no work left
     event    for one event, while later work stays queued: DeepSpeed's limit on how many parameters
              ZeRO-3 gathers ahead, and its copies of offloaded gradients
 
@@ -32,7 +32,7 @@ Clock = dict[int, int]
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """Adds to a clock what another one knows to be done."""
+    """Raise a clock so that it includes what the other one knows to be done."""
     for stream, time in other.items():
         clock[stream] = max(clock.get(stream, 0), time)
 
@@ -50,7 +50,7 @@ class PaperStream:
         self.clock: Clock = {self.number: 0}
 
     def launch(self) -> int:
-        """One more piece of work, after all that the host knows of; returns its time."""
+        """Launch a kernel after all that the host knows of. Return its time in this stream."""
         join(self.clock, self._accelerator.host_clock)
         self.clock[self.number] += 1
         return self.clock[self.number]
@@ -71,7 +71,7 @@ class PaperStream:
         return event
 
     def query(self) -> bool:
-        return False  # a device is never known to be done
+        return False  # the host never knows whether the device is done
 
 
 class PaperEvent:
@@ -99,13 +99,13 @@ class PaperEvent:
 
 
 class PaperAccelerator(CPU_Accelerator):
-    """Takes DeepSpeed's CUDA branches on a CPU.
+    """An accelerator that takes DeepSpeed's CUDA branches on a CPU.
 
     Attributes:
         waits: (kind, where in the code) -> how often the host has waited.
         host_clock: what the host knows to be done.
-        kept: (storage, stream's name) of each ``Tensor.record_stream``: memory that is not used
-            again before the stream has come this far.
+        kept: (storage, stream's name) of each ``Tensor.record_stream``. Such memory is not reused
+            before the stream has reached this point.
     """
 
     def __init__(self) -> None:
@@ -119,18 +119,18 @@ class PaperAccelerator(CPU_Accelerator):
         self._current = self._default
 
     def add(self, stream: PaperStream) -> int:
-        """Takes note of a new stream; returns its number."""
+        """Register a new stream. Return its number."""
         self._streams.append(stream)
         return next(self._numbers)
 
     @property
     def device_waits(self) -> dict[str, int]:
-        """Where the host waits for all work of a stream or of the device."""
+        """Return where the host waits for all work of a stream or of the device, and how often."""
         return {where: count for (kind, where), count in self.waits.items() if kind == "device"}
 
     @property
     def event_waits(self) -> dict[str, int]:
-        """Where the host waits for one event."""
+        """Return where the host waits for one event, and how often."""
         return {where: count for (kind, where), count in self.waits.items() if kind == "event"}
 
     def is_synchronized_device(self) -> bool:
@@ -172,7 +172,7 @@ class PaperAccelerator(CPU_Accelerator):
 
 @contextmanager
 def paper_accelerator() -> Iterator[PaperAccelerator]:
-    """DeepSpeed's accelerator in this block; for a process that builds its engine within it."""
+    """Replace DeepSpeed's accelerator in this block. The engine must be built within the block."""
     accelerator = PaperAccelerator()
     record_stream = torch.Tensor.record_stream
 

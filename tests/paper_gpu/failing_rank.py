@@ -1,9 +1,9 @@
-"""The main job on a rank whose groups cannot be ended, and which fails in its second step.
+"""A training run on a rank whose process groups cannot be ended, and that fails in step 2.
 
     python -m tests.paper_gpu.failing_rank RANK_THAT_FAILS <arguments of scripts/pretrain.py>
 
-NCCL's ``destroy_process_group`` waits for kernels that wait for other ranks. Here it waits for
-ever, and so does the function that aborts groups.
+NCCL's ``destroy_process_group`` waits for kernels that wait for other ranks. Here it waits forever,
+and so does the function that aborts groups.
 """
 
 import os
@@ -24,12 +24,12 @@ BACKWARDS_OF_A_STEP = 4
 
 
 def block_for_ever(*arguments: object) -> None:
-    """As a wait for a rank that never answers."""
+    """Block, as a wait for a rank that never answers does."""
     threading.Event().wait()
 
 
 def fail_in_the_second_step() -> None:
-    """Raises in the second step's second backward pass."""
+    """Raise in the second backward pass of the second step."""
     backward, calls = ZeroEngine.backward, count()
 
     def fails(*arguments: Any, **options: Any) -> None:

@@ -1,10 +1,10 @@
-"""One process as any rank of any grid, over torch's `fake` process groups.
+"""One process as any rank of any grid, over torch's ``fake`` process groups.
 
     with fake_rank(run, rank) as worker:        the real worker, the real DeepSpeed engine
         worker.train_step(batches(run), 1e-3)
 
-A fake collective returns at once: what comes back is this rank's own part. So the numbers mean
-nothing, and the order of calls means everything.
+A fake collective returns at once, with only this rank's own part. So the numbers mean nothing. Only
+the order of the calls is meaningful.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ LLAMA = {
 
 
 def paper_run(*, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
-    """A tiny bf16 run of 2 blocks and 2 micro-batches a step; `changes` are keys of the JSON."""
+    """Return a tiny bf16 run: 2 blocks, 2 micro-batches a step. ``changes`` are JSON keys."""
     values = {
         "model": GPT2,
         "parallel": {"pipeline": pp, "tensor": tp},
@@ -55,7 +55,8 @@ def paper_run(*, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "bf16": {"enabled": True},
-        # About a block: there are several buckets, and each block is gathered alone.
+        # About the size of a block: there are several buckets, and each block is gathered by
+        # itself.
         "zero_optimization": {
             "reduce_bucket_size": 12 * 32**2,
             "stage3_prefetch_bucket_size": 12 * 32**2,
@@ -66,7 +67,7 @@ def paper_run(*, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
 
 
 def batches(run: Run) -> Callable[[int], MicroBatch]:
-    """Micro-batches of fixed tokens, already on the device.
+    """Return micro-batches of fixed tokens, already on the device.
 
     If attention restarts at each document, the documents have 6, 10 and 16 tokens.
     """
@@ -83,7 +84,7 @@ def batches(run: Run) -> Callable[[int], MicroBatch]:
 
 @contextmanager
 def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
-    """The context of one rank, whose groups are made as a real one's, over nothing."""
+    """Create the context of one rank. Its groups are created like real ones, but send nothing."""
     launch = LaunchEnvironment(
         rank=rank,
         world_size=grid.world_size,
@@ -99,7 +100,7 @@ def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "start_default_group", _start_fake_group)
-        patch.setattr(context, "check_group", lambda *args: None)  # nobody answers
+        patch.setattr(context, "check_group", lambda *args: None)  # no other rank answers
         patch.setattr(dist, "new_group", fake_group)
         with ParallelContext.create(
             grid, launch, timeout_seconds=60, store=dist.HashStore()
@@ -109,7 +110,7 @@ def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
 
 @contextmanager
 def fake_rank(run: Run, rank: int) -> Iterator[Worker]:
-    """Rank `rank` of the run, built and ready to train."""
+    """Build rank ``rank`` of the run, ready to train."""
     grid = run.grid
     with fake_context(grid, rank) as made:
         yield Worker(run, made)

@@ -1,24 +1,25 @@
-"""In which order GPUs run what their hosts start: NCCL without a GPU.
+"""In which order GPUs run the work that their hosts start: NCCL without a GPU.
 
 The model, for each rank:
 
-    host                one action after another; it waits only at Synchronize
-    compute stream      Compute and Wait, in the order of the host's calls
-    a stream for each   Batch and Collective, in the order of the host's calls; each begins when
-    communicator        it is first in its stream and all that was on the compute stream at its
-                        call is done
+    host                performs one action after another; it waits only at Synchronize
+    compute stream      runs Compute and Wait, in the order of the host's calls
+    a stream for each   runs Batch and Collective, in the order of the host's calls; each begins
+    communicator        when it is first in its stream and all work that was on the compute stream
+                        at its call is done
 
 - Compute is done as soon as it is first in its stream.
 - Wait holds the compute stream until an earlier Batch or Collective is done.
-- Batch (`batch_isend_irecv`, one NCCL kernel) is done when each of its messages has met its other
+- Batch (``batch_isend_irecv``, one NCCL kernel) is done when each of its messages has met its other
   end. Messages meet if the batches of both ranks have begun; those from one rank to another meet in
   the order of the calls. NCCL may buffer a small message; here it never does (rendezvous).
 - Collective is done when all members have begun it.
-- Synchronize (`torch.cuda.synchronize`, and every hidden one: `CUDA_LAUNCH_BLOCKING=1`, a retry of
-  the allocator, a value read by the host) holds the host until all streams of its rank are idle.
+- Synchronize holds the host until all streams of its rank are idle. It stands for
+  ``torch.cuda.synchronize`` and for every hidden synchronisation: ``CUDA_LAUNCH_BLOCKING=1``, a
+  retry of the allocator, a value that the host reads.
 
-Sources: torch 2.13 `ProcessGroupNCCL`: operations of a communicator share one stream, which first
-waits for the current stream; `Work.wait` makes the current stream wait. NCCL's user guide,
+Sources: torch 2.13 ``ProcessGroupNCCL``: operations of a communicator share one stream, which first
+waits for the current stream; ``Work.wait`` makes the current stream wait. NCCL's user guide,
 "Point-to-point communication" and "Group Calls".
 """
 
@@ -27,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 Group = tuple[str, tuple[int, ...]]
-"""A communicator: its name, and its ranks."""
+"""A communicator: (name, ranks)."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,19 @@ Program = Sequence[Action]
 
 
 def find_stuck(programs: Mapping[int, Program]) -> dict[int, str]:
-    """Run each rank's program; the ranks that never finish, and what each is stuck at."""
+    """Run each rank's program. Return the ranks that never finish, and where each is stuck."""
     return _Machine(programs).run()
 
 
 class _Machine:
-    """All ranks, the messages between them and the collectives that some of them have begun."""
+    """All ranks, the messages between them and the collectives that only some have begun."""
 
     def __init__(self, programs: Mapping[int, Program]) -> None:
         self.ranks = {number: _Rank(number, program, self) for number, program in programs.items()}
         self._waiting = deque(self.ranks)
         self._messages: dict[tuple[Group, int, int, bool], deque[_Operation]] = {}
-        self._collectives: Counter[tuple[Group, int]] = Counter()  # begun by each rank
+        # How many of them each rank has begun.
+        self._collectives: Counter[tuple[Group, int]] = Counter()
         self._arrived: dict[tuple[Group, int], list[_Operation]] = {}
 
     def run(self) -> dict[int, str]:
@@ -91,7 +93,7 @@ class _Machine:
         return {number: stuck for number, rank in self.ranks.items() if (stuck := rank.stuck_at())}
 
     def begin(self, rank: int, operation: "_Operation") -> None:
-        """A rank's batch or collective is first in its stream and need not wait any more."""
+        """Begin a rank's batch or collective. It is first in its stream and need not wait more."""
         match operation.action:
             case Batch(group, send_to, receive_from):
                 operation.missing = len(send_to) + len(receive_from)
@@ -134,8 +136,8 @@ class _Operation:
 
     action: Batch | Collective
     rank: int
-    after: int  # how many operations of the compute stream must be done before
-    missing: int = -1  # messages or members; -1 before it has begun
+    after: int  # how many operations of the compute stream must be done before it begins
+    missing: int = -1  # messages or members that have not come yet; -1 before it has begun
     done: bool = False
 
 
@@ -147,14 +149,15 @@ class _Rank:
     program: Program
     machine: _Machine
     position: int = 0
-    compute: list[_Operation | None] = field(default_factory=list)  # what each waits for
+    # The operation that each one waits for.
+    compute: list[_Operation | None] = field(default_factory=list)
     computed: int = 0
     streams: dict[Group, list[_Operation]] = field(default_factory=dict)
     finished: dict[Group, int] = field(default_factory=dict)
-    operations: dict[int, _Operation] = field(default_factory=dict)  # by position
+    operations: dict[int, _Operation] = field(default_factory=dict)  # by position in the program
 
     def advance(self) -> None:
-        """Host and streams, until none can continue without another rank."""
+        """Advance the host and the streams until none can continue without another rank."""
         while self._advance_streams() or self._advance_host():
             pass
 

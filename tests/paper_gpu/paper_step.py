@@ -1,4 +1,4 @@
-"""One training step on paper: what the host waited for, launched, sent and read."""
+"""One training step on paper: what the host waits for, launches, sends and reads."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +12,16 @@ from tests.support.rank_pool import RankPool
 
 @dataclass(frozen=True)
 class PaperStep:
-    """The third step of one rank, when what is learnt in the first is known.
+    """The third step of one rank. By then, everything is known that is learned in the first step.
 
     Attributes:
         device_waits: where in the code -> how often the host waits until a stream, or the device,
-            has nothing left to do.
+            has no work left.
         event_waits: where in the code -> how often the host waits for one event.
         reads: where in the code -> how often the host reads a number of the device.
-        launches: kernels.
+        launches: number of kernels.
         messages: calls of process groups.
-        skipped: whether the step was not taken: it would prove nothing.
+        skipped: whether the optimizer step was skipped. Such a step would prove nothing.
     """
 
     device_waits: dict[str, int]
@@ -33,14 +33,14 @@ class PaperStep:
 
 
 def paper_step(pool: RankPool, *, rank: int = 0, **changes: Any) -> PaperStep:
-    """The step of rank `rank` of the run that `paper_run(**changes)` gives."""
+    """Return the step of rank ``rank`` in the run ``paper_run(**changes)``."""
     (step,) = pool.run(1, step_of, rank, changes)
     assert not step.skipped
     return step
 
 
 def step_of(launch: LaunchEnvironment, rank: int, changes: dict[str, Any]) -> PaperStep:
-    """The same within a job of the rank pool."""
+    """The same, called within a job of the rank pool."""
     run = paper_run(**changes)
     load = batches(run)
     with paper_accelerator() as accelerator, fake_rank(run, rank) as worker:

@@ -1,9 +1,9 @@
-"""Finds work on two streams that touches the same memory and that nothing puts in order.
+"""Find work on two streams that touches the same memory without an order between the two.
 
 Every operation of torch is a launch on the current stream. It reads its inputs and writes what its
-schema says. Two accesses to overlapping memory, at least one of them a write, race if neither is
-known to be done when the other starts: if the vector clock of the later one does not contain the
-earlier one's time.
+schema states. Two accesses to overlapping memory race if at least one is a write and neither is
+known to be done when the other starts. This is so if the vector clock of the later access does not
+contain the time of the earlier one.
 
 An asynchronous collective, and every send and receive, is a launch on the stream of its group, as
 in NCCL. It starts after the current stream's work, and the stream that calls ``work.wait()``
@@ -28,7 +28,7 @@ from megaspeed.zero import reductions
 from tests.paper_gpu.accelerator import Clock, PaperAccelerator, PaperStream, join
 from tests.paper_gpu.recorder import NO_KERNEL, caller, group_in
 
-# What a call of a process group writes: the index of the argument. Others write all they are given.
+# The index of the argument that a call of a process group writes. Other calls write all arguments.
 _WRITTEN = {
     "c10d::send": (),
     "c10d::_allgather_base_": (0,),
@@ -50,10 +50,10 @@ class _Access:
 
 
 class RaceFinder(TorchDispatchMode):
-    """Within its block, checks every operation.
+    """Check every operation within its block.
 
     Attributes:
-        races: (where in the code first, where then) -> how often.
+        races: (where in the code the first access is, where the second is) -> how often.
     """
 
     def __init__(self, accelerator: PaperAccelerator) -> None:
@@ -86,7 +86,7 @@ class RaceFinder(TorchDispatchMode):
         self._patch.undo()
 
     def join(self, work: dist.Work) -> None:
-        """The current stream waits for a collective."""
+        """Make the current stream wait for a collective."""
         _, clock = self._works.pop(id(work), (None, {}))
         join(self._accelerator.current_stream().clock, clock)
 
@@ -106,14 +106,15 @@ class RaceFinder(TorchDispatchMode):
                 work = dist.Work.unbox(boxed)
                 self._works[id(work)] = work, dict(stream.clock)
             if name == "c10d::allreduce_" and "exchange" in where:
-                # The host reads what it exchanged, which the dispatcher does not see on a CPU.
+                # The host reads the numbers that it exchanged. On a CPU, the dispatcher does not
+                # see this read.
                 self._accelerator.host_clock.update(self._accelerator.current_stream().clock)
         return result
 
     def _stream_of(
         self, schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> PaperStream:
-        """The stream of an operation; a group's own starts after the current stream's work."""
+        """Return an operation's stream. The stream of a group starts after the current stream."""
         current = self._accelerator.current_stream()
         if not schema.name.startswith("c10d::"):
             return current
@@ -141,7 +142,8 @@ class RaceFinder(TorchDispatchMode):
             write,
             where,
         )
-        identity = storage._cdata  # its memory may be freed, and taken again elsewhere
+        # Keep it: its memory may be freed and then reused by another tensor.
+        identity = storage._cdata
         self._storages[identity] = storage
         kept = []
         for other in self._accesses[identity]:
@@ -158,7 +160,7 @@ class RaceFinder(TorchDispatchMode):
 def _touched(
     schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Iterator[tuple[Tensor, bool]]:
-    """(tensor, whether it is written) of one operation."""
+    """Yield (tensor, whether it is written) for each tensor of one operation."""
     inputs = []
     for index, argument in enumerate(schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)

@@ -1,4 +1,4 @@
-"""Records what a step launches, sends and reads, from within torch's dispatcher."""
+"""Record what a step launches, sends and reads, from within torch's dispatcher."""
 
 import sys
 from collections import Counter
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# These make a view or allocate; they launch nothing.
+# These make a view or allocate memory, and launch no kernel.
 NO_KERNEL = frozenset(
     """
     view _unsafe_view t transpose expand slice select split split_with_sizes unsqueeze squeeze
@@ -23,9 +23,9 @@ NO_KERNEL = frozenset(
     new_empty new_empty_strided
     """.split()  # noqa: SIM905  one name after another reads better here
 )
-# In the dispatcher these bring numbers of the device to the host.
+# In the dispatcher, these operators copy numbers from the device to the host.
 _READS = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"))
-# These do as well, but a CPU answers before the dispatcher is asked.
+# These do the same, but a CPU answers before the call reaches the dispatcher.
 _READS_BEFORE_DISPATCH = ("tolist", "cpu", "numpy")
 _PEERS = {"c10d::send": 2, "c10d::recv_": 2}
 _OURS = ("/megaspeed/", "/deepspeed/")
@@ -49,11 +49,11 @@ class Message:
 
 
 class Recorder(TorchDispatchMode):
-    """Within its block, records this thread's operations, and those of its backward passes.
+    """Record this thread's operations within its block, including those of its backward passes.
 
     Attributes:
-        launches: aten operator -> how often; each is a kernel on a GPU.
-        messages: calls of process groups in order.
+        launches: aten operator -> how often it ran. Each is a kernel on a GPU.
+        messages: calls of process groups, in order.
         reads: where in the code -> how often the host asks for numbers of the device.
     """
 
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         self.launches: Counter[str] = Counter()
         self.messages: list[Message] = []
         self.reads: Counter[str] = Counter()
-        self._on_host: dict[int, Tensor] = {}  # kept, so that no id is used twice
+        self._on_host: dict[int, Tensor] = {}  # keeps them alive, so that no id is used twice
         self._functions = _Functions(self)
 
     def __enter__(self) -> Self:
@@ -75,15 +75,15 @@ class Recorder(TorchDispatchMode):
         self._functions.__exit__(*error)
 
     def read(self, what: str) -> None:
-        """Notes that the host asks for a number of the device."""
+        """Record that the host asks for a number of the device."""
         self.reads[f"{caller()} {what}"] += 1
 
     def made_on_host(self, tensor: Tensor) -> None:
-        """Notes that a tensor was made of Python numbers, in host memory."""
+        """Record that a tensor was made of Python numbers, in host memory."""
         self._on_host[id(tensor)] = tensor
 
     def is_on_host(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether all of them, at least one, are in host memory."""
+        """Return whether there is at least one tensor and all of them are in host memory."""
         return bool(tensors) and all(id(tensor) in self._on_host for tensor in tensors)
 
     def __torch_dispatch__(
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
             self.messages.append(_message(function._schema.name, args))
             result = function(*args, **(kwargs or {}))
             if name == "recv_":
-                for tensor in inputs:  # a fake peer sends nothing, and memory may hold a NaN
+                for tensor in inputs:  # a fake peer sends nothing, so the memory may contain a NaN
                     tensor.zero_()
             return result
         on_host = self.is_on_host(inputs)
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What the dispatcher does not see: reads that a CPU answers itself, tensors of numbers."""
+    """Records what the dispatcher does not see: reads that a CPU answers, tensors of numbers."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -136,13 +136,13 @@ class _Functions(TorchFunctionMode):
 
 
 def _stays_on_host(kwargs: Mapping[str, Any]) -> bool:
-    """No device, or "cpu" as a word; the device of the run comes as a ``torch.device``."""
+    """Return whether the device is omitted or the word "cpu". The run passes a ``torch.device``."""
     device = kwargs.get("device")
     return device is None or (device == "cpu" and isinstance(device, str))
 
 
 def caller() -> str:
-    """The nearest place in megaspeed's or DeepSpeed's code, as file:line function."""
+    """Return the nearest place in the code of megaspeed or DeepSpeed, as file:line function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -155,7 +155,7 @@ def caller() -> str:
 
 
 def group_in(args: Sequence[Any]) -> dist.ProcessGroup:
-    """The process group among the arguments of a ``c10d`` operator."""
+    """Return the process group among the arguments of a ``c10d`` operator."""
     return next(
         dist.ProcessGroup.unbox(argument)
         for argument in args

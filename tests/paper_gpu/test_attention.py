@@ -1,12 +1,12 @@
-"""A GPU can take torch's flash kernel for the attention of every preset, at tp 1 and 2.
+"""A GPU can use torch's flash kernel for the attention of every preset, at tp 1 and 2.
 
-Attention with dropout is the exception: it uses no fused kernel. `test_varlen.py` tests separate
+Attention with dropout is the exception: it uses no fused kernel. ``test_varlen.py`` tests separate
 documents and windows.
 
-Which kernel a GPU takes cannot be seen on a CPU: torch's own `can_use_flash_attention` is false in
-a build without CUDA. What the kernel requires of its arguments can be seen. The filters are listed
-in torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `can_use_flash_attention`; each is
-named beside the precondition that it checks. If one fails, torch silently takes a kernel that is
+A CPU cannot show which kernel a GPU uses: torch's own ``can_use_flash_attention`` is false in a
+build without CUDA. But the requirements of the kernel can be checked. The filters are listed in
+torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, ``can_use_flash_attention``. Each name
+stands beside the precondition that it checks. If one fails, torch silently uses a kernel that is
 slower or that writes the scores (B, H, S, S) to memory.
 """
 
@@ -34,7 +34,7 @@ SAMPLES, SEQUENCE = (3, 8), 16
 
 @dataclass(frozen=True)
 class Operand:
-    """What the kernel sees of a query, key or value (B, heads, S, K), but for its numbers."""
+    """A query, key or value (B, heads, S, K) as the kernel sees it, without its numbers."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one `F.scaled_dot_product_attention`."""
+    """The arguments of one ``F.scaled_dot_product_attention``."""
 
     query: Operand
     key: Operand
@@ -61,7 +61,7 @@ class Call:
 
 
 class Recorder(TorchFunctionMode):
-    """Records every call of `F.scaled_dot_product_attention`, and lets it run."""
+    """Record every call of ``F.scaled_dot_product_attention``, and then run it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def call_of(
 
 
 def why_not_flash(call: Call) -> list[str]:
-    """The filters that refuse this call."""
+    """Return the filters that refuse this call."""
     operands = (call.query, call.key, call.value)
     (batch, heads, queries, head_dim), stored = call.query.shape, call.key.shape
     filters = {
@@ -102,7 +102,7 @@ def why_not_flash(call: Call) -> list[str]:
         "check_dtypes_flash_attention": call.query.dtype in (torch.bfloat16, torch.float16)
         and all(o.dtype == call.query.dtype for o in operands),
         "check_tensor_shapes": all(len(o.shape) == 4 for o in operands),
-        # A size that is no multiple of 8 is padded: three copies a call.
+        # If the size is no multiple of 8, torch pads it: three copies a call.
         "check_head_dim_size_flash": all(o.shape[-1] == head_dim for o in operands)
         and head_dim <= 256
         and head_dim % 8 == 0,
@@ -111,11 +111,11 @@ def why_not_flash(call: Call) -> list[str]:
         and stored[0] == batch
         and (stored[1] == heads or (call.enable_gqa and heads % stored[1] == 0)),
         "check_last_dim_stride_equals_1_dense": all(o.stride[-1] == 1 for o in operands),
-        # Not a filter, but what the kernel's 16-byte loads rely on.
+        # No filter, but the kernel loads 16 bytes at a time and requires this.
         "16-byte rows": all(
             number % 8 == 0 for o in operands for number in (*o.stride[:-1], o.offset)
         ),
-        # Not a filter either: an inner dropout would depend on the layout.
+        # No filter either: dropout within the kernel would depend on the layout.
         "dropout": call.dropout_p == 0.0,
         "causal": call.is_causal,
     }
@@ -123,7 +123,7 @@ def why_not_flash(call: Call) -> list[str]:
 
 
 def shrunk(preset: Mapping[str, Any], key_value_heads: int) -> ModelConfig:
-    """One layer with the preset's head size and its query heads for each key/value head."""
+    """Return one layer with the preset's head size and its query heads for each key/value head."""
     heads, stored = preset["num_attention_heads"], preset.get("num_key_value_heads")
     group = heads // (stored or heads)
     values = {
@@ -140,7 +140,7 @@ def shrunk(preset: Mapping[str, Any], key_value_heads: int) -> ModelConfig:
 
 
 def every_model() -> dict[str, ModelConfig]:
-    """Each preset once, and those whose key/value heads are fewer than two ranks."""
+    """Return each preset once, and those with fewer key/value heads than two."""
     models = {name: shrunk(preset, 2) for name, preset in PRESETS.items()}
     shared = {
         f"{name}, one key/value head": shrunk(preset, 1)
@@ -154,7 +154,7 @@ def every_model() -> dict[str, ModelConfig]:
 def calls_on_rank(
     launch: LaunchEnvironment, configs: list[ModelConfig], sequence_parallel: bool
 ) -> list[list[Call]]:
-    """What a training forward pass of each model in bf16 asks of attention on this tensor rank."""
+    """Return the attention calls of this rank in a training forward pass of each model in bf16."""
     grid = Grid(pp=1, dp=1, tp=launch.world_size)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         axis = TensorAxis(context.tp_group, context.tp_rank, context.tp_size, sequence_parallel)
@@ -184,7 +184,7 @@ def test_every_attention_can_take_the_flash_kernel(
     ranks = pool.run(tensor_size, calls_on_rank, list(models.values()), sequence_parallel)
     for rank in ranks:
         for (name, config), calls in zip(models.items(), rank, strict=True):
-            (call,) = calls  # one a layer
+            (call,) = calls  # one for each layer
             assert why_not_flash(call) == [], name
             heads = config.num_attention_heads // tensor_size
             assert call.query.shape == (len(SAMPLES), heads, SEQUENCE, config.head_dim), name
@@ -200,7 +200,7 @@ def fits() -> Call:
 
 
 def each(call: Call, **changes: Any) -> Call:
-    """The call with all three operands changed."""
+    """Return the call with all three operands changed."""
     operand = replace(call.query, **changes)
     return replace(call, query=operand, key=operand, value=operand)
 

@@ -1,7 +1,7 @@
-"""Budgets of one training step, as a GPU would pay them. They may only be lowered.
+"""Budgets of one training step, in what a GPU would pay. They may only be lowered.
 
-A kernel costs the host about 5 us to launch, whatever its size; a collective of all ranks costs
-their slowest.
+The host takes about 5 us to launch a kernel, whatever the size of the kernel. A collective of all
+ranks takes as long as their slowest rank.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from tests.support.rank_pool import RankPool
 def _launches(
     launch: LaunchEnvironment, model: dict[str, Any], stage: int, dp: int
 ) -> tuple[float, float]:
-    """Kernels for each block: in each micro-batch, and once a step."""
+    """Return the kernels for each block: (in each micro-batch, once a step)."""
     by_block = []
     for micro_batches in (2, 4):
         one, three = (
@@ -29,7 +29,8 @@ def _launches(
                     "dp": dp,
                     "model": {**model, "num_hidden_layers": blocks},
                     "gradient_accumulation_steps": micro_batches,
-                    # All gradients in one message, as their number follows from their size.
+                    # All gradients are in one message, because the number of messages depends on
+                    # the model's size.
                     "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**9},
                 },
             ).launches
@@ -46,7 +47,7 @@ def _launches(
     [
         (GPT2, 1, 1, 41, 0),
         (GPT2, 3, 1, 41, 0),
-        (GPT2, 3, 2, 31, 0),  # nothing is copied to be gathered, nor after it
+        (GPT2, 3, 2, 31, 0),  # gathering copies nothing, neither before nor after it
         (LLAMA, 1, 1, 111, 0),
         (LLAMA, 3, 1, 111, 0),
     ],
@@ -66,7 +67,7 @@ def test_kernels_of_a_block(
 
 
 def _launches_of_compression(launch: LaunchEnvironment, how: Any, blocks: int, stage: int) -> int:
-    """Kernels of a step that compresses gradients, beyond those of a step that does not."""
+    """Return how many kernels a step with compressed gradients has more than one without."""
     with_and_without = [
         step_of(
             launch,
@@ -75,7 +76,8 @@ def _launches_of_compression(launch: LaunchEnvironment, how: Any, blocks: int, s
                 "dp": 2,
                 "model": {**GPT2, "num_hidden_layers": blocks},
                 "parallel": {"gradient_compression": compression},
-                # All gradients in one message, as the number of messages follows from their size.
+                # All gradients are in one message, because the number of messages depends on the
+                # model's size.
                 "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**9},
             },
         ).launches
@@ -110,8 +112,8 @@ def _few_and_many(launch: LaunchEnvironment, how: Any, stage: int) -> tuple[int,
 def test_collectives_of_a_step_of_two_blocks(
     pool: RankPool, stage: int, collectives: int, event_waits: int
 ) -> None:
-    """At ZeRO-0 a report, and one for each of four buckets, for any number of data ranks. At ZeRO-1
-    two for each bucket.
+    """At ZeRO-0, a step has one report and one collective for each of four buckets, for any number
+    of data ranks. At ZeRO-1, it has two for each bucket.
     """
     step = paper_step(pool, dp=2, zero_optimization={"stage": stage})
     assert len(step.messages) <= collectives
@@ -119,7 +121,9 @@ def test_collectives_of_a_step_of_two_blocks(
 
 
 def test_small_blocks_are_gathered_once_a_step(pool: RankPool) -> None:
-    """Embedding and head for each of 2 micro-batches, all 6 blocks, and what stays gathered."""
+    """Embedding and head are gathered in each of 2 micro-batches. All 6 blocks, and the parameters
+    that stay gathered, are gathered once.
+    """
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 8 << 20}
     step = paper_step(pool, dp=2, model={"num_hidden_layers": 6}, zero_optimization=zero)
     assert sum("allgather" in message.operator for message in step.messages) == 2 * 2 + 1 + 1
@@ -132,7 +136,7 @@ def test_one_collective_of_a_step_spans_all_ranks(pool: RankPool) -> None:
 
 
 def _most_messages(launch: LaunchEnvironment, stage: int, overlaps: bool) -> int:
-    """The most buckets that are in flight when the next part of the step begins."""
+    """Return the most buckets that are in flight when the next part of the step begins."""
     send, in_flight = Reducer.send, []
 
     def counted(reducer: Reducer, bucket: Bucket) -> None:
@@ -149,6 +153,8 @@ def _most_messages(launch: LaunchEnvironment, stage: int, overlaps: bool) -> int
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_copy_of_a_bucket_is_in_memory_at_a_time(pool: RankPool, stage: int) -> None:
-    """With overlap it is the one that is sent, without overlap none is kept after it was sent."""
+    """With overlap, it is the copy that is being sent. Without overlap, no copy is kept after a
+    send.
+    """
     assert pool.run(1, _most_messages, stage, True) == [1]
     assert pool.run(1, _most_messages, stage, False) == [0]

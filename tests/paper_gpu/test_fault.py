@@ -49,7 +49,7 @@ class Rank:
 
 
 def run_two_stages(folder: Path) -> list[Rank]:
-    """Pipeline stages on two ranks; rank 1 fails in step 2."""
+    """Train with a pipeline stage on each of two ranks. Rank 1 fails in step 2."""
     config = folder / "tiny.json"
     values = {
         "model": GPT2,
@@ -91,7 +91,7 @@ def run_two_stages(folder: Path) -> list[Rank]:
 def test_a_rank_that_raises_ends_in_seconds_although_its_groups_cannot_be_ended(
     tmp_path: Path,
 ) -> None:
-    """It used to wait in destroy_process_group, in silence, for as long as NCCL's timeout."""
+    """In an earlier version, it waited silently in destroy_process_group until NCCL's timeout."""
     peer, failing = run_two_stages(tmp_path)
     assert failing.process.returncode == 1, failing.text
     host = socket.gethostname()
@@ -99,7 +99,7 @@ def test_a_rank_that_raises_ends_in_seconds_although_its_groups_cannot_be_ended(
     assert f"{header}RuntimeError: broken on purpose\nTraceback " in failing.text
     assert failing.text.count("Traceback") == 1
     assert failing.ended - failing.time_of(header) < SECONDS_TO_END
-    # Its peer ends as fast, and leaves the console to the rank that knows why.
+    # The other rank ends as fast. It leaves the console to the rank that knows the reason.
     assert peer.process.returncode == 1, peer.text
     assert peer.ended - failing.time_of(header) < SECONDS_TO_END
     assert "Traceback" not in peer.text

@@ -1,6 +1,6 @@
-"""In a step the host waits for the device once: where norm, loss and flags reach it together.
+"""In a step, the host waits for the device once: for the norm, the loss and the flags together.
 
-A host that waits launches nothing, and when the device is done it has nothing to do.
+While the host waits, it launches nothing, so the device has no work after the wait.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ ONE_KEY_VALUE_HEAD = {**LLAMA, "num_key_value_heads": 1}
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
-    """ZeRO on two data ranks."""
+    """Return a run with ZeRO on two data ranks."""
     return {"dp": 2, "zero_optimization": {"stage": stage, **more}}
 
 
@@ -77,8 +77,8 @@ def test_the_host_waits_for_the_device_once_a_step(pool: RankPool, case: str) ->
 def test_with_offload_the_host_waits_for_the_gradients_that_it_reads(
     pool: RankPool, stage: int
 ) -> None:
-    # The norm and the optimizer step run on the host. Before them it waits for the stream that
-    # copies; otherwise it would read old memory.
+    # The norm and the optimizer step run on the host. Before them, the host waits for the stream
+    # that copies. Otherwise it would read old memory.
     offload = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
     step = paper_step(pool, **zero(stage, **offload))
     ((place, count),) = step.device_waits.items()
@@ -90,7 +90,8 @@ def _reads_with_deepspeeds_overflow_check(launch: LaunchEnvironment) -> dict[str
 
     def use_norm(optimizer: Any, norm: float) -> None:
         workarounds.use_norm(optimizer, norm)
-        del optimizer.check_overflow  # of the instance: the class's own is back
+        # Deletes the attribute of the instance; the method of the class is used again.
+        del optimizer.check_overflow
 
     with pytest.MonkeyPatch.context() as patch, paper_accelerator(), fake_rank(run, 0) as worker:
         patch.setattr(engine, "use_norm", use_norm)

@@ -1,7 +1,7 @@
-"""Every rank of a grid calls the same collectives in the same order, and sends meet receives.
+"""Every rank of a grid calls the same collectives in the same order, and each send has a receive.
 
-Over NCCL, a rank that calls another collective than its peers, or in another order, hangs without
-an error. Here each rank records what it calls, from building the engine to the end of two steps.
+Over NCCL, a rank hangs without an error if it calls another collective than its peers or calls in
+another order. Here each rank records its calls, from building the engine to the end of two steps.
 The test compares the ledgers of all ranks.
 """
 
@@ -78,7 +78,8 @@ def test_all_ranks_call_the_same_collectives_and_sends_meet_receives(
 def test_a_bucket_is_one_reduce_scatter_for_any_number_of_owners(
     pool: RankPool, stage: int, buckets: int, overlaps: bool
 ) -> None:
-    """It was a message for each owner: 1.4 s of a step at dp 512, where one collective takes 0.1 s.
+    """An earlier version sent a message to each owner. At dp 512 this took 1.4 s of a step, where
+    one collective takes 0.1 s.
 
     At ZeRO-2 and 3, there are 4 buckets of matrices in each of 2 micro-batches, and one of vectors.
     """
@@ -96,7 +97,9 @@ def test_a_bucket_is_one_reduce_scatter_for_any_number_of_owners(
 
 
 def _check_collectives(ledgers: list[list[Message]]) -> None:
-    """Every member of a group has the same collectives in its ledger, in the same order."""
+    """Check that all members of a group have the same collectives in their ledgers, in the same
+    order.
+    """
     by_group: dict[tuple[int, ...], dict[int, list[Message]]] = defaultdict(dict)
     for rank, ledger in enumerate(ledgers):
         for message in ledger:
@@ -110,7 +113,7 @@ def _check_collectives(ledgers: list[list[Message]]) -> None:
 
 
 def _check_pairs(ledgers: list[list[Message]]) -> None:
-    """What a rank sends another is what that one receives of it, in the same order."""
+    """Check that each rank receives what the other rank sends it, in the same order."""
     sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
     received: dict[tuple[int, int], list[Any]] = defaultdict(list)
     for rank, ledger in enumerate(ledgers):

@@ -1,7 +1,7 @@
 """No schedule deadlocks on GPUs, wherever the device is synchronised.
 
-The executor and its links run here as they are. Only `batch_isend_irecv` is replaced: it notes what
-it is asked for. The notes of all ranks then run in the simulator of `nccl_simulator.py`.
+The executor and its links run here unchanged. Only ``batch_isend_irecv`` is replaced: it notes its
+arguments. Then the simulator of ``nccl_simulator.py`` runs the notes of all ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,7 +50,7 @@ DATA_RANKS = 2
 
 
 class Notes:
-    """The host's actions of one rank: pipeline stage s of data index d is rank s * dp + d."""
+    """The actions of one rank's host. Pipeline stage s of data index d is rank s * dp + d."""
 
     def __init__(self, stages: int, stage: int, data_rank: int, data_ranks: int) -> None:
         self.actions: list[Action] = []
@@ -63,12 +63,14 @@ class Notes:
         self.world: Group = ("world", tuple(range(stages * data_ranks)))
 
     def collective(self, group: Group, name: str) -> None:
-        """An asynchronous collective, and the wait of the compute stream for it."""
+        """Note an asynchronous collective, and that the compute stream waits for it."""
         self.actions.append(Collective(group, name))
         self.actions.append(Wait(len(self.actions) - 1))
 
     def batch_isend_irecv(self, messages: list[dist.P2POp]) -> list["NotedWork"]:
-        """In place of torch's. A peer is a pipeline stage: this fake world is one pipeline."""
+        """Replace torch's function. A peer is a pipeline stage, because this fake world is one
+        pipeline.
+        """
 
         def ranks(operation: Any) -> tuple[int, ...]:
             _, pipeline = self.pipeline
@@ -81,7 +83,7 @@ class Notes:
 
 
 class NotedWork:
-    """A work of NCCL: to wait for it is an action of the compute stream."""
+    """A work of NCCL. Waiting for it is an action of the compute stream."""
 
     def __init__(self, notes: Notes, position: int) -> None:
         self._notes, self._position = notes, position
@@ -91,12 +93,13 @@ class NotedWork:
 
 
 class NotingEngine:
-    """A stage that notes its kernels and collectives, those of ZeRO within a backward too.
+    """A stage that notes its kernels and collectives, including those of ZeRO within a backward.
 
     Args:
-        notes: of its rank.
+        notes: the notes of its rank.
         group: the pipeline of the fake world.
-        other_end: on the first stage the last one, and the reverse; both hold a tied embedding.
+        other_end: the last stage if this is the first one, and the first if this is the last. Both
+            have a tied embedding.
     """
 
     def __init__(self, notes: Notes, group: dist.ProcessGroup, other_end: int | None) -> None:
@@ -134,7 +137,7 @@ class NotingEngine:
 
 @contextmanager
 def fake_pipeline(stages: int, stage: int) -> Iterator[dist.ProcessGroup]:
-    """A default group in which this process is one of `stages` ranks and nobody answers."""
+    """Create a default group where this process is one of ``stages`` ranks and no other answers."""
     dist.init_process_group("fake", rank=stage, world_size=stages, store=FakeStore())
     try:
         assert dist.group.WORLD is not None
@@ -152,7 +155,7 @@ def noted(
     micro_batches: int,
     training: bool,
 ) -> list[Action]:
-    """What the host of a stage's rank does in one step, up to the global norm that it reads."""
+    """Return the actions of a rank's host in one step, until it reads the global norm."""
 
     def load(micro_batch: int) -> MicroBatch:
         notes.actions.append(Compute(f"copy micro-batch {micro_batch} to the device"))
@@ -193,7 +196,9 @@ def programs_of(
     data_ranks: int = 1,
     joined: bool = True,
 ) -> dict[int, Program]:
-    """Every rank's actions; with `joined` false, each send and each receive is a batch alone."""
+    """Return every rank's actions. If ``joined`` is false, each send and each receive is its own
+    batch.
+    """
     schedule: Schedule = ALL_SCHEDULES[name]
     return {
         stage * data_ranks + data_rank: noted(
@@ -214,9 +219,9 @@ def programs_of(
 
 
 def synchronised(program: Program, after: Iterable[int]) -> list[Action]:
-    """The program with a Synchronize after each of these positions."""
+    """Return the program with a Synchronize after each of these positions."""
     places = set(after)
-    moved: list[int] = []  # the position of each action of the program
+    moved: list[int] = []  # the new position of each action of the program
     actions: list[Action] = []
     for position, action in enumerate(program):
         moved.append(len(actions))
@@ -242,12 +247,12 @@ def synchronised_at_one_place(programs: dict[int, Program]) -> Iterator[dict[int
 
 
 def as_in_version_0_1(programs: dict[int, Program]) -> dict[int, Program]:
-    """Activations in one group and gradients in another; no wait for a send."""
+    """Use one group for activations and another for gradients, and wait for no send."""
 
     def changed(rank: int, program: Program, action: Action) -> Action:
         match action:
             case Batch(_, (_,), (_,)):
-                return action  # the tied exchange, which faces its other end already
+                return action  # the tied exchange, which already names the rank at its other end
             case Batch((_, ranks), send_to, receive_from):
                 (down,) = [to > rank for to in send_to] or [peer < rank for peer in receive_from]
                 return Batch(("activations" if down else "gradients", ranks), send_to, receive_from)
@@ -279,8 +284,8 @@ def test_no_schedule_is_stuck_with_a_synchronisation_everywhere_or_nowhere(
 def test_no_schedule_is_stuck_with_a_synchronisation_at_any_one_place(
     name: str, stages: int
 ) -> None:
-    # One run tests all places of a rank. What the other ranks can do while its host waits at a
-    # place does not depend on how long it has waited at earlier ones.
+    # One run tests all places of a rank. The other ranks advance while its host waits at a place.
+    # How far they can get does not depend on how long the host waited at earlier places.
     for micro_batches in MICRO_BATCHES:
         for programs in synchronised_on_one_rank(programs_of(name, stages, micro_batches)):
             assert find_stuck(programs) == {}
@@ -300,7 +305,7 @@ def test_no_schedule_is_stuck_with_the_collectives_of_the_data_axis(name: str, s
         programs = programs_of(name, stages, micro_batches, data_ranks=DATA_RANKS)
         assert find_stuck(programs) == {}
         assert find_stuck(synchronised_everywhere(programs)) == {}
-        # Only some of the ranks synchronise: those of one data index, or of one stage.
+        # Only some of the ranks synchronise: those of one data index, or those of one stage.
         for some in (lambda rank: rank % DATA_RANKS == 0, lambda rank: rank < DATA_RANKS):
             everywhere = synchronised_everywhere(programs)
             mixed = {r: everywhere[r] if some(r) else programs[r] for r in programs}
@@ -308,7 +313,7 @@ def test_no_schedule_is_stuck_with_the_collectives_of_the_data_axis(name: str, s
 
 
 def test_a_step_of_1f1b_exchanges_with_both_neighbours() -> None:
-    """What the notes hold: the batches of the middle stage of three, with three micro-batches."""
+    """The notes contain the batches of the middle stage of three, with three micro-batches."""
     batches = [a for a in programs_of("1f1b", 3, 3)[1] if isinstance(a, Batch)]
     assert [(batch.send_to, batch.receive_from) for batch in batches] == [
         ((), (0,)),
@@ -361,7 +366,8 @@ def test_1f1b_as_it_was_is_stuck_with_a_synchronisation_after_its_sends(
     }
     assert find_stuck(two_groups) == {}
     assert find_stuck(after_sends) != {}
-    assert find_stuck(alone) != {}  # in one group it needs no synchronisation
+    # If it is alone in one group, it deadlocks without a synchronisation.
+    assert find_stuck(alone) != {}
 
 
 def test_a_collective_is_stuck_if_a_member_never_begins_it() -> None:
@@ -372,7 +378,7 @@ def test_a_collective_is_stuck_if_a_member_never_begins_it() -> None:
 
 
 def test_an_operation_begins_after_what_was_on_the_compute_stream() -> None:
-    # Rank 0's send comes after a wait for rank 1's send, and the other way round.
+    # Rank 0's send comes after a wait for rank 1's send, and rank 1's after a wait for rank 0's.
     one: Group = ("one", (0, 1))
     two: Group = ("two", (0, 1))
     programs: dict[int, list[Action]] = {

@@ -1,7 +1,7 @@
 """No two streams touch the same memory without an order between them.
 
-A wait that is removed makes a step faster and may let the next forward gather weights that are
-still being written. On a GPU the loss then differs a little, sometimes.
+If a wait is removed, a step is faster, but the next forward may gather weights that are still being
+written. On a GPU, the loss then differs a little, and only sometimes.
 """
 
 from typing import Any
@@ -47,7 +47,9 @@ ALL_CASES = {
 
 
 def _races(launch: LaunchEnvironment, changes: dict[str, Any]) -> list[tuple[str, str]]:
-    """Those of two steps, an evaluation and a third step, with the state loaded in between."""
+    """Return the races of two steps, an evaluation and a third step. Before it, the state is
+    loaded.
+    """
     changes = dict(changes)
     rank = changes.pop("rank", 0)
     run = paper_run(**changes)
@@ -69,7 +71,7 @@ def test_no_two_streams_race(pool: RankPool, case: str) -> None:
 
 
 def _races_of_one_rank_with_offload(launch: LaunchEnvironment) -> list[tuple[str, str]]:
-    """All partitions are copied, as if these layers were not in the memory of the host."""
+    """Return the races if all partitions are copied, as if these layers were not in host memory."""
     make, device = GatheredLayer.__init__, torch.device("cpu", 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -81,12 +83,12 @@ def _races_of_one_rank_with_offload(launch: LaunchEnvironment) -> list[tuple[str
 
 
 def test_one_rank_waits_for_copies_from_the_host(pool: RankPool) -> None:
-    """It has no collective to wait for."""
+    """One rank has no collective to wait for."""
     assert pool.run(1, _races_of_one_rank_with_offload) == [[]]
 
 
 def _races_of_gathers_that_wait_for_nothing(launch: LaunchEnvironment) -> list[str]:
-    """Both ends of all races, if the stream of gathers does not wait for the one that computes."""
+    """Return the places of all races if the gather stream does not wait for the compute stream."""
     wait_stream = PaperStream.wait_stream
 
     def sometimes(stream: PaperStream, other: PaperStream) -> None:
@@ -109,7 +111,7 @@ def test_a_gather_that_waits_for_nothing_races_with_the_step_and_with_the_layer_
 def _races_without_joins(
     launch: LaunchEnvironment, file: str, changes: dict[str, Any]
 ) -> list[str]:
-    """Both ends of all races, if the code of this file does not wait for its collectives."""
+    """Return the places of all races if the code of this file does not wait for its collectives."""
     join = RaceFinder.join
 
     def sometimes(finder: RaceFinder, work: dist.Work) -> None:
@@ -139,7 +141,7 @@ def test_a_collective_that_nobody_waits_for_races_with_what_uses_its_result(
 
 
 def _gathered_memory_kept_for_a_stream(launch: LaunchEnvironment) -> int:
-    """How often a step asks the allocator to keep gathered memory until a stream is done."""
+    """Return how often a step asks the allocator to keep gathered memory until a stream is done."""
     with paper_accelerator() as accelerator, fake_rank(paper_run(**zero(3)), 0) as worker:
         worker.train_step(batches(worker.run), 1e-3)
         gathers: Any = worker.engine._gathers

@@ -1,4 +1,4 @@
-"""Start-up at thousands of ranks: the calls that all ranks make together are few and quick."""
+"""Start-up at thousands of ranks: the calls that all ranks make together are few and fast."""
 
 import json
 import os
@@ -36,7 +36,7 @@ MOST_SECONDS = 2.0
 
 
 class Recorder:
-    """Stands in for torch's functions that all ranks call together; keeps their arguments."""
+    """Replaces torch's functions that all ranks call together, and keeps their arguments."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -89,7 +89,7 @@ def start_up(recorder: Recorder, grid: Grid) -> dict[str, Any]:
         (Grid(pp=1, dp=512, tp=8), ["tp", "dp"]),
         (Grid(pp=64, dp=64, tp=1), ["dp", "pp"]),
         (Grid(pp=512, dp=1, tp=8), ["tp", "dp", "pp"]),  # DeepSpeed needs a data group of one rank
-        (Grid(pp=1, dp=4096, tp=1), []),  # the world's group
+        (Grid(pp=1, dp=4096, tp=1), []),  # the default group
         (Grid(pp=4096, dp=1, tp=1), ["dp", "pp"]),
     ],
     ids=str,
@@ -97,13 +97,13 @@ def start_up(recorder: Recorder, grid: Grid) -> dict[str, Any]:
 def test_4096_ranks_start_with_one_call_for_each_axis(
     recorder: Recorder, grid: Grid, split: list[str]
 ) -> None:
-    """It was a new_group for every group: 5,762 calls at pp 8 x dp 64 x tp 8."""
+    """An earlier version called new_group for every group: 5,762 calls at pp 8 x dp 64 x tp 8."""
     start = time.process_time()
     mine = start_up(recorder, grid)
     assert time.process_time() - start < MOST_SECONDS
     made = [(call, options.get("group_desc")) for call, options in recorder.calls]
     assert made == [("init", None), *(("split", axis) for axis in split), ("new", "checkpoint")]
-    # A ZeRO-0 run splits once more, into groups of one rank.
+    # A ZeRO-0 run splits the world once more, into groups of one rank.
     assert len(made) + 1 <= MOST_WORLD_WIDE_CALLS
     for axis in ("pp", "dp", "tp"):
         own = next(ranks for ranks in grid.groups_along(axis) if recorder.rank in ranks)
@@ -170,7 +170,7 @@ def test_the_ranks_of_a_machine_share_its_processors_to_compile(
 
 
 def test_torch_reads_the_allocators_variable_after_it_is_imported() -> None:
-    """So it is early enough to set it when the process groups are created."""
+    """So it is early enough to set the variable when the process groups are created."""
     code = (
         "import os, torch\n"
         "os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'\n"
@@ -183,9 +183,9 @@ def test_torch_reads_the_allocators_variable_after_it_is_imported() -> None:
 def test_the_variables_are_set_before_cuda_is_initialised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check for bf16, made for a warning, initialises CUDA before the ranks meet."""
+    """A warning about bf16 needs a check that initialises CUDA. It runs before the ranks meet."""
     for name in default_settings({}, "cuda"):
-        monkeypatch.setenv(name, "")  # restored at the end, also if it is not set now
+        monkeypatch.setenv(name, "")  # restored at the end, even if it is not set now
         monkeypatch.delenv(name)
     seen: list[str | None] = []
 

@@ -1,6 +1,6 @@
 """Attention within documents on a GPU: one kernel for a block, no host read, one compiled graph.
 
-torch's operator (`torch.nn.attention.varlen`) has no kernel for CPUs. This file registers one,
+torch's operator (``torch.nn.attention.varlen``) has no kernel for CPUs. This file registers one,
 written from FlashAttention's documentation. Everything else on a GPU's path is real: the arguments
 of the operator, its autograd, recomputation, shards and the compiler.
 """
@@ -42,7 +42,7 @@ from tests.support.tiny import short_documents, tiny_corpus, tiny_run
 def weights_of(
     q: Tensor, k: Tensor, cu_seqlens: Tensor, window: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """The softmax (H, T, T) of q and k (T, H, K), and the logarithms (H, T) of its sums.
+    """Return the softmax (H, T, T) of q and k (T, H, K), and the logarithms (H, T) of its sums.
 
     A window (left, right) limits the keys before and after a query; -1 is unlimited.
     """
@@ -57,7 +57,7 @@ def weights_of(
 
 
 def shared(x: Tensor, heads: int) -> Tensor:
-    """Key or value heads (T, H_kv, K), repeated for each query head that shares them."""
+    """Repeat key or value heads (T, H_kv, K) for each query head that shares them."""
     return x.float().repeat_interleave(heads // x.shape[1], dim=1)
 
 
@@ -102,7 +102,7 @@ def backward_kernel(
 
 @contextmanager
 def path(name: str) -> Iterator[None]:
-    """Attention within documents as on a "cpu", as on a "gpu" in 16 bits, or with a "mask"."""
+    """Compute attention within documents on a "cpu", on a "gpu" in 16 bits, or with a "mask"."""
     with pytest.MonkeyPatch.context() as patch:
         if name != "cpu":
             patch.setattr("megaspeed.model.gpt.attends_without_mask", lambda *_: name == "gpu")
@@ -131,7 +131,7 @@ def trained(
     device: torch.device | None = None,
     **options: Any,
 ) -> list[Tensor]:
-    """Logits and gradients. They are computed in fp32, or in bf16 if a device is given."""
+    """Return logits and gradients, computed in fp32, or in bf16 if a device is given."""
     boundaries_of_rows.cache_clear()
     model = initialized(config, **options)
     tokens = torch.arange(96).view(4, 24) * 7 % config.vocab_size
@@ -145,7 +145,9 @@ def trained(
 
 
 def largest_difference(some: list[Tensor], others: list[Tensor]) -> float:
-    """The largest norm of a difference, relative to the other's norm or to 1 if that is less."""
+    """Return the largest norm of a difference, relative to the other's norm or to 1 if that is
+    less.
+    """
     pairs = zip(some, others, strict=True)
     return max(float((a - b).norm() / b.norm().clamp(min=1.0)) for a, b in pairs)
 
@@ -239,9 +241,9 @@ def test_any_number_of_documents_is_one_graph(name: str, recomputation: Recomput
 
 @pytest.mark.parametrize("config", every_model().values(), ids=every_model().keys())
 def test_torch_takes_the_shapes_of_every_preset(config: ModelConfig) -> None:
-    """The shapes on the meta device, as the compiler sees them.
+    """torch infers the shapes on the meta device, as it does for the compiler.
 
-    torch's `flash_api.cpp` states what a GPU's kernel requires. The kernel loads 16 bytes at a
+    torch's ``flash_api.cpp`` states what a GPU's kernel requires. The kernel loads 16 bytes at a
     time, so strides and offsets must be multiples of 8 elements.
     """
     with torch.device("meta"):
@@ -258,7 +260,7 @@ def test_torch_takes_the_shapes_of_every_preset(config: ModelConfig) -> None:
 
         patch.setattr(varlen, "varlen_attn", watched)
         model(tokens, None, documents).sum().backward()
-    ((*operands, cu_seqlens, _),) = calls  # one a layer
+    ((*operands, cu_seqlens, _),) = calls  # one for each layer
     assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous()
     key_value_heads = config.num_key_value_heads
     heads_of_operands = (config.num_attention_heads, key_value_heads, key_value_heads)
@@ -325,7 +327,7 @@ def test_no_pass_reads_the_documents_from_the_device(
 
 
 def test_a_block_launches_two_kernels_more_than_in_a_row_of_one_document(pool: RankPool) -> None:
-    """torch makes zero gradients for the two results of the operator that nothing uses."""
+    """torch creates zero gradients for the two results of the operator that nothing uses."""
     of_block = []
     for changes in ({"model": LLAMA}, RESET):
         models = ({**LLAMA, "num_hidden_layers": blocks} for blocks in (1, 2))

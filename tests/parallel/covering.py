@@ -1,4 +1,4 @@
-"""Which combinations of settings the equality test runs.
+"""The combinations of settings that the equality test runs.
 
 every ZeRO stage with every set of axes that are in use     4 stages x 8 sets
 every layout of up to 8 ranks                               17 layouts
@@ -35,32 +35,33 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
 
 
 def axes_in_use(layout: tuple[int, int, int]) -> tuple[bool, bool, bool]:
-    """Whether pp, dp and tp have more than one rank."""
+    """Return whether pp, dp and tp have more than one rank."""
     pp, dp, tp = layout
     return pp > 1, dp > 1, tp > 1
 
 
 def is_possible(row: Row) -> bool:
-    """Whether a (partial) row can be run: sequence parallelism needs a tensor axis."""
+    """Return whether a (partial) row can run. Sequence parallelism needs a tensor axis."""
     return not (row.get("sequence_parallel") and "layout" in row and row["layout"][2] == 1)
 
 
 def pairs_of(row: Row) -> set[Pair]:
-    """Every pair of values that a row covers. A layout counts as its three degrees."""
+    """Return every pair of values that a row covers. A layout counts as its three degrees."""
     degrees = zip(("pp", "dp", "tp"), row.get("layout", ()), strict=False)
     values = [(name, value) for name, value in row.items() if name != "layout"]
     return set(itertools.combinations(sorted([*values, *degrees], key=lambda item: item[0]), 2))
 
 
 def possible_pairs() -> set[Pair]:
-    """Every pair of values that can be run together."""
+    """Return every pair of values that can run together."""
     two = itertools.combinations(SETTINGS, 2)
     rows = ({a: x, b: y} for a, b in two for x, y in itertools.product(SETTINGS[a], SETTINGS[b]))
     return set().union(*(pairs_of(row) for row in rows if is_possible(row)))
 
 
 def covering_rows() -> list[Row]:
-    """A row for every ZeRO stage with every set of axes. Their other settings cover all pairs."""
+    """Return a row for every ZeRO stage with every set of axes. The other settings cover all pairs.
+    """
     missing = possible_pairs()
     rows: list[Row] = []
     for axes in itertools.product((False, True), repeat=3):
@@ -79,8 +80,8 @@ def _new(row: Row, missing: set[Pair]) -> int:
 
 
 def _filled(row: Row, missing: set[Pair], rows: Sequence[Row]) -> Row:
-    """The row with each open setting at the value that covers most of the missing pairs; among
-    equals, the value that fewest rows have had.
+    """Fill each open setting of the row with the value that covers most of the missing pairs. Among
+    equals, take the value that the fewest rows have.
     """
     for name in SETTINGS:
         if name in row:

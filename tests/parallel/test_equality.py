@@ -1,8 +1,9 @@
 """Any layout trains the same model as one process of plain torch (docs/architecture.md).
 
-The reference has no engine, no pipeline and no sharding. Compared over ten AdamW steps (every
-layout once) or four, with clipping active, in fp32: loss within 1e-6, gradient norm within 1e-5,
-every parameter's gradient of step 1 within 1e-5 of its norm, initial weights bitwise.
+The reference has no engine, no pipeline and no sharding. The test trains ten AdamW steps (every
+layout once) or four, with clipping active, in fp32. The loss must agree within 1e-6, the gradient
+norm within 1e-5, and every parameter's gradient of step 1 within 1e-5 of its norm. The initial
+weights must be bitwise equal.
 """
 
 import functools
@@ -34,7 +35,7 @@ from tests.zero.one_rank import small_run
 
 STEPS = 10
 FEW_STEPS = 4
-"""Of all further runs at a layout that also trains for ten steps."""
+"""For a layout that another run trains for ten steps."""
 
 TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 
@@ -63,7 +64,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> "References":
 
 
 class References:
-    """One-process runs, trained once for each model, text and batch."""
+    """Runs of one process, each trained once for each model, text and batch."""
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
@@ -110,7 +111,7 @@ def run_of(row: Row, text: Path) -> Run:
         data={"reset_at_documents": row["reset_at_documents"]},
         model={
             **(GPT2 if row["architecture"] == "gpt2" else LLAMA),
-            # An odd number in a pipeline, so that its stages are of unequal length.
+            # The number is odd in a pipeline, so its stages have different lengths.
             "num_hidden_layers": {1: 2, 2: 3, 4: 5}[pp],
             "tie_word_embeddings": row["tied"],
             "embedding_dropout": dropout,
@@ -223,7 +224,9 @@ def test_bf16_stays_within_its_bound(
 def train_rank_in_fp16(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
 ) -> ParallelRun | None:
-    """DeepSpeed refuses fp16 on a CPU for which oneDNN has no fp16 kernels; torch has its own."""
+    """Train in fp16. DeepSpeed refuses fp16 if oneDNN has no fp16 kernels for the CPU, but torch
+    has some.
+    """
     CPU_Accelerator.is_fp16_supported = lambda self: True
     return train_rank(launch, run, corpus, steps)
 
@@ -278,7 +281,8 @@ def test_logits_in_chunks_change_nothing(
 def test_messages_of_the_default_sizes_hold_the_complete_model(
     zero_stage: int, layout: tuple[int, int, int], pool: RankPool, references: References
 ) -> None:
-    """All matrices are in one bucket and all blocks in one gather. Other tests use small ones."""
+    """All matrices are in one bucket, and all blocks in one gather. Other tests use small messages.
+    """
     pp, dp, tp = layout
     defaults = {"reduce_bucket_size": None, "stage3_prefetch_bucket_size": None}
     run = tiny_run(
@@ -316,7 +320,7 @@ STAGE_3_OPTIONS = [
 def test_zero_option_changes_nothing(
     option: dict[str, object], pool: RankPool, references: References
 ) -> None:
-    """DeepSpeed has one optimizer for the stages 1 and 2, so that each option is tried at one."""
+    """DeepSpeed has one optimizer for stages 1 and 2, so each option is tested at one of them."""
     zero_stage = 1 + OPTIONS.index(option) % 2
     run = small_run(TEXT, pp=2, dp=2, zero_optimization={"stage": zero_stage, **option})
     comparison = train_and_compare(pool, references, run, FEW_STEPS)

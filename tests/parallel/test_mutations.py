@@ -1,11 +1,11 @@
 """The comparison with one process fails when the parallel run is wrong.
 
-Mutated runs are compared at the widest tolerance that `megaspeed verify` can allow later steps, as
-if the order of the samples had changed the training of one process a lot.
+Each mutation is a typical mistake in such code. Every rank makes it during one training. This
+training must differ from one process at the place where the mistake shows. The same training
+without the mistake must not differ.
 
-Each mutation is a mistake that such code is known for. It is made in every rank for one training,
-which must then differ from one process where the mistake shows, while the same training without
-it does not.
+The tolerance is the widest that ``megaspeed verify`` can allow later steps. Verify allows it if the
+order of the samples changes the training of one process a lot.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ LICENSE = Path(__file__).parent.parent.parent / "LICENSE"
 
 @contextmanager
 def replaced(owner: object, name: str, make: Callable[[Any], object]) -> Iterator[None]:
-    """Within the block `owner.name` is what `make` makes of it."""
+    """Replace ``owner.name`` by ``make(owner.name)`` within the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, make(getattr(owner, name)))
         yield
@@ -98,7 +98,7 @@ def tied_gradients_are_not_summed() -> AbstractContextManager[None]:
 
 
 def gradients_are_not_summed_over_the_tensor_axis() -> AbstractContextManager[None]:
-    # The input of a column-parallel layer gets only the gradient from this rank's columns.
+    # The input of a column-parallel layer gets only the gradient of this rank's columns.
     done = SimpleNamespace(wait=lambda: None)
     return replaced(layers, "start_all_reduce", lambda _: lambda x, axis: Pending(x, done, axis))
 
@@ -123,7 +123,7 @@ def a_bias_is_added_on_every_tensor_rank() -> AbstractContextManager[None]:
 
 
 def every_tensor_rank_drops_the_same_part() -> AbstractContextManager[None]:
-    # Each takes the first part of the full mask.
+    # Each rank takes the first part of the full mask.
     def first(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def drop(self: SampleDropout, x: Tensor, samples: Tensor) -> Tensor:
             self.shard = MaskShard(index=0, count=self.shard.count)
@@ -166,7 +166,7 @@ def in_losses(comparison: Comparison) -> list[Difference]:
 
 
 def in_later_losses(comparison: Comparison) -> list[Difference]:
-    return comparison.losses[1:]  # biases begin as zero
+    return comparison.losses[1:]  # biases start at zero
 
 
 def in_norms(comparison: Comparison) -> list[Difference]:
@@ -215,7 +215,8 @@ def reference_of(cache: Path, text: Path, model: str, reset: bool) -> ReferenceR
 
 
 def drifted(reference: ReferenceRun) -> ReferenceRun:
-    """A run so far from the reference that the tolerance of later steps reaches its cap."""
+    """Return a run so far from the reference that the tolerance of later steps reaches its maximum.
+    """
     return dataclasses.replace(
         reference,
         losses=[2.0 * loss for loss in reference.losses],
@@ -235,7 +236,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(pool: RankPool, cache: Path, text: Path) -> Callable[[str | None, Run], Comparison]:
-    """Trains with a mutation or, once for each run, without."""
+    """Return a function that trains with a mutation or, once for each run, without one."""
 
     def mutated(mutation: str | None, run: Run) -> Comparison:
         corpus = tiny_corpus(run, cache)

@@ -1,4 +1,4 @@
-"""Which messages go out as one batch, and that both ends of a link agree on it."""
+"""Which messages are sent as one batch. Both ends of a link agree on this."""
 
 from itertools import product
 
@@ -45,7 +45,7 @@ def test_the_steady_state_of_1f1b_exchanges() -> None:
 
 
 def test_gpipe_exchanges_nothing() -> None:
-    # The first stage receives a gradient directly after its last send, but the second stage sends
+    # The first stage receives a gradient directly after its last send. But the second stage sends
     # that gradient only after its own forward and backward.
     assert batches(gpipe, 2, 0, 2) == [
         SendActivation(0),

@@ -1,6 +1,6 @@
-"""The executor over real pipelines of gloo ranks: what it computes, and what it holds meanwhile.
+"""The executor over real pipelines of gloo ranks: what it computes, and what it keeps in memory.
 
-The stages are plain modules with plain autograd, so that an expected number is a plain number too.
+The stages are plain modules with plain autograd, so plain torch computes the expected numbers.
 """
 
 import weakref
@@ -37,13 +37,14 @@ ROWS, WIDTH = 2, 3
 
 
 def make_stage(pipeline_stage: int) -> nn.Module:
-    """(ROWS, WIDTH) -> (ROWS, WIDTH), with a tensor in its middle that only the graph holds."""
+    """Make a stage (ROWS, WIDTH) -> (ROWS, WIDTH). Only its graph holds the tensor in its middle.
+    """
     torch.manual_seed(pipeline_stage)
     return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))
 
 
 def load(micro_batch: int) -> MicroBatch:
-    """Inputs instead of tokens; a target of 0 is not counted."""
+    """Return inputs instead of tokens. A target of 0 is not counted."""
     generator = torch.Generator().manual_seed(micro_batch)
     x = torch.randn(ROWS, WIDTH, generator=generator)
     counted = torch.randint(0, 2, (ROWS, WIDTH), generator=generator)
@@ -60,7 +61,7 @@ def loss_function(output: Tensor, counted: Tensor) -> Tensor:
 
 
 class PlainEngine:
-    """A stage that torch alone runs. It remembers, weakly, every tensor of each forward."""
+    """A stage that torch alone runs. It keeps weak references to every tensor of each forward."""
 
     def __init__(self, module: nn.Module, *, is_last: bool) -> None:
         self.module = module
@@ -107,17 +108,19 @@ class PlainEngine:
         self.reductions.append("tied")
 
     def alive(self) -> set[int]:
-        """Micro-batches of which any tensor still exists."""
+        """Return the micro-batches of which any tensor still exists."""
         return {m for m, tensors in self.tensors.items() if any(t() is not None for t in tensors)}
 
     def outputs_alive(self) -> set[int]:
-        """Micro-batches whose output still takes memory."""
+        """Return the micro-batches whose output still occupies memory."""
         return {m for m, storage in self.outputs.items() if storage() is not None}
 
 
 @dataclass(frozen=True)
 class Held:
-    """After one instruction: of which micro-batches any tensor exists, and of which the output."""
+    """After one instruction: the micro-batches of which any tensor exists, and those with an
+    output.
+    """
 
     instruction: Instruction | Exchange
     alive: set[int]
@@ -126,7 +129,7 @@ class Held:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What one stage did."""
+    """The record of one stage."""
 
     loss_sum: Tensor | None
     gradients: list[Tensor | None]
@@ -138,7 +141,7 @@ class StageRecord:
 
 
 def run_stage(launch: LaunchEnvironment, schedule: str | None, micro_batches: int) -> StageRecord:
-    """One step of the named schedule; an evaluation if it is None."""
+    """Run one step of the named schedule, or an evaluation if the name is None."""
     grid = Grid(pp=launch.world_size, dp=1, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         stage, stages = context.pp_rank, context.pp_size
@@ -186,7 +189,7 @@ def connect(context: ParallelContext) -> Neighbours:
 
 
 def one_process(stages: int, micro_batches: int) -> tuple[Tensor, list[Tensor | None]]:
-    """(sum of the losses, gradients of all parameters) of all stages in one process."""
+    """Run all stages in one process. Return (sum of the losses, gradients of all parameters)."""
     model = nn.Sequential(*map(make_stage, range(stages)))
     batches = [load(m) for m in range(micro_batches)]
     losses = [loss_function(model(batch.tokens), batch.targets) for batch in batches]
@@ -250,7 +253,7 @@ def test_an_output_is_freed_once_it_is_sent(pool: RankPool, schedule: str) -> No
             match held.instruction:
                 case SendActivation(m) | Exchange(SendActivation(m)):
                     sent.add(m)
-                    assert held.outputs == {m}  # on its way; the one before has arrived
+                    assert held.outputs == {m}  # being sent; the one before has arrived
                 case Forward(m):
                     assert held.outputs <= {m - 1, m}
                 case Backward():

@@ -53,7 +53,7 @@ def connect(
 
 
 def source(micro_batch: int, dtype: torch.dtype) -> Tensor:
-    """(2, 3) of small integers, exact in bf16, and not contiguous."""
+    """Return (2, 3) small integers, exact in bf16, and not contiguous."""
     return (torch.arange(6).reshape(3, 2).t() + 10 * micro_batch).to(dtype)
 
 
@@ -67,7 +67,9 @@ def run_both_schedules(launch: LaunchEnvironment) -> None:
 
 
 def run_stage(rank: int, schedule: Schedule, neighbours: Neighbours, dtype: torch.dtype) -> None:
-    """Each stage adds 1 to the activation and doubles the gradient, which begins as the output."""
+    """Each stage adds 1 to the activation and doubles the gradient. The first gradient is the
+    output.
+    """
     values: dict[int, Tensor] = {}
     before, after = neighbours.before, neighbours.after
     for instruction in stage_program(schedule, STAGES, rank, MICRO_BATCHES):
@@ -124,7 +126,7 @@ def lone_sends(launch: LaunchEnvironment) -> None:
                 alive.append(weakref.ref(tensor.untyped_storage()))
             del tensor
             sent.clear()
-            # A send starts when the one before has been received: only the last is in flight.
+            # A send starts when the previous one has been received, so only the last is in flight.
             assert [storage() is not None for storage in alive] == [False, False, True]
             link.finish()
             assert alive[-1]() is None
@@ -140,9 +142,9 @@ def test_a_link_keeps_what_it_sends_until_it_is_received_and_no_longer(pool: Ran
 
 
 def storages_of_messages(launch: LaunchEnvironment) -> None:
-    """What torch gets to send and to receive is the tensor's memory, but not its storage.
+    """torch gets the memory of a message to send or receive, but in another storage.
 
-    Nothing is sent here, because gloo keeps what it sends, and NCCL does not.
+    This test sends nothing, because gloo keeps what it sends, and NCCL does not.
     """
     seen: list[Tensor] = []
 
@@ -171,7 +173,7 @@ def storages_of_messages(launch: LaunchEnvironment) -> None:
 def test_the_allocator_does_not_know_the_memory_of_messages(pool: RankPool) -> None:
     """torch's NCCL calls recordStream for each message, which keeps freed memory from being reused.
 
-    Only a GPU can show the memory. It is ignored for a storage that torch has not allocated.
+    Only a GPU can show this effect. torch ignores the call for a storage that it did not allocate.
     """
     pool.run(2, storages_of_messages)
 
@@ -188,7 +190,7 @@ def three_stages_disagree(launch: LaunchEnvironment) -> None:
     with pipeline(launch) as context:
         for shape, dtype, described in announced:
             own = (shape, dtype) if context.rank == 1 else ((2, 3), torch.float32)
-            # The third stage agrees with neither, but it does not wait for the other two.
+            # The third stage agrees with neither of the others, but it does not wait for them.
             with pytest.raises(PipelineProtocolError) as error:
                 connect(context, *own)
             assert "Rank 0 sends float32 of shape (2, 3)" in str(error.value)

@@ -1,4 +1,4 @@
-"""Partitions against brute force, and the rule that chooses between equally good ones."""
+"""Partitions agree with brute force, including the rule that chooses between equal costs."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ from megaspeed.pipeline.partition import partition_layers
 
 
 def brute_force(costs: Sequence[int], pipeline_stages: int) -> list[range]:
-    """All splits, judged as `partition` says: bottleneck, then squares, then short early stages."""
+    """Return all splits by the criteria of ``partition``: bottleneck, squares, short early stages.
+    """
 
     def judge(ends: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
         sums = [sum(costs[start:end]) for start, end in pairwise([0, *ends])]
@@ -43,7 +44,7 @@ def test_equal_layers_are_spread_evenly_with_the_longer_stages_last() -> None:
 
 
 def test_a_costly_head_takes_blocks_from_the_last_stage() -> None:
-    # [embedding, 8 blocks, head]: 5 + 60 | 20 + 40 beats an equal count of layers.
+    # Layers are [embedding, 8 blocks, head]. 5 + 60 | 20 + 40 beats an equal count of layers.
     assert sizes(partition_layers([5, *[10] * 8, 40], 2)) == [7, 3]
 
 
@@ -62,5 +63,5 @@ def test_107_layers_on_35_stages_take_no_time() -> None:
     assert time.perf_counter() - started < 0.5
     assert len(partition) == 35
     assert [layer for layers in partition for layer in layers] == list(range(107))
-    # 105 blocks fill 35 stages by three; so the head comes on top of three blocks.
+    # 105 blocks fill 35 stages with three each. So one stage has the head and three blocks.
     assert max(sum(costs[layer] for layer in layers) for layers in partition) == 39

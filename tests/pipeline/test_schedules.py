@@ -1,4 +1,4 @@
-"""Schedules as drawings that a person can check, and as the instructions behind them."""
+"""Schedules as drawings that a person can check, and as their instructions."""
 
 from textwrap import dedent
 
@@ -130,7 +130,7 @@ def test_a_json_name_for_each_training_schedule() -> None:
 
 
 def walked_peak(program: list[Instruction]) -> int:
-    """The peak of micro-batches in flight, found by walking through the program of a stage."""
+    """Walk through a stage's program, and return its peak of micro-batches in flight."""
     named = [one.micro_batch for one in program if isinstance(one, MicroBatchInstruction)]
     in_flight = peak = 0
     for position, instruction in enumerate(program):
@@ -143,7 +143,7 @@ def walked_peak(program: list[Instruction]) -> int:
 
 @given(stages=st.integers(1, 9), micro_batches=st.integers(1, 17))
 def test_peak_in_flight_and_bubble(stages: int, micro_batches: int) -> None:
-    """The closed forms are what walking through each program finds."""
+    """The closed forms equal the results of a walk through each program."""
     for stage in range(stages):
         for schedule, peak in (
             (gpipe, micro_batches),

@@ -1,4 +1,4 @@
-"""check_schedule passes our schedules, and refuses each way to break one; simulate in seconds."""
+"""check_schedule accepts our schedules and refuses each broken one; simulate returns seconds."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ Edit = Callable[[list[Instruction]], list[Instruction]]
 
 
 def edited(schedule: Schedule, stage: int, *edits: Edit) -> Schedule:
-    """`schedule` with the instructions of one stage changed."""
+    """Return ``schedule`` with the instructions of one stage changed."""
 
     def changed(
         pipeline_stages: int, pipeline_stage: int, micro_batches: int
@@ -180,7 +180,7 @@ def test_an_end_of_the_pipeline_has_no_neighbour_beyond(
 
 
 def test_activations_sent_in_another_order_than_received_are_refused() -> None:
-    # The first stage has computed both before it sends either, so alone it is right.
+    # The first stage has computed both before it sends either. So its program alone is valid.
     second_first = edited(gpipe, 0, moved(SendActivation(0), before=LoadMicroBatch(2)))
     with pytest.raises(
         ScheduleError,
@@ -204,7 +204,7 @@ def test_gradients_sent_in_another_order_than_received_are_refused() -> None:
 
 
 def test_a_deadlock_names_what_each_stage_waits_for() -> None:
-    # The first stage wants a gradient before it has sent the activation this gradient is of.
+    # The first stage wants a gradient before it has sent the activation that this gradient needs.
     impatient = edited(gpipe, 0, moved(ReceiveGradient(0), before=SendActivation(0)))
     with pytest.raises(ScheduleError) as error:
         check_schedule(impatient, 3, 4)
@@ -219,8 +219,8 @@ def test_a_deadlock_names_what_each_stage_waits_for() -> None:
 
 
 def test_stages_that_each_wait_for_a_later_message_of_the_other_deadlock() -> None:
-    # The last stage wants all activations before its first backward; the first stage wants the
-    # first gradient before it sends the last activation. Alone, each is right.
+    # The last stage wants all activations before its first backward. The first stage wants the
+    # first gradient before it sends the last activation. Each program alone is valid.
     eager = edited(gpipe, 0, moved(ReceiveGradient(0), before=LoadMicroBatch(3)))
     with pytest.raises(ScheduleError, match=r"stage 1 waits at ReceiveActivation\(.*=3\)"):
         check_schedule(eager, 2, 4)
@@ -228,8 +228,8 @@ def test_stages_that_each_wait_for_a_later_message_of_the_other_deadlock() -> No
 
 def test_two_sends_that_face_each_other_deadlock_unless_both_can_be_one_batch() -> None:
     # The last stage runs 1f1b and sends the gradient of 0 before it receives the activation of 1.
-    # The first stage runs gpipe: it sends all activations before it receives a gradient, so it has
-    # no receive directly after the send of 1.
+    # The first stage runs gpipe: it sends all activations before it receives a gradient, so no
+    # receive directly follows the send of 1.
     def mixed(
         pipeline_stages: int, pipeline_stage: int, micro_batches: int
     ) -> Iterator[Instruction]:
@@ -245,7 +245,7 @@ def test_two_sends_that_face_each_other_deadlock_unless_both_can_be_one_batch() 
 
 
 def test_a_load_between_a_send_and_its_receive_deadlocks() -> None:
-    # As 1f1b was written before sends and receives were joined.
+    # 1f1b as it was before sends and receives were joined.
     split = edited(
         one_forward_one_backward, 1, moved(LoadMicroBatch(1), before=ReceiveActivation(1))
     )
@@ -266,8 +266,8 @@ def test_a_message_delays_what_receives_it_and_not_what_sends_it() -> None:
     ]
     assert spans == [
         [(0, 1), (1, 2), (10.5, 13.5), (14.5, 17.5)],
-        # The second message starts when the first forward has ended, because only then the stage
-        # asks for it.
+        # The second message starts when the first forward has ended, because the stage asks for it
+        # only then.
         [(1.5, 3.5), (4, 6), (6, 10), (10, 14)],
     ]
 

@@ -1,4 +1,4 @@
-"""All ranks get rank 0's answer, or its error with the type that decides about a restart."""
+"""All ranks get rank 0's answer, or its error with the type that decides whether they restart."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ Got = tuple[type[Exception], str]
 def read_with(
     launch: LaunchEnvironment, errors: list[Exception | None], kind: type[RankFailed]
 ) -> list[Got]:
-    """What this rank gets from ``broadcast`` and from ``gather``: an answer, or an error."""
+    """Return what this rank gets from ``broadcast`` and from ``gather``: an answer, or an error."""
 
     def read() -> str:
         if (error := errors[launch.rank]) is not None:
@@ -56,7 +56,7 @@ def system_error(number: int) -> OSError:
 def test_the_type_decides_whether_a_restart_may_help(
     pool: RankPool, error: Exception, asked: type[RankFailed], kind: type[Exception], code: int
 ) -> None:
-    """A disk that fails is no wrong input, and neither is a failed decision about a restart."""
+    """A failed disk is no wrong input. Neither is a failed decision about a restart."""
     message = f"{error.strerror}: /shared/run" if isinstance(error, OSError) else str(error)
     expected = [(kind, message), (kind, f"rank 0: {message}")]
     assert pool.run(2, read_with, [error, None], asked) == [expected] * 2

@@ -1,4 +1,4 @@
-"""Ranks meet in a store: in one attempt and not in an earlier one, whatever the launcher counts."""
+"""The ranks of one attempt meet in a store, and never meet ranks of an earlier attempt."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def agents_store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 
 
 def meet(*configurations: dict[str, int]) -> list[Meeting]:
-    """One thread for each rank."""
+    """Let all ranks meet, each in a thread."""
     with ThreadPoolExecutor(WORLD) as threads:
         ranks = [
             threads.submit(check_in, launched(rank), configuration, 30.0)
@@ -50,8 +50,9 @@ def meet(*configurations: dict[str, int]) -> list[Meeting]:
 
 
 def test_an_attempt_sees_nothing_of_an_earlier_one(agents_store: dist.Store) -> None:
-    """torchrun does not count a restart after which a node has joined or left: ranks of one attempt
-    received different numbers, and waited for each other, or met among the keys of a dead one.
+    """If a node has joined or left, torchrun does not count the restart. In an earlier version, the
+    ranks of one attempt received different numbers and waited for each other, or they met under the
+    keys of a dead attempt.
     """
     first = meet(*[{"seed": 1}] * WORLD)
     first[2].store.set("claim", json.dumps(["failed", 2]))
@@ -95,7 +96,9 @@ except RanksDisagree as error:
 def test_a_rank_with_other_code_is_named_with_its_host(
     agents_store: dist.Store, tmp_path: Path
 ) -> None:
-    """GELU on one rank and ReLU on the other trained one model, and nothing was reported."""
+    """In an earlier version, GELU on one rank and ReLU on the other trained one model without a
+    message.
+    """
     shutil.copytree(Path(megaspeed.__file__).parent, tmp_path / "megaspeed")
     changed = tmp_path / "megaspeed" / "model" / "gpt.py"
     changed.write_text(changed.read_text() + "\n")

@@ -1,4 +1,4 @@
-"""A process with process groups ends with its own exit code, and without being torn down."""
+"""A process with process groups ends with its own exit code, and does not tear them down."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A run hangs if a rank writes no heartbeats, or if no rank makes progress; clocks may jump."""
+"""A run hangs if a rank writes no heartbeats or if no rank makes progress. Clocks may jump."""
 
 import json
 from collections.abc import Sequence
@@ -36,14 +36,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def write_heartbeats(
     store: dist.Store, *beats: tuple[int, int], timeouts: Sequence[float] = (1.0, 1.0)
 ) -> None:
-    """Of each rank its number and its progress."""
+    """Write the heartbeat of each rank: (its number, the progress)."""
     for rank, (number, progress) in enumerate(beats):
         store.set(f"heartbeat {rank}", json.dumps([number, "step 1", progress, timeouts[rank], 0]))
 
 
 @pytest.mark.parametrize("period", [1.0, 5.0, 17.0])
 def test_a_rank_without_beats_is_found_at_every_period(clock: Clock, period: float) -> None:
-    """From 4,096 ranks on, a beat comes every 5 s, and each turn was taken for a standstill."""
+    """From 4,096 ranks on, a heartbeat comes every 5 s. An earlier version took each wait for a
+    hang.
+    """
     store = dist.HashStore()
     survey, found = Survey(range(2), sees_all=True, period=period), None
     for turn in range(200):
@@ -100,7 +102,9 @@ def test_a_process_that_was_stopped_forgets_what_it_saw_before(clock: Clock) -> 
 def test_a_rank_is_as_far_as_its_heartbeat_or_a_common_step(
     tmp_path: Path, heartbeat: list[object], own_steps: int, phase: str
 ) -> None:
-    """Ten quick steps after its first heartbeat, a rank that was killed "was in start-up"."""
+    """In an earlier version, a rank killed ten quick steps after its first heartbeat "was in
+    start-up".
+    """
     store, grid = dist.HashStore(), Grid(pp=1, dp=2, tp=1)
     store.set("rank 1", json.dumps({"host": "node1"}))
     store.set("heartbeat 1", json.dumps(heartbeat))
@@ -141,7 +145,7 @@ def test_only_a_rank_that_has_ended_is_not_missed(clock: Clock, third_ends: bool
 
 
 def recorded(name: str, number: int, retired: bool = False, **changes: Any) -> dict[str, Any]:
-    """An entry of torch 2.13's flight recorder, without the keys that nothing reads."""
+    """Return an entry of torch 2.13's flight recorder, without the keys that nothing reads."""
     return {
         "process_group": ["7", "pp"],
         "profiling_name": f"nccl:{name}",
@@ -155,9 +159,9 @@ def recorded(name: str, number: int, retired: bool = False, **changes: Any) -> d
 
 
 def test_messages_of_a_batch_that_is_done_are_not_pending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.13 records each message of a batch and then the batch, and retires only the batch.
+    """torch 2.13 records each message of a batch and then the batch, but retires only the batch.
 
-    So after a thousand steps every message of the pipeline would be "waited for", and the first
+    So after a thousand steps, every message of the pipeline would count as pending. The first
     message of the run would be reported as the cause of a hang.
     """
     other: dict[str, Any] = {"process_group": ["8", "dp"], "is_p2p": False, "collective_seq_id": 1}
@@ -172,7 +176,7 @@ def test_messages_of_a_batch_that_is_done_are_not_pending(monkeypatch: pytest.Mo
         recorded("coalesced", 2),
         recorded("coalesced", 2, retired=True, process_group=["9", "tp"]),  # of another group
         recorded("recv 0<-1", 3),
-        recorded("send 0->1", 3, retired=True),  # says nothing of the other message
+        recorded("send 0->1", 3, retired=True),  # does not retire the other message
     ]
     answer = json.dumps({"entries": entries})
     silent = json.dumps({"entries": []})

@@ -1,4 +1,4 @@
-"""A process whose threads cannot run is ended with its stacks; one that was suspended continues."""
+"""A process whose threads cannot run is ended with its stacks. A suspended process continues."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.forked import Forked
 
-LIMIT = 3.0  # what PROGRAM states
+LIMIT = 3.0  # the same value as in PROGRAM
 
 PROGRAM = """
 import ctypes, faulthandler, os, signal, threading, time
@@ -94,7 +94,7 @@ def test_a_phase_that_may_take_long_is_not_ended(program: Program) -> None:
 
 @pytest.mark.parametrize("everything", [True, False])
 def test_a_suspended_process_continues(program: Program, everything: bool) -> None:
-    """A run may be suspended with all its processes, or a rank alone, by a debugger."""
+    """A run may be suspended with all its processes. A debugger may suspend one rank alone."""
     suspended = [psutil.Process(program.pid), *([program.watchdog] if everything else [])]
     for process in suspended:
         process.suspend()
@@ -108,7 +108,7 @@ def test_a_suspended_process_continues(program: Program, everything: bool) -> No
 
 
 def test_a_watchdog_ends_with_its_process(program: Program) -> None:
-    """Also if a child that the process has forked keeps the pipe open."""
+    """The watchdog ends even if a child that the process has forked keeps the pipe open."""
     watchdog = program.watchdog
     program.kill()
     watchdog.wait(timeout=2)

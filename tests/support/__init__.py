@@ -1,1 +1,1 @@
-"""What several tests use: ranks, forked and launched runs, nodes, a browser, tiny models."""
+"""Tools that several tests use: ranks, forked and launched runs, nodes, a browser, tiny models."""

@@ -1,7 +1,7 @@
-"""A real browser without a window: Chromium opens a page, and we look at what it made of it.
+"""A real browser without a window: Chromium opens a page, and the tests inspect the result.
 
-Where there is none, tests are skipped with the command that installs one. Continuous integration
-sets CI, and there a missing browser is a failure: `.ci/run` installs it.
+If Chromium is missing, the tests are skipped with the command that installs it. Continuous
+integration sets CI. There a missing browser is a failure, because ``.ci/run`` installs it.
 """
 
 import os
@@ -17,7 +17,7 @@ _PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-
 _MISSING = "there is no Chromium here; install one with: apt-get install chromium-headless-shell"
 _OPTIONS = (
     "--headless",
-    "--no-sandbox",  # which root may not have, and continuous integration is root
+    "--no-sandbox",  # root may not use the sandbox, and continuous integration runs as root
     "--disable-gpu",
     "--hide-scrollbars",
     "--enable-logging=stderr",
@@ -30,7 +30,7 @@ class Opened:
 
     Attributes:
         dom: its elements after rendering, as HTML.
-        console: what the browser's console shows: errors of scripts, resources and policies.
+        console: the messages of the browser's console: errors of scripts, resources and policies.
     """
 
     dom: str
@@ -38,13 +38,12 @@ class Opened:
 
 
 def open_page(page: Path) -> Opened:
-    """Opens a local page."""
     ended = _run("--dump-dom", page.as_uri())
     return Opened(ended.stdout, [line for line in ended.stderr.splitlines() if "CONSOLE" in line])
 
 
 def photograph(page: Path, picture: Path, width: int, height: int, *, dark: bool) -> Image.Image:
-    """The page as it looks in a window of this size, in the light or in the dark mode."""
+    """Take a picture of the page in a window of this size, in the light or in the dark mode."""
     mode = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     _run(f"--screenshot={picture}", f"--window-size={width},{height}", mode, page.as_uri())
     return Image.open(picture).convert("RGB")

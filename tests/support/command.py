@@ -1,4 +1,4 @@
-"""Runs ``megaspeed`` in this process, and looks for words in what it prints."""
+"""Run ``megaspeed`` in this process, and look for words in its output."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from megaspeed.cli import main
 
 
 class Ended:
-    """What a command printed, wrote and returned."""
+    """The exit code of a command and its output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: Any) -> None:
         capsys.readouterr()
@@ -22,12 +22,12 @@ class Ended:
 
 
 def figures(tmp_path: Path, *command: Any) -> Any:
-    """What a command writes to --json."""
+    """Run a command and return the JSON that it writes to ``--json``."""
     file = tmp_path / "figures.json"
     assert main([*map(str, command), "--json", str(file)]) == 0
     return json.loads(file.read_text())
 
 
 def lacking(text: object, *parts: object) -> list[str]:
-    """The parts that a text does not have, such as a key, a number or a path."""
+    """Return the parts that a text lacks. A part is a key, a number or a path, for example."""
     return [str(part) for part in parts if str(part) not in str(text)]

@@ -1,4 +1,4 @@
-"""Measures the table of `docs/operations.md`: faults at the ranks of (2, 2, 2), by launcher.
+"""Measure the table of ``docs/operations.md``: faults at the ranks of (2, 2, 2), by launcher.
 
 python -m tests.support.fault_table RESULTS.jsonl [--ranks 0 5]   measures what is missing
 python -m tests.support.fault_table RESULTS.jsonl --show          prints the table
@@ -47,27 +47,27 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], str]] = {
         r"step +4  no checkpoint: rank {rank}: File too large",
     ),
 }
-"""Fault -> what is injected, the run's settings, and what the console must say."""
+"""Fault -> (the injected fault, the run's settings, a pattern that the console must match)."""
 
 CUT = "network cut"
 RANKS_CUT_OFF = "4 to 7"
 
 
 def measure(fault: str, launcher: Launcher, rank: int) -> dict[str, Any]:
-    """One launch with one fault."""
+    """Launch once with one fault."""
     injected, changes, named = FAULTS[fault]
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), launcher, *LAYOUT, *changes, fault=injected.format(rank), ranks=8)
         job.wait_until_training()
         ended = job.ended()
-    computes_the_loss = 4 + rank // 2 % 2 * 2  # tp 0 of the last pipeline stage, of this dp
+    computes_the_loss = 4 + rank // 2 % 2 * 2  # tp 0 of the last pipeline stage, at this rank's dp
     pattern = named.format(host=re.escape(HOST), rank=rank, computes_the_loss=computes_the_loss)
     said = re.search(pattern, ended.out + ended.err)
     return {"seconds": round(ended.seconds, 1), "code": ended.code, "named": said is not None}
 
 
 def measure_cut(launcher: Launcher) -> dict[str, Any]:
-    """One launch on two nodes of four ranks each, of which the second loses its network."""
+    """Launch once on two nodes of four ranks each. The second node loses its network."""
     start = {"deepspeed": deepspeed, "torchrun": torchrun}[launcher]
     with tempfile.TemporaryDirectory() as folder, two_nodes(Path(folder), ranks=4) as nodes:
         lay_out(nodes)
@@ -77,7 +77,7 @@ def measure_cut(launcher: Launcher) -> dict[str, Any]:
 
 
 def missing(results: Path, ranks: list[int]) -> Iterator[tuple[str, Launcher, int | str]]:
-    """What has not been measured yet: fault, launcher, ranks."""
+    """Yield (fault, launcher, ranks) of each measurement that the results lack."""
     known = {(r["fault"], r["launcher"], r["rank"]) for r in read(results)}
     wanted: list[tuple[str, Launcher, int | str]]
     wanted = [*product(FAULTS, LAUNCHERS, ranks), *product([CUT], LAUNCHERS, [RANKS_CUT_OFF])]
@@ -90,7 +90,7 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """The lines of the table, as Markdown."""
+    """Yield the lines of the table, as Markdown."""
     yield "| fault | launcher | ranks | seconds to the end, median (most) | exit code | named |"
     yield "|---|---|---|---|---|---|"
     for fault, launcher in product((*FAULTS, CUT), LAUNCHERS):

@@ -4,8 +4,9 @@
             |                             ^
             +--start--> worker 0, 1, 2 ---+ its address
 
-By default, multiprocessing starts a fork server for each process that forks. Here, the workers of
-pytest-xdist and the programs that they start share one, because its imports take seconds.
+By default, multiprocessing starts a fork server for each process that forks. The imports of a fork
+server take seconds. Therefore, the workers of pytest-xdist and the programs that they start share
+one here.
 """
 
 import multiprocessing
@@ -28,14 +29,14 @@ IMPORTED_ONCE = [
     # DeepSpeed imports these at its first engine.
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer",
-    # Small, but otherwise every rank of every test imports them.
+    # These are small, but without this line every rank of every test imports them.
     "deepspeed.comm.mori",
     "encodings.idna",
     "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor",
     "megaspeed.checkpoint.inspection",
     "matplotlib.figure",
-    # A rank imports the test file that its function is in.
+    # A rank imports the test file that defines its function.
     "pytest",
     "tests.support.tiny",
     "tests.zero.one_rank",
@@ -43,7 +44,7 @@ IMPORTED_ONCE = [
     "tests.support.frozen_imports",
 ]
 
-# Ranks share the machine's few cores, and see no GPU, so that a test is the same on every machine.
+# Ranks share the few cores of the machine. They see no GPU, so a test is the same on every machine.
 RANK_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -55,7 +56,7 @@ _client: Any = forkserver._forkserver
 
 
 def start_fork_server() -> str:
-    """Starts a fork server if this process has none. Returns its address."""
+    """Start a fork server if this process has none. Return its address."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED_ONCE)
     with environment_with(RANK_VARIABLES):
         _client.ensure_running()
@@ -64,8 +65,9 @@ def start_fork_server() -> str:
 
 
 def use_fork_server(address: str) -> None:
-    """Makes multiprocessing in this process use a fork server that another process started."""
-    if _client._forkserver_alive_fd is None:  # a pipe that does not keep the server alive
+    """Make multiprocessing in this process use a fork server that another process started."""
+    # A pipe of our own, which does not keep the server alive.
+    if _client._forkserver_alive_fd is None:
         _, _client._forkserver_alive_fd = os.pipe()
     _client._forkserver_address = address
     _client.ensure_running = lambda: None

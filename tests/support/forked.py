@@ -1,18 +1,19 @@
-"""Programs of Python that start warm: forked from a process that has imported torch and megaspeed.
+"""Python programs that start fast: forked from a process that has imported torch and megaspeed.
 
     rank = Forked(["scripts/pretrain.py", "--config", "tiny.json"], folder, environment, out, err)
     rank.send_signal(signal.SIGTERM)
     assert rank.wait(60) == 0
 
-It is what ``python scripts/pretrain.py --config tiny.json`` does in a session of its own, without
-the seconds that its imports take. Several ranks get the variables of torchrun from a launcher that
-does no more than every launcher does:
+This runs ``python scripts/pretrain.py --config tiny.json`` in a session of its own, but saves the
+seconds that its imports take. If there are several ranks, a launcher sets the variables of torchrun
+for each. The launcher does only what every launcher does:
 
     launcher (forked)  ->  rank 0, 1, ... (forked by it)     one fails: the others get SIGTERM
 
-Rank 0 keeps the store, as under deepspeed, srun and mpirun; or the launcher, as torchrun's agent.
+Either rank 0 keeps the store, as under deepspeed, srun and mpirun, or the launcher keeps it, as
+torchrun's agent does.
 
-Tests of a launcher itself, and of what it prints, start it in its own way.
+Tests of a real launcher and of its output start that launcher instead.
 """
 
 import atexit
@@ -44,12 +45,12 @@ class Forked:
     """A running program, with the methods of ``subprocess.Popen``.
 
     Args:
-        arguments: of ``python``: a script or ``-m`` and a module, and what it gets.
-        folder: where it runs.
-        environment: all its environment variables.
-        out, err: files for what it writes; they may be the same.
-        ranks: if more than one, a launcher starts the program as often, and ends with the exit code
-            of the first rank that fails.
+        arguments: the arguments of ``python``: a script or ``-m`` and a module, then its arguments.
+        folder: the working directory.
+        environment: all environment variables of the program.
+        out, err: files for its standard output and standard error. They may be the same file.
+        ranks: if more than one, a launcher starts the program this many times. The launcher ends
+            with the exit code of the first rank that fails.
         keeps_store: whether that launcher keeps the store.
     """
 
@@ -96,12 +97,12 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def ranks(self) -> list[psutil.Process]:
-        """What its launcher has started, in the order of ranks."""
+        """Return the processes that the launcher has started, in the order of ranks."""
         children = psutil.Process(self.pid).children()
         return sorted(children, key=lambda child: (child.create_time(), child.pid))
 
     def end_session(self) -> None:
-        """Kills the program and all that it has started."""
+        """Kill the program and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -109,9 +110,9 @@ class Forked:
 def run_forked(
     arguments: Sequence[str | Path], folder: Path, seconds: float = 240.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run``, of a program without GPUs and with caches of its own in `folder`.
+    """Run a program without GPUs, as ``subprocess.run`` does. Its caches are in ``folder``.
 
-    Launchers' variables of this process are not handed on.
+    The program does not get the launcher variables of this process.
     """
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
@@ -127,7 +128,7 @@ def run_forked(
     return subprocess.CompletedProcess(process.args, code, out.read_text(), err.read_text())
 
 
-@atexit.register  # before multiprocessing waits for them
+@atexit.register  # must run before multiprocessing waits for the processes
 def _end_all() -> None:
     for one in _started:
         if one.returncode is None:
@@ -146,8 +147,8 @@ def _run(
     server: str,
 ) -> None:
     os.setsid()
-    use_fork_server(server)  # so that what the program forks starts warm, too
-    # As after `nohup`; the process that this one was forked from may have been started by one.
+    use_fork_server(server)  # processes that the program forks start fast, too
+    # The process that this one is forked from may have been started by ``nohup``, so set this here.
     signal.signal(signal.SIGHUP, signal.SIG_IGN if hangup_is_ignored else signal.SIG_DFL)
     os.chdir(folder)
     os.environ.clear()
@@ -156,7 +157,8 @@ def _run(
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, number)
         os.close(opened)
-    # Modules may have kept the streams, so these stay, and the files are put below them.
+    # Modules may hold references to these streams. So keep the streams and redirect their
+    # descriptors.
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     if ranks == 1:
@@ -165,7 +167,7 @@ def _run(
 
 
 def _show_command_line(words: Sequence[str]) -> None:
-    """Changes the command line that other processes see. Ranks recognize a launcher by it."""
+    """Change the command line that other processes see. Ranks recognize a launcher by it."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
     start, end = map(int, fields[45:47])
     text = "".join(f"{word}\0" for word in words).encode()
@@ -173,11 +175,11 @@ def _show_command_line(words: Sequence[str]) -> None:
 
 
 def _run_python(arguments: list[str]) -> None:
-    """As the interpreter with these arguments; does not return."""
+    """Do what the interpreter does with these arguments. This function does not return."""
     sys.orig_argv = [sys.executable, *arguments]
     _show_command_line(sys.orig_argv)
     main = ModuleType("__main__")
-    # As multiprocessing does; what its processes send back may be of the second name.
+    # multiprocessing does the same. Its processes may send back objects under the second name.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     code = 0
     try:
@@ -205,7 +207,7 @@ def _run_python(arguments: list[str]) -> None:
 
 
 def _launch(arguments: list[str], ranks: int, keeps_store: bool) -> int:
-    """Starts the ranks; returns the exit code of the first that fails, otherwise 0."""
+    """Start the ranks. Return the exit code of the first rank that fails, or 0."""
     port = free_port()
     world: dict[str, object] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -219,7 +221,8 @@ def _launch(arguments: list[str], ranks: int, keeps_store: bool) -> int:
             os.environ.update({name: str(value) for name, value in place.items()})
             _run_python(arguments)
         left.add(number)
-    if keeps_store:  # its threads must not be forked, and the ranks wait for it
+    # The store starts after the ranks, because its threads must not be forked. Ranks wait for it.
+    if keeps_store:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         assert store.port == port
 
@@ -229,7 +232,7 @@ def _launch(arguments: list[str], ranks: int, keeps_store: bool) -> int:
 
     signal.signal(signal.SIGTERM, lambda number, frame: send(number))
     signal.signal(signal.SIGALRM, lambda number, frame: send(signal.SIGKILL))
-    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, which signals the ranks, too
+    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends these to the ranks, too
         signal.signal(number, signal.SIG_IGN)
     first = 0
     while left:

@@ -1,8 +1,9 @@
-"""Imported last by the process that ranks are forked from.
+"""Freeze all imported objects. The process that ranks are forked from imports this module last.
 
-What is imported by now stays forever. Frozen, it is not looked at again by any rank's garbage
-collector, which would write to every object and so copy all of the memory that forks share: most of
-a second for each collection of each rank, and building an engine asks for one.
+Objects that exist now live until the process ends. The garbage collector of a rank skips frozen
+objects. Otherwise each collection would write to every object, and the rank would copy all of the
+memory that forked processes share. This would take most of a second, and building an engine starts
+a collection.
 """
 
 import gc

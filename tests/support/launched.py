@@ -1,4 +1,4 @@
-"""Training runs started as a user starts them, watched until their end."""
+"""Training runs that are started as a user starts them, and watched until they end."""
 
 import os
 import random
@@ -17,7 +17,7 @@ import psutil
 _POLL_SECONDS = 0.05
 _TIMEOUT_SECONDS = 240.0
 _TRIPWIRES = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "hipcc", "ninja", "make")
-_RANDOM = random.SystemRandom()  # not seeded by a test
+_RANDOM = random.SystemRandom()  # a test's seed does not change it
 _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -27,11 +27,11 @@ class Launched:
 
     Attributes:
         code: exit code of the launcher.
-        out, err: all that its processes wrote.
-        processor_seconds_to_first_step: of all its processes together, until the first line of
-            metrics.jsonl; None if it never came.
-        compilers_called: programs of a compiler's kind that any of its processes started.
-        compiled: files in the folder where torch keeps what it compiles while a run lasts.
+        out, err: the output of all its processes.
+        processor_seconds_to_first_step: processor time of all its processes together, until the
+            first line of metrics.jsonl appears. None if there is no such line.
+        compilers_called: names of compilers that any of its processes started.
+        compiled: files in the folder where torch keeps compiled code while a run lasts.
     """
 
     code: int
@@ -47,12 +47,13 @@ def launch(
     folder: Path,
     run_dir: Path,
 ) -> Launched:
-    """Runs `command` to its end, with no program of a compiler's kind within its reach.
+    """Run ``command`` to its end. None of its processes can reach a compiler.
 
     Args:
-        command: whose first word is a whole path, because PATH holds nothing but tripwires.
-        folder: an empty folder for what is written on the way; also where the command runs.
-        run_dir: where the run will write metrics.jsonl.
+        command: its first word is an absolute path, because PATH contains only stand-ins for
+            compilers, which record each call.
+        folder: an empty folder for temporary files. It is also the working directory.
+        run_dir: the folder where the run will write metrics.jsonl.
     """
     tripwires, extensions = folder / "bin", folder / "extensions"
     tripped = _lay_tripwires(tripwires)
@@ -90,10 +91,10 @@ def launch(
 
 
 def free_port() -> int:
-    """A port that nobody listens on, so that launches on one machine do not meet.
+    """Return a port that nobody listens on, so launches on one machine use different ports.
 
-    It lies below those that systems give to connections, because one of them might get it in the
-    seconds until a rank listens there.
+    The port is below the range that systems give to outgoing connections. Otherwise a connection
+    could take it in the seconds before a rank listens there.
     """
     while True:
         port = _RANDOM.randrange(10_000, 30_000)
@@ -132,11 +133,12 @@ def _watch(process: subprocess.Popen[bytes], metrics: Path, start: float) -> flo
 
 
 def _processor_seconds(launcher: int) -> float:
-    """Of it, what it has started, and what has ended of that."""
+    """Processor time of the launcher, of its descendants, and of those that have ended."""
     total = 0.0
     for one in (psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            total += sum(one.cpu_times()[:4])  # its own, and of what it has waited for
+            # User and system time of the process itself and of the children that it has waited for.
+            total += sum(one.cpu_times()[:4])
     return total
 
 
@@ -145,7 +147,7 @@ def _size(file: Path) -> int:
 
 
 def _end_all(process: subprocess.Popen[bytes]) -> None:
-    """Ends what a launcher may have left behind."""
+    """Kill all processes that a launcher may have left running."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -9,10 +9,10 @@
     +------------------+           |   +------------------+
                              shared folder
 
-A node is a network namespace. Its processes cannot see the other node's folder. As under Debian,
-its own host name resolves to 127.0.1.1 there, and to its address on the other node. Where the
-system does not permit namespaces (they take root), the nodes are two loopback addresses, and the
-folders are only not used by the other.
+A node is a network namespace. Its processes cannot see the folder of the other node. The host name
+of a node resolves to 127.0.1.1 on this node, as under Debian, and to its address on the other node.
+Namespaces require root. If the system does not permit them, the nodes are two loopback addresses.
+Then a node could read the folder of the other node, but does not use it.
 """
 
 import os
@@ -38,8 +38,8 @@ class Node:
 
     Attributes:
         folder: its own folder, with a checkout of this repository in it.
-        address: where the other node reaches it.
-        enter: what a command begins with to run there.
+        address: the address under which the other node reaches it.
+        enter: the first words of a command that runs on this node.
         ranks: how many ranks run there.
     """
 
@@ -52,7 +52,7 @@ class Node:
     def start(
         self, command: Sequence[str | Path], out: Path, **variables: str
     ) -> subprocess.Popen[bytes]:
-        """Starts a command in the node's folder; what it prints goes to the file `out`."""
+        """Start a command in the node's folder. Its output goes to the file ``out``."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -79,14 +79,16 @@ class Node:
             )
 
     def cut(self, *, off: bool) -> None:
-        """Take the node off its network, or bring it back; only with namespaces."""
+        """Disconnect the node from its network, or connect it again. This requires namespaces."""
         script = "for link in /sys/class/net/ms*; do ip link set ${link##*/} $0; done"
         _system(*self.enter, "sh", "-c", script, "down" if off else "up")
 
 
 @contextmanager
 def two_nodes(folder: Path, ranks: int = 2) -> Iterator[list[Node]]:
-    """Two nodes whose folders are made in `folder`; they and their networks end with the block."""
+    """Create two nodes with their folders in ``folder``. They and their networks end with the
+    block.
+    """
     folders = [folder / "first", folder / "second"]
     for own in folders:
         (own / "home").mkdir(parents=True)
@@ -121,7 +123,7 @@ def _namespaces(folders: list[Path]) -> Iterator[list[tuple[str, ...]]]:
             _system("ip", "-n", name, "route", "add", "default", "dev", end)
         enters: list[tuple[str, ...]] = []
         for index, name in enumerate(names):
-            # In a mount namespace of its own: the other node's folder is covered.
+            # Each node has its own mount namespace, where the folder of the other node is covered.
             hidden = shlex.quote(str(folders[1 - index]))
             hosts = folders[index] / "hosts"
             other = f"10.213.77.{2 - index} node{1 - index}"
@@ -142,7 +144,7 @@ def _system(*command: str) -> None:
 
 
 def torchrun(node: Node, first: Node, port: int) -> list[str]:
-    """The launcher's command on one node, without the script."""
+    """Return the command that launches a script on one node, without the script."""
     return [
         *TORCHRUN,
         *("--nnodes", "2", "--node-rank", str(node.index)),
@@ -152,7 +154,7 @@ def torchrun(node: Node, first: Node, port: int) -> list[str]:
 
 
 def deepspeed(node: Node, first: Node, port: int) -> list[str]:
-    """The same with a hostfile, without ssh."""
+    """The same with deepspeed, with a hostfile and without ssh."""
     hostfile = node.folder / "hostfile"
     hostfile.write_text("".join(f"node{i} slots={node.ranks}\n" for i in range(2)))
     return [
@@ -163,7 +165,7 @@ def deepspeed(node: Node, first: Node, port: int) -> list[str]:
 
 
 def kubernetes(node: Node, first: Node, port: int) -> list[str]:
-    """What the pods of examples/kubernetes.yaml run, with as many ranks as a node has here."""
+    """Return the command of the pods in examples/kubernetes.yaml, with this node's ranks."""
     job = yaml.safe_load((ROOT / "examples" / "kubernetes.yaml").read_text())
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker" if node.index else "Master"]["template"]
     command: list[str] = pod["spec"]["containers"][0]["command"]
@@ -179,13 +181,13 @@ def run_on_both(
     commands: Sequence[Sequence[str | Path]],
     seconds: float,
 ) -> list[tuple[int, str]]:
-    """One command on each node, at the same time, to their ends.
+    """Run one command on each node, both at the same time, until both have ended.
 
     Returns:
         Exit code and output of each.
 
     Raises:
-        subprocess.TimeoutExpired: after `seconds`. Nothing is left running.
+        subprocess.TimeoutExpired: after ``seconds``. Nothing is left running.
     """
     outs = [node.folder / "out" for node in nodes]
     started = [
@@ -200,7 +202,7 @@ def run_on_both(
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill what a command on a node may have left behind."""
+    """Kill all processes that a command on a node may have left running."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

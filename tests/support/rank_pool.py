@@ -1,4 +1,4 @@
-"""A pool of rank processes, so that a test with several ranks costs milliseconds, not a launch.
+"""A pool of rank processes, with which a test with several ranks costs milliseconds, not a launch.
 
     def sum_of_ranks(launch: LaunchEnvironment, scale: float) -> float:
         with ParallelContext.create(Grid(pp=1, dp=4, tp=1), launch, timeout_seconds=30) as context:
@@ -9,9 +9,10 @@
     def test_every_rank_has_the_sum(pool: RankPool) -> None:
         assert pool.run(4, sum_of_ranks, 10.0) == [60.0] * 4
 
-The function is at the top level of its module, so that the ranks can import it. A rank that
-raises fails the test at once with that rank's own traceback, and a hang fails it with every rank's
-stack. Every job has fresh processes, forked in milliseconds from one that has imported everything.
+The function is at the top level of its module, because the ranks import it. If a rank raises, the
+test fails at once with that rank's traceback. If a job hangs, the test fails with the stack of
+every rank. Every job has fresh processes. Each is forked in milliseconds from a process that has
+imported everything.
 """
 
 import multiprocessing
@@ -41,7 +42,7 @@ T = TypeVar("T")
 _SECONDS_TO_WRITE_STACKS = 1.0
 
 _LOST_PEER = re.compile("by peer|Broken pipe")
-"""How gloo says that another rank is gone; its process may take a moment more to end."""
+"""gloo's messages if another rank is gone. Its process may take a moment more to end."""
 _SECONDS_TO_END = 5.0
 
 
@@ -90,10 +91,11 @@ class RankPool:
         *args: object,
         timeout_seconds: float = 120,
     ) -> list[T]:
-        """Call `function(launch, *args)` on the ranks 0 .. world_size - 1; return their results.
+        """Call ``function(launch, *args)`` on the ranks 0 .. world_size - 1, and return their
+        results.
 
-        `function`, `args` and the results must be picklable. Raises RankFailure as soon as one rank
-        raises or dies, and where not all have returned after `timeout_seconds`.
+        ``function``, ``args`` and the results must be picklable. Raises RankFailure as soon as one
+        rank raises or dies, or if not all have returned after ``timeout_seconds``.
         """
         __tracebackhide__ = True
         if not 1 <= world_size <= self.size:
@@ -106,7 +108,7 @@ class RankPool:
                 rank.connection.send_bytes(pickle.dumps(job))
             outcomes = _collect(ranks, timeout_seconds)
         except BaseException as error:
-            if not isinstance(error, RankFailure):  # say, the time limit of the whole test
+            if not isinstance(error, RankFailure):  # for example, the time limit of the test
                 error.add_note(_stacks(ranks))
             raise
         finally:
@@ -114,7 +116,7 @@ class RankPool:
         return [pickle.loads(outcome.value or b"") for outcome in outcomes]
 
     def _renew(self, numbers: Iterable[int]) -> None:
-        """Kill ranks that have run, and start their successors while the test continues."""
+        """Kill ranks that have run, and start new ones while the test continues."""
         self._kill(numbers)
         for number in numbers:
             self._started(number)
@@ -152,7 +154,9 @@ def _jobs(world_size: int, port: int, call: bytes) -> list[Job]:
 
 
 def _variables(launch: LaunchEnvironment, port: int) -> dict[str, str]:
-    """What torchrun sets, which keeps the store itself, so that no rank waits for rank 0's."""
+    """Return torchrun's variables. As under torchrun, this process keeps the store, so that no rank
+    waits for rank 0.
+    """
     return {
         "RANK": str(launch.rank),
         "WORLD_SIZE": str(launch.world_size),
@@ -166,7 +170,7 @@ def _variables(launch: LaunchEnvironment, port: int) -> dict[str, str]:
 
 
 def _collect(ranks: list[_Rank], timeout_seconds: float) -> list[Outcome]:
-    """Every rank's outcome, in the order of ranks; RankFailure at the first that is not a value."""
+    """Return the outcomes in the order of ranks. Raise RankFailure at the first failure."""
     __tracebackhide__ = True
     outcomes: dict[int, Outcome] = {}
     deadline = time.monotonic() + timeout_seconds
@@ -194,13 +198,13 @@ def _collect(ranks: list[_Rank], timeout_seconds: float) -> list[Outcome]:
 
 
 def _first(outcomes: Mapping[int, Outcome]) -> int:
-    """The rank that failed before all others."""
+    """Return the rank that failed first."""
     failed = [n for n, outcome in outcomes.items() if outcome.traceback is not None]
     return min(failed, key=lambda n: outcomes[n].at_seconds)
 
 
 def _ended(ranks: list[_Rank], others: list[int]) -> dict[int, Outcome]:
-    """Outcomes of those of the others whose processes end within moments."""
+    """Return the outcomes of those of the other ranks whose processes end within moments."""
     sentinels = {ranks[n].process.sentinel: n for n in others}
     ended = wait(list(sentinels), timeout=_SECONDS_TO_END) if others else []
     return {n: _receive(ranks[n]) for sentinel, n in sentinels.items() if sentinel in ended}
@@ -213,13 +217,13 @@ def _receive(rank: _Rank) -> Outcome:
         rank.process.join()
         code = rank.process.exitcode or 0
         reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        # A death comes before any complaint of the others about it.
+        # A death comes before any error that it causes on other ranks.
         return Outcome(at_seconds=0.0, traceback=f"the process died: {reason}\n")
     return outcome
 
 
 def _stacks(ranks: list[_Rank]) -> str:
-    """Let every rank write its Python stacks, and return what all have written."""
+    """Make every rank write its Python stacks, and return what all have written."""
     for rank in ranks:
         if rank.process.is_alive() and rank.process.pid is not None:
             os.kill(rank.process.pid, STACK_SIGNAL)

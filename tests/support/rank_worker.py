@@ -1,10 +1,10 @@
-"""One rank process of the pool: it runs one job, says how it ended, and is gone.
+"""One rank process of the pool. It runs one job, reports how the job ended, and ends.
 
-A process is not used twice. What a job leaves behind (threads of process groups that something
-still refers to, DeepSpeed's module globals, patched functions) would slow down or change the next.
+A process runs only one job. What a job leaves behind would slow down or change the next: threads of
+process groups that still have references, DeepSpeed's module globals, patched functions.
 
-What a rank writes, its stacks included, goes to one log file of its own, which the pool shows when
-a job fails.
+A rank writes its output and its stacks to a log file of its own. If a job fails, the pool shows
+this file.
 """
 
 import faulthandler
@@ -26,16 +26,18 @@ import torch
 
 from megaspeed.topology.launch import LaunchEnvironment
 
-# On this signal a rank writes the Python stacks of its threads, even from inside a collective.
-# (SIGTERM and SIGUSR1 tell a training run to stop.)
+# On this signal, a rank writes the Python stacks of its threads, even from inside a collective.
+# (SIGTERM and SIGUSR1 stop a training run.)
 STACK_SIGNAL = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's part of a job. `call` is pickled apart, because loading it needs `search_path`."""
+    """One rank's part of a job. ``call`` is pickled separately, because loading it needs
+    ``search_path``.
+    """
 
-    search_path: list[str]  # the sys.path with which the function can be imported
+    search_path: list[str]  # the sys.path that can import the function
     launch: LaunchEnvironment
     variables: dict[str, str]  # set in os.environ while the job runs
     call: bytes  # pickled (function, args)
@@ -53,7 +55,7 @@ class Outcome:
 def serve(connection: Connection, log: Path) -> None:
     """Receive a Job, run it, send an Outcome, and wait to be killed.
 
-    A rank that is done first must not tear down its process groups under the others.
+    A rank that finishes first must not tear down process groups that other ranks still use.
     """
     threading.Thread(target=_die_with_the_pool, daemon=True).start()
     _write_to(log)
@@ -71,13 +73,13 @@ def _run(job: Job) -> Outcome:
         function, args = pickle.loads(job.call)
         result = function(job.launch, *args)
         value = pickle.dumps([*result] if isinstance(result, Iterator) else result)
-    except BaseException:  # SystemExit and pytest.fail too, or the pool would wait for nothing
+    except BaseException:  # SystemExit and pytest.fail too, or the pool would wait in vain
         return Outcome(time.monotonic(), traceback=traceback.format_exc())
     return Outcome(time.monotonic(), value=value)
 
 
 def _die_with_the_pool() -> None:
-    """A killed test run must not leave ranks behind that wait for each other in a collective."""
+    """Die with the pool. Ranks of a killed test run would wait for each other in a collective."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "serve runs in a child process"
     parent.join()

@@ -1,4 +1,4 @@
-"""Lists files of text as `data.train` does."""
+"""List files of text as ``data.train`` does."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,6 @@ from megaspeed.data.sources import SourceFile, files_by_source
 
 
 def list_files(sources: Sequence[Source], setting: str, report: bool = False) -> list[SourceFile]:
-    """The files of all sources, in order."""
+    """Return the files of all sources, in order."""
     found = find(sources, setting, report)
     return [file for files in files_by_source(found, setting, report) for file in files]

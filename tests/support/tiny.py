@@ -30,7 +30,7 @@ LLAMA = {
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it, section by section."""
+    """Return ``base`` with ``changes`` laid over it, section by section."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
@@ -41,7 +41,9 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def short_documents(text: Path, folder: Path) -> Path:
-    """The words of `text` as documents of 1 to 7 words in JSON lines: most rows hold a few."""
+    """Write the words of ``text`` as documents of 1 to 7 words in JSON lines. Most rows contain
+    several.
+    """
     documents: list[str] = []
     words, start = text.read_text().split(), 0
     while start < len(words):
@@ -62,7 +64,7 @@ def tiny_run(
     device_type: str = "cpu",
     **changes: Any,
 ) -> Run:
-    """A run of 24 samples a step on `text`; `changes` are top-level keys of the JSON."""
+    """Return a run of 24 samples a step on ``text``. ``changes`` are top-level keys of the JSON."""
     values = {
         "model": GPT2,
         "parallel": {"pipeline": pp, "tensor": tp},
@@ -78,8 +80,9 @@ def tiny_run(
         "zero_optimization": {
             "stage": 0,
             "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": 12 * 32**2,  # about a block, so there are several buckets
-            "stage3_prefetch_bucket_size": 12 * 32**2,  # each block is gathered alone
+            # About the size of a block, so there are several buckets.
+            "reduce_bucket_size": 12 * 32**2,
+            "stage3_prefetch_bucket_size": 12 * 32**2,  # each block is gathered by itself
         },
     }
     config = parse_config(merge(values, changes))
@@ -87,5 +90,5 @@ def tiny_run(
 
 
 def tiny_corpus(run: Run, cache: Path) -> PreparedCorpus:
-    """The run's corpus, prepared."""
+    """Prepare the corpus of the run."""
     return prepare_corpus(run.config.data, run.config.model.vocab_size, cache_dir=cache)

@@ -1,4 +1,4 @@
-"""ParallelContext: each rank's groups hold the ranks they should, and carry data."""
+"""ParallelContext: the groups of each rank have the right members, and carry data."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ GROUPS = ("world", "tp", "dp", "pp", "checkpoint")
 
 
 def _groups(context: ParallelContext) -> dict[str, dist.ProcessGroup]:
-    """Those that the context has, by name."""
+    """Return the groups of the context, by name."""
     groups = {name: getattr(context, f"{name}_group") for name in GROUPS}
     return {name: group for name, group in groups.items() if group is not None}
 
@@ -32,7 +32,7 @@ def _members(launch: LaunchEnvironment, grid: Grid) -> dict[str, list[int]]:
 
 
 def _sums(launch: LaunchEnvironment, grid: Grid) -> dict[str, int]:
-    """The sum over each group of 2 ** rank, which tells exactly who took part."""
+    """Return the sum of 2 ** rank over each group. The sum shows exactly which ranks took part."""
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         sums = {}
         for name, group in _groups(context).items():
@@ -56,7 +56,7 @@ def _place(launch: LaunchEnvironment, grid: Grid) -> dict[str, Any]:
 
 
 def _cross_messages(launch: LaunchEnvironment) -> float:
-    """Both stages send and receive at the same time, in one batch."""
+    """Let both stages send and receive at the same time, in one batch."""
     with ParallelContext.create(Grid(pp=2, dp=1, tp=1), launch, timeout_seconds=30) as context:
         peer, group = 1 - context.rank, context.pp_group
         assert group is not None
@@ -206,10 +206,12 @@ def test_after_an_exception_a_new_context_can_be_created(pool: RankPool) -> None
 
 
 def test_gloo_connects_only_ranks_that_talk(pool: RankPool) -> None:
-    """All to all, a rank of 4,096 had 4,095 connections for its checkpoint group alone."""
+    """In an earlier version, each rank of 4,096 had 4,095 connections for its checkpoint group
+    alone.
+    """
     groups, others = 2, 7
     connections = pool.run(8, _connections)
-    # Rank 0 keeps the store where the ranks meet: each of them has a connection to it.
+    # Rank 0 keeps the store where the ranks meet. Each rank has a connection to it.
     assert max(connections[1:]) < groups * others
 
 

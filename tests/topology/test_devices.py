@@ -1,4 +1,4 @@
-"""The table of devices: memory as a driver reports it, rates, names."""
+"""The table of devices: memory as the driver reports it, peak rates, names."""
 
 import re
 
@@ -18,7 +18,7 @@ def test_an_80_gb_h100_has_81559_mebibytes() -> None:
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_no_device_has_more_gib_or_fewer_gb_than_its_name_states(name: str) -> None:
-    """A data sheet's number is GiB before error correction, so bytes lie between GB and GiB."""
+    """A data sheet's number is GiB before error correction, so the bytes are between GB and GiB."""
     stated = re.search(r"-(\d+)gb$", name)
     assert stated is not None
     lowest, highest = int(stated[1]) * 10**9, int(stated[1]) * 2**30

@@ -1,4 +1,5 @@
-"""gloo takes the interface that reaches rank 0, unless the user or the layout makes it needless."""
+"""gloo uses the interface that reaches rank 0, unless the user sets one or the layout needs none.
+"""
 
 import socket
 from dataclasses import replace
@@ -23,13 +24,13 @@ IPV4 = [
 
 @pytest.mark.parametrize(("name", "address"), IPV4)
 def test_it_is_the_interface_with_the_address_on_the_way(name: str, address: str) -> None:
-    """To an address of this machine the way begins at that address itself."""
+    """The route to an address of this machine starts at that address."""
     assert gloo_interface(TWO_NODES, {"MASTER_ADDR": address}) == {"GLOO_SOCKET_IFNAME": name}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "localhost"])
 def test_a_loopback_address_leaves_the_interface_of_the_default_route(address: str) -> None:
-    """The name of rank 0's node resolves to 127.0.1.1 on that node itself under Debian."""
+    """Under Debian, a node resolves its own host name to 127.0.1.1. Rank 0's node does so, too."""
     routes = Path("/proc/net/route").read_text().splitlines()[1:]
     default = [line.split()[0] for line in routes if line.split()[1] == "00000000"]
     expected = {"GLOO_SOCKET_IFNAME": default[0]} if default else {}

@@ -1,4 +1,4 @@
-"""Rank arithmetic: the order of ranks, and that the groups of every axis partition the world."""
+"""Rank arithmetic: the order of the ranks. The groups of every axis partition the world."""
 
 import doctest
 import itertools
@@ -37,7 +37,7 @@ def test_ranks_and_groups_are_those_of_deepspeed(ours: Grid) -> None:
         assert ours.rank_of(place) == rank
         assert rank == theirs.get_rank(pipe=place.pp, data=place.dp, model=place.tp)
     for axis, name in DEEPSPEED_NAMES.items():
-        # DeepSpeed keeps no list for an axis of one rank
+        # DeepSpeed has no list for an axis of one rank
         if getattr(ours, axis) > 1:
             assert ours.groups_along(axis) == theirs.get_axis_comm_lists(name)
 

@@ -1,4 +1,4 @@
-"""Every launcher's variables give the rank and world size, and contradictions are refused."""
+"""Every launcher's variables give the rank and world size. Contradictions are refused."""
 
 import re
 
@@ -148,7 +148,9 @@ def test_one_torchrun_in_each_slurm_task_is_right(nodes: str) -> None:
 
 @pytest.mark.parametrize("tasks", ["3", "5", "32"])
 def test_an_elastic_run_that_has_lost_nodes_has_fewer_agents_than_tasks(tasks: str) -> None:
-    """One torchrun a task, and one of them has gone: 8 ranks of 2 agents stay, and were refused."""
+    """Each task runs one torchrun, and one of them is gone. 8 ranks of 2 agents remain. An earlier
+    version refused them.
+    """
     elastic = {"TORCHELASTIC_RUN_ID": "job", "GROUP_WORLD_SIZE": "2"}
     environ = _torchrun(SLURM_NTASKS=tasks, SLURM_STEP_ID="0", PMIX_RANK="31", **elastic)
     assert read_launch_environment(environ).world_size == 8

@@ -1,4 +1,4 @@
-"""Steps as a run records them, for tests of what is done with the records."""
+"""The recorded metrics of steps, for tests of code that uses the records."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ VALIDATION_KEYS = ["step", "validation_loss", "validation_perplexity"]
 
 
 def step_metrics(**values: Any) -> StepMetrics:
-    """A step of ordinary numbers, with some replaced."""
+    """Return the metrics of a step with ordinary numbers, some of them replaced."""
     ordinary: dict[str, Any] = {
         "step": 7,
         "loss": 3.25,

@@ -1,4 +1,4 @@
-"""Ranks that were given different inputs say so, each of them, before they train."""
+"""If ranks have different inputs, each of them reports it before training."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def alike(cache: Path) -> Input:
 
 
 def complaint(launch: LaunchEnvironment, inputs: list[Input]) -> str | None:
-    """What this rank says, each being given its own input."""
+    """Return this rank's error message, if each rank has its own input."""
     _, corpus = inputs[launch.rank]
     with ParallelContext.create(Grid(pp=1, dp=RANKS, tp=1), launch, timeout_seconds=30) as context:
         try:

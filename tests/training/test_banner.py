@@ -1,4 +1,4 @@
-"""The lines before the first step: the layout, what pipeline stages hold, the kernels."""
+"""The lines before the first step: the layout, the layers of the pipeline stages, the kernels."""
 
 from dataclasses import replace
 from io import StringIO

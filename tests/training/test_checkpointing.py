@@ -1,4 +1,4 @@
-"""Which checkpoints a run may continue from, and where its data continues."""
+"""Which checkpoints a run may resume from, and where its data resumes."""
 
 import copy
 from pathlib import Path
@@ -34,7 +34,7 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6}}
 def load(
     launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path, allow_data_change: bool
 ) -> Progress | str:
-    """The progress at which the run would continue, or the error message."""
+    """Return the progress at which the run would resume, or the error message."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, tiny_corpus(run, cache), context)
         try:
@@ -104,7 +104,7 @@ def test_what_does_not_match_is_refused_by_name(
 
 
 def test_other_data_is_used_if_the_user_allows_it(pool: RankPool, saved: Path, cache: Path) -> None:
-    """24 samples of 16 tokens were used: as many tokens as 48 samples of 8."""
+    """24 samples of 16 tokens were used. These are as many tokens as 48 samples of 8."""
     changes: dict[str, Any] = {"data": {"sequence_length": 8, "train": [str(OTHER_TEXT)]}}
     (progress,) = pool.run(1, load, small_run(TEXT, **changes), cache, saved, True)
     assert isinstance(progress, Progress)
@@ -204,7 +204,7 @@ def test_the_run_state_describes_the_run(saved: Path) -> None:
 
 
 def scaler(scale: float = 2**16) -> Any:
-    """DeepSpeed's own, as fp16 runs have it."""
+    """Create DeepSpeed's loss scaler, as fp16 runs do."""
     return CreateLossScaler(
         dtype=torch.half,
         static_loss_scale=0,
@@ -220,7 +220,7 @@ def scaler(scale: float = 2**16) -> Any:
 
 
 def scales(scaler: Any, steps: range) -> list[float]:
-    """The scale after each step, of which 2 and 9 overflow."""
+    """Return the scale after each step. Steps 2 and 9 overflow."""
     found = []
     for step in steps:
         scaler.update_scale(step in (2, 9))
@@ -229,10 +229,12 @@ def scales(scaler: Any, steps: range) -> list[float]:
 
 
 def scales_of_both(launch: LaunchEnvironment) -> tuple[list[float], list[float]]:
-    """Steps 6 to 30 of a scaler that saw the steps before, and of one that has loaded its state."""
+    """Return the scales of steps 6 to 30: from a scaler that saw the steps before, and from one
+    that has loaded its state.
+    """
     run = small_run(TEXT)
     with started(launch, run) as context:
-        Worker(run, context)  # DeepSpeed's scaler asks for the rank, to log
+        Worker(run, context)  # DeepSpeed's scaler needs the rank for its log
         uninterrupted, resumed = scaler(), scaler()
         scales(uninterrupted, range(6))
         state = read_loss_scale(uninterrupted)
@@ -251,7 +253,7 @@ SCALE = LossScale(scale=512.0, iteration=7, last_overflow_iteration=5, hysteresi
 
 
 def save_with_scale(launch: LaunchEnvironment, run: Run, cache: Path) -> None:
-    """Save as an fp16 run with SCALE does. A CPU has no fp16."""
+    """Save a checkpoint as an fp16 run with SCALE does, because a CPU run has no fp16."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, tiny_corpus(run, cache), context)
         of_run = scaler(SCALE.scale)
@@ -267,7 +269,7 @@ def save_with_scale(launch: LaunchEnvironment, run: Run, cache: Path) -> None:
 def loss_scale_after_load(
     launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path
 ) -> tuple[Counters | None, Counters | None]:
-    """The counters of a new run's scaler, before and after it loads a checkpoint."""
+    """Return the counters of a new run's scaler, before and after it loads a checkpoint."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, tiny_corpus(run, cache), context)
         rank.worker.engine.optimizer.loss_scaler = of_run = scaler()

@@ -1,4 +1,4 @@
-"""``training.compile``: equal training at every layout, and a clear message without a compiler."""
+"""``training.compile``: the same training at every layout, and a clear error without a compiler."""
 
 import functools
 import importlib.util
@@ -30,12 +30,12 @@ STEPS = 3
 def train_compiled(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> ParallelRun | None:
-    """With the traced graphs, but with torch's own operations instead of new kernels."""
+    """Train with the traced graphs, but with torch's own operations instead of compiled kernels."""
     with pytest.MonkeyPatch.context() as patch:
         compile_eager = functools.partial(torch.compile, backend="aot_eager")
         patch.setattr(torch, "compile", compile_eager)
         result = train_rank(launch, run, corpus, STEPS)
-    # One for all blocks, and one for the loss. No later step or micro-batch adds another.
+    # One graph for all blocks, and one for the loss. No later step or micro-batch adds another.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     return result
 
@@ -62,7 +62,9 @@ def train_compiled(
 def test_a_compiled_layout_trains_like_an_uncompiled_one(
     changes: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
-    """Within 1e-6: other kernels add in another order, these do not, but a fused one may."""
+    """Losses agree within 1e-6. Other kernels add in another order. These keep it, except fused
+    ones.
+    """
     text = short_documents(TEXT, tmp_path)
     eager, compiled = (
         tiny_run(text, training={"compile": compiles}, **changes) for compiles in (False, True)
@@ -78,7 +80,7 @@ def test_a_compiled_layout_trains_like_an_uncompiled_one(
 def losses_and_output(
     launch: LaunchEnvironment, config: Path, changes: list[str]
 ) -> tuple[list[float], str]:
-    """Of a complete run from the main entry point."""
+    """Run the main entry point to the end. Return the losses and the output."""
     os.environ["MEGASPEED_CACHE"] = str(config.with_name("cache"))
     run_dir = config.with_name("-".join(["run", *changes]))
     options = ["--config", str(config), "--set", f"training.run_dir={run_dir}", *changes]
@@ -91,7 +93,7 @@ def losses_and_output(
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_compiled_kernels_train_the_same_model(pool: RankPool, tmp_path: Path) -> None:
-    """With the real compiler, on two tensor ranks."""
+    """This uses the real compiler, on two tensor ranks."""
     config = tmp_path / "tiny.json"
     values = {
         "model": {**GPT2, "num_hidden_layers": 2},
@@ -114,7 +116,7 @@ def test_compiled_kernels_train_the_same_model(pool: RankPool, tmp_path: Path) -
 
 
 def agree(launch: LaunchEnvironment, run: Run) -> tuple[bool, str | None]:
-    """The second of two ranks has no compiler."""
+    """Return what a rank decides about compilation if the second of two ranks has no compiler."""
     with (
         pytest.MonkeyPatch.context() as patch,
         ParallelContext.create(run.grid, launch, timeout_seconds=60) as context,

@@ -1,4 +1,4 @@
-"""What rank 0 prints: each line has its numbers, and lines of a step fit 80 columns."""
+"""The output of rank 0: each line has its numbers, and the lines of a step fit 80 columns."""
 
 import dataclasses
 import json
@@ -57,12 +57,12 @@ SAVE = SaveReport(
 
 
 def shown(line: str) -> str:
-    """Return a line without markup, as it stands on the screen."""
+    """Return a line without markup, as the screen shows it."""
     return Text.from_markup(line).plain
 
 
 def corpus_of(train: int, validation: int | None, documents: str | None = None) -> PreparedCorpus:
-    """Return a corpus of so many tokens of each side, in sequences of 10."""
+    """Return a corpus with this many tokens on each side, in sequences of 10."""
 
     def side(tokens: int) -> Mixture:
         index = TokenIndex(tokens, None, "<u2", 1, None, None, None, "c0ffee")
@@ -320,7 +320,7 @@ def test_the_summary_gives_the_last_figures() -> None:
         "perplexity of guessing evenly": "301 (loss 5.7071)",
         "tokens": "1,920",
         "time": "4.0 s",
-        "tokens/s": "240",  # of the second half of the run, which this process trained
+        "tokens/s": "240",  # from the second half of the run, which this process trained
         "skipped steps": "2",
         "peak memory by pipeline stage": "1, 3 MiB",
     }

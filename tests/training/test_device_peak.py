@@ -1,4 +1,4 @@
-"""A device's peak rate is the data sheet's, and unknown rather than guessed."""
+"""A device's peak rate comes from the data sheet. It is unknown rather than guessed."""
 
 import pytest
 import torch

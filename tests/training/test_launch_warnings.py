@@ -1,4 +1,4 @@
-"""A launch that costs speed is reported with its mend, and no other."""
+"""A launch that costs speed causes a warning with its remedy. No other launch causes one."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def test_srun_that_shows_each_rank_its_own_gpu_alone_loses_nvlink() -> None:
     ("launch", "machine"),
     [
         (BY_SRUN, {}),
-        (BY_TORCHRUN, {"visible_gpus": 1}),  # that is refused: seven ranks find no GPU
+        (BY_TORCHRUN, {"visible_gpus": 1}),  # this is refused: seven ranks find no GPU
         (replace(BY_SRUN, local_world_size=1), {"visible_gpus": 1}),
         (BY_TORCHRUN, {"threads": 1}),  # nothing is computed on the CPU
     ],
@@ -57,7 +57,8 @@ def test_an_offloaded_optimizer_with_one_thread_is_slow() -> None:
 
 
 def test_an_offloaded_optimizer_on_any_numa_node_is_slow() -> None:
-    """torch 2.13's torchrun binds each rank to the node of its GPU, but only if it is asked to."""
+    """torch 2.13's torchrun can bind each rank to the NUMA node of its GPU, but only if asked to.
+    """
     two_ranks = {**OFFLOADED, "dp": 2}
     (warning,) = warnings(BY_TORCHRUN, two_ranks, numa_nodes=2)
     (option,) = re.findall("torchrun (--.*) node$", warning)

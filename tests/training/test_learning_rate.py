@@ -1,4 +1,4 @@
-"""Our schedules, by hand; DeepSpeed's, against its own schedulers."""
+"""Our schedules are checked by hand, DeepSpeed's against its own schedulers."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,7 +18,7 @@ TAKEN = [False] * STEPS
 
 
 def deepspeed_rates(kind: str, params: dict[str, Any], skipped: Sequence[bool]) -> list[float]:
-    """What DeepSpeed's engine would step with: skipped steps leave its scheduler where it is."""
+    """Return the rates of DeepSpeed's own scheduler. Skipped steps do not advance it."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=OPTIMIZER.params.lr)
     scheduler = getattr(lr_schedules, kind)(optimizer, **params)
@@ -95,7 +95,7 @@ def test_a_cosine_starts_at_once_peaks_when_warmup_ends_and_ends_at_its_floor() 
     peak = OPTIMIZER.params.lr
     assert rates[:4] == pytest.approx([peak / 4, peak / 2, 3 * peak / 4, peak], rel=1e-12)
     assert rates[4] < peak and rates == rates[:4] + sorted(rates[4:], reverse=True)
-    # Step 22 is half way from step 4 to step 40.
+    # Step 22 is half way between step 4 and step 40.
     assert rates[21] == pytest.approx(peak * (0.1 + 1) / 2, rel=1e-12)
     assert rates[-1] == pytest.approx(0.1 * peak, rel=1e-12)
 

@@ -1,4 +1,4 @@
-"""The loss curve is a PNG, whatever the run went through."""
+"""The loss curve is a PNG, for any history of the run."""
 
 import math
 import struct
@@ -43,7 +43,7 @@ def test_the_name_of_a_run_is_no_formula(tmp_path: Path) -> None:
 
 
 def test_half_a_line_and_a_validation_without_its_step_are_left_out(tmp_path: Path) -> None:
-    """A resumption drops the half line of a killed run, but not the validation after it."""
+    """A resumption drops the incomplete line of a killed run, but not the validation after it."""
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
         for record in LEARNING:
             file.write(record)

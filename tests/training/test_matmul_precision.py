@@ -1,6 +1,6 @@
-"""torch's switches for matrix products on a GPU are what the JSON says, not torch's defaults.
+"""torch's switches for matrix products on a GPU have the values of the JSON, not torch's defaults.
 
-The switches are plain values that a build without CUDA keeps, too, so they are read back here.
+A build without CUDA has these switches, too, and stores their values. So the test reads them back.
 """
 
 from collections.abc import Iterator

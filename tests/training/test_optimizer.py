@@ -1,4 +1,4 @@
-"""AdamW decays matrices and embeddings only, and its fused form is torch's plain AdamW."""
+"""AdamW decays only matrices and embeddings. Its fused form equals torch's plain AdamW."""
 
 import copy
 from typing import Any

@@ -22,7 +22,7 @@ SLOW_STEP, SLEEP_SECONDS = 4, 0.4
 
 def test_the_innermost_part_counts_and_no_moment_counts_twice() -> None:
     timeline = Timeline(torch.device("cpu"))
-    with timeline.part("compute"):  # nobody asked for this step
+    with timeline.part("compute"):  # this step is not timed
         time.sleep(0.01)
     assert not any(timeline.pop_seconds())
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The main job ends with a message and an exit code (the rest: `tests/test_launchers.py`)."""
+"""The main job ends with a message and an exit code. (See also ``tests/test_launchers.py``.)"""
 
 import json
 import os
@@ -39,7 +39,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def exit_code(launch: LaunchEnvironment, config: Path, changes: list[list[str]]) -> int:
-    """Of the main job on this rank, whose command line has changes of its own."""
+    """Return the exit code of the main job on this rank. Each rank has its own changes."""
     os.environ["MEGASPEED_CACHE"] = str(config.with_name("cache"))
     return pretrain.main(["--config", str(config), "--set", *changes[launch.rank]])
 
@@ -68,7 +68,7 @@ Ending = tuple[int, str, str]
 
 
 def ending(config: Path, *changes: str) -> Ending:
-    """Exit code, stdout and stderr of the main job in this process."""
+    """Run the main job in this process. Return its exit code, stdout and stderr."""
     os.environ["MEGASPEED_CACHE"] = str(config.with_name("cache"))
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         code = pretrain.main(["--config", str(config), "--set", "training.steps=1", *changes])
@@ -80,9 +80,10 @@ def ending_alone(launch: LaunchEnvironment, config: Path) -> Ending:
 
 
 def ending_without_the_other(launch: LaunchEnvironment, config: Path, *changes: str) -> Ending:
-    """As rank 0 of two, of which the other is not there: process groups would wait for it."""
+    """Run rank 0 of two without the other rank. With process groups, it would wait for the other.
+    """
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    # The meeting point of the pool is in use, so that this rank fails to open it as its own.
+    # The pool uses the address where ranks meet, so this rank fails to open it for itself.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     return ending(config, *changes)
 
@@ -117,20 +118,20 @@ def test_a_layout_that_these_processes_cannot_take_ends_with_2(
 
 
 def endings(launch: LaunchEnvironment, config: Path, commands: list[list[str]]) -> list[Ending]:
-    """Of one run after the other."""
+    """Run the main job once for each command, one after the other."""
     return [ending(config, *command) for command in commands]
 
 
 def endings_without_a_decision(
     launch: LaunchEnvironment, config: Path, error: Exception
 ) -> list[Ending]:
-    """The main job on this rank, if rank 0 cannot decide whether a restart helps."""
+    """Run the main job on this rank. Rank 0 cannot decide whether a restart helps."""
     with mock.patch.object(Restarts, "problem", side_effect=error):
         return endings(launch, config, [[]])
 
 
 def test_a_failed_decision_about_a_restart_is_no_wrong_input(pool: RankPool, config: Path) -> None:
-    """Exit code 2 would end the job for good."""
+    """Exit code 2 would end the job permanently."""
     error = KeyError("a mistake in the code")
     ((first,), (second,)) = pool.run(2, endings_without_a_decision, config, error)
     assert (first[0], second[0]) == (1, 1)
@@ -148,7 +149,7 @@ def records(config: Path) -> list[dict[str, Any]]:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    """Name -> content of all files below."""
+    """Return name -> content of all files in the folder and below."""
     return {
         str(file.relative_to(folder)): file.read_bytes()
         for file in folder.rglob("*")
@@ -242,7 +243,7 @@ def test_a_fresh_run_says_where_the_first_ones_files_are(pool: RankPool, config:
 
 
 def test_never_is_refused_before_ranks_meet(pool: RankPool, config: Path) -> None:
-    """The second launch is rank 0 of two; were it not refused, it would wait for the other."""
+    """The second launch is rank 0 of two. Without the refusal, it would wait for the other."""
     ((code, _, _),) = pool.run(1, ending_alone, config)
     assert code == 0
     before = files_in(run_dir_of(config))
@@ -255,7 +256,7 @@ def test_never_is_refused_before_ranks_meet(pool: RankPool, config: Path) -> Non
 def test_a_run_in_the_folder_of_one_that_still_writes_is_refused_and_changes_nothing(
     pool: RankPool, config: Path
 ) -> None:
-    """Not even the save that is under way, which looks like one that died."""
+    """Not even the save in progress changes, although it looks like the save of a dead run."""
     pool.run(1, ending_alone, config)
     folder = run_dir_of(config)
     writing = folder / "checkpoints" / "step-00000002.writing"
@@ -294,7 +295,7 @@ def test_ranks_that_do_not_share_the_run_folder_end_with_2_before_they_train(
 def test_going_back_to_an_older_checkpoint_leaves_no_trace_of_the_abandoned_branch(
     pool: RankPool, config: Path
 ) -> None:
-    """Of four steps two are abandoned; `auto` then finds the new third, not the old fourth."""
+    """Two of four steps are abandoned. Then ``auto`` finds the new step 3, not the old step 4."""
     checkpoints = run_dir_of(config) / "checkpoints"
     older = str(checkpoints / "step-00000002")
     commands = [
@@ -384,7 +385,7 @@ def test_fresh_takes_along_the_state_of_a_checkpoint_that_it_moves_away(
 
 
 def ending_without_room(launch: LaunchEnvironment, config: Path) -> Ending:
-    """Where no file can be as large as the tensors of a checkpoint."""
+    """Run the main job where no file may become as large as the tensors of a checkpoint."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     return ending(config)
 

@@ -1,4 +1,4 @@
-"""A profile has the spans of every rank on one clock, and its table has all of the time."""
+"""A profile has the spans of every rank on one clock. Its table accounts for all of the time."""
 
 import functools
 import gzip
@@ -29,7 +29,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
 def read_trace(folder: Path) -> list[dict[str, Any]]:
-    """The events of the only trace of a run."""
+    """Return the events of a run's only trace."""
     (file,) = (folder / "profile").glob("*.json.gz")
     with gzip.open(file, "rt") as stream:
         events: list[dict[str, Any]] = json.load(stream)["traceEvents"]
@@ -37,21 +37,21 @@ def read_trace(folder: Path) -> list[dict[str, Any]]:
 
 
 def process_names(events: list[dict[str, Any]]) -> dict[int, str]:
-    """The name of each process, in the order in which Perfetto shows them."""
+    """Return the names of the processes, in the order in which Perfetto shows them."""
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
     return {pid: named[pid] for pid in sorted(named, key=order.__getitem__)}
 
 
 def table_of(records: list[Record]) -> str:
-    """The table, which only rank 0 has."""
+    """Return the table, which only rank 0 has."""
     first, *others = [record.summary.profile for record in records if record.summary is not None]
     assert first is not None and others == [None] * (len(records) - 1)
     return first
 
 
 def columns(table: str) -> dict[str, float]:
-    """The mean of each row of a table, in ms."""
+    """Return the mean of each row of a table, in ms."""
     rows = re.findall(r"^(\S.{25}) +([\d,.]+) +[\d.]+%", table, re.MULTILINE)
     return {label.strip(): float(mean.replace(",", "")) for label, mean in rows}
 
@@ -159,7 +159,7 @@ def test_a_run_that_stops_and_resumes_within_the_steps_writes_both_parts(
 
 
 def printed_run(launch: LaunchEnvironment, config: Path) -> str:
-    """What a rank of the main job prints."""
+    """Return the output of the main job on this rank."""
     os.environ["MEGASPEED_CACHE"] = str(config.with_name("cache"))
     with redirect_stdout(StringIO()) as output:
         assert pretrain.main(["--config", str(config)]) == 0
@@ -192,19 +192,20 @@ def test_a_large_run_profiles_one_replica_or_one_rank_of_each_stage() -> None:
 
 
 def test_a_host_with_another_clock_is_moved_to_where_its_all_reduces_ended() -> None:
-    """Times in us. Host b is 500 us ahead, and the base of rank 3's trace is 1 us later."""
+    """Times are in us. The clock of host b is 500 us ahead, and rank 3's trace starts 1 us later.
+    """
     clocks = {
         0: Clock("a", 7_000, 10.0, [100.0, 200.0, 300.0]),
         1: Clock("a", 7_000, 12.0, [101.0, 201.0, 301.0]),
         2: Clock("b", 7_000, 508.0, [600.0, 701.0, 799.0]),
         3: Clock("b", 8_000, 509.0, [599.0, 699.0, 799.0]),
     }
-    # On the clock of host a, rank 2 starts at 8, the first of all.
+    # On the clock of host a, rank 2 starts at 8, before all others.
     assert placements(clocks) == {0: -8.0, 1: -8.0, 2: -508.0, 3: -507.0}
 
 
 def test_the_table_names_the_slowest_rank_and_what_it_is_slow_in() -> None:
-    """Two steps of two stages. Rank 1 computes 20 ms longer, for which rank 0 waits."""
+    """There are two steps of two stages. Rank 1 computes 20 ms longer, and rank 0 waits for it."""
     zero = dict.fromkeys(PARTS, 0.0)
     ranks = [
         {**zero, "compute": 0.040, "pipeline": 0.055, "host": 0.005},

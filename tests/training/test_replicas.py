@@ -1,4 +1,4 @@
-"""Copies of one thing are compared bit by bit over whoever holds them, and who differs is named."""
+"""All ranks that hold a copy of one value compare it bit by bit. A rank that differs is named."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ SHARED_HEADS = {**LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 1, "qk_n
 
 
 class Layout(NamedTuple):
-    """A run of small ranks; the rest is as in every tiny run."""
+    """The layout of a run of small ranks. Everything else is as in every tiny run."""
 
     pp: int
     dp: int
@@ -56,7 +56,8 @@ LAYOUTS = [
 def trained(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, damages: "Sequence[Damage]"
 ) -> list[str]:
-    """The message of each damage on this rank, which has trained a little, with equal copies."""
+    """Train a little, then return the message for each damage on this rank. The copies were equal.
+    """
     torch.set_num_threads(1)
     messages = []
     with one_rank(launch, run, corpus) as rank:
@@ -71,15 +72,15 @@ def trained(
                 replicas.check(STEPS + 1)
             messages.append(str(differ.value))
             if launch.rank == damage.rank:
-                damage.do(rank.worker.engine)  # a second time, which mends it
+                damage.do(rank.worker.engine)  # a second time, which undoes the damage
         replicas.check(STEPS + 1)
     return messages
 
 
 class Damage(NamedTuple):
-    """The last element that a rank holds of a parameter gets its lowest bit changed.
+    """Damage of a parameter: flips the lowest bit of the last element that a rank holds.
 
-    Or the first two elements are exchanged, which keeps every sum over the elements.
+    Or it exchanges the first two elements, which changes no sum over the elements.
     """
 
     rank: int
@@ -153,7 +154,9 @@ DAMAGES: list[tuple[Layout, dict[Damage, str]]] = [
 def test_ranks_that_train_well_hold_equal_copies_and_what_differs_is_named(
     pool: RankPool, tmp_path: Path, layout: Layout, damages: dict[Damage, str]
 ) -> None:
-    """The copies are those of data ranks, tensor ranks, groups of heads and pipeline ends."""
+    """Copies are on data ranks, tensor ranks, ranks that share heads, and both ends of the
+    pipeline.
+    """
     run = layout.run()
     ranks = pool.run(run.grid.world_size, trained, run, tiny_corpus(run, tmp_path), [*damages])
     assert all(messages == ranks[0] for messages in ranks), "all ranks end, with the same words"

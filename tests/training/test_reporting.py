@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases get the numbers of metrics.jsonl, and cost training nothing."""
+"""TensorBoard and Weights & Biases get the numbers of metrics.jsonl, and do not slow training."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def reporting_run(folder: Path, *services: str) -> Run:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard itself reads there: tag -> (step, value)."""
+    """Return the scalars as TensorBoard reads them: tag -> (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
@@ -59,7 +59,8 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(tmp_path: 
         with Reporting(run, begin, pytest.fail) as report:
             for step in range(begin + 1, 5):
                 report.write(step_metrics(step=step, loss=loss))
-        time.sleep(1.1)  # files are named by the second, and read in the order of their names
+        # File names contain the second, and files are read in the order of their names.
+        time.sleep(1.1)
     assert scalars(tmp_path / "tensorboard")["loss"] == [(1, 3.0), (2, 3.0), (3, 2.0), (4, 2.0)]
 
 
@@ -72,7 +73,7 @@ def test_wandb_keeps_one_run_over_a_resumption(
         with Reporting(run, begin, pytest.fail) as report:
             for step in (1, 2):
                 report.write(step_metrics(step=begin + step, loss=2.5))
-        time.sleep(1.1)  # folders are named by the second
+        time.sleep(1.1)  # folder names contain the second
     logs = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert {log.stem for log in logs} == {f"run-{(tmp_path / 'wandb' / 'run_id').read_text()}"}
     steps = [row["step"] for log in logs for row in rows(log)]
@@ -82,7 +83,8 @@ def test_wandb_keeps_one_run_over_a_resumption(
 
 
 def rows(log: Path) -> list[dict[str, Any]]:
-    """The rows in one of W&B's own files: LevelDB's log format, in one block after 7 bytes."""
+    """Return the rows of one of W&B's files. It has LevelDB's log format: one block after 7 bytes.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, found, at = log.read_bytes(), [], 7
@@ -114,7 +116,7 @@ def test_a_missing_package_ends_the_job_with_2_before_it_starts(
 
 
 def collecting(steps: list[int], failing_step: int | None = None) -> Service:
-    """A service that keeps the steps. Its network goes away at ``failing_step``."""
+    """A service that keeps the steps. Its network fails at ``failing_step``."""
 
     def send(run: Run, begin: int, rows: Rows) -> None:
         for step, _ in rows:

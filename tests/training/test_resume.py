@@ -1,4 +1,4 @@
-"""Where a run starts: the checkpoint, or the error."""
+"""A run starts from the right checkpoint, or reports an error."""
 
 import dataclasses
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Place:
         return tiny_run(TEXT, dp=RANKS, training=training)
 
     def at(self, path: str, *, fresh: bool = False) -> ResumeOptions:
-        """The options that name a path in this folder."""
+        """Return the options that name a path in this folder."""
         return ResumeOptions(source=str(self.folder / path), fresh=fresh)
 
 
@@ -65,19 +65,19 @@ def damage(checkpoint: Path) -> None:
 
 
 def start_of(launch: LaunchEnvironment, options: ResumeOptions, run: Run) -> Start | str:
-    """What this rank finds, or the message of its error."""
+    """Return the start that this rank finds, or its error message."""
     grid = Grid(pp=1, dp=RANKS, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         try:
             start = find_start(options, run, context)
-            # The written checkpoints have another configuration, which another test compares.
+            # The checkpoints here have another configuration. Another test compares configurations.
             return dataclasses.replace(start, changes=())
         except CheckpointError as error:
             return str(error)
 
 
 def found(pool: RankPool, options: ResumeOptions, run: Run) -> Any:
-    """What all ranks find, after the options were checked."""
+    """Check the options, and return what all ranks find."""
     check_resume(options, run)
     first, *others = pool.run(RANKS, start_of, options, run)
     assert all(other == first for other in others)
@@ -92,7 +92,7 @@ def test_a_named_path_may_be_in_the_home_folder(
     assert AUTO.path is NEVER.path is None
 
 
-# Options, name of the run -> the step of the checkpoint (0: none), whether the run stays in place.
+# Options, name of the run -> step of the checkpoint (0: none), whether the run keeps its folder.
 STARTS: dict[str, tuple[Callable[[Place], ResumeOptions], str, int, bool]] = {
     "auto, nothing saved": (lambda place: AUTO, "new", 0, False),
     "never, nothing saved": (lambda place: NEVER, "new", 0, False),
@@ -126,7 +126,7 @@ def test_where_a_run_starts(
     else:
         assert start.checkpoint.samefile(place.checkpoint(step))
     assert (start.step, start.in_place, start.skipped) == (step, in_place, ())
-    # Old files are moved after the start, not before.
+    # The start does not move old files. They are moved later.
     assert place.checkpoint(100).is_dir()
 
 
@@ -191,7 +191,7 @@ def test_what_is_refused_before_the_ranks_meet(
 def test_options_that_each_joining_node_would_repeat_are_refused(
     options: ResumeOptions, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a node joins, torchrun starts the ranks again, and they do not know of the first start."""
+    """If a node joins, torchrun restarts the ranks, and they do not know about the first start."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with pytest.raises(CheckpointError, match="discard the steps of this launch when a node joins"):
         check_resume(options, place.run())

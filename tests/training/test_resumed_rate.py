@@ -32,7 +32,7 @@ def run_of(steps: int = STEPS, scheduler: Any = COSINE, **changes: Any) -> Run:
 
 
 def saved_by(run: Run) -> RunState:
-    """The state of step 60, of which one step was skipped."""
+    """Return the state of step 60. One of the steps was skipped."""
     return run_state(SAVED, config=run.as_json())
 
 
@@ -119,7 +119,7 @@ SCALED = {"lr_scaling": "linear", "base_batch_size": 8}
 def test_the_command_of_the_warning_gives_the_saved_rates_again(
     tmp_path: Path, before: str | None, now: str | None, scaling: dict[str, Any]
 ) -> None:
-    """A user appends it to other changes, in a shell, with the same file."""
+    """A user appends the command's part to other changes in a shell, with the same file."""
     file = tmp_path / "run.json"
     values = {**run_of(scheduler=SCHEDULERS[before]).as_json(), "scheduler": SCHEDULERS[before]}
     values["training"] |= scaling

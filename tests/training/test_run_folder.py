@@ -1,4 +1,4 @@
-"""The folder of a run is checked before the run, is locked, and loses nothing of earlier runs."""
+"""The folder of a run is checked before the run, is locked, and loses no files of earlier runs."""
 
 import json
 import math
@@ -66,7 +66,7 @@ def test_config_json_never_has_a_number_that_json_lacks(tmp_path: Path) -> None:
 
 
 def complaint_of_a_plain_user(launch: LaunchEnvironment, run: Run) -> str:
-    """The message for a user who is not root; root may write anywhere."""
+    """Return the message for a user who is not root, because root may write anywhere."""
     if os.getuid() == 0:
         os.setuid(65534)
     with pytest.raises(ConfigError) as caught:
@@ -91,7 +91,7 @@ def test_the_resolved_configuration_is_written(tmp_path: Path) -> None:
 
 
 def checkpoint(folder: Path, step: int) -> Path:
-    """What stands for one: only names count here."""
+    """Create a stand-in for a checkpoint. Only its name counts here."""
     made = folder / "checkpoints" / f"step-{step:08d}"
     made.mkdir(parents=True)
     (made / "of").write_text(folder.name)
@@ -148,7 +148,8 @@ def test_the_configuration_of_a_run_that_continues_is_its_new_one(tmp_path: Path
 
 
 def test_what_came_after_the_step_is_moved_and_cut(tmp_path: Path) -> None:
-    """The run was killed in step 5, while it wrote that record; step 4 was saved but is broken."""
+    """The run was killed while it wrote the record of step 5. The checkpoint of step 4 is broken.
+    """
     run = run_in(tmp_path)
     start_run_folder(run, "cpu")
     lines = [record(step) for step in range(1, 5)]
@@ -176,7 +177,8 @@ def test_a_torn_line_alone_is_cut_too(tmp_path: Path) -> None:
 def test_every_start_leaves_a_line_with_its_step_and_layout(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     start_run_folder(run, "cpu")
-    for step in (5, 3):  # the second resumption is from an earlier step, and the first stays
+    # The second resumption starts at an earlier step, and the moved files of the first remain.
+    for step in (5, 3):
         continue_run_folder(run, step, "cpu")
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert [start.pop("step") for start in starts] == [0, 5, 3]
@@ -194,7 +196,7 @@ def test_what_services_wrote_is_moved_with_the_run(tmp_path: Path) -> None:
 
 
 def use(launch: LaunchEnvironment, run_dir: Path, wait_seconds: float = 0.0) -> str | None:
-    """The error message on this rank of two."""
+    """Return the error message on this rank of two."""
     with ParallelContext.create(Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=30) as context:
         try:
             with run_lock(run_dir, context, wait_seconds=wait_seconds):
@@ -204,7 +206,9 @@ def use(launch: LaunchEnvironment, run_dir: Path, wait_seconds: float = 0.0) -> 
 
 
 def use_beside_itself(launch: LaunchEnvironment, run_dir: Path) -> tuple[str, str, str | None]:
-    """The content of the file meanwhile, the expected content, and the message of a second run."""
+    """Return the content of the file during the lock, the expected content, and a second run's
+    message.
+    """
     with (
         ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
         run_lock(run_dir, context),
@@ -245,7 +249,9 @@ def test_one_run_at_a_time(pool: RankPool, tmp_path: Path) -> None:
 
 
 def test_a_restart_waits_for_the_lock_of_a_dead_host(pool: RankPool, tmp_path: Path) -> None:
-    """A network file system releases it a minute later. The restart was refused as wrong input."""
+    """A network file system releases the lock a minute later. An earlier version refused the
+    restart as wrong input.
+    """
     lock = FileLock(tmp_path / LOCK, thread_local=False)
     lock.acquire()
     later = threading.Timer(2.0, lock.release)
@@ -255,7 +261,7 @@ def test_a_restart_waits_for_the_lock_of_a_dead_host(pool: RankPool, tmp_path: P
 
 
 def lose_it(launch: LaunchEnvironment, run_dir: Path, how: str) -> str:
-    """What the check before a write reports after the folder has changed."""
+    """Return the message of the check before a write, after the folder has changed."""
     with (
         ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
         run_lock(run_dir, context) as check,
@@ -314,7 +320,7 @@ RUN_DIR = Path("runs/tiny")
 
 
 def complaint(launch: LaunchEnvironment, disks: list[Path]) -> str | None:
-    """What this rank says, which has a disk of its own or shares one."""
+    """Return this rank's message. Each rank has a disk of its own or shares one."""
     os.chdir(disks[launch.rank])
     run_folder._SECONDS_TO_BE_SEEN = 0.3
     grid = Grid(pp=1, dp=RANKS, tp=1)
@@ -332,7 +338,7 @@ def test_a_folder_that_all_see_is_made_and_left_empty(pool: RankPool, tmp_path: 
 
 
 def test_ranks_with_a_disk_of_their_own_are_named(pool: RankPool, tmp_path: Path) -> None:
-    """Ranks 2 and 3 are on a second node, on whose disk there is such a folder, too."""
+    """Ranks 2 and 3 are on a second node. Its own disk has a folder of the same name."""
     first, second = nodes = [tmp_path / "node0", tmp_path / "node1"]
     for node in nodes:
         (node / RUN_DIR).mkdir(parents=True)

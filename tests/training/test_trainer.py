@@ -1,4 +1,4 @@
-"""The training loop records the same run at every layout, saves it, and knows when to stop."""
+"""The training loop records the same run at every layout, saves it, and stops when it should."""
 
 import functools
 import math
@@ -45,13 +45,13 @@ WARMUP = {
 
 @dataclass
 class Record(Observer):
-    """What one rank saw of a run."""
+    """The record of one rank's run."""
 
     steps: list[StepMetrics] = field(default_factory=list)
     validations: list[ValidationMetrics] = field(default_factory=list)
     parts_of_steps: list[PartMetrics] = field(default_factory=list)
     saves: list[SaveReport] = field(default_factory=list)
-    events: list[tuple[str, int]] = field(default_factory=list)  # what and at which step, in order
+    events: list[tuple[str, int]] = field(default_factory=list)  # (event, step), in order
     summary: TrainingSummary | None = None
     diverged: str | None = None
     weights: list[dict[str, Tensor]] = field(default_factory=list)  # before each step, if watched
@@ -87,9 +87,9 @@ def train(
     prepare: Prepare | None = None,
     checkpoint: Path | None = None,
 ) -> Record:
-    """One rank's training from the start or a checkpoint.
+    """Train one rank from the start or from a checkpoint.
 
-    `prepare` may lay hands on the trainer before it starts.
+    ``prepare`` may change the trainer before it starts.
     """
     record = Record()
     grid = run.grid
@@ -109,7 +109,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def validation_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Too little text for `eval_batches`, so that all of it is evaluated."""
+    """Write less text than ``eval_batches`` needs, so all of it is evaluated."""
     file = tmp_path_factory.mktemp("validation") / "validation.txt"
     file.write_text(TEXT.read_text()[2000:3000])
     return file
@@ -136,7 +136,7 @@ class Runs:
             pp=pp,
             dp=dp,
             tp=tp,
-            model={"embedding_dropout": 0.1, "residual_dropout": 0.1},  # not while evaluating
+            model={"embedding_dropout": 0.1, "residual_dropout": 0.1},  # evaluation must not use it
             data={"validation": [str(self._validation_text)]},
             training={
                 "steps": STEPS,
@@ -150,7 +150,7 @@ class Runs:
         return run, tiny_corpus(run, self._cache)
 
     def trained(self, layout: tuple[int, int, int]) -> list[Record]:
-        """Every rank's record."""
+        """Return the records of all ranks."""
         if layout not in self._known:
             run, corpus = self.configured(layout)
             self._known[layout] = self._pool.run(run.grid.world_size, train, run, corpus)
@@ -223,7 +223,7 @@ def test_evaluations_between_the_steps_leave_the_training_as_it_is(
 
 
 def test_the_validation_loss_is_the_mean_over_all_held_out_tokens(runs: Runs) -> None:
-    """Worked out in plain torch, with the weights that plain training ends with."""
+    """The expected value comes from plain torch, with the weights at the end of plain training."""
     run, corpus = runs.configured(SERIAL)
     reference = train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
     model = GPT(run.config.model).eval()
@@ -275,7 +275,7 @@ def test_the_summary_is_that_of_the_last_step(runs: Runs) -> None:
 def poison(
     trainer: Trainer, record: Record, *, rank: int, name: str, steps: tuple[int, ...]
 ) -> None:
-    """Puts an infinity into one parameter's reduced gradient, on one rank, in some steps."""
+    """Put an infinity into one parameter's reduced gradient, on one rank, in some steps."""
     engine = trainer.worker.engine
     step = 0
 
@@ -340,7 +340,7 @@ def test_a_learning_rate_that_is_far_too_large_ends_the_run(
 
 
 def poison_and_watch(trainer: Trainer, record: Record, *, steps: tuple[int, ...]) -> None:
-    """Makes `steps` skipped steps, and keeps the weights that every step starts from."""
+    """Make ``steps`` skipped steps, and keep the weights before every step."""
     poison(trainer, record, rank=0, name="blocks.0.mlp.up.bias", steps=steps)
     engine = trainer.worker.engine
     then = engine.before_step
@@ -369,7 +369,8 @@ def test_a_skipped_step_changes_no_weight_and_does_not_advance_the_learning_rate
         assert [step.step for step in record.steps if step.skipped] == [3, 5]
         assert record.summary is not None and record.summary.skipped_steps == 2
         assert record.summary.last_validation is None, "there is no validation text"
-        # Steps 1 and 2 start DeepSpeed's warmup, both at its lowest; then a quarter a step taken.
+        # Steps 1 and 2 start DeepSpeed's warmup, both at its lowest rate. Each step taken adds a
+        # quarter.
         rates = [step.learning_rate for step in record.steps]
         expected = [5.0e-4, 5.0e-4, 6.25e-4, 6.25e-4, 7.5e-4, 7.5e-4, 8.75e-4]
         assert rates == pytest.approx(expected, rel=1e-12)
@@ -384,7 +385,7 @@ def test_a_skipped_step_changes_no_weight_and_does_not_advance_the_learning_rate
 def test_a_resumed_run_counts_on_where_the_saved_one_was(
     pool: RankPool, cache: Path, tmp_path: Path
 ) -> None:
-    """Step 3 is skipped, step 4 is saved: the rate of step 5 follows 3 steps taken, not 4."""
+    """Step 3 is skipped, step 4 is saved. So the rate of step 5 follows 3 steps taken, not 4."""
     run = tiny_run(
         TEXT,
         dp=2,
@@ -424,7 +425,7 @@ def test_skipped_steps_before_a_resume_count_towards_the_limit(
 
 
 def receive(trainer: Trainer, record: Record, *, number: signal.Signals, rank: int) -> None:
-    """One rank is sent a signal in the midst of its third step."""
+    """Send one rank a signal in the middle of its third step."""
 
     def before_step() -> None:
         if len(record.steps) == 2 and trainer.worker.context.rank == rank:
