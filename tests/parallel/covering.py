@@ -60,8 +60,7 @@ def possible_pairs() -> set[Pair]:
 
 
 def covering_rows() -> list[Row]:
-    """Return a row for every ZeRO stage with every set of axes. The other settings cover all pairs.
-    """
+    """Return rows with every ZeRO stage at every set of axes. Other settings cover all pairs."""
     missing = possible_pairs()
     rows: list[Row] = []
     for axes in itertools.product((False, True), repeat=3):

@@ -224,9 +224,7 @@ def test_bf16_stays_within_its_bound(
 def train_rank_in_fp16(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
 ) -> ParallelRun | None:
-    """Train in fp16. DeepSpeed refuses fp16 if oneDNN has no fp16 kernels for the CPU, but torch
-    has some.
-    """
+    """Train in fp16. DeepSpeed refuses a CPU without oneDNN kernels for fp16, but torch has some."""
     CPU_Accelerator.is_fp16_supported = lambda self: True
     return train_rank(launch, run, corpus, steps)
 
@@ -281,8 +279,7 @@ def test_logits_in_chunks_change_nothing(
 def test_messages_of_the_default_sizes_hold_the_complete_model(
     zero_stage: int, layout: tuple[int, int, int], pool: RankPool, references: References
 ) -> None:
-    """All matrices are in one bucket, and all blocks in one gather. Other tests use small messages.
-    """
+    """All matrices are in one bucket, all blocks in one gather. Other tests use small messages."""
     pp, dp, tp = layout
     defaults = {"reduce_bucket_size": None, "stage3_prefetch_bucket_size": None}
     run = tiny_run(

@@ -215,8 +215,7 @@ def reference_of(cache: Path, text: Path, model: str, reset: bool) -> ReferenceR
 
 
 def drifted(reference: ReferenceRun) -> ReferenceRun:
-    """Return a run so far from the reference that the tolerance of later steps reaches its maximum.
-    """
+    """Return a run so far from the reference that later steps get the largest tolerance."""
     return dataclasses.replace(
         reference,
         losses=[2.0 * loss for loss in reference.losses],

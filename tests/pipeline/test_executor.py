@@ -37,8 +37,7 @@ ROWS, WIDTH = 2, 3
 
 
 def make_stage(pipeline_stage: int) -> nn.Module:
-    """Make a stage (ROWS, WIDTH) -> (ROWS, WIDTH). Only its graph holds the tensor in its middle.
-    """
+    """Make a stage (ROWS, WIDTH) -> (ROWS, WIDTH). Only its graph holds the middle tensor."""
     torch.manual_seed(pipeline_stage)
     return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))
 
@@ -118,9 +117,7 @@ class PlainEngine:
 
 @dataclass(frozen=True)
 class Held:
-    """After one instruction: the micro-batches of which any tensor exists, and those with an
-    output.
-    """
+    """After one instruction: the micro-batches that still have any tensor, or their output."""
 
     instruction: Instruction | Exchange
     alive: set[int]

@@ -67,9 +67,7 @@ def run_both_schedules(launch: LaunchEnvironment) -> None:
 
 
 def run_stage(rank: int, schedule: Schedule, neighbours: Neighbours, dtype: torch.dtype) -> None:
-    """Each stage adds 1 to the activation and doubles the gradient. The first gradient is the
-    output.
-    """
+    """Add 1 to the activation and double the gradient. The first gradient is the output."""
     values: dict[int, Tensor] = {}
     before, after = neighbours.before, neighbours.after
     for instruction in stage_program(schedule, STAGES, rank, MICRO_BATCHES):

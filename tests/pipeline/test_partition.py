@@ -11,8 +11,7 @@ from megaspeed.pipeline.partition import partition_layers
 
 
 def brute_force(costs: Sequence[int], pipeline_stages: int) -> list[range]:
-    """Return all splits by the criteria of ``partition``: bottleneck, squares, short early stages.
-    """
+    """Return the best split by the criteria: bottleneck, squares, short early stages."""
 
     def judge(ends: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
         sums = [sum(costs[start:end]) for start, end in pairwise([0, *ends])]

@@ -96,9 +96,7 @@ except RanksDisagree as error:
 def test_a_rank_with_other_code_is_named_with_its_host(
     agents_store: dist.Store, tmp_path: Path
 ) -> None:
-    """In an earlier version, GELU on one rank and ReLU on the other trained one model without a
-    message.
-    """
+    """An earlier version trained one model with GELU on one rank and ReLU on the other."""
     shutil.copytree(Path(megaspeed.__file__).parent, tmp_path / "megaspeed")
     changed = tmp_path / "megaspeed" / "model" / "gpt.py"
     changed.write_text(changed.read_text() + "\n")

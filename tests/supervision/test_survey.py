@@ -43,9 +43,7 @@ def write_heartbeats(
 
 @pytest.mark.parametrize("period", [1.0, 5.0, 17.0])
 def test_a_rank_without_beats_is_found_at_every_period(clock: Clock, period: float) -> None:
-    """From 4,096 ranks on, a heartbeat comes every 5 s. An earlier version took each wait for a
-    hang.
-    """
+    """From 4,096 ranks on, the period is 5 s. An earlier version took each period for a hang."""
     store = dist.HashStore()
     survey, found = Survey(range(2), sees_all=True, period=period), None
     for turn in range(200):
@@ -102,9 +100,7 @@ def test_a_process_that_was_stopped_forgets_what_it_saw_before(clock: Clock) -> 
 def test_a_rank_is_as_far_as_its_heartbeat_or_a_common_step(
     tmp_path: Path, heartbeat: list[object], own_steps: int, phase: str
 ) -> None:
-    """In an earlier version, a rank killed ten quick steps after its first heartbeat "was in
-    start-up".
-    """
+    """An earlier version reported "start-up" for a rank that died ten quick steps later."""
     store, grid = dist.HashStore(), Grid(pp=1, dp=2, tp=1)
     store.set("rank 1", json.dumps({"host": "node1"}))
     store.set("heartbeat 1", json.dumps(heartbeat))

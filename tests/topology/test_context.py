@@ -206,9 +206,7 @@ def test_after_an_exception_a_new_context_can_be_created(pool: RankPool) -> None
 
 
 def test_gloo_connects_only_ranks_that_talk(pool: RankPool) -> None:
-    """In an earlier version, each rank of 4,096 had 4,095 connections for its checkpoint group
-    alone.
-    """
+    """In an earlier version, a rank of 4,096 had 4,095 connections for its checkpoint group."""
     groups, others = 2, 7
     connections = pool.run(8, _connections)
     # Rank 0 keeps the store where the ranks meet. Each rank has a connection to it.

@@ -1,5 +1,4 @@
-"""gloo uses the interface that reaches rank 0, unless the user sets one or the layout needs none.
-"""
+"""gloo uses the interface that reaches rank 0, unless the user sets one or none is needed."""
 
 import socket
 from dataclasses import replace

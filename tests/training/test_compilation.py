@@ -62,9 +62,7 @@ def train_compiled(
 def test_a_compiled_layout_trains_like_an_uncompiled_one(
     changes: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
-    """Losses agree within 1e-6. Other kernels add in another order. These keep it, except fused
-    ones.
-    """
+    """The tolerance is 1e-6, because a fused operation may add in another order."""
     text = short_documents(TEXT, tmp_path)
     eager, compiled = (
         tiny_run(text, training={"compile": compiles}, **changes) for compiles in (False, True)

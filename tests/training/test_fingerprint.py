@@ -78,8 +78,7 @@ def test_every_single_bit_counts(dtype: torch.dtype) -> None:
 
 @TYPES
 def test_it_depends_on_the_elements_and_not_on_how_they_are_divided(dtype: torch.dtype) -> None:
-    """Ranks of two pipeline stages may hold different parts of a tied embedding. Views may be odd.
-    """
+    """Two pipeline stages may hold different parts of a tied embedding. Views may be odd."""
     flat = values(dtype)
     parts = [flat[:1], flat[1:1], flat[1:700], flat[700:]]
     for size in (1 << 22, 64):

@@ -57,8 +57,7 @@ def test_an_offloaded_optimizer_with_one_thread_is_slow() -> None:
 
 
 def test_an_offloaded_optimizer_on_any_numa_node_is_slow() -> None:
-    """torch 2.13's torchrun can bind each rank to the NUMA node of its GPU, but only if asked to.
-    """
+    """torch 2.13's torchrun binds a rank to the NUMA node of its GPU only if it is asked to."""
     two_ranks = {**OFFLOADED, "dp": 2}
     (warning,) = warnings(BY_TORCHRUN, two_ranks, numa_nodes=2)
     (option,) = re.findall("torchrun (--.*) node$", warning)

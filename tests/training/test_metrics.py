@@ -1,6 +1,4 @@
-"""metrics.jsonl: one JSON object a line, always the same keys, no number that JSON cannot
-represent.
-"""
+"""metrics.jsonl: one JSON object a line, always the same keys, only numbers of JSON."""
 
 import errno
 import json
@@ -72,9 +70,7 @@ def test_what_the_file_holds_already_stays(tmp_path: Path) -> None:
 
 
 def steps_on_a_disk_that_is_full_for_a_while(launch: LaunchEnvironment, file: Path) -> list[int]:
-    """Return the steps in the file. The run writes steps 1 to 4, and steps 2 and 3 find a full
-    disk.
-    """
+    """Write steps 1 to 4, of which 2 and 3 find a full disk. Return the steps in the file."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     with MetricsFile(file) as metrics:
         metrics.write(step_metrics(step=1))

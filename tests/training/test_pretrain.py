@@ -80,8 +80,7 @@ def ending_alone(launch: LaunchEnvironment, config: Path) -> Ending:
 
 
 def ending_without_the_other(launch: LaunchEnvironment, config: Path, *changes: str) -> Ending:
-    """Run rank 0 of two without the other rank. With process groups, it would wait for the other.
-    """
+    """Run rank 0 of two without the other rank. With process groups, it would wait."""
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     # The pool uses the address where ranks meet, so this rank fails to open it for itself.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"

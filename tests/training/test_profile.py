@@ -192,8 +192,7 @@ def test_a_large_run_profiles_one_replica_or_one_rank_of_each_stage() -> None:
 
 
 def test_a_host_with_another_clock_is_moved_to_where_its_all_reduces_ended() -> None:
-    """Times are in us. The clock of host b is 500 us ahead, and rank 3's trace starts 1 us later.
-    """
+    """Times are in us. Host b's clock is 500 us ahead, and rank 3's trace starts 1 us later."""
     clocks = {
         0: Clock("a", 7_000, 10.0, [100.0, 200.0, 300.0]),
         1: Clock("a", 7_000, 12.0, [101.0, 201.0, 301.0]),

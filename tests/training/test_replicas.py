@@ -56,8 +56,7 @@ LAYOUTS = [
 def trained(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, damages: "Sequence[Damage]"
 ) -> list[str]:
-    """Train a little, then return the message for each damage on this rank. The copies were equal.
-    """
+    """Train a little, check that copies are equal, and return this rank's message by damage."""
     torch.set_num_threads(1)
     messages = []
     with one_rank(launch, run, corpus) as rank:
@@ -154,9 +153,7 @@ DAMAGES: list[tuple[Layout, dict[Damage, str]]] = [
 def test_ranks_that_train_well_hold_equal_copies_and_what_differs_is_named(
     pool: RankPool, tmp_path: Path, layout: Layout, damages: dict[Damage, str]
 ) -> None:
-    """Copies are on data ranks, tensor ranks, ranks that share heads, and both ends of the
-    pipeline.
-    """
+    """Data ranks, tensor ranks, groups of heads and both ends of the pipeline have copies."""
     run = layout.run()
     ranks = pool.run(run.grid.world_size, trained, run, tiny_corpus(run, tmp_path), [*damages])
     assert all(messages == ranks[0] for messages in ranks), "all ranks end, with the same words"

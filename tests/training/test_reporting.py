@@ -83,8 +83,7 @@ def test_wandb_keeps_one_run_over_a_resumption(
 
 
 def rows(log: Path) -> list[dict[str, Any]]:
-    """Return the rows of one of W&B's files. It has LevelDB's log format: one block after 7 bytes.
-    """
+    """Return the rows of one of W&B's files: LevelDB's log format, one block after 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     data, found, at = log.read_bytes(), [], 7

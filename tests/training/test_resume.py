@@ -126,7 +126,7 @@ def test_where_a_run_starts(
     else:
         assert start.checkpoint.samefile(place.checkpoint(step))
     assert (start.step, start.in_place, start.skipped) == (step, in_place, ())
-    # The start does not move old files. They are moved later.
+    # Old files are moved only after the start was found.
     assert place.checkpoint(100).is_dir()
 
 

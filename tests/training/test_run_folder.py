@@ -148,8 +148,7 @@ def test_the_configuration_of_a_run_that_continues_is_its_new_one(tmp_path: Path
 
 
 def test_what_came_after_the_step_is_moved_and_cut(tmp_path: Path) -> None:
-    """The run was killed while it wrote the record of step 5. The checkpoint of step 4 is broken.
-    """
+    """The run was killed while it wrote record 5. The checkpoint of step 4 is broken."""
     run = run_in(tmp_path)
     start_run_folder(run, "cpu")
     lines = [record(step) for step in range(1, 5)]
@@ -177,8 +176,7 @@ def test_a_torn_line_alone_is_cut_too(tmp_path: Path) -> None:
 def test_every_start_leaves_a_line_with_its_step_and_layout(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     start_run_folder(run, "cpu")
-    # The second resumption starts at an earlier step, and the moved files of the first remain.
-    for step in (5, 3):
+    for step in (5, 3):  # the second resumption is from an earlier step; the first line stays
         continue_run_folder(run, step, "cpu")
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert [start.pop("step") for start in starts] == [0, 5, 3]
@@ -206,9 +204,7 @@ def use(launch: LaunchEnvironment, run_dir: Path, wait_seconds: float = 0.0) -> 
 
 
 def use_beside_itself(launch: LaunchEnvironment, run_dir: Path) -> tuple[str, str, str | None]:
-    """Return the content of the file during the lock, the expected content, and a second run's
-    message.
-    """
+    """Return the lock file's content, the expected content, and the message of a second run."""
     with (
         ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
         run_lock(run_dir, context),
