@@ -224,7 +224,7 @@ def test_bf16_stays_within_its_bound(
 def train_rank_in_fp16(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
 ) -> ParallelRun | None:
-    """Train in fp16. DeepSpeed refuses a CPU without oneDNN kernels for fp16, but torch has some."""
+    """Train in fp16. DeepSpeed refuses CPUs without fp16 kernels of oneDNN; torch has its own."""
     CPU_Accelerator.is_fp16_supported = lambda self: True
     return train_rank(launch, run, corpus, steps)
 

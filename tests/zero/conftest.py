@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Real text: the source of one module of the standard library."""
+    """Return real text: the source of one module of the standard library."""
     file = tmp_path_factory.mktemp("text") / "argparse.txt"
     file.write_text(inspect.getsource(argparse))
     return file
@@ -17,5 +17,5 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for prepared corpora, shared by all tests of the session."""
+    """Return a folder for prepared corpora, which all tests of the session share."""
     return tmp_path_factory.mktemp("cache")

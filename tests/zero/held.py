@@ -11,7 +11,7 @@ from tests.zero.one_rank import OneRank
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of memory behind these tensors; what two of them share counts once."""
+    """Return the bytes of memory behind these tensors. Shared memory counts once."""
     memory = {}
     for tensor in tensors:
         if tensor is not None:
@@ -21,7 +21,7 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 
 
 def state_tensors(rank: OneRank) -> list[Tensor]:
-    """AdamW's two moments."""
+    """Return AdamW's two moments."""
     states = rank.optimizer.optimizer.state.values()
     return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
 
@@ -31,7 +31,7 @@ def is_gathered(parameter: Any) -> bool:
 
 
 def gradient_bytes_between_micro_batches(rank: OneRank) -> list[int]:
-    """A list to which each backward but a step's last will add how many bytes are then held."""
+    """Return a list of held bytes. Each backward adds an entry, except the last one of a step."""
     held: list[int] = []
     backward = rank.engine.backward
 

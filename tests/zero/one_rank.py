@@ -1,4 +1,4 @@
-"""One rank of a tiny run, stepped by hand inside a job of the rank pool."""
+"""One rank of a tiny run, which a job of the rank pool steps by hand."""
 
 import functools
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class OneRank:
 
     @property
     def optimizer(self) -> Any:
-        """DeepSpeed's ZeRO optimizer."""
+        """Return DeepSpeed's ZeRO optimizer."""
         return self.engine.optimizer
 
     @property
@@ -46,25 +46,25 @@ class OneRank:
         return self.worker.context
 
     def train_step(self, step: int, rate: float = LEARNING_RATE) -> StepResult:
-        """Trains on the samples of step `step`, counted from 0."""
+        """Train on the samples of step ``step``, counted from 0."""
         samples_consumed = step * self.worker.run.batch.train_batch_size
         load = functools.partial(self.loader.micro_batch, samples_consumed)
         return self.worker.train_step(load, rate)
 
     def weights(self) -> dict[str, Tensor]:
-        """What the rank computes with, by full parameter name."""
+        """Return the weights with which the rank computes, by full parameter name."""
         return dict(gather_parameters(self.engine.module))
 
 
 def small_run(text: Path, **changes: Any) -> Run:
-    """A tiny run of 3 blocks and 2 micro-batches a step, for what needs no more."""
+    """Return a tiny run of 3 blocks and 2 micro-batches a step, for tests that need no more."""
     small = {"gradient_accumulation_steps": 2}
     return tiny_run(text, **merge(small, changes))
 
 
 @contextmanager
 def one_rank(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> Iterator[OneRank]:
-    """This rank of `run`, built and ready to train."""
+    """Build this rank of ``run``, ready to train."""
     grid = run.grid
     with ParallelContext.create(grid, launch, timeout_seconds=60) as context:
         worker = Worker(run, context)

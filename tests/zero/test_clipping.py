@@ -1,7 +1,7 @@
 """Gradients are clipped by the norm over all axes, and the norm before clipping is reported.
 
-AdamW hardly notices how long its gradients are. With an epsilon of 1, far above their size, its
-update is proportional to them, so that weights tell by how much they were clipped.
+AdamW hardly depends on the size of its gradients. With an epsilon of 1, far above the gradients,
+its update is proportional to them. Then the weights show how much the gradients were clipped.
 """
 
 import functools
@@ -36,7 +36,7 @@ def reference_of(run: Run, cache: Path) -> ReferenceRun:
 
 
 def change(run: Any) -> dict[str, Tensor]:
-    """By how much training moved each weight."""
+    """Return how much training moved each weight."""
     return {name: run.weights[name] - run.initial_weights[name] for name in run.weights}
 
 
@@ -45,7 +45,7 @@ def norm(tensors: dict[str, Tensor]) -> float:
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Relative, over all weights."""
+    """Return the relative difference over all weights."""
     return norm({name: a[name] - b[name] for name in b}) / norm(b)
 
 

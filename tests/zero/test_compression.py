@@ -1,4 +1,4 @@
-"""Compressed gradients: bounds, feedback, equal copies, what is not finite, skipped steps."""
+"""Compressed gradients: error bounds, feedback, equal copies, non-finite values, skipped steps."""
 
 import math
 from collections.abc import Callable
@@ -76,9 +76,9 @@ Means = list[Tensor]
 def means_of(
     launch: LaunchEnvironment, run: Run, gradient: Callable[[int, int], Tensor], steps: int
 ) -> Means:
-    """The flat mean of ``gradient(step, data rank)`` that this rank receives in each step.
+    """Return the flat mean of ``gradient(step, data rank)`` that this rank receives in each step.
 
-    At ZeRO-1 to 3, it is the partition of this rank.
+    At ZeRO-1 to 3, this is the mean of this rank's partition.
     """
     dp, stage = run.grid.dp, run.zero_stage
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
@@ -117,7 +117,7 @@ def constructed_run(text: Path, dp: int, stage: int, how: Any, **changes: Any) -
 
 
 def whole_of(run: Run, ranks: list[Means], step: int) -> Tensor:
-    """The complete mean of a step, without padding, from the partitions of all ranks."""
+    """Join the partitions of all ranks to the complete mean of a step, without padding."""
     if run.zero_stage == 0:
         for rank in ranks:
             torch.testing.assert_close(rank[step], ranks[0][step], rtol=0, atol=0, equal_nan=True)
@@ -144,7 +144,8 @@ def test_int8_is_the_mean_within_half_a_scale(
     run = constructed_run(text, dp, stage, INT8)
     found = whole_of(run, pool.run(dp, means_of, run, normal, 1), 0)
     exact = torch.stack([normal(0, rank) for rank in range(dp)]).mean(0)
-    # Half a scale of each rank's block at most; at ZeRO-0 the mean is rounded once more.
+    # The error is at most half a scale of each rank's block. At ZeRO-0, the mean is rounded once
+    # more.
     largest = max(float(normal(0, rank).abs().max()) for rank in range(dp))
     bound = (largest + (float(exact.abs().max()) if stage == 0 else 0.0)) / 127 / 2
     error = (found - exact).abs().max()
@@ -152,7 +153,7 @@ def test_int8_is_the_mean_within_half_a_scale(
 
 
 def small_elements_beside_large_ones(step: int, rank: int) -> Tensor:
-    """On data rank 0, most elements of a block are less than half of its scale."""
+    """Return gradients. Data rank 0 has blocks with most elements below half of the scale."""
     values = torch.full((sum(map(math.prod, SHAPES)),), 0.2)
     if rank == 0:
         values[:: BLOCK // 2] = 127.0
@@ -171,7 +172,7 @@ def test_without_feedback_small_elements_are_never_sent(
         sent = torch.stack([whole_of(run, ranks, step) for step in range(steps)]).sum(0)
         worst.append(float((sent[small] - steps * 0.2).abs().max()))
     assert worst[0] < 0.6, "half a scale of data rank 0 and of the sum, divided by 2"
-    # At ZeRO-0 the sum is rounded, too, so those of data rank 1 are also lost.
+    # At ZeRO-0 the sum is rounded, too, so the elements of data rank 1 are also lost.
     assert worst[1] == pytest.approx(steps * (0.2 if stage == 0 else 0.1), rel=0.01)
 
 
@@ -189,7 +190,7 @@ def test_one_bad_element_of_one_rank_reaches_the_rank_that_owns_it(
 
 
 class Poisoned:
-    """Normal gradients, of which one element of data rank 1 is not finite."""
+    """Normal gradients, but one element of data rank 1 is not finite."""
 
     def __init__(self, place: int, value: float) -> None:
         self._place, self._value = place, value
@@ -214,7 +215,7 @@ def test_matrices_at_equal_distances_are_one_batch() -> None:
         ((9, 4), 1),
         ((6, 4), 3),
         ((4, 4), 3),
-        ((4, 4), 1),  # its distance is another one
+        ((4, 4), 1),  # at another distance
     ]
     seen = {id(p): m for b in batches for p, m in zip(b.parameters, b.of(flat), strict=True)}
     for parameter, part in zip(parameters, flat.split(sizes), strict=True):
@@ -237,7 +238,7 @@ def test_columns_become_orthonormal_even_if_some_depend_on_others(rank_of_matrix
 
 
 def of_rank_two(step: int, rank: int) -> Tensor:
-    """Matrices of one column space on all data ranks, each of rank 2."""
+    """Return matrices of rank 2 that have the same column space on all data ranks."""
     space = torch.Generator().manual_seed(step)
     lefts = [torch.randn(rows, 2, generator=space) for rows, _ in SHAPES]
     own = torch.Generator().manual_seed(1000 + rank)
@@ -262,7 +263,7 @@ def constant(step: int, rank: int) -> Tensor:
 
 
 def test_the_warm_start_approaches_the_best_matrix_of_the_rank(pool: RankPool, text: Path) -> None:
-    """Eckart and Young 1936: the first terms of the singular value decomposition."""
+    """The best matrix is the truncated singular value decomposition (Eckart and Young 1936)."""
     run = constructed_run(text, 2, 0, {**POWER_SGD, **WITHOUT_FEEDBACK})
     ranks = pool.run(2, means_of, run, constant, 30)
     exact = (normal(0, 0) + normal(0, 1)) / 2
@@ -310,7 +311,7 @@ def huge_at_first(step: int, rank: int) -> Tensor:
 def test_powersgd_sends_gradients_whose_squares_are_too_large_for_fp32(
     pool: RankPool, text: Path
 ) -> None:
-    """Such a matrix was once sent as zeros in this step and in all later ones."""
+    """In an earlier version, such a matrix was sent as zeros in this step and in all later ones."""
     run = constructed_run(text, 2, 1, {**POWER_SGD, **WITHOUT_FEEDBACK})
     ranks = pool.run(2, means_of, run, huge_at_first, 2)
     sizes = [math.prod(shape) for shape in SHAPES]
@@ -326,7 +327,7 @@ def test_powersgd_sends_gradients_whose_squares_are_too_large_for_fp32(
 
 
 def copies_differ_by(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> list[float]:
-    """By how much ranks' copies of an element differ: gradients and weights of three steps."""
+    """Return how much ranks' copies of gradients and weights differ, in three steps."""
     found = []
     with one_rank(launch, run, corpus) as rank:
         for step in range(3):
@@ -340,13 +341,13 @@ def copies_differ_by(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
     ("layout", "stage", "model"),
     [
         ((1, 4, 1), 0, {}),
-        ((1, 2, 2), 0, {}),  # positions on both tensor ranks
-        ((2, 2, 2), 0, {}),  # tied over the pipeline
+        ((1, 2, 2), 0, {}),  # both tensor ranks have positions
+        ((2, 2, 2), 0, {}),  # weights are tied across the pipeline
         ((2, 2, 2), 1, {}),
         ((2, 2, 2), 3, {**LLAMA, "num_hidden_layers": 2}),
     ],
 )
-# Blocks that contain elements of several matrices.
+# Such blocks contain elements of several matrices.
 @pytest.mark.parametrize("how", [{**INT8, "block": 4096}, POWER_SGD], ids=lambda how: how["type"])
 def test_all_copies_are_equal(
     pool: RankPool,
@@ -430,7 +431,7 @@ def norms_and_feedback_in_fp16(
 def test_feedback_and_norms_have_no_loss_scale(
     pool: RankPool, text: Path, cache: Path, how: Any
 ) -> None:
-    """The scale may change after a step, and the feedback is added to gradients of the new one."""
+    """The scale may change after a step. The feedback is added to gradients of the new scale."""
     doubling = {"initial_scale_power": 6, "loss_scale_window": 1}
     changing, constant = (
         small_run(
@@ -451,7 +452,7 @@ def test_feedback_and_norms_have_no_loss_scale(
 def states_around_a_skipped_step(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[bool, bool, bool]:
-    """(skipped, feedback and Q changed, feedback and Q changed by the step after it)."""
+    """Return (the step was skipped, it changed feedback and Q, the step after it changed them)."""
     with one_rank(launch, run, corpus) as rank:
 
         def states() -> list[Tensor]:

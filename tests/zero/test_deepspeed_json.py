@@ -1,4 +1,4 @@
-"""The configuration that DeepSpeed gets."""
+"""The configuration that is passed to DeepSpeed."""
 
 from pathlib import Path
 from typing import Any

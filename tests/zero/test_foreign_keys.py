@@ -1,4 +1,4 @@
-"""A run trains the same, to the bit, with DeepSpeed's keys that have no effect and without them."""
+"""DeepSpeed's keys that have no effect change no bit of the training."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def test_keys_without_effect_change_no_bit(stage: int, pool: RankPool, tmp_path:
             value = {part: value}
         without_effect = merge(without_effect, value)
     plain: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-    if stage < 3:  # tiny_run states one
+    if stage < 3:  # tiny_run already sets one
         plain["zero_optimization"]["stage3_param_persistence_threshold"] = None
     changed = merge(merge(plain, without_effect), {"zero_optimization": of_others})
     results = []

@@ -1,9 +1,9 @@
-"""fp16: an overflow on any one rank makes all ranks skip the step and halve the loss scale.
+"""fp16: if a gradient overflows on any rank, all ranks skip the step and halve the loss scale.
 
-A rank that kept its scale would weigh its gradients twice as much from then on, and one that took
-the step would have other weights than its replicas; neither raises.
+If a rank kept its scale, it would then weigh its gradients twice as much. If a rank took the step,
+its weights would differ from those of its replicas. Neither would raise an error.
 
-fp16 needs a GPU in a real run. Here DeepSpeed is made to accept it on the CPU, as torch does.
+A real fp16 run needs a GPU. Here DeepSpeed is made to accept fp16 on the CPU, as torch does.
 """
 
 from dataclasses import dataclass
@@ -29,23 +29,23 @@ FP16 = {"enabled": True, "initial_scale_power": POWER, "hysteresis": 1, "loss_sc
 
 @dataclass(frozen=True)
 class Turn:
-    """A step in which one rank's gradient overflows, as this rank saw it."""
+    """A step in which one rank's gradient overflows. Each rank records it."""
 
     skipped: bool
     weights_changed: bool
     scale: float
-    blamed: list[str | None]  # the first parameter that is not finite, by rank
+    blamed: list[str | None]  # by rank, the first parameter that is not finite
 
 
 @dataclass(frozen=True)
 class Seen:
-    """By one rank.
+    """The record of one rank.
 
     Attributes:
-        turns: with the overflow on each rank in turn.
-        poisoned: the parameter that got the infinity when it was this rank's turn.
-        steps_equal: whether the good step that follows gives the result and the weights, to the
-            last bit, of a run that takes it first, with the same loss scale.
+        turns: the steps with an overflow, one for each rank that has it.
+        poisoned: the parameter that got the infinity when this rank had the overflow.
+        steps_equal: whether the good step after them gives the same result and weights, to the last
+            bit, as a run that takes it first with the same loss scale.
         good_is_taken: whether this step changes the weights.
     """
 

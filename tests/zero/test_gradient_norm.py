@@ -1,8 +1,8 @@
 """The gradient norm counts every logical parameter once, at every layout.
 
-With every element of the gradient 1, the norm is the square root of their number, which the tests
-work out from the shape of the model alone. What exists for the layout's sake alone (rows of
-vocabulary padding) gets 1000, and nothing of it may be seen.
+If every element of the gradient is 1, the norm is the square root of the number of elements. The
+tests compute this number from the shape of the model alone. Elements that exist only because of the
+layout (rows of vocabulary padding) get 1000. These must not affect the norm.
 """
 
 import math
@@ -19,7 +19,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.tiny import merge, tiny_corpus, tiny_run
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank
 
-# 12 heads, which 1, 2, 3 and 4 tensor ranks divide, and a vocabulary that none of them does.
+# 1, 2, 3 and 4 tensor ranks divide the 12 heads. None of them divides the vocabulary.
 GPT2 = {
     "architecture": "gpt2",
     "vocab_size": 301,
@@ -81,7 +81,7 @@ def describe(case: tuple[Any, ...]) -> str:
 
 
 def logical_parameters(config: ModelConfig) -> int:
-    """How many numbers the model is, from its shape alone."""
+    """Return how many elements the model's parameters have, from its shape alone."""
     d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
     head = 0 if config.tie_word_embeddings else v * d
     if config.architecture == "gpt2":
@@ -100,7 +100,7 @@ def logical_parameters(config: ModelConfig) -> int:
 
 
 def write_ones(rank: OneRank) -> None:
-    """1 in every logical element of this rank's gradient, 1000 in vocabulary padding."""
+    """Write 1 to every logical element of this rank's gradient, and 1000 to vocabulary padding."""
     for fragment in rank.engine.gradient_fragments():
         shard = rank.worker.shards[rank.engine.names[fragment.parameter]]
         width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1

@@ -1,4 +1,4 @@
-"""Gradients are exact however they are accumulated and reduced, and are held once."""
+"""Gradients are exact for any accumulation and reduction, and exist once in memory."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from tests.zero.test_workarounds import BF16_IN_FP32, are_equal, first_step, ref
 def gradients_of_two_steps(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """(logical gradients of step 1 on rank 0, the norms of both steps)."""
+    """Return (logical gradients of step 1 on rank 0, the norms of both steps)."""
     with one_rank(launch, run, corpus) as rank:
         gradients, norm = first_step(rank)
         rank.engine.before_step = lambda: None
@@ -34,7 +34,7 @@ def gradients_of_two_steps(
 
 
 PER_STEP, PER_MICRO_BATCH = "per_step", "per_micro_batch"
-SMALL_BUCKETS = {"reduce_bucket_size": 3000}  # some parameters are larger, several fit in one
+SMALL_BUCKETS = {"reduce_bucket_size": 3000}  # some parameters are larger, others share a bucket
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_gradients_equal_those_of_one_process(
 def test_sums_that_are_sent_in_fp16_are_the_mean_of_the_data_ranks(
     pool: RankPool, text: Path, cache: Path, zero: dict[str, Any]
 ) -> None:
-    """All are divided by dp first, also sums of norms and biases over the micro-batches."""
+    """All sums are divided by dp first, also those of norms and biases over the micro-batches."""
     run = small_run(
         text,
         dp=2,
@@ -100,7 +100,7 @@ def test_sums_that_are_sent_in_fp16_are_the_mean_of_the_data_ranks(
 def gradients_beside_another_device(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """As above, but moving a tensor to this rank's device copies it, as if that were a GPU."""
+    """The same, but moving a tensor to this rank's device copies it, as a GPU does."""
     create, device = ParallelContext.create, torch.device("cpu", 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -129,7 +129,7 @@ def test_offloaded_sums_over_tensor_ranks_and_stages_return_to_the_host(
 
 
 def step_without_positions(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
-    """The second micro-batch does not use the learned positions."""
+    """Train a step whose second micro-batch does not use the learned positions."""
     with one_rank(launch, run, corpus) as rank:
         embedding: Any = rank.engine.module.embedding
         forward, calls = embedding.forward, itertools.count()
@@ -150,7 +150,7 @@ def step_without_positions(launch: LaunchEnvironment, run: Run, corpus: Prepared
 def test_a_parameter_without_a_gradient_is_named(
     pool: RankPool, text: Path, cache: Path, stage: int, reduction: str, overlap: bool
 ) -> None:
-    """Its bucket would never be sent, and other gradients would be lost with it."""
+    """Otherwise its bucket would never be sent, and the bucket's other gradients would be lost."""
     run = small_run(
         text,
         dp=2,
@@ -162,7 +162,7 @@ def test_a_parameter_without_a_gradient_is_named(
 
 
 def share_of_rounded_elements(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
-    """How many of the reduced gradient's elements are bf16 numbers."""
+    """Return the share of the reduced gradient's elements that are bf16 numbers."""
     rounded: list[Tensor] = []
 
     def look() -> None:
@@ -203,7 +203,7 @@ def test_gradients_are_sent_in_the_stated_dtype(pool: RankPool, text: Path, cach
 def most_gradient_bytes_per_element(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> float:
-    """At the step's highest moment, over the elements of the model."""
+    """Return the step's highest number of gradient bytes, divided by the elements of the model."""
     with one_rank(launch, run, corpus) as rank:
         rank.train_step(0)
         load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
@@ -216,7 +216,7 @@ def most_gradient_bytes_per_element(
 def test_zero1_holds_one_fp32_gradient_of_every_parameter(
     pool: RankPool, text: Path, cache: Path, precision: dict[str, Any]
 ) -> None:
-    # Few tokens and many parameters, so that gradients are what most is held of.
+    # There are few tokens and many parameters, so gradients take most of the memory.
     run = small_run(
         text,
         dp=2,
@@ -232,7 +232,7 @@ def test_zero1_holds_one_fp32_gradient_of_every_parameter(
 def padding_and_messages(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[bool, int, int]:
-    """(whether all of the partition is finite, elements of padding, most messages in flight)."""
+    """Return (all of the partition is finite, elements of padding, most messages in flight)."""
     empty, send, in_flight = torch.empty, Reducer.send, []
 
     def counted(reducer: Reducer, bucket: Bucket) -> None:
@@ -254,7 +254,7 @@ def padding_and_messages(
 def test_padding_is_zero_and_one_bucket_is_exchanged_at_a_time(
     pool: RankPool, text: Path, cache: Path, stage: int
 ) -> None:
-    """Over gloo a bucket needs memory for what is exchanged. Its padding is sent, too."""
+    """Over gloo, the exchange of a bucket needs memory. The padding of a bucket is sent, too."""
     reduction = PER_STEP if stage == 1 else PER_MICRO_BATCH
     run = small_run(
         text, dp=3, zero_optimization={"stage": stage}, parallel={"gradient_reduction": reduction}

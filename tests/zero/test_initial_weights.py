@@ -1,4 +1,4 @@
-"""A run starts from the plain model's weights, and no rank ever holds the complete model."""
+"""A run starts with the plain model's weights, and no rank ever holds the complete model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ UNTIED = {"tie_word_embeddings": False}
 def elements_while_building(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[int, int, int]:
-    """(most elements of gathered parameters at a time, of the largest layer, of all layers)."""
+    """Return (most elements gathered at a time, elements of the largest layer, of all layers)."""
     whole: list[int] = []
     layers: list[int] = []
 

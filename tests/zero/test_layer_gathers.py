@@ -39,9 +39,10 @@ def zero(**more: Any) -> dict[str, Any]:
 
 @contextmanager
 def watched(names: dict[int, str], events: list[str]) -> Iterator[None]:
-    """Notes "+name" as a layer starts to arrive, "name" as it is there, "-name" as it is freed.
+    """Record "+name" when a layer's gather starts, "name" when it is used, "-name" when it is
+    freed.
 
-    `names`: of the layers, by number of the GatheredLayer in the order in which they were made.
+    ``names``: layer names by the number of the GatheredLayer, in the order of their creation.
     """
     numbers: dict[int, int] = {}
 
@@ -73,7 +74,7 @@ def events_of_a_step(
     corpus: PreparedCorpus,
     names: dict[int, str] | None = None,
 ) -> str:
-    """The gathers, uses and releases of layers in this rank's first step.
+    """Return the gathers, uses and releases of layers in this rank's first step.
 
     Layers are named e (embedding), 0, 1, ... (blocks) and h (head). n is the head's norm, which is
     the only part of the head that a backward gathers.
@@ -83,7 +84,7 @@ def events_of_a_step(
     model = ["e", *map(str, range(blocks)), "h"]
     pp, ranks = run.grid.pp, run.grid.world_size
     own = layers_of_stages(run)[launch.rank * pp // ranks]
-    # The first GatheredLayer holds what stays whole.
+    # The first GatheredLayer has the parameters that stay gathered.
     if names is None:
         names = {0: "kept"} | {1 + index: model[layer] for index, layer in enumerate(own)}
         names[1 + len(own)] = "n"
@@ -92,7 +93,8 @@ def events_of_a_step(
     return " ".join(events)
 
 
-# At the turn to a backward and back to a forward, what comes next is on its way or still there.
+# When a backward starts and when the next forward starts, its first layers are still gathered or
+# already on their way.
 TO_HEAD = "+1 -0 1 +h -1 h"
 FORWARD = f"+e e +0 -e 0 {TO_HEAD} +n -h"
 BACKWARD = "n +1 -n 1 +0 -1 0"
@@ -130,7 +132,7 @@ def test_the_last_block_stays_from_forward_to_backward(
 def test_small_blocks_are_gathered_together_and_once_a_step(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    """The first block stands for both. A backward needs neither the embedding nor the head."""
+    """The name of the first block stands for both. A backward needs neither embedding nor head."""
     changes = {"model": {"num_hidden_layers": 2}, "gradient_accumulation_steps": 3}
     small = {"stage3_param_persistence_threshold": 64, "stage3_prefetch_bucket_size": 2 * 12_704}
     run = small_run(text, dp=2, **changes, **zero(**small))
@@ -162,7 +164,7 @@ def test_the_middle_of_a_pipeline_and_what_stays_whole(
     ("zero_changes", "end"),
     [
         (ONE_BY_ONE, "+n n -n +2 2 -2 +1"),
-        ({"stage3_max_live_parameters": 20_000}, "+n n +2 -n 2 -2 +1"),  # norm and a block fit
+        ({"stage3_max_live_parameters": 20_000}, "+n n +2 -n 2 -2 +1"),  # the norm and a block fit
     ],
 )
 def test_nothing_is_fetched_ahead_if_configured_or_if_there_is_no_room(
@@ -179,8 +181,8 @@ def test_nothing_is_fetched_ahead_if_configured_or_if_there_is_no_room(
 def test_there_is_room_for_exactly_so_many(
     pool: RankPool, text: Path, cache: Path, together: int
 ) -> None:
-    """Room for the embedding and a block, or for a block and the head, but not for two blocks. So
-    blocks are gathered alone even if more of them would make a good message.
+    """There is room for the embedding and a block, or for a block and the head, but not for two
+    blocks. So each block is gathered by itself, even if a larger message were better.
     """
     bound = {
         "stage3_max_live_parameters": 10_496 + 12_704,
@@ -195,7 +197,7 @@ def test_there_is_room_for_exactly_so_many(
 
 
 def layers_in_memory(rank: OneRank) -> tuple[int, int]:
-    """(layers of which this rank has gathered memory, bytes of it)."""
+    """Return (layers of which this rank has gathered memory, bytes of this memory)."""
     holds = getattr(rank.engine._gathers, "_holds")  # noqa: B009
     layers = {layer for hold in holds.values() for held in hold for layer in held}
     held = [bytes_of([layer._gathered]) for layer in layers]
@@ -205,7 +207,7 @@ def layers_in_memory(rank: OneRank) -> tuple[int, int]:
 def most_layers_in_memory(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[int, int, int]:
-    """Most layers in memory in a step: (once a pass has entered a layer, between passes, after)."""
+    """Return most layers in memory: (in a pass that entered a layer, between passes, after all)."""
     during, between = [], []
     with one_rank(launch, run, corpus) as rank, pytest.MonkeyPatch.context() as patch:
         enter, forward, backward = LayerGathers._enter, rank.engine.forward, rank.engine.backward
@@ -251,7 +253,7 @@ def test_two_layers_are_gathered_at_a_time_however_many_micro_batches_are_in_fli
 
 
 def _parameter(shape: tuple[int, ...], ranks: int) -> SimpleNamespace:
-    """A parameter as DeepSpeed partitions it: each rank has an equal part, the last one padded."""
+    """Return a parameter in DeepSpeed's partitions: equal parts, the last one padded."""
     partition = torch.zeros(-(-math.prod(shape) // ranks), dtype=torch.bfloat16)
     return SimpleNamespace(
         dtype=partition.dtype,
@@ -263,7 +265,7 @@ def _parameter(shape: tuple[int, ...], ranks: int) -> SimpleNamespace:
 
 
 def places_of_a_block(launch: LaunchEnvironment, ranks: int) -> list[tuple[int, tuple[int, ...]]]:
-    """(bytes from the start of the gathered layer, shape) of GPT-2's matrices and biases."""
+    """Return (offset in bytes in the gathered layer, shape) of GPT-2's matrices and biases."""
     shapes = [(192, 64), (192,), (64, 64), (64,), (256, 64), (256,), (64, 256), (64,)]
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=ranks)
     assert dist.group.WORLD is not None
@@ -275,14 +277,14 @@ def places_of_a_block(launch: LaunchEnvironment, ranks: int) -> list[tuple[int, 
     found: list[Any] = [parameter.data for parameter in parameters]
     assert [tuple(view.shape) for view in found] == shapes
     begin = found[0].untyped_storage().data_ptr()
-    # This rank, 1, has the second part of every parameter.
+    # This is rank 1, which has the second part of every parameter.
     assert layer._own[0].data_ptr() == begin + 2 * parameters[0].partition_numel()
     return [(view.data_ptr() - begin, tuple(view.shape)) for view in found]
 
 
 @pytest.mark.parametrize("ranks", range(2, 17))
 def test_gathered_parameters_are_aligned_at_any_number_of_ranks(pool: RankPool, ranks: int) -> None:
-    """Packed one after another, parameters lost their alignment at 3, 5, 6, 7, 9, 10, ... ranks."""
+    """Packed one after another, parameters would be unaligned at 3, 5, 6, 7, 9, 10, ... ranks."""
     ((first, *others),) = pool.run(1, places_of_a_block, ranks)
     assert first == (0, (192, 64))
     assert [place % 128 for place, _ in others] == [0] * len(others)
@@ -294,7 +296,7 @@ def test_gathered_parameters_are_aligned_at_any_number_of_ranks(pool: RankPool, 
 def kept_by_autograd(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, compiled: bool, frees: bool
 ) -> tuple[int, int, float]:
-    """(views of gathered memory that a forward keeps, bytes of that memory, gradient norm)."""
+    """Return (views of gathered memory that a forward keeps, bytes of it, gradient norm)."""
     kept: set[int] = set()
 
     def keep(tensor: Tensor) -> Tensor:
@@ -349,7 +351,7 @@ def test_views_that_autograd_keeps_hold_no_memory(
 def loss_after_evaluation_and_weights(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, disturbed: bool
 ) -> list[float]:
-    """Losses of three steps, between which the weights are looked at and evaluated."""
+    """Return the losses of three steps. Between them, the weights are read and evaluated."""
     losses = []
     with one_rank(launch, run, corpus) as rank:
         for step in range(3):
@@ -402,7 +404,7 @@ def test_a_tied_weight_is_there_for_the_head_after_the_embedding_was_freed(
 def loss_after_weights_were_written(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> float:
-    """As a checkpoint writes them, here after an evaluation has gathered the old ones."""
+    """Write weights as a checkpoint does, after an evaluation has gathered the old ones."""
     with one_rank(launch, run, corpus) as rank:
         rank.train_step(0)
         rank.worker.evaluate(lambda m: rank.loader.micro_batch(0, m), 1, 64)

@@ -1,4 +1,4 @@
-"""One infinity anywhere, and no rank takes the step; the next one is as if it had not been."""
+"""If a value is infinite anywhere, no rank takes the step. The next step is not affected."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.tiny import merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank, small_run
 
-BAD_RANK = 1  # first pipeline stage, second data index
+BAD_RANK = 1  # on the first pipeline stage, with the second data index
 
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -30,7 +30,7 @@ PER_STEP = {"parallel": {"gradient_reduction": "per_step"}}
 
 @dataclass(frozen=True)
 class Skipped:
-    """A step with something wrong in it, as one rank saw it."""
+    """A step with an error in it. Each rank records it."""
 
     result: StepResult
     weights_changed: bool
@@ -39,10 +39,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Steps 0 to 2 of one rank, and step 3, which nothing is wrong with."""
+    """Steps 0 to 2 of one rank, and step 3, which has no error."""
 
     infinite_gradient: Skipped
-    poisoned: str  # the parameter that got the infinity, on the bad rank
+    poisoned: str  # the parameter that got the infinity on the bad rank
     nan_loss_alone: Skipped
     nan_everywhere: Skipped
     good: StepResult
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def without_memory(result: StepResult) -> StepResult:
-    """What the step computed: a process never holds less memory than before."""
+    """Remove the memory from the result, because the peak of a process never decreases."""
     return dataclasses.replace(result, peak_memory_bytes=())
 
 
@@ -63,7 +63,7 @@ def skip(rank: OneRank, step: int) -> Skipped:
 
 
 def put_an_infinity(rank: OneRank) -> str:
-    """Into the last gradient that this rank holds; returns the parameter's name."""
+    """Put an infinity into the last gradient that this rank holds. Return the parameter's name."""
     fragment = [f for f in rank.engine.gradient_fragments() if f.values.numel()][-1]
     fragment.values[-1] = math.inf
     return rank.engine.names[fragment.parameter]
@@ -149,7 +149,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_and_leaves_noth
         assert blamed == [poisoned if rank == BAD_RANK else None for rank in range(4)]
         assert not any(found.micro_batches for found in outcome.infinite_gradient.blamed)
         assert math.isfinite(outcome.infinite_gradient.result.loss)
-        # Rank 3 is the last pipeline stage of the second data index.
+        # Rank 3 is on the last pipeline stage, with the second data index.
         micro_batches = [found.micro_batches for found in outcome.nan_loss_alone.blamed]
         assert micro_batches == [(), (), (), tuple(range(run.batch.gradient_accumulation_steps))]
         assert not any(found.parameter for found in outcome.nan_loss_alone.blamed)

@@ -1,4 +1,4 @@
-"""ZeRO's promise, in bytes: what each stage holds 1/dp of, a rank really holds 1/dp of.
+"""ZeRO's promise in bytes: if a stage partitions a value over dp ranks, each holds 1/dp of it.
 
 between ...          parameters    gradients         optimizer state
 steps                stage 3       -                 stages 1, 2, 3
@@ -33,7 +33,7 @@ FP32_BYTES = 4
 
 
 def partition_elements(parameters: Iterable[nn.Parameter], dp: int) -> int:
-    """Elements of one rank's share where each parameter is cut into dp equal parts, rounded up."""
+    """Return the elements of a rank's partition: dp parts of each parameter, rounded up."""
     return sum(-(-getattr(p, "ds_numel", p.numel()) // dp) for p in parameters)
 
 
@@ -42,7 +42,7 @@ def partition_elements(parameters: Iterable[nn.Parameter], dp: int) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """Of one rank; `whole` is what it would hold with a data degree of 1."""
+    """The bytes that one rank holds. ``whole_bytes`` would be its bytes with a data degree of 1."""
 
     part_bytes: int
     whole_bytes: int
@@ -95,8 +95,8 @@ def test_zero3_holds_its_share_of_the_parameters_between_steps_and_no_more(
 def gradient_bytes_of_two_steps(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[list[int], int, int]:
-    """(bytes held after each backward except the last of a step, elements of this rank's module,
-    elements of its norms and biases).
+    """Return (bytes held after each backward except the last of a step, elements of this rank's
+    module, elements of its norms and biases).
     """
     with one_rank(launch, run, corpus) as rank:
         shapes = [getattr(p, "ds_shape", p.shape) for p in rank.engine.module.parameters()]

@@ -1,4 +1,4 @@
-"""Outputs of a pipeline stage are freed once sent, whatever DeepSpeed attaches to them."""
+"""The outputs of a pipeline stage are freed once sent, even if DeepSpeed refers to them."""
 
 import weakref
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.zero.one_rank import one_rank, small_run
 def outputs_during_backwards(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> list[tuple[int, int]]:
-    """After each backward of two steps: outputs of the step so far, and how many still exist."""
+    """Return for each backward of two steps: outputs of the step so far, how many still exist."""
     with one_rank(launch, run, corpus) as rank:
         forward = rank.engine.forward
         outputs: list[weakref.ref[torch.UntypedStorage]] = []

@@ -1,4 +1,4 @@
-"""The sum of squares behind the gradient norm is of fp64, and not finite if any element is not."""
+"""The gradient norm sums squares in fp64. If any element is not finite, the sum is not finite."""
 
 import math
 
@@ -11,7 +11,7 @@ from megaspeed.zero.reductions import OwnedSquares, sum_of_squares
 
 
 def test_millions_of_equal_numbers_add_up() -> None:
-    # One after another in fp32, a CPU stops counting 0.1 squared at 2^24 times the summand.
+    # A CPU that adds 0.1 squared in fp32, one by one, stops at 2^24 times the summand.
     count = 1 << 25
     squares = sum_of_squares([torch.full((count,), 0.1), torch.full((3,), 2.0)])
     expected = count * float(torch.tensor(0.1).double() ** 2) + 12.0
@@ -21,7 +21,7 @@ def test_millions_of_equal_numbers_add_up() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_is_squared_in_fp64(dtype: torch.dtype) -> None:
-    values = torch.full((4,), 300.0, dtype=dtype)  # fp16 has no number for its square
+    values = torch.full((4,), 300.0, dtype=dtype)  # fp16 cannot represent its square
     assert float(sum_of_squares([values])) == 4 * 300.0**2
 
 
@@ -31,7 +31,7 @@ def test_of_nothing_it_is_zero() -> None:
 
 
 def fragments(values: list[float]) -> tuple[list[GradientFragment], nn.Parameter]:
-    """One parameter in two fragments, the second of which begins at element 2."""
+    """Return one parameter in two fragments. The second begins at element 2."""
     parameter = nn.Parameter(torch.zeros(len(values)))
     gradient = torch.tensor(values)
     parts = [

@@ -1,4 +1,4 @@
-"""A tied embedding exists on the first and on the last pipeline stage, and stays one weight."""
+"""A tied embedding is on the first and on the last pipeline stage, and stays one weight."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_both_copies_of_a_tied_weight_are_bitwise_equal_after_training(
 
 
 def messages_of_the_exchange(launch: LaunchEnvironment) -> list[bool]:
-    """Whether each message shares its storage with the tensor whose memory it is."""
+    """Return whether each message shares its storage with the tensor whose memory it has."""
     made: list[Tensor] = []
     seen: list[Tensor] = []
 
@@ -94,5 +94,5 @@ def messages_of_the_exchange(launch: LaunchEnvironment) -> list[bool]:
 
 
 def test_the_allocator_does_not_know_the_memory_of_exchanged_gradients(pool: RankPool) -> None:
-    """As for the messages of a pipeline, see ``as_message``."""
+    """The messages of a pipeline have this property, too. See ``as_message``."""
     assert pool.run(1, messages_of_the_exchange) == [[False, False]]

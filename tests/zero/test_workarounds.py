@@ -47,7 +47,7 @@ from tests.support.tiny import LLAMA, tiny_corpus
 from tests.zero.held import is_gathered
 from tests.zero.one_rank import OneRank, one_rank, small_run
 
-# A call that waits this long waits for ever.
+# A call that takes this long hangs.
 HANG_SECONDS = 4.0
 
 T = TypeVar("T")
@@ -57,12 +57,12 @@ BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def nothing(*_args: object) -> None:
-    """Replaces a work-around."""
+    """Do nothing. This replaces a work-around."""
 
 
 @contextmanager
 def left_out(*names: str) -> Iterator[None]:
-    """Within the block the named work-arounds of `build` and `engine` are not applied."""
+    """Skip the named work-arounds of ``build`` and ``engine`` within the block."""
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(engine if hasattr(engine, name) else build, name, nothing)
@@ -70,9 +70,9 @@ def left_out(*names: str) -> Iterator[None]:
 
 
 def ends_the_rank_where_it_hangs(name: str, function: Callable[..., T]) -> Callable[..., T]:
-    """`function`, on which the rank dies, saying so, where it does not return.
+    """Return ``function`` with a time limit. If a call hangs, the rank prints its name and ends.
 
-    The clock starts at the call, so that a slow machine gets there first.
+    The clock starts at the call, so a slow machine has the same time for it.
     """
 
     def give_up() -> None:
@@ -95,7 +95,7 @@ def reference_of(run: Run, corpus: PreparedCorpus, steps: int = 1) -> ReferenceR
 
 
 def first_step(rank: OneRank) -> tuple[dict[str, Tensor], float]:
-    """(logical gradients of step 1 on rank 0, the norm that the step reports)."""
+    """Return (logical gradients of step 1 on rank 0, the norm that the step reports)."""
     gathered: list[Any] = []
     rank.engine.before_step = lambda: gathered.append(gather_gradients(rank.worker))
     result = rank.train_step(0)
@@ -114,7 +114,7 @@ def are_equal(
 
 
 class NoGathers:
-    """Gathers nothing, so that only DeepSpeed's hooks gather."""
+    """Gathers nothing, so only DeepSpeed's hooks gather."""
 
     def __init__(self, *_args: object) -> None:
         pass
@@ -150,7 +150,7 @@ def test_with_deepspeeds_hooks_zero3_hangs_in_a_pipeline(
 def most_gathered_by_hooks(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[int, int]:
-    """(most gathered parameters when a backward enters a module, all parameters)."""
+    """Return (most gathered parameters when a backward enters a module, all parameters)."""
     with hooks_of_deepspeed(), one_rank(launch, run, corpus) as rank:
         parameters = list(rank.engine.module.parameters())
         coordinator = rank.optimizer.parameter_offload.get_param_coordinator()
@@ -180,7 +180,7 @@ def test_with_deepspeeds_hooks_micro_batches_in_flight_keep_everything_gathered(
 def gathers_and_hooks(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, omitted: bool
 ) -> tuple[int, int]:
-    """(all-gathers while the engine is built, hooks on gradients)."""
+    """Return (all-gathers while the engine is built, hooks on gradients)."""
     gathers = 0
     gather = comm.all_gather_into_tensor
 
@@ -216,7 +216,7 @@ def test_without_it_deepspeed_has_a_hook_on_every_gradient(
 def calls_of_python_code(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, *names: str
 ) -> tuple[int, dict[str, Tensor]]:
-    """(calls of ``Tensor.narrow`` in DeepSpeed's step, the weights after it)."""
+    """Return (calls of ``Tensor.narrow`` in DeepSpeed's step, the weights after it)."""
     calls = 0
     narrow = Tensor.narrow
 
@@ -253,7 +253,7 @@ def test_without_keeping_its_views_a_step_visits_every_parameter(
 
 
 def extensions_wanted(launch: LaunchEnvironment, declared: bool) -> list[str]:
-    """Names of the extensions that DeepSpeed asks for when its communication starts."""
+    """Return the names of the extensions that DeepSpeed requests when its communication starts."""
     wanted: list[str] = []
     with (
         ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
@@ -261,10 +261,10 @@ def extensions_wanted(launch: LaunchEnvironment, declared: bool) -> list[str]:
         nullcontext() if declared else left_out("declare_no_compiled_ops"),
     ):
         patch.setattr(OpBuilder, "load", lambda builder, **_: wanted.append(builder.name))
-        # What a fresh process finds where there is a compiler.
+        # A fresh process has this value if there is a compiler.
         compatible = {"deepspeed_shm_comm": True}
         patch.setattr(deepspeed.ops, "__compatible_ops__", compatible, raising=False)
-        # The loaded extension is asked for functions, which the one that was not built lacks.
+        # DeepSpeed calls functions of the extension. Here it is not built, so it has none.
         with suppress(AttributeError):
             build._prepare_deepspeed(context)
     return wanted
@@ -279,7 +279,7 @@ def test_without_declaring_that_nothing_is_compiled_an_extension_is_built(pool: 
 
 
 class AllAxes(DataAxis):
-    """An mpu that tells DeepSpeed of the tensor and pipeline axes, which its own norm needs."""
+    """An mpu that has the tensor and pipeline axes, which DeepSpeed's own norm needs."""
 
     def __init__(self, context: ParallelContext, *, replicate: bool) -> None:
         super().__init__(context, replicate=replicate)
@@ -309,7 +309,7 @@ class AllAxes(DataAxis):
 
 
 def norm_by_deepspeed(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
-    """The norm that DeepSpeed clips by, if it is configured as well as possible."""
+    """Return the norm by which DeepSpeed clips, with its best possible configuration."""
     with left_out("use_norm"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "DataAxis", AllAxes)
         with one_rank(launch, run, corpus) as rank:
@@ -341,10 +341,10 @@ def test_deepspeeds_own_norm_counts_replicated_key_value_heads_more_than_once(
 def test_deepspeeds_own_norm_hangs_where_pipeline_stages_differ_in_their_parameter_groups(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    # The tied embedding is a group of its own on the first and last of three pipeline stages.
+    # The tied embedding is a parameter group of its own on the first and last of three stages.
     run = small_run(text, pp=3, zero_optimization={"stage": 1})
     corpus = tiny_corpus(run, cache)
-    # The last norm may also meet another collective of the same ranks, over which gloo aborts.
+    # The last norm may also meet another collective of the same ranks. Then gloo aborts.
     with pytest.raises(RankFailure, match=r"the norm hangs|in scaled_global_norm"):
         pool.run(3, norm_by_deepspeed, run, corpus)
     expected = reference_of(run, corpus).grad_norms[0]
@@ -357,7 +357,7 @@ def test_deepspeeds_own_norm_hangs_where_pipeline_stages_differ_in_their_paramet
 def has_deepspeeds_gradients(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, *names: str
 ) -> bool:
-    """Whether DeepSpeed's flat gradient of ZeRO-3 is in memory, without these work-arounds."""
+    """Return whether ZeRO-3's flat gradient is in memory, without these work-arounds."""
     with left_out(*names), one_rank(launch, run, corpus) as rank:
         return rank.optimizer.grad_partitions_flat_buffer is not None
 
@@ -407,7 +407,7 @@ def test_without_overruling_bf16_with_fp32_gradients_takes_another_optimizer_at_
 def future_warnings(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, hidden: bool
 ) -> list[str]:
-    """What torch announces during a step, in which gradients are reduced as over NCCL."""
+    """Return torch's warnings during a step that reduces gradients as over NCCL."""
     with (
         warnings.catch_warnings(record=True) as caught,
         nullcontext() if hidden else left_out("hide_announced_renames"),
@@ -457,7 +457,7 @@ def test_without_a_local_rank_zero3_cannot_partition(
 
 
 def warnings_of_the_accelerator(_launch: LaunchEnvironment, named: bool) -> list[str]:
-    """DeepSpeed's warnings if it finds no accelerator."""
+    """Return DeepSpeed's warnings if it finds no accelerator."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("DS_ACCELERATOR", raising=False)
@@ -505,7 +505,7 @@ def test_a_run_names_the_accelerator_and_imports_no_compiler(tmp_path: Path, tex
 
 
 def muon_imports_inductor(launch: LaunchEnvironment, uncompiled: bool) -> bool:
-    """As a ZeRO optimizer imports it."""
+    """Return whether importing Muon, as a ZeRO optimizer does, imports inductor."""
     assert "torch._inductor.compile_fx" not in sys.modules, "else this proves nothing"
     if uncompiled:
         import_muon_uncompiled()
@@ -521,7 +521,7 @@ def test_without_importing_muon_uncompiled_every_rank_imports_torchs_compiler(
 
 
 def local_ranks_under_open_mpi(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> None:
-    """mpirun sets its own variables and no LOCAL_RANK; DeepSpeed compares the two."""
+    """mpirun sets its own variables and no LOCAL_RANK. DeepSpeed compares the two."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LOCAL_RANK")
         patch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(launch.local_rank))
@@ -542,7 +542,7 @@ def test_every_rank_of_mpirun_finds_its_own_local_rank(
 def overflow_at_the_minimum(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, mended: bool
 ) -> float:
-    """fp16 needs a GPU; its scaler does not."""
+    """Return the loss scale after an overflow at the minimum. The scaler of fp16 needs no GPU."""
     with one_rank(launch, run, corpus):
         scaler = DynamicLossScaler(
             init_scale=1,
