@@ -1,4 +1,4 @@
-"""What every test may ask for."""
+"""Fixtures and hooks of all tests."""
 
 import gc
 import os
@@ -14,11 +14,11 @@ from tests.support.fork_server import start_fork_server, use_fork_server
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
 
-# The same examples at every run. `--hypothesis-profile=default` draws others.
+# Use the same examples in every run. ``--hypothesis-profile=default`` draws others.
 settings.register_profile(
     "repeatable",
     derandomize=True,
-    deadline=None,  # other processes may take the processors
+    deadline=None,  # other processes may use the processors
     print_blob=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -27,31 +27,31 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Starts the fork server, once for all workers of pytest-xdist."""
+    """Start the fork server, once for all workers of pytest-xdist."""
     node.workerinput["fork_server"] = start_fork_server()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         use_fork_server(config.workerinput["fork_server"])
-    # torch looks up the name of every address that it connects to, for its logs, and waits 5 s for
-    # a name server that does not answer. One second is enough, and then torch gives up on names.
+    # torch looks up the name of every address that it connects to, for its logs. If a name server
+    # does not answer, torch waits 5 s. One second is enough, and then torch stops looking up names.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-    # What a shell starts in the background ignores Ctrl-C, and so does all that is started there.
+    # A process that a shell starts in the background ignores Ctrl-C, and so do its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # And `nohup` ignores the end of the terminal.
+    # ``nohup`` makes a process ignore the end of its terminal.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Lets the garbage collector ignore all objects that imports have made."""
+    """Make the garbage collector ignore all objects that imports have created."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that start ranks, so that `make quick` leaves them out."""
+    """Mark the tests that start ranks, so ``make quick`` can omit them."""
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
@@ -59,8 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> "Iterator[RankPool]":
-    """Eight rank processes for the whole session; see `tests/support/rank_pool.py`."""
-    from tests.support.rank_pool import RankPool  # here, so that xdist itself imports no torch
+    """Return eight rank processes for the complete session. See ``tests/support/rank_pool.py``."""
+    # Imported here, so that xdist itself does not import torch.
+    from tests.support.rank_pool import RankPool
 
     with RankPool(size=8) as ranks:
         yield ranks
@@ -68,7 +69,7 @@ def pool() -> "Iterator[RankPool]":
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Ranks share the cores with this process; threads that wait for each other would spin."""
+    """Ranks share the cores with this process. Threads that wait for each other would spin."""
     import torch
 
     torch.set_num_threads(1)

@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def python(*arguments: str, folder: Path) -> str:
-    """The output of a Python process that must succeed."""
+    """Run a Python process, which must succeed. Return its output."""
     environment = {**os.environ, "MEGASPEED_CACHE": str(folder / "cache")}
     ended = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
@@ -120,7 +120,7 @@ def test_a_cluster_that_cannot_be_planned_for_is_refused(
 
 
 def test_a_training_that_fails_raises_an_exception(config: Path, tmp_path: Path) -> None:
-    """Its own process: a run changes signal handlers and settings of torch."""
+    """The run has its own process, because it changes signal handlers and settings of torch."""
     code = (
         "import megaspeed\n"
         "try:\n"

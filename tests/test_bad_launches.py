@@ -1,4 +1,4 @@
-"""Bad input under a launcher of two ranks: one message, not one of each rank, and soon the end."""
+"""Bad input under a launcher of two ranks: one message in total, and the launch ends soon."""
 
 import os
 import resource
@@ -36,7 +36,7 @@ MISTAKES = {
 
 
 def options_with(mistake: str, workshop: Workshop) -> list[str]:
-    """The options of a launch with this mistake."""
+    """Return the options of a launch with this mistake."""
     values = {
         "an unknown key": merge(workshop.good, {"model": {"hiden_size": 3}}),
         "a small vocabulary": merge(
@@ -54,13 +54,13 @@ def processor_seconds() -> float:
 
 
 def launched(launcher: str, folder: Path, *options: str) -> str:
-    """A launch that must end by itself, with a bad exit code and without a trace.
+    """Launch a command that must end by itself, with a bad exit code and without a traceback.
 
-    Returns what it has written to its standard error.
+    Return what it writes to its standard error.
     """
     folder.mkdir()
     before = processor_seconds()
-    if launcher == "forked":  # tests/test_launchers.py has such a launch of deepspeed
+    if launcher == "forked":  # tests/test_launchers.py launches deepspeed in this way
         out, err = folder / "out", folder / "err"
         variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MEGASPEED_CACHE": f"{folder}/cache"}
         code = Forked([SCRIPT, *options], folder, variables, out, err, ranks=2).wait(120)
@@ -70,10 +70,10 @@ def launched(launcher: str, folder: Path, *options: str) -> str:
         start = [*LAUNCHERS[launcher], *(torchrun if launcher == "torchrun" else [])]
         ended = launch([*start, *options], folder, folder / "runs")
         code, said, reported = ended.code, ended.out, ended.err
-        # Two ranks share two cores: half of it is what the launch takes.
+        # Two ranks share two cores, so the launch takes half of this time.
         assert (processor_seconds() - before) / 2 < MOST_SECONDS
     assert code == (1 if launcher == "torchrun" else 2), said + reported
-    # torchrun ends with a traceback of its own files; .venv may lie in the root.
+    # torchrun prints a traceback with its own files. .venv may be in the root folder.
     for part in ("megaspeed", "scripts"):
         assert f'File "{ROOT / part}' not in said + reported, reported
     assert not (folder / "runs").exists() and not (folder / "cache").exists()

@@ -1,4 +1,4 @@
-"""The benchmark of saving and loading runs, and leaves nothing behind."""
+"""The benchmark of saving and loading runs, and it leaves no files."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ TINY = ["--layers", "1", "--hidden-size", "64", "--vocab-size", "512", "--sequen
 TABLES = {"Save and load": 8, "Asynchronous saves": 5, "Host memory that a rank adds": 6}
 """Title of each table, and how many figures it has for a ZeRO stage."""
 
-# Where there is no /proc, memory alone is not measured.
+# Without /proc, only the memory is not measured.
 FIGURE = r"\d+(\.\d+)?" if sys.platform == "linux" else r"\d+(\.\d+)?|n/a"
 
 
@@ -33,13 +33,13 @@ def test_every_figure_is_measured_and_no_file_is_left(tmp_path: Path) -> None:
         assert all(re.fullmatch(FIGURE, figure) for figure in figures), figures
     on_disk = [float(figure) for figure in tables["Save and load"][-2:]]
     share = float(tables["Host memory that a rank adds"][0])
-    # Both hold 12 bytes for each element; DeepSpeed's bf16 weights come on top.
+    # Both have 12 bytes for each element. DeepSpeed also has bf16 weights.
     assert share <= on_disk[0] < on_disk[1]
     assert list(work.iterdir()) == []
 
 
 def figures_by_title(printed: str) -> dict[str, list[str]]:
-    """Of each Markdown table its one row, without the ZeRO stage."""
+    """Return the only row of each Markdown table, by its title and without the ZeRO stage."""
     found = {}
     for title, table in re.findall(r"^(.+):\n\n((?:\|.*\n)+)", printed, re.MULTILINE):
         _, _, row = table.splitlines()

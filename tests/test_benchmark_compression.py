@@ -1,4 +1,4 @@
-"""`scripts/benchmark_compression.py`: on a slow link, a step takes as long as its bytes need."""
+"""``scripts/benchmark_compression.py``: on a slow link, the bytes of a step determine its time."""
 
 import subprocess
 from pathlib import Path
@@ -12,7 +12,7 @@ MEGABYTES_PER_SECOND = 0.5
 
 
 def table_of(done: "subprocess.CompletedProcess[str]") -> dict[tuple[str, str], list[str]]:
-    """(ZeRO stage, compression) -> the other cells of its row."""
+    """Return (ZeRO stage, compression) -> the other cells of its row."""
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
     return {(stage, name): cells for stage, name, *cells in rows}

@@ -1,4 +1,4 @@
-"""Predicted step times against published runs, by the script that compares them."""
+"""The script that compares predicted step times with published runs."""
 
 import csv
 import importlib.util
@@ -50,17 +50,17 @@ def rows(text: str) -> list[dict[str, str]]:
 
 
 def script() -> Any:
-    """The script as a module."""
+    """Import the script as a module."""
     spec = importlib.util.spec_from_file_location("benchmark_plan", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["benchmark_plan"] = module  # its dataclasses look themselves up
+    sys.modules["benchmark_plan"] = module  # its dataclasses need the module here
     spec.loader.exec_module(module)
     return module
 
 
 def benchmark(folder: Path, stated: list[dict[str, str]], *options: str) -> Any:
-    """The exit code of the script, and the JSON that it writes."""
+    """Run the script. Return its exit code and the JSON that it writes."""
     file, out = folder / "rows.csv", folder / "out.json"
     with file.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, sorted({key for row in stated for key in row}))
@@ -89,7 +89,7 @@ NEAR = 0.006
 
 
 def percentages(pattern: str, page: str) -> list[float]:
-    """The shares that a page states."""
+    """Return the percentages that a page states."""
     found = re.search(pattern, page)
     assert found is not None, pattern
     return [float(each) / 100 for each in found.groups()]
@@ -111,7 +111,7 @@ LLAMA = dict(zip(COLUMNS, RUNS.strip().splitlines()[3].replace(" .", " ").split(
 
 
 def step_of(**changes: str) -> Any:
-    """The predicted step of a run whose columns differ from those of torchtitan's."""
+    """Return the predicted step of a run like torchtitan's, with some columns changed."""
     plan = script()
     return plan.predict(plan.published_run({**LLAMA, **changes}, "changed"))
 
@@ -128,7 +128,7 @@ def test_deepspeeds_engine_multiplies_the_time_of_layers() -> None:
 
 def test_chunks_divide_the_bubble_and_multiply_the_messages() -> None:
     one, two = (step_of(**{**PIPELINE, "vp": chunks}) for chunks in ("1", "2"))
-    # Without chunks, 1f1b waits a little longer, because the head makes the last stage the slowest.
+    # Without chunks, 1f1b waits a little longer, because the stage with the head is the slowest.
     assert two.bubble == pytest.approx(one.bubble / 2, rel=0.05)
     assert two.p2p == pytest.approx(2 * one.p2p)
 
@@ -169,7 +169,7 @@ def test_the_head_computes_in_16_bits_beside_blocks_in_fp8() -> None:
 
 
 def test_a_source_with_many_rows_counts_as_much_as_one_with_a_single_row() -> None:
-    """Three quarters of the published rows are of two sources."""
+    """Two sources have three quarters of the published rows."""
     plan, made = script(), {f"a{n}": 0.01 for n in range(99)} | {"b": 0.3, "c": 0.4}
     runs = [types.SimpleNamespace(id=name, source=name[0]) for name in made]
     weights = plan.weights_of(runs)

@@ -1,4 +1,4 @@
-"""The benchmark of tokenizing runs, and what everybody writes in it is the same."""
+"""The benchmark of tokenizing runs, and all processes write the same."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""The `megaspeed` command: exit codes 0, 1 and 2, every problem at once, figures as JSON.
+"""The ``megaspeed`` command: exit codes 0, 1 and 2, every problem at once, figures as JSON.
 
-`megaspeed verify` is run in full in `measurement/verification/test_verify.py`.
+``measurement/verification/test_verify.py`` runs ``megaspeed verify`` completely.
 """
 
 import json
@@ -187,7 +187,7 @@ PATHS = {
 def test_every_path_of_a_command_line_may_begin_with_ones_home(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shell leaves the ~ of --output=~/x, and of what is quoted, as it is."""
+    """A shell does not expand the ~ of --output=~/x or of a quoted path."""
     monkeypatch.setenv("HOME", str(tmp_path))
     parsed = vars(parse(PATHS[command].format("~/x").split()))
     paths = [value for value in parsed.values() if isinstance(value, Path)]
@@ -266,7 +266,7 @@ def test_checking_and_planning_load_no_torch(name: str) -> None:
     ],
 )
 def test_a_command_is_imported_when_it_is_called(program: str, modules: set[str]) -> None:
-    """Every rank once imported all commands: 74 files of megaspeed, now 20."""
+    """In an earlier version, every rank imported all commands: 74 files of megaspeed, now 20."""
     code = f"{program}; import sys; print(*(name for name in sys.modules if 'megaspeed' in name))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     names = [name for name in done.stdout.split() if name.startswith("megaspeed.")]
@@ -275,7 +275,7 @@ def test_a_command_is_imported_when_it_is_called(program: str, modules: set[str]
 
 
 def test_check_takes_less_than_2_seconds() -> None:
-    """Of a processor, so that it holds on a busy machine too."""
+    """These are processor seconds, so the limit holds on a busy machine, too."""
     command: list[Any] = [Path(sys.executable).with_name("megaspeed"), "check"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([*command, "--config", FOLDER / "3d.json"], check=False)

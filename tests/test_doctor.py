@@ -1,4 +1,4 @@
-"""``megaspeed doctor`` under real launchers, and of ranks that differ or never come."""
+"""``megaspeed doctor`` under real launchers, with ranks that differ and ranks that never come."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def deepspeed(ranks: int) -> list[str | Path]:
 
 
 def lay_out(folder: Path, **changes: Any) -> Path:
-    """The configuration and its text in a folder; returns the configuration."""
+    """Write the configuration and its text to a folder. Return the configuration's path."""
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_bytes(TEXT.read_bytes())
     config = folder / "run.json"
@@ -62,7 +62,7 @@ def start(
     *options: str,
     program: Sequence[str | Path] = DOCTOR,
 ) -> Rank:
-    """One rank, in the folder of its configuration, as any launcher would start it."""
+    """Start one rank in the folder of its configuration, as any launcher would."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
     variables = {**place, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
     environment = {
@@ -77,7 +77,7 @@ def start(
 
 
 def ended(ranks: list[Rank]) -> list[tuple[int, str]]:
-    """Exit code and output of each."""
+    """Wait for all ranks. Return the exit code and the output of each."""
     try:
         codes = [rank.process.wait(SECONDS) for rank in ranks]
     finally:
@@ -112,7 +112,7 @@ def test_all_is_fine_with_every_axis(tmp_path: Path) -> None:
 
 
 def check_that_all_is_fine(out: str, folder: Path, groups: list[tuple[str, int]]) -> None:
-    """With this number of groups of each axis."""
+    """Check the output of a doctor that finds no problem, with these numbers of groups by axis."""
     assert "wrong" not in out
     assert out.count("doctor  ") == 1, "rank 0 alone speaks"
     report = json.loads((folder / "doctor.json").read_text())
@@ -125,7 +125,9 @@ def check_that_all_is_fine(out: str, folder: Path, groups: list[tuple[str, int]]
 
 
 def test_ranks_with_another_configuration_text_or_folder_are_named(tmp_path: Path) -> None:
-    """Ranks 0 and 1 are alike but for their folders, 2 clips elsewhere, 3 has one letter more."""
+    """Ranks 0 and 1 differ only in their folders. Rank 2 clips at another norm, and rank 3's text
+    has one letter more.
+    """
     run_dir = {"steps": 4, "run_dir": str(tmp_path / "shared")}
     configs = [lay_out(tmp_path / str(rank), training=run_dir) for rank in range(4)]
     lay_out(tmp_path / "2", training=run_dir, gradient_clipping=0.5)
@@ -142,7 +144,7 @@ def test_ranks_with_another_configuration_text_or_folder_are_named(tmp_path: Pat
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
-    """Of three ranks 0 and 2 come, and one that counts four."""
+    """There should be three ranks. Ranks 0 and 2 come, and one rank that expects four."""
     config, port = lay_out(tmp_path / "run"), free_port()
     before = time.monotonic()
     places = [(0, 3), (2, 3), (3, 4)]
@@ -188,7 +190,7 @@ def test_a_rank_that_stops_on_the_way_is_named_in_time(tmp_path: Path) -> None:
 
 
 def test_one_process_needs_no_port(tmp_path: Path) -> None:
-    """A MASTER_PORT that a shell still has ended in a traceback of int()."""
+    """In an earlier version, a MASTER_PORT left in the shell ended in a traceback of int()."""
     ((code, out),) = ended([start(0, 1, "abc", lay_out(tmp_path / "run"))])
     assert code == 0, out
     assert "wrong" not in out and "Traceback" not in out
@@ -204,7 +206,7 @@ def test_wrong_input_of_all_ranks_is_reported_with_exit_code_2(tmp_path: Path) -
 def test_a_meeting_point_that_is_taken_or_out_of_reach_is_named_in_time(tmp_path: Path) -> None:
     config = lay_out(tmp_path / "run")
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens there
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
         port = taken.getsockname()[1]
         options = ("--timeout", "3")
         (first,) = ended([start(0, 2, port, config, *options)])

@@ -1,4 +1,4 @@
-"""README and docs are true: commands parse, configurations check, figures are those of the code."""
+"""README and docs are true: commands parse, configurations are valid, figures match the code."""
 
 import argparse
 import contextlib
@@ -53,19 +53,19 @@ COMPLETE: dict[str, Any] = {
 
 
 def blocks(page: Path) -> list[str]:
-    """The indented code blocks, without the indentation. A blank line between two is in a block."""
+    """Return the indented code blocks, without the indentation. A block may contain blank lines."""
     found = re.findall(r"(?:^    .*\n(?:\n(?=    ))*)+", page.read_text(), re.MULTILINE)
     return [re.sub(r"^    ", "", block, flags=re.MULTILINE) for block in found]
 
 
 def code_lines(page: Path) -> list[str]:
-    """The lines of code blocks, without comments; continued lines are joined."""
+    """Return the lines of code blocks, without comments. Continued lines are joined."""
     text = "\n".join(re.sub(r" *\\\n +", " ", block) for block in blocks(page))
     return [re.sub(r"\s+# .*", "", line.strip()) for line in text.splitlines()]
 
 
 def commands() -> list[str]:
-    """Commands in code blocks, and complete ones in sentences, without variables."""
+    """Return the commands in code blocks and the complete ones in sentences, without variables."""
     found = set()
     for page in PAGES:
         spans = re.findall(r"`([^`]+)`", page.read_text())
@@ -77,11 +77,13 @@ def commands() -> list[str]:
 
 
 class Parsed(Exception):
-    """Raised instead of running a script, as soon as it has parsed its arguments."""
+    """Raised by a script as soon as it has parsed its arguments. The script then does not run."""
 
 
 def check_parsed(words: list[str], monkeypatch: pytest.MonkeyPatch, ranks: int | None) -> None:
-    """Parses a command as its programs do, and checks its configuration for its processes."""
+    """Parse a command as its programs do, and check its configuration for its number
+    of processes.
+    """
     program, *rest = words
     match program:
         case "srun":
@@ -139,7 +141,7 @@ def check_script(rest: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_run(options: argparse.Namespace, ranks: int | None) -> None:
-    """Without a number of processes, only what does not depend on it is checked."""
+    """Check a run. If the number of processes is unknown, check only what does not depend on it."""
     if options.config.exists():
         world = None if ranks is None else World(ranks, "the documentation", "cuda")
         document = read_document(options.config, options.overrides)
@@ -166,7 +168,9 @@ def test_a_command_of_the_documentation_parses(line: str, monkeypatch: pytest.Mo
 
 
 def configurations() -> list[Any]:
-    """(page, JSON, the block after it) of each block with JSON, and of each line of parts."""
+    """Return (page, JSON, the block after it) of each block with JSON, and of each line with a
+    part.
+    """
     found = []
     for page in PAGES:
         pieces = blocks(page)
@@ -226,7 +230,9 @@ def test_the_example_of_a_file_that_extends_another() -> None:
 
 
 def outputs(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """Each command that is followed by what it prints, and those lines."""
+    """Yield each command that a page shows with its output: (the command, the lines
+    of the output).
+    """
     for block in blocks(page):
         first, *rest = re.sub(r" *\\\n +", " ", block).splitlines()
         shown = [line for line in rest if line.strip() not in ("", "...")]
@@ -250,7 +256,8 @@ def test_a_command_prints_what_the_documentation_shows(
     remaining = iter(printed)
     for line in shown:
         words = re.sub("-{9,}", "", line).split()
-        assert words in remaining, line  # `in` consumes: lines are in this order
+        # ``in`` consumes the iterator, so the lines are in this order.
+        assert words in remaining, line
 
 
 @pytest.mark.parametrize(("page", "count"), [("README.md", 5), ("docs/watching.md", 9)])
@@ -274,7 +281,7 @@ def test_the_memory_of_gpt2_is_the_predicted_one(capsys: pytest.CaptureFixture[s
 
 
 def tables() -> Any:
-    """The script that writes the tables."""
+    """Import the script that writes the tables."""
     spec = importlib.util.spec_from_file_location("tables", ROOT / "scripts" / "write_tables.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,6 @@
-"""The files of `examples/` and the commands of docs/launching.md run, or fit their programs."""
+"""The files of ``examples/`` and the commands of docs/launching.md run, or their programs parse
+them.
+"""
 
 import json
 import os
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.ranks
 EXAMPLES = ROOT / "examples"
 SECONDS = 240.0
 
-# What Slurm's programs do for the batch file, for two tasks on this machine.
+# Does what Slurm's programs do for the batch file, for two tasks on this machine.
 SRUN = """#!/bin/bash
 [ "$1" = "--cpus-per-task=$SLURM_CPUS_PER_TASK" ] || exit 3
 shift
@@ -58,7 +60,9 @@ esac
 
 
 class Slurm:
-    """A repository in which the batch file runs as a job, with stand-ins for srun and scontrol."""
+    """A repository in which the batch file runs as a job, with replacements for srun
+    and scontrol.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,7 +84,7 @@ class Slurm:
         (folder / "run.json").write_text(json.dumps(config))
 
     def submit(self, *changes: str) -> subprocess.Popen[str]:
-        """Starts the job, as slurmd does."""
+        """Start the job as slurmd does."""
         options = ["--config", "run.json", "--set", "training.log_interval=10", *changes]
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK",)}
         places = [self.folder / "bin", Path(sys.executable).parent]
@@ -105,14 +109,14 @@ class Slurm:
         )
 
     def steps(self) -> list[int]:
-        """In metrics.jsonl."""
+        """Return the steps in metrics.jsonl."""
         file = self.run_dir / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line)["step"] for line in lines]
 
 
 def end(job: subprocess.Popen[str]) -> str:
-    """Waits for the job; ends what is left of it. Returns its output."""
+    """Wait for the job, then end its remaining processes. Return its output."""
     try:
         out, _ = job.communicate(timeout=SECONDS)
     finally:
@@ -130,7 +134,7 @@ def test_the_slurm_job_saves_at_its_time_limit_is_queued_again_and_continues(
     deadline = time.monotonic() + SECONDS
     while not slurm.steps() and job.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    os.kill(job.pid, signal.SIGUSR1)  # as B:USR1@300 does: to the batch script alone
+    os.kill(job.pid, signal.SIGUSR1)  # B:USR1@300 does the same: it signals only the batch script
     out = end(job)
     assert job.returncode == 0, out
     assert "stopped by SIGUSR1" in out
@@ -172,7 +176,7 @@ def test_the_two_pods_of_kubernetes_start_a_run_that_is_right() -> None:
         ranks = container["resources"]["limits"]["nvidia.com/gpu"]
         launch = check_torchrun(arguments)
         assert (launch.nproc_per_node, launch.nnodes) == (str(ranks), str(len(pods)))
-        # torchrun is the pod's first process, and kills the ranks before Kubernetes does.
+        # torchrun is the pod's first process. It kills the ranks before Kubernetes does.
         assert 240 <= launch.shutdown_timeout < spec["terminationGracePeriodSeconds"]
         assert (launch.node_rank, launch.master_addr, launch.master_port) == (rank, "pod0", 23456)
         mounted = {mount["name"] for mount in container["volumeMounts"]}
@@ -228,14 +232,18 @@ SHOWN = "torchrun|deepspeed|megaspeed|mpirun|srun|sbatch|docker|kubectl|python"
 
 
 def shown_commands(text: str) -> list[list[str]]:
-    """Indented commands that begin with a launcher or with megaspeed, in comments or in prose."""
+    """Return indented commands, in comments or in prose, that begin with a launcher
+    or megaspeed.
+    """
     text = re.sub(r"\\\n[# ]*", "", text)
     lines: list[str] = re.findall(rf"^[# ]{{4,}}((?:{SHOWN}) .*)", text, flags=re.MULTILINE)
     return [shlex.split(line, comments=True) for line in lines]
 
 
 def check_command(words: list[str]) -> None:
-    """Each launcher's own parser accepts its part, and ours the rest. Named files exist."""
+    """Check that each launcher's own parser and ours accept their parts, and that named files
+    exist.
+    """
     program, *arguments = words
     if program == "torchrun":
         check_torchrun(arguments)
@@ -249,7 +257,7 @@ def check_command(words: list[str]) -> None:
     elif program == "sbatch":
         assert (ROOT / arguments[0]).is_file()
         parse_pretrain(arguments[1:])
-    else:  # mpirun, srun, docker, python: what they start
+    else:  # mpirun, srun, docker and python: check what they start
         starts = [at for at, word in enumerate(arguments) if word in ("python", "torchrun")]
         if program == "python":
             check_program(arguments[0], arguments[1:], module=False)
@@ -267,7 +275,7 @@ def check_command(words: list[str]) -> None:
 
 
 def check_torchrun(arguments: list[str]) -> Any:
-    """Returns its options."""
+    """Parse torchrun's arguments, and return its options."""
     options = get_args_parser().parse_args(arguments)
     rest = options.training_script_args
     check_program(options.training_script, rest, module=options.module)
@@ -275,7 +283,7 @@ def check_torchrun(arguments: list[str]) -> Any:
 
 
 def check_program(program: str, arguments: list[str], *, module: bool) -> None:
-    """A script of ours, or our module, with its arguments."""
+    """Check a script of ours, or our module, with its arguments."""
     if module:
         assert program == "megaspeed.cli"
         options = parse_command(arguments)

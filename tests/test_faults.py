@@ -1,6 +1,6 @@
 """How a run reacts to faults: it ends in time and reports the reason.
 
-Under a real launcher where its own reaction matters, otherwise without the cost of one.
+The tests use a real launcher only if its own reaction matters, because it costs time.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ Launcher = Literal["forked", "agent", "deepspeed", "torchrun", "megaspeed"]
 
 @dataclass
 class Ended:
-    """A launch that is over.
+    """A launch that has ended.
 
     Attributes:
         code: exit code of the launcher.
-        out, err: what was written to the console.
+        out, err: the output to the console.
         seconds: from the fault to the end of the last process.
-        log: of each rank, by its number.
+        log: returns the log of a rank.
     """
 
     code: int
@@ -69,11 +69,11 @@ class Ended:
 
 
 class Job:
-    """A run under a launcher; every process that it starts can be found and is ended with it.
+    """A run under a launcher. All processes that it starts can be found, and end with it.
 
-    Where it does not matter which launcher it is, the ranks are forked (`tests/support/forked.py`),
-    by "agent" as if it were torchrun's agent, which keeps the store. Other launchers are forked,
-    too, but start their ranks as new programs.
+    If the launcher does not matter, the ranks are forked (``tests/support/forked.py``). With
+    "agent" the store is kept as torchrun's agent keeps it. Other launchers are forked, too, but
+    start their ranks as new programs.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class Job:
         self._since = time.monotonic()
 
     def processes(self) -> list[psutil.Process]:
-        """Those of this job that live, also if their launcher does not."""
+        """Return the living processes of this job, even if their launcher is dead."""
         found = []
         for process in psutil.process_iter():
             try:
-                # What is forked has the variables of the process that it was forked from.
+                # A forked process shows the variables of the process that it was forked from.
                 ours = os.getsid(process.pid) == self.launcher.pid
                 ours = ours or process.environ().get("MEGASPEED_TEST_MARK") == self.mark
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
@@ -133,7 +133,7 @@ class Job:
         return found
 
     def console(self) -> str:
-        """All that was written until now."""
+        """Return the output so far."""
         return "".join(file.read_text() for file in (self._out, self._err) if file.exists())
 
     def wait_until_training(self) -> None:
@@ -169,7 +169,7 @@ class Job:
 
 
 def _launcher(name: str, ranks: int) -> list[str]:
-    """The command line between Python and the script."""
+    """Return the command line between Python and the script."""
     port = str(free_port())
     if name in ("forked", "agent"):
         return []
@@ -186,7 +186,7 @@ def _launcher(name: str, ranks: int) -> list[str]:
 def test_a_rank_that_raises_has_the_last_word(
     tmp_path: Path, launcher: Launcher, rank: int
 ) -> None:
-    """Sixty lines of its peers' tracebacks followed its own."""
+    """In an earlier version, sixty lines of its peers' tracebacks followed its own."""
     fault = f"raise rank={rank} step=3 work=Backward"
     ended = Job(tmp_path, launcher, "parallel.pipeline=2", fault=fault).ended()
     assert ended.code == 1
@@ -195,7 +195,7 @@ def test_a_rank_that_raises_has_the_last_word(
     assert ended.err.count(report) == 1
     assert "Connection closed" not in ended.err
     assert report in ended.log(rank)
-    if launcher == "torchrun":  # its own summary of the failure shows the report once more
+    if launcher == "torchrun":  # its summary of the failure shows the report once more
         assert ended.err.count(place) == 2
     if launcher == "megaspeed":
         assert ended.err.startswith(report)
@@ -205,10 +205,13 @@ def test_a_rank_that_raises_has_the_last_word(
 def test_a_rank_without_memory_has_the_last_word_and_shows_where_it_goes_and_what_would_help(
     tmp_path: Path,
 ) -> None:
-    """Under deepspeed. Sixty lines of its peers' tracebacks followed its own."""
+    """This is under deepspeed. In an earlier version, sixty lines of its peers' tracebacks
+    followed.
+    """
     fault = "memory rank=1 step=3 work=Backward"
     ended = Job(tmp_path, "deepspeed", "zero_optimization.stage=0", fault=fault).ended()
-    assert ended.code == 1 and ended.err.count("can't allocate memory") == 2  # header and traceback
+    # Once in the header, once in the traceback.
+    assert ended.code == 1 and ended.err.count("can't allocate memory") == 2
     place = f"[{HOST}, rank 1 (pp 0, dp 1, tp 0), step 3, Backward(micro_batch=0)]"
     assert ended.err.count(place) == 1 and place in ended.log(1)
     assert ended.err.count("\nTraceback ") == 1 and "Connection closed" not in ended.err
@@ -226,9 +229,9 @@ def test_a_rank_without_memory_has_the_last_word_and_shows_where_it_goes_and_wha
 
 
 def test_a_rank_that_is_killed_is_named_by_another(tmp_path: Path) -> None:
-    """The last-spawned rank was named, whoever died. Rank 0 takes deepspeed's store with it.
+    """An earlier version named the rank that was started last. Rank 0 ends deepspeed's store.
 
-    The random kills of tests/test_restarts.py look for the same under torchrun.
+    The random kills of tests/test_restarts.py test the same under torchrun.
     """
     job = Job(tmp_path, "deepspeed", fault="kill rank=0 step=4 work=Forward")
     job.wait_until_training()
@@ -246,7 +249,7 @@ def test_a_rank_that_is_killed_is_named_by_another(tmp_path: Path) -> None:
 def test_a_run_that_hangs_names_who_is_missing(
     tmp_path: Path, launcher: Launcher, kind: str
 ) -> None:
-    """Once, a stopped process was found only after 30 minutes, and its peers were named."""
+    """An earlier version found a stopped process only after 30 minutes, and named its peers."""
     job = Job(tmp_path, launcher, "parallel.tensor=2", fault=f"{kind} rank=1 step=4 work=Backward")
     job.wait_until_training()
     ended = job.ended()
@@ -260,12 +263,13 @@ def test_a_run_that_hangs_names_who_is_missing(
     assert "File " in ended.log(0) and "collectives.py" in ended.log(0), "stacks"
     if kind == "lock":
         assert ended.code == 3 and "faults.py" in ended.log(1), "stacks of the rank, too"
-    if kind == "stop":  # its last heartbeat was before step 1, and nothing newer was reported
+    # Its last heartbeat was before step 1; an earlier version reported nothing newer.
+    if kind == "stop":
         assert re.search(r"rank 1 .*, last known phase: step [34]\b", ended.err), ended.err
 
 
 def test_a_rank_that_cannot_run_a_thread_is_ended_by_its_watchdog(tmp_path: Path) -> None:
-    """As in a kernel's launch while CUDA's queue is full, which once blocked all that could end it.
+    """A kernel launch blocks like this if CUDA's queue is full. It then blocks all Python threads.
 
     No other rank can notice it here, as if every rank of the run were in the same state.
     """
@@ -281,7 +285,9 @@ def test_a_rank_that_cannot_run_a_thread_is_ended_by_its_watchdog(tmp_path: Path
 def test_a_pipeline_stage_that_hangs_is_named_by_the_message_that_does_not_come(
     tmp_path: Path,
 ) -> None:
-    """Rank 0 has sent micro-batch 0. Once, the report was that rank 0 waits for that message."""
+    """Rank 0 has sent micro-batch 0. An earlier version reported that rank 0 waits for that
+    message.
+    """
     fault = "hang rank=0 step=4 work='Forward(micro_batch=1'"
     job = Job(tmp_path, "agent", "parallel.pipeline=2", fault=fault)
     ended = job.ended()
@@ -300,9 +306,10 @@ def test_a_pipeline_stage_that_hangs_is_named_by_the_message_that_does_not_come(
 def test_ranks_0_and_1_that_stop_together_are_missed_by_the_others(
     tmp_path: Path, launcher: Launcher, report: str
 ) -> None:
-    """As if their host lost its power. Only rank 1 watched rank 0, and nothing was said.
+    """Both stop as if their host lost power. In an earlier version, only rank 1 watched rank 0, so
+    nobody reported it.
 
-    If rank 0 keeps the store, rank 1 alone reported for its host.
+    If rank 0 keeps the store, an earlier version reported only rank 1, for its host.
     """
     job = Job(tmp_path, launcher, "parallel.pipeline=3", ranks=3)
     job.wait_until_training()
@@ -315,8 +322,8 @@ def test_ranks_0_and_1_that_stop_together_are_missed_by_the_others(
 
 
 def test_log_files_on_a_disk_that_hangs_do_not_silence_a_report(tmp_path: Path) -> None:
-    """Stacks were written before anything was said, and the timer that ends a process wrote, too.
-    The logs are pipes that nobody reads.
+    """An earlier version wrote the stacks before the report, and the timer that ends a process
+    wrote, too. The logs here are pipes that nobody reads.
     """
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
@@ -336,7 +343,9 @@ def test_log_files_on_a_disk_that_hangs_do_not_silence_a_report(tmp_path: Path) 
 
 
 def test_a_spare_rank_ends_as_the_run_does(tmp_path: Path) -> None:
-    """It ended with 0, so that torchrun's agent took its node for done after another one failed."""
+    """An earlier version ended with 0, so torchrun's agent took this node for finished after
+    another one had failed.
+    """
     port = str(free_port())
     fault = "raise rank=1 step=4 work=Forward"
     run_dir = f"training.run_dir={tmp_path / 'run'}"
@@ -354,7 +363,9 @@ def test_a_spare_rank_ends_as_the_run_does(tmp_path: Path) -> None:
 def test_a_spare_rank_that_is_stopped_does_not_keep_a_run_that_ends(
     tmp_path: Path, launcher: Launcher
 ) -> None:
-    """Its launcher waited for it forever, also if rank 0 keeps the store and waited 45 s."""
+    """In an earlier version, its launcher waited for it forever. If rank 0 kept the store, rank 0
+    waited 45 s, too.
+    """
     fault = "slow rank=0 step=4 work=Forward(micro_batch=0 seconds=2"
     changes = ("parallel.spare_ranks=true", "training.steps=4")
     job = Job(tmp_path, launcher, *changes, fault=fault, ranks=3)
@@ -376,7 +387,9 @@ def test_a_spare_rank_that_is_stopped_is_missed_during_the_run(tmp_path: Path) -
 
 
 def test_a_run_whose_folder_was_renamed_ends_before_it_writes_to_another(tmp_path: Path) -> None:
-    """Two runs wrote to one folder, deleted each other's checkpoints, and ended with 0."""
+    """In an earlier version, two runs wrote to one folder, deleted each other's checkpoints, and
+    ended with 0.
+    """
     job = Job(tmp_path, "agent", "training.save_interval=2", fault="slow rank=0 step=4 seconds=2")
     job.wait_until_training()
     job.run_dir.rename(tmp_path / "renamed")
@@ -396,7 +409,7 @@ def test_a_run_whose_folder_was_renamed_ends_before_it_writes_to_another(tmp_pat
 def test_without_their_launcher_the_ranks_save_and_end(
     tmp_path: Path, launcher: Launcher, number: signal.Signals
 ) -> None:
-    """Under deepspeed they trained on forever, and a restart was refused."""
+    """In an earlier version, they trained on forever under deepspeed, and a restart was refused."""
     job = Job(tmp_path, launcher)
     job.wait_until_training()
     job.launcher.send_signal(number)
@@ -406,7 +419,9 @@ def test_without_their_launcher_the_ranks_save_and_end(
 
 
 def test_a_run_whose_output_nobody_reads_any_more_still_saves(tmp_path: Path) -> None:
-    """`... | tee log`, and Ctrl-C ends tee first: every line that was printed raised an error."""
+    """In ``... | tee log``, Ctrl-C ends tee first. After that, every printed line
+    raises an error.
+    """
     pipe = tmp_path / "out"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -438,7 +453,7 @@ def test_ctrl_c_and_a_closed_terminal_save(
 
 
 def test_ctrl_c_in_a_long_step_saves_although_the_launcher_has_gone(tmp_path: Path) -> None:
-    """DeepSpeed's runner ends at once, and the ranks took its end for the second Ctrl-C."""
+    """DeepSpeed's runner ends at once. An earlier version took its end for a second Ctrl-C."""
     fault = "slow rank=0 step=4 work=Backward(micro_batch=0 seconds=5"
     job = Job(tmp_path, "deepspeed", fault=fault, ranks=1)
     job.wait_until_training()
@@ -484,7 +499,7 @@ def test_ranks_that_were_stopped_before_training_are_not_restarted(tmp_path: Pat
 
 
 def test_a_slow_run_that_makes_progress_continues(tmp_path: Path) -> None:
-    """Rank 0 waits longer than the timeout in one collective, while rank 1 comes forward."""
+    """Rank 0 waits longer than the timeout in one collective, while rank 1 makes progress."""
     seconds = HANG_SECONDS * 0.7
     fault = f"slow rank=1 step=4 work=Forward seconds={seconds}"
     job = Job(tmp_path, "agent", "training.steps=5", fault=fault)
@@ -493,9 +508,9 @@ def test_a_slow_run_that_makes_progress_continues(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_suspended_continues_until_its_launcher_is_ended(tmp_path: Path) -> None:
-    """As by Slurm's suspend, Ctrl-Z and fg, or a machine that sleeps.
+    """Slurm's suspend, Ctrl-Z and fg, or a machine that sleeps suspend a run in this way.
 
-    It spends the time after that in micro-batches that last two seconds each.
+    After it continues, each of its micro-batches takes two seconds.
     """
     fault = "slow rank=0 step=4 work=Forward seconds=2"
     job = Job(tmp_path, "megaspeed", "train_micro_batch_size_per_gpu=1", fault=fault)
@@ -529,7 +544,7 @@ def test_nohup_keeps_a_run_alive_without_its_terminal(tmp_path: Path) -> None:
 
 
 def alone(folder: Path, *changes: str, fault: str = "", **variables: str) -> Job:
-    """One rank of two, started without the other one."""
+    """Start one rank of two without the other one."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
     limit = "training.hang_timeout_seconds=5"
@@ -551,7 +566,9 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path, rank: str, said: str) 
 
 
 def test_ranks_with_other_degrees_are_named_before_they_wait(tmp_path: Path) -> None:
-    """They made process groups first, and waited for each other in silence."""
+    """In an earlier version, the ranks first created process groups and silently waited for each
+    other.
+    """
     port = str(free_port())
     first = alone(tmp_path / "0", "parallel.tensor=2", MASTER_PORT=port)
     second = alone(tmp_path / "1", "parallel.tensor=1", MASTER_PORT=port, RANK="1", LOCAL_RANK="1")

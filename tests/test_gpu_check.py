@@ -1,4 +1,4 @@
-"""The check for GPUs runs here to its end, with tiny shapes on real processes."""
+"""The check for GPUs runs to its end here, with tiny shapes on real processes."""
 
 import argparse
 import importlib.util
@@ -26,7 +26,7 @@ def load_script() -> Any:
     spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_check"] = module  # its dataclasses look themselves up
+    sys.modules["gpu_check"] = module  # its dataclasses need the module here
     spec.loader.exec_module(module)
     return module
 
@@ -35,7 +35,7 @@ gpu_check = load_script()
 
 
 def h100(gpus: int = 1, gibibytes: float = 81559 / 1024) -> Any:
-    """What the script would find on a machine with this many GPUs."""
+    """Return what the script would find on a machine with this many GPUs."""
     memory = int(gibibytes * 2**30)
     names = ("NVIDIA H100 80GB HBM3",) * gpus
     return gpu_check.Machine(gpus=names, memory_bytes=memory, facts={})
@@ -46,7 +46,7 @@ def options(out: Path, *, full: bool = False, tiny: bool = False) -> argparse.Na
 
 
 def rows_of(report: str, heading: str) -> list[list[str]]:
-    """The cells of the first table after a heading."""
+    """Return the cells of the first table after a heading."""
     section = report.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [line.strip("| ").split(" | ") for line in lines[2:]]
@@ -56,7 +56,7 @@ def rows_of(report: str, heading: str) -> list[list[str]]:
 def test_the_report_of_a_machine_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one test, because the check takes long. No figure of it may be taken for a GPU's."""
+    """This is one test, because the check takes long. None of its figures may look like a GPU's."""
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     variables["MEGASPEED_CACHE"] = str(tmp_path / "cache")
 
@@ -77,7 +77,7 @@ def test_the_report_of_a_machine_without_a_gpu(
 
 
 def check_the_first_line(report: str) -> None:
-    """It says that no GPU was measured."""
+    """Check that the first line states that no GPU was measured."""
     first = report.splitlines()[0]
     assert "No GPU was found" in first and "mean nothing for a GPU" in first
     assert "| torch that is needed | torch>=2.11, built for CUDA |" in report
@@ -128,7 +128,7 @@ def test_on_a_gpu_fp16_is_verified_with_a_constant_loss_scale(tmp_path: Path) ->
 def test_the_micro_batch_follows_from_the_gpus_own_memory(
     gibibytes: float, size: int | None, tmp_path: Path
 ) -> None:
-    """GPT-2 1.5B: 28 GiB of model states and the activations of a micro-batch."""
+    """The model is GPT-2 1.5B: 28 GiB of model states, and the activations of a micro-batch."""
     timed = [
         section
         for section in gpu_check.sections(options(tmp_path), h100(1, gibibytes))
@@ -206,7 +206,7 @@ def test_hugging_face_starts_at_half_the_micro_batch_and_tries_a_quarter(tmp_pat
 def test_a_dry_run_prints_what_has_time_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every comparison comes first, and the sections that have time take under eight minutes."""
+    """Every comparison comes first, and the sections that get time take less than eight minutes."""
     monkeypatch.syspath_prepend(SCRIPT.parent)  # for the process that looks for GPUs
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--dry-run", "--out", str(tmp_path)])
@@ -220,7 +220,7 @@ def test_a_dry_run_prints_what_has_time_on_a_gpu(
     own = int(re.findall(r"\d+", total)[-1])
     runs = [int(row[1]) for row in rows if row[3] == "runs"]
     assert len(runs) >= 5 and "NVIDIA H100" in total
-    assert own + sum(runs) <= 440 + len(runs)  # each is rounded
+    assert own + sum(runs) <= 440 + len(runs)  # each number is rounded
     assert not (tmp_path / "report.md").exists()
 
 

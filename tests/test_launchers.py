@@ -1,4 +1,4 @@
-"""The main job under each launcher: the same run, from its first second to what it leaves."""
+"""The main job under each launcher: the same run, from its first second to its last file."""
 
 import json
 import os
@@ -66,10 +66,12 @@ def python() -> list[str | Path]:
 
 
 def mpirun() -> list[str | Path]:
-    """Open MPI's, which finds no ssh here and needs none. The ranks get MASTER_ADDR from here."""
+    """Return Open MPI's command. It finds no ssh here and needs none. It passes MASTER_ADDR to the
+    ranks.
+    """
     program = shutil.which("mpirun")
     assert program is not None
-    # It gives the ranks a terminal of its own, wherever its output goes.
+    # mpirun gives the ranks a terminal of its own, even if its output goes to a file.
     settings = ["MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free_port()}", "TERM=dumb"]
     exported = [word for setting in settings for word in ("-x", setting)]
     alone = ["--allow-run-as-root", "--oversubscribe", "--mca", "plm", "isolated"]
@@ -87,7 +89,7 @@ LAUNCHES: dict[str, tuple[Command, list[str]]] = {
 
 
 def configuration(folder: Path) -> Path:
-    """Of a run in folder/run."""
+    """Write the configuration of a run in folder/run."""
     folder.mkdir(exist_ok=True)
     training = {**TINY["training"], "run_dir": str(folder / "run")}
     (folder / "tiny.json").write_text(json.dumps({**TINY, "training": training}))
@@ -95,13 +97,13 @@ def configuration(folder: Path) -> Path:
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """What the run wrote to metrics.jsonl."""
+    """Return the records of the run in metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The records of one process."""
+    """Return the records of a run of one process."""
     folder = tmp_path_factory.mktemp("alone")
     ended = run_forked([SCRIPT, "--config", configuration(folder)], folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -112,8 +114,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_the_run_is_the_same_under_each_launcher(
     launcher: str, alone: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """One launch shows all, because it is what costs: the run leaves its files, rank 0 alone
-    speaks, nothing is compiled, and two processes train the model of one.
+    """One launch tests everything, because a launch takes long: the run leaves its files, only rank
+    0 prints, nothing is compiled, and two processes train the model of one.
     """
     config, run_dir = configuration(tmp_path / "launch"), tmp_path / "launch" / "run"
     command, changes = LAUNCHES[launcher]
@@ -125,7 +127,7 @@ def test_the_run_is_the_same_under_each_launcher(
     assert launched.compiled == []
     check_losses(records(run_dir), alone)
     if launcher in ("deepspeed", "torchrun"):
-        # Of two processors, so that it holds on a busy machine too.
+        # These are seconds of two processors, so the limit holds on a busy machine, too.
         seconds = launched.processor_seconds_to_first_step
         assert seconds is not None and seconds / 2 < FIRST_STEP_SECONDS
     if launcher == "torchrun":
@@ -149,9 +151,10 @@ def check_files(run_dir: Path) -> None:
 
 
 def check_console(launched: Launched, *, quiet: bool) -> None:
-    """Rank 0 alone speaks. With a `quiet` launcher nothing stands before its lines.
+    """Check that only rank 0 prints. If the launcher is ``quiet``, nothing is printed before its
+    lines.
 
-    DS_ACCELERATOR=cpu and --quiet silence DeepSpeed's launcher; the ranks silence themselves.
+    DS_ACCELERATOR=cpu and --quiet silence DeepSpeed's launcher. The ranks silence themselves.
     """
     said = [line for line in launched.out.splitlines() if line.startswith("step ")]
     assert len([line for line in said if "grad norm" in line]) == STEPS
@@ -164,7 +167,7 @@ def check_console(launched: Launched, *, quiet: bool) -> None:
 
 
 def check_losses(together: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
-    """Two processes train the model of one."""
+    """Check that two processes train the model of one."""
     for one, two in zip(alone[:STEPS], together[:STEPS], strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
@@ -172,7 +175,7 @@ def check_losses(together: list[dict[str, Any]], alone: list[dict[str, Any]]) ->
 
 
 def check_numbers_that_were_worked_out(run_dir: Path) -> None:
-    """config.json is the run with every number worked out."""
+    """Check that config.json is the run with every number resolved."""
     written = read_config(run_dir / "config.json")
     assert (written.parallel.data, written.parallel.pipeline) == (1, 2)
     assert written.gradient_accumulation_steps == 4
@@ -181,7 +184,7 @@ def check_numbers_that_were_worked_out(run_dir: Path) -> None:
 
 
 def stopped(number: signal.Signals, config: Path, run_dir: Path, out: Path, *changes: str) -> str:
-    """The output of a run of two ranks, of which rank 1 gets a signal after the first step."""
+    """Return the output of a run of two ranks. Rank 1 gets a signal after the first step."""
     metrics = run_dir / "metrics.jsonl"
     before = metrics.stat().st_size if metrics.exists() else 0
     command: list[str | Path] = [SCRIPT, "--config", config]
@@ -198,10 +201,10 @@ def stopped(number: signal.Signals, config: Path, run_dir: Path, out: Path, *cha
 
 
 def test_a_run_that_is_stopped_continues_at_another_layout(tmp_path: Path) -> None:
-    """dp 2 at ZeRO-3 continues as pp 2 at ZeRO-1. A signal to one of its ranks stops each."""
+    """dp 2 at ZeRO-3 continues as pp 2 at ZeRO-1. A signal to one rank stops both."""
     run_dir = tmp_path / "run"
     config = tmp_path / "tiny.json"
-    # So many steps that the run cannot be over before the signal is there.
+    # So many steps that the run cannot end before the signal comes.
     training = {**TINY["training"], "steps": 100_000, "run_dir": str(run_dir)}
     config.write_text(json.dumps({**TINY, "training": training}))
     stopped(signal.SIGUSR1, config, run_dir, tmp_path / "first")
@@ -217,7 +220,7 @@ def test_a_run_that_is_stopped_continues_at_another_layout(tmp_path: Path) -> No
 
 
 def last_step(run_dir: Path) -> int:
-    """Of the steps in metrics.jsonl, which are all there, each once."""
+    """Return the last step in metrics.jsonl. All steps before it must be there, each once."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if "loss" in record]
     assert steps == list(range(1, len(steps) + 1))
@@ -227,7 +230,7 @@ def last_step(run_dir: Path) -> int:
 def test_wrong_input_is_refused_by_a_rank_that_has_met_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 of 2, where rank 1 never comes: with a process group it would wait."""
+    """This is rank 0 of 2, and rank 1 never comes. With a process group, rank 0 would wait."""
     config = tmp_path / "wrong.json"
     config.write_text(json.dumps(WRONG))
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():

@@ -1,4 +1,6 @@
-"""The pool keeps its promises: results by rank, the first failure at once, stacks from a hang."""
+"""The pool returns results by rank, reports the first failure at once, and shows
+stacks of a hang.
+"""
 
 import os
 import signal
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def fragile() -> Iterator[RankPool]:
-    """A pool to break, so that the session's own keeps its ranks."""
+    """Return a pool that the test may break, because the pool of the session must stay intact."""
     with RankPool(size=2) as ranks:
         yield ranks
 
@@ -166,7 +168,7 @@ def test_a_rank_that_dies_is_named_with_its_signal(fragile: RankPool) -> None:
 
 
 def test_a_rank_that_dies_is_named_although_its_peer_reports_first(fragile: RankPool) -> None:
-    """The connections of a process are closed while it ends, and then it is not dead yet."""
+    """The connections of a process are closed while it ends. At that moment it is not dead yet."""
     with pytest.raises(RankFailure, match=r"rank 1 of 2 failed first\nthe process died: SIGKILL"):
         fragile.run(2, _die_after_the_peer_has_reported)
 

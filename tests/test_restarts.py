@@ -23,7 +23,7 @@ from tests.support.launched import free_port
 from tests.support.tiny import tiny_run
 from tests.test_faults import CONFIG, HOST, SCRIPT, TEXT, Job, Launcher, alone
 
-# More by hand: KILLS=50 python -m pytest tests/test_restarts.py -k random --timeout 4000
+# To run more: KILLS=50 python -m pytest tests/test_restarts.py -k random --timeout 4000
 KILLS = int(os.environ.get("KILLS", "2"))
 STEPS = 20 + 20 * KILLS
 SECONDS = 120 + 10 * KILLS
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """The losses by step. The file has every step once and in order."""
+    """Return the losses by step. The file must have every step once and in order."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record["step"] for record in records]
     assert steps == list(range(steps[0], steps[0] + len(steps)))
@@ -41,14 +41,14 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def last_step(run_dir: Path) -> int:
-    """The step of the last complete record; 0 if there is none."""
+    """Return the step of the last complete record, or 0 if there is none."""
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return json.loads(lines[-1])["step"] if lines else 0
 
 
 def ranks_of(job: Job) -> list[psutil.Process]:
-    """The ranks of the current attempt, without supervisors and watchdogs."""
+    """Return the ranks of the current attempt, without supervisors and watchdogs."""
     return [
         one
         for one in job.processes()
@@ -64,16 +64,16 @@ def wait_for_step(job: Job, step: int, within: float = 120) -> None:
 
 
 def step_after_restart(job: Job, number: int, kills: int) -> int:
-    """The step after which this restart continues, as soon as it is printed."""
+    """Return the step after which this restart resumes, as soon as it is printed."""
     said = f"restart {number} of {kills}: the run continues after step "
     job.wait_until_said(said, 120)
-    time.sleep(0.1)  # until the line is complete
+    time.sleep(0.1)  # wait until the line is complete
     return int(job.console().split(said)[1].split()[0])
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of one process, by step. Any layout trains the same model."""
+    """Return the losses of one process, by step. Any layout trains the same model."""
     job = Job(tmp_path_factory.mktemp("run"), "forked", f"training.steps={STEPS}", ranks=1)
     assert job.ended(SECONDS).code == 0
     return losses(job.run_dir)
@@ -86,7 +86,7 @@ def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
 ) -> None:
     """torchrun's agent or a supervisor restarts the ranks. The other rank names the killed one.
 
-    --fresh and --resume DIR say where a launch starts, not where a restart does.
+    --fresh and --resume DIR apply to the start of a launch, but not to a restart.
     """
     steps = 20 + 20 * kills
     earlier = Job(tmp_path / "killed", "forked", "training.steps=10", *SAVES).ended()
@@ -112,9 +112,11 @@ def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
     chance, reached, victims = random.Random(KILLS), first - 1, []
     for kill in range(kills):
         begin = step_after_restart(job, kill, kills) if kill else reached
-        if kill % 2 and reached - begin >= 6:  # before the step that it has already reached
+        # Kill again before the step that the run had already reached.
+        if kill % 2 and reached - begin >= 6:
             victim = chance.choice(ranks_of(job))
-            while last_step(job.run_dir) >= reached:  # the records after `begin` are still there
+            # Until the restart has cut the records after ``begin``.
+            while last_step(job.run_dir) >= reached:
                 time.sleep(0.02)
             wait_for_step(job, begin + 1)
         else:
@@ -201,7 +203,7 @@ def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -
 def attempt(
     number: int, store: dist.Store, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> str | None:
-    """What an attempt decides because of the attempts before it."""
+    """Return what an attempt decides, given the attempts before it."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
     launch = LaunchEnvironment(0, 1, 0, 1, "test")
     restarts = Restarts(Meeting(store, launch, between_attempts=store))
@@ -220,7 +222,9 @@ def write_steps(run: Run, last: int) -> None:
 def test_a_run_ends_after_two_failures_at_one_step_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It resumes at 100. It was ended by the second failure, which was before the first one."""
+    """It resumes at 100. An earlier version ended it at the second failure, although that was at an
+    earlier step than the first.
+    """
     store, run = dist.HashStore(), tiny_run(TEXT, training={"run_dir": str(tmp_path / "run")})
     for number, step in enumerate((190, 120, 150, 110, 120)):
         assert attempt(number, store, monkeypatch, run) is None
@@ -235,7 +239,7 @@ def test_a_run_ends_after_two_failures_at_one_step_and_not_before(
 def test_a_run_ends_after_two_failures_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The records are those of attempt 0, because no later one has opened the run folder."""
+    """The records are those of attempt 0, because no later attempt has opened the run folder."""
     store, run = dist.HashStore(), tiny_run(TEXT, training={"run_dir": str(tmp_path / "run")})
     assert attempt(0, store, monkeypatch, run) is None
     write_steps(run, 7)
@@ -291,14 +295,14 @@ class CheapRanks:
             self.of[rank] = Forked(command, self.folder, variables, out, out)
 
     def go(self) -> None:
-        """Let the children leave their first line, after both have started."""
+        """Let the children write their first line, after both have started."""
         while len(list(self.folder.glob("started-*"))) < 2:
             assert all(one.poll() is None for one in self.of.values())
             time.sleep(0.05)
         (self.folder / "go").touch()
 
     def ended(self, *ranks: int) -> list[tuple[int, str]]:
-        """The exit code and the output, by rank."""
+        """Return the exit code and the output, by rank."""
         try:
             return [
                 (self.of[rank].wait(120), (self.folder / f"out-{rank}").read_text())
@@ -357,7 +361,7 @@ def test_the_rank_of_another_supervisor_may_save_after_one_has_died(
 
 
 def test_a_stop_signal_to_one_rank_before_training_ends_all(tmp_path: Path) -> None:
-    """The rank ends with 128 + SIGTERM, and only this rank got the signal."""
+    """The rank ends with 128 + SIGTERM. Only this rank got the signal."""
     ranks = CheapRanks(tmp_path, "time.sleep(60 * (rank == 0)); return 128 + signal.SIGTERM")
     ranks.start(0, 1)
     ranks.go()
@@ -383,7 +387,8 @@ MEETING = """
 
 def test_a_rank_does_not_meet_one_of_an_earlier_attempt(tmp_path: Path) -> None:
     """Rank 0 of attempt 0 waits for rank 1, which has failed. Its supervisor lets it live for some
-    seconds, in which the new rank 1 met it. They trained, until the supervisor killed its rank.
+    seconds. In an earlier version, the new rank 1 met it in that time, and they trained until the
+    supervisor killed rank 0.
     """
     ranks = CheapRanks(tmp_path, MEETING, seconds_to_end=8)
     ranks.start(0, 1)
@@ -394,7 +399,7 @@ def test_a_rank_does_not_meet_one_of_an_earlier_attempt(tmp_path: Path) -> None:
 
 
 def elastic(folder: Path, port: int, ranks: int, *changes: str, fault: str) -> Job:
-    """One "node" of one or two."""
+    """Start one "node" of one or two."""
     return Job(
         folder,
         "torchrun",
@@ -418,7 +423,7 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 def test_a_run_continues_without_one_of_its_nodes_and_with_a_spare_rank(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
-    """3 ranks, which all train, become 2, of which one trains."""
+    """The run has 3 ranks, which all train. Then it has 2, of which one trains."""
     steps = 12
     changes = (
         f"training.steps={steps}",
@@ -428,7 +433,7 @@ def test_a_run_continues_without_one_of_its_nodes_and_with_a_spare_rank(
     )
     port, fault = free_port(), "slow rank=0 step=8 seconds=6"
     first = elastic(tmp_path / "0", port, 2, *changes, fault=fault)
-    time.sleep(2)  # it keeps the place where nodes meet
+    time.sleep(2)  # so that this node keeps the store where nodes meet
     second = elastic(tmp_path / "1", port, 1, *changes, fault=fault)
     first.run_dir = second.run_dir = tmp_path / "run"
     wait_for_step(first, 7)
@@ -441,7 +446,7 @@ def test_a_run_continues_without_one_of_its_nodes_and_with_a_spare_rank(
     assert "rank 1 is spare: with train_batch_size 12, pp 1 x dp 1 x tp 1 = 1 is the " in said
     found = losses(tmp_path / "run")
     assert list(found) == list(range(1, steps + 1))
-    # Rounded differently, because its micro-batches have another size.
+    # Sums are rounded differently, because the micro-batches have another size.
     assert found == pytest.approx({step: undisturbed[step] for step in found}, rel=1e-6)
 
 

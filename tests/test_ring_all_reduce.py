@@ -1,4 +1,4 @@
-"""examples/ring_all_reduce.py sums as the library does, and sends what its formula states."""
+"""examples/ring_all_reduce.py sums as the library does, and sends the bytes of its formula."""
 
 import importlib.util
 import os
@@ -18,10 +18,11 @@ from tests.support.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "ring_all_reduce.py"
-COUNTS = (0, 1, 3, 7, 8, 60, 1001)  # fewer elements than ranks, divisible, and not
+# Fewer elements than ranks, divisible by the ranks, and not divisible.
+COUNTS = (0, 1, 3, 7, 8, 60, 1001)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 BIG = 100_003
-MOST_HEADER_BYTES = 200  # of one message and its announcements; gloo sends about 144
+MOST_HEADER_BYTES = 200  # of one message with its announcements; gloo sends about 144
 
 
 def example() -> Any:
@@ -38,12 +39,12 @@ def start(launch: LaunchEnvironment) -> Any:
 
 
 def sums_are_the_librarys(launch: LaunchEnvironment) -> torch.Tensor:
-    """Returns this rank's sum of random numbers, whose bits depend on the order of the sum."""
+    """Return this rank's sum of random numbers. Its bits depend on the order of the sum."""
     ring = start(launch)
     torch.manual_seed(launch.rank)
     for count in COUNTS:
         for dtype in DTYPES:
-            own = torch.randint(-8, 9, (count,)).to(dtype)  # sums are exact in every order
+            own = torch.randint(-8, 9, (count,)).to(dtype)  # sums are exact in any order
             library = own.clone()
             dist.all_reduce(library)
 
@@ -65,7 +66,7 @@ def sums_are_the_librarys(launch: LaunchEnvironment) -> torch.Tensor:
 
 
 def bytes_that_are_sent(launch: LaunchEnvironment, dtype: torch.dtype) -> int:
-    """Bytes that this process writes to its sockets, as the operating system counts them."""
+    """Return the bytes that this process writes to sockets, as the operating system counts them."""
     ring = start(launch)
     vector = torch.zeros(BIG, dtype=dtype)
     ring.ring_all_reduce(vector)
@@ -99,7 +100,8 @@ def test_the_bytes_sent_are_those_of_the_formula(
 ) -> None:
     payload = 2 * (ranks - 1) / ranks * BIG * dtype.itemsize
     headers = 2 * (ranks - 1) * MOST_HEADER_BYTES
-    uneven = 2 * dtype.itemsize  # a rank does not send two of its chunks; each differs by 1 at most
+    # A rank does not send two of its chunks; chunks differ by at most 1 element.
+    uneven = 2 * dtype.itemsize
     for sent in pool.run(ranks, bytes_that_are_sent, dtype):
         assert payload - uneven <= sent <= payload + uneven + headers
 
@@ -116,7 +118,7 @@ def error_of_a_ring_that_sends_nothing(launch: LaunchEnvironment) -> str:
 
 
 def test_the_check_finds_a_ring_that_sends_nothing(pool: RankPool) -> None:
-    """With the same numbers on all ranks, the sum needs no messages."""
+    """If all ranks have the same numbers, the sum needs no messages."""
     errors = pool.run(2, error_of_a_ring_that_sends_nothing)
     assert errors == 2 * ["the ring's sum of 1000 elements is not the library's"]
 
@@ -135,7 +137,7 @@ def test_the_table_of_the_docstring_is_the_schedule() -> None:
 
 
 def started(*command: str | Path) -> list[list[str]]:
-    """The rows of the table that a command prints, as words."""
+    """Run a command, and return the rows of the table that it prints, as words."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -179,7 +181,7 @@ def test_bad_input_is_one_line(
     monkeypatch.setattr(sys, "argv", ["ring_all_reduce.py", *options])
     with pytest.raises(SystemExit) as stop:
         example().main()
-    # argparse prints its message; sys.exit's is in the exception.
+    # argparse prints its message. The exception of sys.exit contains it.
     line = capsys.readouterr().err or str(stop.value)
     assert message in line.splitlines()[-1]
     assert "Traceback" not in line

@@ -1,6 +1,6 @@
-"""Commands that a signal stops: no process and no temporary folder is left, and no stack is shown.
+"""Commands stopped by a signal leave no process and no temporary folder, and show no stack.
 
-They are started as users start them, because a fork server that all tests share would outlive them.
+The tests start them as users do, because a fork server that all tests share would outlive them.
 """
 
 import json
@@ -58,7 +58,7 @@ def config(tmp_path: Path) -> Path:
 
 
 class Command:
-    """A command with its own temporary folder, and all processes that come from it."""
+    """A command with its own temporary folder, and all of its processes."""
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
         self.temporary = folder / "t"
@@ -83,7 +83,7 @@ class Command:
             return False
 
     def has_fork_server(self) -> bool:
-        """Whether a fork server runs. It first imports torch, which takes seconds."""
+        """Return whether a fork server runs. It first imports torch, which takes seconds."""
         for process in self.processes():
             try:
                 if any("forkserver import main" in word for word in process.cmdline()):
@@ -121,7 +121,7 @@ def test_ranks_end_if_the_process_that_started_them_is_killed(
     moment: str, start: Callable[..., Command]
 ) -> None:
     command = start("-c", RANKS)
-    # The command, the resource tracker, the fork server and two ranks.
+    # The five are the command, the resource tracker, the fork server and two ranks.
     poll(command.has_fork_server if moment == "server" else lambda: len(command.processes()) == 5)
     command.process.kill()
     poll(lambda: not command.processes())
@@ -131,7 +131,7 @@ def test_ranks_end_if_the_process_that_started_them_is_killed(
 def test_a_plan_that_is_terminated_leaves_no_process_and_no_folder(
     config: Path, start: Callable[..., Command]
 ) -> None:
-    """It starts a program, which starts a fork server, which forks the ranks."""
+    """The command starts a program, which starts a fork server, which forks the ranks."""
     options = ("--config", str(config), "--world-size", "2", "--device", "cpu")
     command = start("-m", "megaspeed.cli", "plan", *options)
     poll(command.has_fork_server)
@@ -144,14 +144,16 @@ def test_a_plan_that_is_terminated_leaves_no_process_and_no_folder(
 def test_a_rank_ends_if_its_launcher_was_killed_before_the_rank_ran(
     config: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Command]
 ) -> None:
-    monkeypatch.setenv("MEGASPEED_STARTER", str(2**22))  # no process has such a number
+    monkeypatch.setenv("MEGASPEED_STARTER", str(2**22))  # no process has this number
     command = start("-m", "megaspeed.cli", "train", "--config", str(config))
     assert command.process.wait(_SECONDS_AT_MOST) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("moment", ["argparse", "pydantic", "parse", "run"])
 def test_ctrl_c_prints_one_line(moment: str, config: Path) -> None:
-    """During the first imports, during later ones, when options are read, and in the command."""
+    """The moments are: during the first imports, during later imports, while options are read, and
+    in the command.
+    """
     check = ("check", "--config", str(config))
     command = [sys.executable, "-c", INTERRUPTED, moment, *check]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,6 +1,6 @@
-"""A run over two nodes, pp across them and tp within each, is the run of one process.
+"""A run over two nodes, with pp across them and tp within each, equals the run of one process.
 
-The doctor sees what is wrong between them.
+The doctor finds problems between the nodes.
 """
 
 import json
@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
-    """Each with its own configuration, at another path, and its own texts."""
+    """Create nodes. Each has its own configuration, at another path, and its own texts."""
     with two_nodes(tmp_path_factory.mktemp("nodes")) as both:
         lay_out(both)
         yield both
@@ -77,7 +77,7 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone(nodes: list[Node], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process with the texts of one node."""
+    """Return the losses of one process with the texts of one node."""
     folder = tmp_path_factory.mktemp("alone")
     run_dir = folder / "run"
     (folder / "text").symlink_to(nodes[0].folder / "text")
@@ -90,7 +90,7 @@ def alone(nodes: list[Node], tmp_path_factory: pytest.TempPathFactory) -> list[f
 def train_on_both(
     launcher: Callable[[Node, Node, int], list[str]], nodes: list[Node], run_dir: Path
 ) -> list[float]:
-    """The losses of a run of four ranks."""
+    """Return the losses of a run of four ranks."""
     port = free_port()
     commands = [
         [*launcher(node, nodes[0], port), *pretrain(node, run_dir, *ACROSS)] for node in nodes
@@ -103,7 +103,7 @@ def train_on_both(
 def test_two_nodes_train_the_model_of_one_process(
     nodes: list[Node], alone: list[float], tmp_path: Path
 ) -> None:
-    """Under torchrun; under deepspeed, the run below does so until it is cut off."""
+    """This is under torchrun. Under deepspeed, the next test checks it until the network is cut."""
     run_dir = tmp_path / "shared" / "run"
     together = train_on_both(torchrun, nodes, run_dir)
     assert together == pytest.approx(alone, rel=1e-6)
@@ -133,7 +133,7 @@ def run_with_a_cut(
     run_dir: Path,
     *changes: str,
 ) -> Cut:
-    """A run over both nodes; the second one is taken off the network after three steps."""
+    """Run over both nodes. After three steps, the second node loses its network."""
     port, outs = free_port(), [node.folder / "out" for node in nodes]
     endless = (*changes, "training.steps=100000", "training.hang_timeout_seconds=8")
     started = [
@@ -160,10 +160,10 @@ def run_with_a_cut(
 def test_a_network_that_is_cut_ends_both_nodes_and_each_names_the_other(
     nodes: list[Node], alone: list[float], tmp_path: Path
 ) -> None:
-    """No connection is closed: every rank would wait for half an hour, in silence.
+    """No connection is closed, so without this every rank would wait silently for half an hour.
 
-    Until then, the two nodes train the model of one process, here under deepspeed, with one rank
-    on each.
+    Before the cut, the two nodes train the model of one process, here under deepspeed, with one
+    rank on each.
     """
     if not nodes[0].enter:
         assert train_on_both(deepspeed, nodes, tmp_path / "run") == pytest.approx(alone, rel=1e-6)
@@ -183,7 +183,7 @@ def test_the_doctor_names_a_node_without_the_shared_folder_and_tp_across_nodes(
 ) -> None:
     """training.run_dir is a relative path here, so each node has a folder of its own.
 
-    The ranks meet at the name of the first node, which is a loopback address on that node itself.
+    The ranks meet under the name of the first node. On that node, the name is a loopback address.
     """
     options = ["doctor", "--config", "run.json", "--json", "doctor.json"]
     changes = ["--set", "parallel.tensor=4", "training.run_dir=runs/here"]
@@ -200,7 +200,7 @@ def test_the_doctor_names_a_node_without_the_shared_folder_and_tp_across_nodes(
     report = json.loads((nodes[0].folder / "doctor.json").read_text())
     assert [problem["rank"] for problem in report["problems"]] == [2, 3], report["problems"]
     assert {problem["check"] for problem in report["problems"]} == {"run folder"}
-    if nodes[0].enter:  # otherwise both have this machine's name
+    if nodes[0].enter:  # without network namespaces, both have this machine's name
         assert report["nodes"] == {"node0": [0, 1], "node1": [2, 3]}
         assert "wrong: rank 3 (node1), run folder: " in out
         (remark,) = report["remarks"]

@@ -1,4 +1,4 @@
-"""Bytes and counts as they are printed."""
+"""The printed forms of bytes and counts."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""torch.compile takes a block as one graph, compiles it once, and keeps no more for backward.
+"""torch.compile turns a block into one graph, compiles it once, and saves no more for backward.
 
-Only `tests/training/test_compilation.py` makes kernels. Here the traced graph runs with torch's own
-operations, so that no compiler is needed.
+Only ``tests/training/test_compilation.py`` compiles kernels. Here the traced graph runs with
+torch's own operations, so no compiler is needed.
 """
 
 import re
@@ -69,8 +69,8 @@ def compile_all(model: GPT, backend: Any) -> None:
     "config", [gpt2(**DROPOUTS), llama(**DROPOUTS)], ids=lambda config: config.architecture
 )
 def test_all_blocks_and_steps_share_one_graph_and_evaluations_another(config: ModelConfig) -> None:
-    """Version 0.1 passed samples as integers, which are compiled in. Keys are tensors for the same
-    reason: an integer would make a graph for each block.
+    """Version 0.1 passed samples as integers, which torch compiles into the graph. Keys are tensors
+    for the same reason: an integer would cause a graph for each block.
     """
     compiled, eager = initialized(config, seed=2), initialized(config, seed=2)
     compiler = CompileCounterWithBackend("aot_eager")
@@ -113,15 +113,15 @@ def test_a_compiled_block_may_be_recomputed(recomputation: Recomputation) -> Non
 
 
 def uncompiled_kernels(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-    """Inductor's decompositions and its choice of what is kept, without its kernels."""
+    """Use Inductor's decompositions and its choice of what to save, but not its kernels."""
     inner: Any = lambda part, *_, **__: make_boxed_func(part)  # noqa: E731
     return compile_fx(graph, inputs, inner_compile=inner)
 
 
 def bytes_kept(compiles: bool, **changes: Any) -> tuple[int, int]:
-    """What a block keeps for backward, in bytes, and the prediction.
+    """Return the bytes that a block saves for backward, and the prediction.
 
-    Storages count once. The input counts, and the output does not. Weights and angles do not.
+    Each storage counts once. The input counts. The output, weights and angles do not.
     """
     run = paper_run(**changes)
     dtype, sequence = DTYPES[run.precision], run.config.data.sequence_length
@@ -184,18 +184,20 @@ def test_a_compiled_block_keeps_what_is_predicted(changes: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_with_sequence_parallelism_a_compiled_block_gathers_again(model: dict[str, Any]) -> None:
-    """Otherwise, the block would keep two gathered inputs of n D elements each."""
+    """Otherwise, the block would save two gathered inputs of n D elements each."""
     changes = {"model": model, "tp": 2, "parallel": {"sequence_parallel": True}}
     kept, predicted = bytes_kept(True, **changes, **COMPILED)
     assert 0.7 * predicted < kept <= predicted
 
 
 class NotCompiled(Exception):
-    """The code of a graph is known, and it is not to be compiled."""
+    """Raised when the code of a graph is known, so the graph is not compiled."""
 
 
 def calls_of(block: torch.nn.Module, *inputs: Any) -> tuple[list[str], list[str]]:
-    """The kernels, Inductor's own and torch's, that its code calls in a forward and a backward."""
+    """Return the kernels that its code calls in a forward and in a backward: Inductor's and
+    torch's.
+    """
     codes: list[str] = []
 
     def only_write(graph: GraphLowering) -> Any:
@@ -207,7 +209,7 @@ def calls_of(block: torch.nn.Module, *inputs: Any) -> tuple[list[str], list[str]
             compile_fx_inner(part, example, **options)
         return make_boxed_func(part)
 
-    # Without vector instructions: to find out which ones exist, Inductor would need a compiler.
+    # No vector instructions, because Inductor would need a compiler to find out which ones exist.
     options = {"fx_graph_cache": False, "cpp.simdlen": 1}
     with pytest.MonkeyPatch.context() as patch, inductor_config.patch(options):
         patch.setattr(GraphLowering, "compile_to_module", only_write)
@@ -235,7 +237,7 @@ def calls_of(block: torch.nn.Module, *inputs: Any) -> tuple[list[str], list[str]
 def test_kernels_of_a_block_and_micro_batch(
     config: ModelConfig, uncompiled: int, compiled: int
 ) -> None:
-    """Budgets, which may only be lowered. 12 compiled kernels are matrix products, 2 are attention.
+    """These budgets may only be lowered. 12 compiled kernels are matrix products, 2 are attention.
 
     These are the kernels of Inductor's CPU code. On a GPU, the gradient of the fused projection is
     one kernel, not one for each of query, key and value.
@@ -284,8 +286,8 @@ def test_a_compiled_backward_multiplies_while_it_communicates(split: bool) -> No
 
 
 def test_a_launch_releases_pythons_gil() -> None:
-    """torch's static launcher holds Python's GIL if CUDA's launch queue is full. So no thread can
-    report a failure. With our settings torch does not use it: it does not even look at the kernel.
+    """torch's static launcher holds Python's GIL if CUDA's launch queue is full. Then no thread can
+    report a failure. With our settings, torch does not use this launcher.
     """
     assert inductor_config.static_cuda_launcher_default(), "torch's own choice"
     kernel: Any = None
@@ -301,15 +303,15 @@ def test_a_launch_releases_pythons_gil() -> None:
 def test_tensor_ranks_with_copies_choose_the_same_reductions(
     pool: RankPool, tp: int, split: bool, same: bool
 ) -> None:
-    """Both ranks add the gradient of a norm for themselves. If each measured which kernel is the
-    fastest, their sums could differ in the last bit.
+    """Each rank adds up the gradient of a norm. If each measured which kernel is the fastest, they
+    could choose different kernels, and the sums could differ in the last bit.
     """
     run = paper_run(tp=tp, parallel={"sequence_parallel": split})
     assert pool.run(1, choices_of_a_reduction, run) == [1 if same else 3]
 
 
 def choices_of_a_reduction(launch: LaunchEnvironment, run: Run) -> int:
-    """How many kernels a rank measures for a reduction."""
+    """Return how many kernels a rank measures for a reduction."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "agree_to_compile", lambda *_: (True, None))
         with fake_rank(run, rank=0):

@@ -1,4 +1,4 @@
-"""A dropout mask is a function of seed, name and sample, and of nothing else."""
+"""A dropout mask depends only on seed, name and sample."""
 
 import hashlib
 from collections.abc import Sequence
@@ -39,12 +39,12 @@ def dropout(probability: float = 0.3, *, name: str = "blocks.0.x", seed: int = 1
 
 
 def mask(layer: SampleDropout, samples: Sequence[int], *shape: int) -> Tensor:
-    """True where an element is kept, one row a sample."""
+    """Return a mask that is True where an element is kept, with one row for each sample."""
     return layer(torch.ones(len(samples), *shape), torch.tensor(samples)) != 0
 
 
 def test_these_are_the_bits() -> None:
-    """Written down once: a change of any of these changes every run that has dropout."""
+    """A change of these bits changes every run that uses dropout."""
     layer = dropout(0.25, name="blocks.7.mlp_dropout", seed=1234)
     rows = mask(layer, [0, 1, -1, 2**40 + 3], 2, 16).flatten(0, 1)
     assert ["".join(".x"[bit] for bit in row) for row in (~rows).int().tolist()] == BITS
@@ -108,7 +108,7 @@ def test_shards_across_samples_are_parts_of_all_their_rows(count: int) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """How many elements the largest tensor has that any operation returns."""
+    """Records how many elements the largest tensor has that any operation returns."""
 
     elements = 0
 
@@ -120,7 +120,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_a_rank_computes_the_mask_of_its_own_shard_only() -> None:
-    """Version 0.1 drew the full mask on every rank and kept a chunk of it."""
+    """Version 0.1 drew the full mask on every rank and kept a part of it."""
     layer, x = dropout(), torch.ones(2, 4, 16, requires_grad=True)
     layer.shard = MaskShard(index=3, count=8)
     with LargestTensor() as largest:
@@ -129,7 +129,7 @@ def test_a_rank_computes_the_mask_of_its_own_shard_only() -> None:
 
 
 def test_nothing_is_stored_for_the_backward() -> None:
-    """Neither a mask nor the input: all that is left of the forward is its result."""
+    """Neither a mask nor the input is saved. Only the result of the forward remains."""
     layer, samples = dropout(), torch.tensor([4, 5])
     x = torch.randn(2, 64, 64, requires_grad=True)
     log = AllocationLog(x.device)

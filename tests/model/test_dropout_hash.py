@@ -1,8 +1,8 @@
-"""The hash behind dropout masks: its definition, and that masks look like independent draws.
+"""The hash of dropout masks: its definition, and a test that masks look like independent draws.
 
-Every bound is five standard deviations of what independent draws would show. Seeds are fixed, so a
-test passes always or never. Of a hash the upper 16 bits are tested: the lower ones decide only if
-all the upper ones are equal to the probability's.
+Every bound is five standard deviations of independent draws. Seeds are fixed, so a test always
+gives the same result. The tests use the upper 16 bits of a hash. The lower bits decide only if all
+upper bits equal those of the probability.
 """
 
 import math
@@ -22,14 +22,16 @@ def dropout(probability: float = 0.1, *, name: str = "blocks.0.x", seed: int = 1
 
 
 def hashes(layer: SampleDropout, sample: int = 4) -> Tensor:
-    """(ROWS, COLUMNS) of one sample."""
+    """Return the hashes (ROWS, COLUMNS) of one sample."""
     assert layer.key is not None
     words = row_words(layer.key, torch.tensor([sample]), range(ROWS), full_rows=ROWS)
     return element_hashes(words, COLUMNS)[0]
 
 
 def standardised_mask(layer: SampleDropout, sample: int = 4) -> Tensor:
-    """(ROWS, COLUMNS) with mean 0 and variance 1 if the dropping probability is right."""
+    """Return the mask (ROWS, COLUMNS) scaled to mean 0 and variance 1, if the
+    probability is right.
+    """
     y = layer(torch.ones(1, ROWS, COLUMNS), torch.tensor([sample]))[0]
     p = layer.probability
     return ((y == 0).double() - p) / math.sqrt(p * (1 - p))
@@ -66,7 +68,7 @@ def test_rows_are_numbered_through_all_samples_in_64_bits() -> None:
 
 
 def lowbias32(x: int) -> int:
-    """As in github.com/skeeto/hash-prospector."""
+    """lowbias32 as in github.com/skeeto/hash-prospector."""
     x ^= x >> 16
     x = x * 0x7FEB352D % 2**32
     x ^= x >> 15
@@ -75,8 +77,8 @@ def lowbias32(x: int) -> int:
 
 
 def test_hashes_of_elements_are_lowbias32() -> None:
-    """Exactly so for a word below 2^16, of which the first xor-shift and the second key are zero;
-    but for the last xor-shift, which the hash leaves out.
+    """The equality is exact for a word below 2^16, whose first xor-shift and second key are zero.
+    The hash omits the last xor-shift of lowbias32.
     """
     word = 54321
     found = [h % 2**32 for h in element_hashes(torch.tensor([[word]]), 5000)[0, 0].tolist()]
@@ -123,8 +125,8 @@ def test_neighbours_in_a_row_and_in_a_column_are_uncorrelated(probability: float
 
 @pytest.mark.parametrize("distance", [1, 2, 8, 64])
 def test_no_row_has_a_pattern_of_its_own(distance: int) -> None:
-    """A correlation whose sign differs between rows cancels in the sum over all rows, but not in
-    the variance of the rows' sums.
+    """If the sign of a correlation differs between rows, it cancels in the sum over all rows. It
+    does not cancel in the variance of the rows' sums.
     """
     mask = standardised_mask(dropout(0.5))
     products = mask[:, distance:] * mask[:, :-distance]
@@ -134,7 +136,7 @@ def test_no_row_has_a_pattern_of_its_own(distance: int) -> None:
 
 
 def test_pairs_of_rows_and_of_columns_are_uncorrelated() -> None:
-    """The largest of 500,000 correlations: 6.5 deviations are reached once in 20,000 such sets."""
+    """Of 500,000 correlations, the largest reaches 6.5 deviations once in 20,000 such sets."""
     mask = standardised_mask(dropout(0.5))
     for what, products in {"rows": mask @ mask.T, "columns": mask.T @ mask}.items():
         products.fill_diagonal_(0)

@@ -1,4 +1,4 @@
-"""The FLOPs counted from the shapes are those that torch counts while it runs."""
+"""The FLOPs counted from the shapes equal those that torch counts while it runs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,8 +30,8 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.k
 
 
 def counted(run: Callable[[], Tensor]) -> float:
-    """Operations a token of the matrix products that `run` runs."""
-    # The fused attention of the CPU is not counted by torch 2.13; written out, it is two products.
+    """Return the operations per token in the matrix products of ``run``."""
+    # torch 2.13 does not count the CPU's fused attention. The unfused form has two products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         run()
     return counter.get_total_flops() / (BATCH * SEQUENCE)
@@ -61,7 +61,7 @@ def test_recomputation_is_not_counted_as_useful_work() -> None:
     config, tokens = gpt2(), random_tokens(gpt2(), BATCH, SEQUENCE)
     recomputing = GPT(config, recomputation="full")
     measured = counted(lambda: recomputing(tokens).sum().backward())
-    # torch stops a recomputation when it has all that the backward needs: before the last product.
+    # A recomputation stops when it has all that the backward needs: before the last product.
     last_product = 2 * config.intermediate_size * config.hidden_size
     again = sum(block - last_product for block in forward_flops_per_token(config, SEQUENCE)[1:-1])
     assert measured == pytest.approx(training_flops_per_token(config, SEQUENCE) + again, rel=0.01)
@@ -78,9 +78,10 @@ def test_selective_recomputation_repeats_no_product(config: ModelConfig) -> None
 
 
 def test_a_large_model_costs_six_operations_a_parameter_and_token() -> None:
-    """The rule of thumb 6 N (Kaplan et al. 2020), for the matrices of a large model."""
+    """The rule of thumb is 6 N (Kaplan et al. 2020), for the matrices of a large model."""
     config = ModelConfig.model_validate({"preset": "llama-2-70b"})
-    matrices = 68_976_648_192 - config.vocab_size * config.hidden_size  # all but the look-up
+    # All but the embedding look-up.
+    matrices = 68_976_648_192 - config.vocab_size * config.hidden_size
     assert training_flops_per_token(config, 1) == pytest.approx(6 * matrices, rel=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Initial weights are a function of seed, name and shape: the same bits in any parts."""
+"""Initial weights depend on seed, name and shape. Any part of the model has the same bits."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_a_row_longer_than_a_block_is_drawn_whole() -> None:
 
 
 class DrawnElements(TorchDispatchMode):
-    """The size of every draw of normal numbers, in elements."""
+    """Records the size of every draw of normal numbers, in elements."""
 
     def __init__(self) -> None:
         super().__init__()

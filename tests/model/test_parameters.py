@@ -1,4 +1,4 @@
-"""The shapes that are worked out are those of the model that torch builds."""
+"""The computed shapes equal those of the model that torch builds."""
 
 import itertools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Each preset has as many parameters as the model that was published under its name."""
+"""Each preset has as many parameters as the published model of the same name."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
 
-# Counted in the published weights, a tied head once.
+# Counted in the published weights. A tied head counts once.
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -32,9 +32,9 @@ def test_a_preset_has_the_published_number_of_parameters(preset: str, parameters
 def test_a_shape_from_a_paper_has_as_many_parameters_as_the_papers_equation(
     preset: str, billions: float
 ) -> None:
-    """Narayanan et al. 2021, equation 2, for l layers of h, V words and s positions:
+    """Narayanan et al. 2021, equation 2, for l layers of size h, V words and s positions:
 
-    P = 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)), and 2 h of the last norm, left out there.
+    P = 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)). The paper omits the last norm's 2 h.
     """
     config = ModelConfig.model_validate({"preset": preset})
     with torch.device("meta"):

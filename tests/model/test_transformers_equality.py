@@ -25,12 +25,13 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# A rotary base of 100 and heads of 16 elements: wavelengths on both sides of 16 and of 64.
+# With a rotary base of 100 and heads of 16 elements, there are wavelengths on both sides of 16 and
+# of 64.
 SCALED = {"hidden_size": 64, "rope_theta": 100.0, "rope_scaling": LLAMA3_SCALING}
 
 
 def randomize(model: PreTrainedModel) -> None:
-    """Gives every weight, bias and norm a random value, so that none of them can be forgotten."""
+    """Set every weight, bias and norm to random values, so that a missing one is noticed."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -38,7 +39,7 @@ def randomize(model: PreTrainedModel) -> None:
 
 
 def stock_gpt2(config: ModelConfig) -> PreTrainedModel:
-    """Hugging Face's GPT-2 of this shape."""
+    """Return Hugging Face's GPT-2 of this shape."""
     stock = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=config.vocab_size,
@@ -54,7 +55,7 @@ def stock_gpt2(config: ModelConfig) -> PreTrainedModel:
 
 
 def stock_llama(config: ModelConfig) -> PreTrainedModel:
-    """Hugging Face's Llama of this shape."""
+    """Return Hugging Face's Llama of this shape."""
     scaling = {} if config.rope_scaling is None else config.rope_scaling.model_dump()
     stock = LlamaForCausalLM(
         LlamaConfig(
@@ -75,7 +76,7 @@ def stock_llama(config: ModelConfig) -> PreTrainedModel:
 
 
 def from_gpt2(stock: PreTrainedModel) -> Weights:
-    """GPT-2's weights under our names; its Conv1D keeps (in, out) where Linear keeps (out, in)."""
+    """Return GPT-2's weights under our names. Its Conv1D has (in, out), a Linear has (out, in)."""
     theirs = stock.state_dict()
     ours = {
         "embedding.tokens.weight": theirs["transformer.wte.weight"],
@@ -101,7 +102,7 @@ def from_gpt2(stock: PreTrainedModel) -> Weights:
 
 
 def from_llama(stock: PreTrainedModel) -> Weights:
-    """Llama's weights under our names: q, k, v below each other, and gate above up."""
+    """Return Llama's weights under our names: q, k, v below each other, and gate above up."""
     theirs = stock.state_dict()
     ours = {
         "embedding.tokens.weight": theirs["model.embed_tokens.weight"],
@@ -124,7 +125,9 @@ def from_llama(stock: PreTrainedModel) -> Weights:
 
 
 def largest_difference(config: ModelConfig, stock: PreTrainedModel, weights: Weights) -> float:
-    """Between our logits and the stock model's, in units of the largest logit."""
+    """Return the largest difference between our logits and the stock model's, relative to the
+    largest logit.
+    """
     model = GPT(config).eval()
     model.load_state_dict(weights)
     tokens = random_tokens(config, batch=2, sequence=config.max_position_embeddings)
@@ -174,7 +177,7 @@ def test_scaled_frequencies_are_kept_blended_and_stretched() -> None:
 
 
 def swapped(weights: Weights, name: str, sizes: list[int], order: list[int]) -> Weights:
-    """The sections of dim 0 in another order."""
+    """Return the weights with the sections of dim 0 in another order."""
     sections = weights[name].split(sizes)
     return {**weights, name: torch.cat([sections[i] for i in order])}
 

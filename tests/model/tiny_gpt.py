@@ -24,20 +24,22 @@ def llama(**changes: Any) -> ModelConfig:
 
 
 def initialized(config: ModelConfig, **options: Any) -> GPT:
-    """The plain model (or a part of it) with the initial weights of seed 3, in training mode."""
+    """Return the plain model (or a part of it) with the initial weights of seed 3, in training
+    mode.
+    """
     model = GPT(config, **options)
     initialize(model, config, seed=3)
     return model
 
 
 def random_tokens(config: ModelConfig, batch: int, sequence: int) -> Tensor:
-    """(B, S) token ids."""
+    """Return random token ids (B, S)."""
     generator = torch.Generator().manual_seed(11)
     return torch.randint(config.vocab_size, (batch, sequence), generator=generator)
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:
-    """Every parameter's gradient by name."""
+    """Return every parameter's gradient, by name."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(found) == len(list(model.parameters())), "a parameter has no gradient"
     return found

@@ -1,4 +1,4 @@
-"""Errors that are easily made in tensor parallelism, each as a patch of the code in a rank."""
+"""Typical mistakes in tensor parallelism, each as a patch of the code in a rank."""
 
 from importlib import import_module
 from types import SimpleNamespace
@@ -13,12 +13,12 @@ from megaspeed.tensor_parallel import collectives, layers, loss, plan
 from megaspeed.tensor_parallel.collectives import Pending, TensorAxis, start_all_reduce
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 
-# By name, because the package has a function of the module's name.
+# Imported by name, because the package has a function with the module's name.
 _PARALLELIZE = import_module("megaspeed.tensor_parallel.parallelize")
 
 
 def bias_before_the_sum(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """Every rank adds the row-parallel bias, so that it counts tp times."""
+    """Every rank adds the row-parallel bias, so it counts tp times."""
 
     def forward(layer: RowParallelLinear, x: Tensor) -> Tensor:
         partial = F.linear(x, layer.weight, layer.bias)
@@ -30,7 +30,7 @@ def bias_before_the_sum(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
 
 
 def gradient_not_summed_on_entry(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """The backward of f, or of the gather, passes on what this rank alone has."""
+    """The backward of f, or of the gather, passes on only this rank's part of the gradient."""
     done = SimpleNamespace(wait=lambda: None)
 
     def own_part(full: Tensor, axis: TensorAxis) -> Pending:
@@ -46,7 +46,7 @@ def gradient_not_summed_on_entry(patch: pytest.MonkeyPatch, axis: TensorAxis) ->
 
 
 def gradient_summed_on_leaving(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """The backward of g sums gradients that are complete on every rank already."""
+    """The backward of g sums gradients that are already complete on every rank."""
 
     def all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
         return start_all_reduce(x.clone(), axis).wait()
@@ -58,7 +58,7 @@ def gradient_summed_on_leaving(patch: pytest.MonkeyPatch, axis: TensorAxis) -> N
 
 
 def gradient_not_gathered_at_the_split(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """The embedding gets the gradient of this rank's part of the sequence only."""
+    """The embedding gets only the gradient of this rank's part of the sequence."""
 
     def pad(gradient: Tensor, axis: TensorAxis) -> Tensor:
         parts = [torch.zeros_like(gradient) for _ in range(axis.size)]
@@ -73,17 +73,17 @@ def gradient_not_gathered_at_the_split(patch: pytest.MonkeyPatch, axis: TensorAx
 
 
 def key_value_gradients_not_summed(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """Each copy of a key/value head learns from its own rank's query heads only."""
+    """Each copy of a key/value head learns only from its own rank's query heads."""
     patch.setattr(layers, "sum_shared_rows", lambda parameter, shared, axis: parameter)
 
 
 def replicated_gradients_not_summed(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """Norms and row-parallel biases learn from their own part of the sequence only."""
+    """Norms and row-parallel biases learn only from this rank's part of the sequence."""
     patch.setattr(plan, "gradient_is_partial", lambda parameter, **_axis: False)
 
 
 def first_mask_shard_everywhere(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """Every rank takes the part of the mask that belongs to the first."""
+    """Every rank uses the first rank's part of the mask."""
     patch.setattr(
         _PARALLELIZE,
         "MaskShard",
@@ -97,7 +97,7 @@ def mask_of_the_local_shape(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None
 
 
 def another_mask_on_each_rank(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """Each rank drops other elements, of replicated activations too."""
+    """Each rank drops different elements, even of replicated activations."""
     forward = SampleDropout.forward
 
     def with_the_ranks_samples(layer: SampleDropout, x: Tensor, samples: Tensor) -> Tensor:

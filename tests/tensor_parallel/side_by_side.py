@@ -1,11 +1,11 @@
-"""One step of the plain GPT beside the same step over tensor ranks, from the same weights.
+"""One step of the plain GPT and the same step over tensor ranks, from the same weights.
 
     plain_step(config)                   -> the reference: one process, torch's own cross-entropy
-    pool.run(tp, steps_on_rank, cases)   -> what each rank has, of each case
-    differences(plain, ranks)            -> the tensors that are not the same, and by how much
+    pool.run(tp, steps_on_rank, cases)   -> the results of each rank, for each case
+    differences(plain, ranks)            -> the tensors that differ, and by how much
 
-The shards are put together here by the ranges of the plan alone, so that nothing of the code under
-test takes part in judging it.
+This file joins the shards only by the ranges of the plan. So the code under test takes no part in
+the comparison.
 """
 
 import functools
@@ -39,13 +39,15 @@ SAMPLES = torch.tensor([4, 9, 1])
 SEQUENCE = 8
 SEED = 2
 
-# Rows of padding hold this, not zero: what is never visible may be anything.
+# Rows of padding have this value instead of zero, because no result may depend on it.
 _PADDING_VALUE = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How the tensor axis is used, and what is broken there: a mutation is a top-level function."""
+    """How the tensor axis is used, and the mistake that is made. A mutation is a top-level
+    function.
+    """
 
     config: ModelConfig
     sequence_parallel: bool = False
@@ -55,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """Results of a forward and backward pass; on a rank, of its own part."""
+    """Results of a forward and a backward pass. On a rank, these are its own parts."""
 
     logits: Tensor
     losses: Tensor
@@ -64,7 +66,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RankStep:
-    """A rank's part of a step, and which part of each parameter that is."""
+    """A rank's part of a step, and which part of each parameter it has."""
 
     step: Step
     shards: dict[str, ParameterShard]
@@ -72,7 +74,9 @@ class RankStep:
 
 
 def weights(config: ModelConfig) -> dict[str, Tensor]:
-    """Every logical parameter, random, so that no bias is zero and no norm weights are equal."""
+    """Return every logical parameter. All are random: no bias is zero, and all norm
+    weights differ.
+    """
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in GPT(config).named_parameters()}
     generator = torch.Generator().manual_seed(5)
@@ -83,7 +87,7 @@ def weights(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Tokens (B, S), the first and the last of the vocabulary among them, and targets."""
+    """Return tokens (B, S) and targets. The first and the last token of the vocabulary occur."""
     generator = torch.Generator().manual_seed(6)
     shape = (len(SAMPLES), SEQUENCE)
     tokens = torch.randint(config.vocab_size, shape, generator=generator)
@@ -94,7 +98,7 @@ def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def plain_step(config: ModelConfig) -> Step:
-    """The step of the plain model in this process."""
+    """Return the step of the plain model in this process."""
     model = GPT(config, seed=SEED)
     full = weights(config)
     with torch.no_grad():
@@ -109,16 +113,17 @@ def plain_step(config: ModelConfig) -> Step:
 
 
 def steps_on_rank(launch: LaunchEnvironment, cases: Sequence[Case]) -> list[RankStep]:
-    """Each case's step of one tensor rank, of as many as were launched; runs in a rank process."""
+    """Return each case's step on this tensor rank. This runs in a rank process."""
     grid = Grid(pp=1, dp=1, tp=launch.world_size)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         return [_step_on_rank(context, case) for case in cases]
 
 
 def differences(plain: Step, ranks: Sequence[RankStep]) -> dict[str, float]:
-    """By what share of its norm each of loss, logits and gradients is off, where beyond rounding.
+    """Return the relative difference of loss, logits and gradients that differ by more than
+    rounding.
 
-    An entry "copies of <name>" says that ranks hold copies of an element that differ by any bit.
+    An entry "copies of <name>" states that ranks have copies of an element that differ in any bit.
     """
     gradients = {name: _Merged(plain.gradients[name]) for name in plain.gradients}
     logits = torch.cat([r.step.logits[..., : len(r.vocabulary)] for r in ranks], dim=-1)
@@ -135,7 +140,7 @@ def differences(plain: Step, ranks: Sequence[RankStep]) -> dict[str, float]:
 
 
 class _Merged:
-    """A tensor put together from shards; an element that no shard holds stays NaN."""
+    """A tensor joined from shards. An element that no shard has stays NaN."""
 
     def __init__(self, like: Tensor) -> None:
         self.value = torch.full_like(like, torch.nan)
@@ -191,7 +196,7 @@ def _loss_step(
 
 
 def _sum_partial_gradients(gradients: dict[str, Tensor], case: Case, axis: TensorAxis) -> None:
-    """As `Gradients` does once a step."""
+    """Sum partial gradients, as ``Gradients`` does once a step."""
     for name, gradient in gradients.items():
         parameter = parameter_named(case.config, name)
         if plan.gradient_is_partial(

@@ -1,4 +1,4 @@
-"""Each collective does what its name says, and its backward is the forward of its conjugate."""
+"""Each collective does what its name states, and its backward is the forward of its conjugate."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,7 +29,9 @@ B, S, D = 2, 8, 3
 
 
 def of_rank(rank: int, *shape: int) -> Tensor:
-    """Another tensor on each rank; whole numbers, so that sums are exact in any order."""
+    """Return a tensor that differs between ranks. It has integers, so sums are exact
+    in any order.
+    """
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-99, 100, shape, generator=generator).float()
 
@@ -60,7 +62,9 @@ COLLECTIVES: dict[str, Collective] = {
 
 @dataclass(frozen=True)
 class Both:
-    """What a collective makes of `of_rank`: as its input, and as the gradient of its output."""
+    """The results of a collective for ``of_rank``: as its input, and as the gradient
+    of its output.
+    """
 
     forward: Tensor
     backward: Tensor
@@ -78,7 +82,7 @@ def _both(collective: Collective, axis: TensorAxis) -> Both:
     sequence = {"gather": S // axis.size, "reduce-scatter": S * axis.size, "split": S * axis.size}
     name = next(name for name, known in COLLECTIVES.items() if known is collective)
     x = torch.zeros(B, sequence.get(name, S), D, requires_grad=True)
-    # A gradient often comes with strides of its own.
+    # A gradient often has strides of its own.
     gradient = given.transpose(0, 2).contiguous().transpose(0, 2)
     collective(x, axis).backward(gradient)
     assert x.grad is not None
@@ -90,7 +94,7 @@ def _both(collective: Collective, axis: TensorAxis) -> Both:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def results(pool: RankPool, request: pytest.FixtureRequest) -> list[dict[str, Both]]:
-    """By rank, then by the collective's name."""
+    """Return the results by rank, then by the collective's name."""
     return pool.run(request.param, both_of_each)
 
 
@@ -107,7 +111,7 @@ def test_each_forward_is_worked_out_from_all_inputs(results: list[dict[str, Both
 
 
 def part(x: Tensor, rank: int, size: int) -> Tensor:
-    """Part ``rank`` of ``size`` equal parts of all B S tokens, in the order of memory."""
+    """Return part ``rank`` of ``size`` equal parts of all B S tokens, in memory order."""
     return x.reshape(size, B, S // size, D)[rank]
 
 

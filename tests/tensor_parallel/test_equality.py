@@ -1,4 +1,4 @@
-"""Over tensor ranks the GPT computes what the plain one computes, and breaking it is noticed."""
+"""Over tensor ranks, the GPT computes the same as the plain one. Each mistake is noticed."""
 
 import pytest
 
@@ -26,7 +26,7 @@ REGIMES = [False, True]  # sequence parallelism off and on
 
 
 def found(pool: RankPool, tensor_size: int, *cases: Case) -> list[set[str]]:
-    """What differs between each case on so many ranks and the plain model."""
+    """Return the differences between each case on so many ranks and the plain model."""
     by_rank = pool.run(tensor_size, steps_on_rank, cases)
     return [
         set(differences(plain_step(case.config), ranks))
@@ -114,7 +114,7 @@ def test_a_wrong_collective_is_noticed(
     case = Case(config=gpt2(), sequence_parallel=sequence_parallel, mutation=mutation)
     (differing,) = found(pool, 2, case)
     assert wrong <= differing
-    if not wrong >= FORWARD:  # the error is in the backward pass alone
+    if not wrong >= FORWARD:  # the error is only in the backward pass
         assert not differing & FORWARD
 
 

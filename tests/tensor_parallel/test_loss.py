@@ -1,4 +1,6 @@
-"""The loss over a split vocabulary equals torch's cross-entropy. It gathers and keeps no logits."""
+"""The loss over a split vocabulary equals torch's cross-entropy. It neither gathers nor saves
+logits.
+"""
 
 from dataclasses import dataclass
 
@@ -23,7 +25,7 @@ from tests.tensor_parallel.traffic import Message, Traffic
 
 BATCH, SEQUENCE = 2, 6
 IGNORED = [(0, 4), (1, 0)]  # (row, position)
-_PADDING_LOGIT = 1e30  # the largest of all, if it were looked at
+_PADDING_LOGIT = 1e30  # the largest of all; the loss must not read it
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Answer:
-    """On a rank the gradient is that of its own columns."""
+    """The loss and its gradient. On a rank, the gradient is that of its own columns."""
 
     losses: Tensor
     gradient: Tensor
@@ -107,13 +109,13 @@ def _answer(given: Problem, axis: TensorAxis) -> Answer:
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def answers(pool: RankPool, request: pytest.FixtureRequest) -> dict[str, list[Answer]]:
-    """Every rank's answer to every problem."""
+    """Return every rank's answer to every problem."""
     by_rank = pool.run(request.param, answers_on_rank)
     return {name: [of_rank[name] for of_rank in by_rank] for name in PROBLEMS}
 
 
 def gradient(ranks: list[Answer]) -> Tensor:
-    """(B, S, V): every rank's columns beside each other."""
+    """Return the gradient (B, S, V) from the columns of all ranks."""
     return torch.cat([rank.gradient for rank in ranks], dim=-1)
 
 
@@ -196,7 +198,9 @@ SCALE = 0.25
 
 
 def head_of(tokens: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, nn.Linear, Tensor]:
-    """(hidden states (2, S, D), projection, targets (2, S)); the first target is not counted."""
+    """Return (hidden states (2, S, D), projection, targets (2, S)). The first target is not
+    counted.
+    """
     generator = torch.Generator().manual_seed(tokens)
     width = 16
     projection = nn.utils.skip_init(nn.Linear, width, vocab_size, bias=False, dtype=dtype)
@@ -217,7 +221,7 @@ def our_step(x: Tensor, projection: nn.Linear, targets: Tensor, total: Tensor) -
 
 
 def torchs_step(x: Tensor, projection: nn.Linear, targets: Tensor) -> HeadStep:
-    """The same step with torch's cross-entropy, in fp32."""
+    """Compute the same step with torch's cross-entropy, in fp32."""
     x, weight = (t.detach().float().requires_grad_() for t in (x, projection.weight))
     logits = (x @ weight.t()).flatten(0, 1)
     value = F.cross_entropy(logits, targets.flatten(), ignore_index=NOT_COUNTED, reduction="sum")

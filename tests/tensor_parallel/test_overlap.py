@@ -1,4 +1,4 @@
-"""A block copies nothing for its collectives, and overlaps them with products in the backward."""
+"""A block copies nothing for its collectives. In the backward, they overlap with products."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.paper_gpu.recorder import Recorder
 
 
 class Order(TorchDispatchMode):
-    """Names of products, collectives and waits, in the order in which they are launched."""
+    """Records the names of products, collectives and waits, in the order of their launch."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()

@@ -80,7 +80,9 @@ def test_a_rank_starts_with_the_bits_of_its_part_of_the_plain_model(
 
 @every_config
 def test_the_stage_with_the_head_starts_with_the_same_bits(config: ModelConfig) -> None:
-    """A tied head of another pipeline stage than the embedding's is the embedding's copy."""
+    """If a tied head is on another pipeline stage than the embedding, it is a copy of the
+    embedding.
+    """
     plain = initialized(config)
     assert plain.head is not None
     stage, shards = materialized(config, 1, 2, range(2, layer_count(config)))
@@ -124,7 +126,7 @@ def test_layers_are_made_one_after_the_other_and_each_value_once(config: ModelCo
 
 @every_config
 def test_an_axis_of_one_rank_is_the_plain_model_bit_for_bit(config: ModelConfig) -> None:
-    """No collective is called: there is no process group."""
+    """No collective is called, because there is no process group."""
     model, _ = materialized(config, 0, 1)
     tokens = torch.arange(24).view(2, 12)
     logits = model(tokens)[..., : config.vocab_size]
@@ -148,7 +150,7 @@ def test_a_module_that_is_not_made_from_its_row_is_refused() -> None:
 
 
 def test_a_linear_module_that_all_ranks_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradient would have to be summed if the sequence is split, and nothing would do it."""
+    """If the sequence is split, its gradient would have to be summed, but nothing would sum it."""
     block_rows = table.block_rows
 
     def replicated(config: ModelConfig) -> dict[str, table.Row]:
@@ -156,14 +158,16 @@ def test_a_linear_module_that_all_ranks_hold_is_refused(monkeypatch: pytest.Monk
         return {**rows, "mlp.up": dataclasses.replace(rows["mlp.up"], split="replicated")}
 
     monkeypatch.setattr(table, "block_rows", replicated)
-    config = gpt2(vocab_size=302)  # not one whose table is cached
+    config = gpt2(vocab_size=302)  # its table is not cached
     with pytest.raises(ValueError, match=r"blocks.0.mlp.up .* states the split replicated"):
         on_meta(config, 0, 2)
     table._by_name.cache_clear()
 
 
 def draw_together(launch: LaunchEnvironment, dtype: torch.dtype) -> dict[str, tuple[bool, float]]:
-    """For each parameter: whether sharing keeps its bits, and the part of its blocks drawn here."""
+    """Return for each parameter: (sharing the draw keeps its bits, the share of
+    blocks drawn here).
+    """
     config = llama(
         hidden_size=1536,
         num_attention_heads=24,
@@ -204,7 +208,7 @@ def draw_together(launch: LaunchEnvironment, dtype: torch.dtype) -> dict[str, tu
 def test_data_ranks_share_the_draw_of_a_shard_without_changing_a_bit(
     dtype: torch.dtype, pool: RankPool
 ) -> None:
-    """Three ranks, so that rows do not divide: heads, sections, columns, a padded vocabulary."""
+    """Three ranks do not divide the rows of heads, sections, columns and a padded vocabulary."""
     for found in pool.run(3, draw_together, dtype):
         assert all(equal for equal, _ in found.values()), found
         shares = {name: share for name, (_, share) in found.items() if share > 0}

@@ -1,4 +1,4 @@
-"""The plan: over the tensor axis every logical element is held, and counted exactly once."""
+"""The plan: the tensor ranks hold every logical element, and count each exactly once."""
 
 from collections.abc import Iterator
 
@@ -119,11 +119,13 @@ def test_five_tokens_on_four_ranks_stand_on_the_first() -> None:
 
 
 def test_a_rank_holds_its_heads_of_each_of_the_three_sections() -> None:
-    """4 query heads of 8 rows, then 2 key heads, then 2 value heads; rank 3 of 4, and 1 of 2."""
+    """There are 4 query heads of 8 rows, then 2 key heads, then 2 value heads. The ranks are 3 of
+    4, and 1 of 2.
+    """
     config, name = llama(), "blocks.0.attention.qkv.weight"
     last = shard(config, name, 3, 4)
     assert last.rows == (range(24, 32), range(40, 48), range(56, 64))
-    assert last.owned_rows == 8  # rank 2 has counted key and value
+    assert last.owned_rows == 8  # rank 2 has already counted key and value
     half = shard(config, name, 1, 2)
     assert half.rows == (range(16, 32), range(40, 48), range(56, 64))
     assert half.owned_rows == 32

@@ -1,4 +1,4 @@
-"""What a rank sends, as torch hands it to the process group."""
+"""The messages of a rank, as torch passes them to the process group."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ class Message:
 
 
 class Traffic(TorchDispatchMode):
-    """Records every collective, of the forward and the backward pass alike."""
+    """Records every collective of the forward and the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every shape that all tests of this folder are run with, and Hugging Face's model of it."""
+"""Every model shape that the tests of this folder use, and Hugging Face's model of it."""
 
 import pytest
 from transformers import PreTrainedModel

@@ -1,4 +1,4 @@
-"""Rows of documents packed end to end, and a model for which every one of its weights matters."""
+"""Rows of documents packed end to end, and a model in which every weight affects the result."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.model.test_transformers_equality import (
 )
 from tests.model.tiny_gpt import gpt2, llama, random_tokens
 
-# Lengths of the documents of each row of 24 tokens; one of a single token, one that fills a row.
+# The lengths of the documents in each row of 24 tokens. One has a single token, one fills a row.
 LENGTHS = ((5, 1, 10, 8), (24,), (1, 1, 22))
 SHAPES = {
     "gpt2": gpt2(),
@@ -28,7 +28,7 @@ SHAPES = {
 
 
 def packed(lengths: tuple[tuple[int, ...], ...]) -> Documents:
-    """Documents with these lengths; one tuple of lengths for each row."""
+    """Return documents with these lengths. There is one tuple of lengths for each row."""
     begins = torch.zeros(len(lengths), sum(lengths[0]), dtype=torch.bool)
     for row, of_row in zip(begins, lengths, strict=True):
         row[torch.tensor((0, *of_row[:-1])).cumsum(0)] = True
@@ -36,7 +36,7 @@ def packed(lengths: tuple[tuple[int, ...], ...]) -> Documents:
 
 
 def pieces(x: Tensor) -> list[Tensor]:
-    """``x`` (B, S, ...) cut into documents: each (1, length, ...)."""
+    """Cut ``x`` (B, S, ...) into its documents, each (1, length, ...)."""
     return [
         piece
         for row, lengths in zip(x, LENGTHS, strict=True)
@@ -48,7 +48,7 @@ DOCUMENTS = packed(LENGTHS)
 
 
 def stock_of(config: ModelConfig) -> PreTrainedModel:
-    """Hugging Face's model of this shape, with random weights."""
+    """Return Hugging Face's model of this shape, with random weights."""
     return stock_gpt2(config) if config.architecture == "gpt2" else stock_llama(config)
 
 
@@ -57,7 +57,7 @@ def tokens_of(config: ModelConfig) -> Tensor:
 
 
 def ours(config: ModelConfig, stock: PreTrainedModel, **options: Any) -> GPT:
-    """Our model with the stock model's weights, none of which is 0 and each of which matters."""
+    """Return our model with the stock model's weights. None is 0, and each affects the result."""
     weights: Weights = from_gpt2(stock) if config.architecture == "gpt2" else from_llama(stock)
     model = GPT(config, **options)
     model.load_state_dict(weights)
@@ -65,7 +65,9 @@ def ours(config: ModelConfig, stock: PreTrainedModel, **options: Any) -> GPT:
 
 
 def difference(packed: Tensor, alone: list[Tensor]) -> float:
-    """The largest between the documents of a row and each alone, in units of the largest number."""
+    """Return the largest difference between the documents in a row and each alone, relative to the
+    largest number.
+    """
     differences = [
         (one - other).abs().max() for one, other in zip(pieces(packed), alone, strict=True)
     ]

@@ -1,7 +1,7 @@
 """Documents packed into one row give the same results as each document alone.
 
-A row holds the end of a document that began before it, whole documents, and the beginning of the
-last one. Its logits and gradients are those of the pieces, each given to the model by itself.
+A row has the end of a document that began before it, complete documents, and the beginning of the
+last one. The row's logits and gradients equal those of each piece alone.
 """
 
 from collections.abc import Callable
@@ -143,7 +143,8 @@ def rows_of_one_document(documents: Documents) -> Documents:
 @torch.no_grad()
 @pytest.mark.parametrize("wrong", [places_in_the_row, one_document_too_long, rows_of_one_document])
 def test_a_mistake_is_noticed(wrong: Callable[[Documents], Documents]) -> None:
-    # Learned positions; rotary ones matter by their differences alone, which are the same anywhere.
+    # The learned positions matter. Of rotary positions only the differences matter, which are the
+    # same anywhere.
     stock = stock_of(gpt2())
     model, tokens = ours(gpt2(), stock), tokens_of(gpt2())
     alone = [stock(piece).logits for piece in pieces(tokens)]
@@ -158,7 +159,9 @@ def test_without_documents_a_row_differs(config: ModelConfig, stock: PreTrainedM
 
 @torch.no_grad()
 def test_rotary_angles_are_those_of_the_document() -> None:
-    """Only differences of rotary positions matter, but far from 0 an angle has lost digits."""
+    """Only differences of rotary positions matter. But the angles of large positions have lost
+    digits.
+    """
     config = llama(max_position_embeddings=4016)
     model, piece = ours(config, stock_of(config)), random_tokens(config, batch=1, sequence=8)
     row = torch.cat((piece, torch.zeros(1, 4000, dtype=torch.int64), piece), dim=1)

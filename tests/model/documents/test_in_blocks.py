@@ -1,4 +1,6 @@
-"""Documents packed into a row, with all else that blocks can do; and without them, no work."""
+"""Documents packed into a row, with every other feature of blocks. Without documents, there is no
+extra work.
+"""
 
 from typing import Any
 
@@ -17,7 +19,7 @@ ROUNDING = 1e-5  # relative to the largest logit or gradient
 
 
 def trained(model: GPT, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """(logits, gradients) of the packed rows in training mode."""
+    """Return (logits, gradients) of the packed rows in training mode."""
     logits = model.train()(tokens, torch.arange(len(tokens)), DOCUMENTS)
     (logits * torch.linspace(-1, 1, logits.shape[-1])).sum().backward()
     return logits.detach(), gradients(model)
@@ -26,7 +28,7 @@ def trained(model: GPT, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def test_attention_that_drops_sees_the_same_tokens(
     config: ModelConfig, stock: PreTrainedModel
 ) -> None:
-    """So small a probability drops nothing, and goes the way of those that do."""
+    """The probability is so small that it drops nothing, but it uses the code path with dropout."""
     tokens = tokens_of(config)
     dropping = config.model_copy(update={"attention_dropout": 1e-30})
     logits, found = trained(ours(dropping, stock), tokens)
@@ -53,7 +55,7 @@ def test_recomputed_blocks_give_the_same_bits(
 
 
 def test_parts_of_the_model_one_behind_the_other_give_the_same_bits(config: ModelConfig) -> None:
-    """As pipeline stages do, each of which receives the documents."""
+    """Pipeline stages run the parts in this way. Each stage receives the documents."""
     config = config.model_copy(update={"tie_word_embeddings": False})
     tokens = tokens_of(config)
     whole = initialized(config)(tokens, documents=DOCUMENTS)
