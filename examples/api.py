@@ -17,7 +17,7 @@ config.write_text(
     json.dumps(
         {
             "model": {"preset": "gpt2-nano"},
-            # Any text files; here those of Python's json package.
+            # Any text files. Here they are those of Python's json package.
             "data": {"train": [f"{Path(json.__file__).parent}/*.py"], "sequence_length": 64},
             "training": {"steps": 20, "log_interval": 5, "run_dir": str(folder / "run")},
             "train_batch_size": 8,
@@ -42,7 +42,7 @@ run_dir = megaspeed.train(config, overrides={"optimizer.params.lr": 0.002})
 records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 print([round(record["loss"], 3) for record in records if "loss" in record])
 
-# %% Train on with 2 processes: the run continues from its checkpoint
+# %% Train with 2 processes: the run resumes from its checkpoint
 
 megaspeed.train(
     config,

@@ -44,12 +44,12 @@ from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launc
 
 
 def chunk_sent(rank: int, step: int, ranks: int) -> int:
-    """The chunk in the table above."""
+    """Return the chunk that the table above shows."""
     return (rank - 1 - step) % ranks
 
 
 def exchange(sent: torch.Tensor, received: torch.Tensor) -> None:
-    """Sends to the rank after this one, and receives from the rank before it, both at once."""
+    """Send to the next rank and receive from the previous rank, both at once."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     to_next = dist.P2POp(dist.isend, sent, (rank + 1) % ranks)
     from_previous = dist.P2POp(dist.irecv, received, (rank - 1) % ranks)
@@ -58,7 +58,7 @@ def exchange(sent: torch.Tensor, received: torch.Tensor) -> None:
 
 
 def reduce_scatter(chunks: Sequence[torch.Tensor]) -> None:
-    """Completes chunk r of rank r, the sum of all ranks' chunks r. Others are partial sums."""
+    """Complete chunk r of each rank r, the sum of all ranks' chunks r. Others are partial sums."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(ranks - 1):
         arriving = chunks[chunk_sent(rank - 1, step, ranks)]
@@ -68,7 +68,7 @@ def reduce_scatter(chunks: Sequence[torch.Tensor]) -> None:
 
 
 def all_gather(chunks: Sequence[torch.Tensor]) -> None:
-    """Copies chunk r of rank r to all ranks."""
+    """Copy chunk r of rank r to all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(ranks - 1, 2 * (ranks - 1)):
         arriving = chunks[chunk_sent(rank - 1, step, ranks)]
@@ -76,7 +76,7 @@ def all_gather(chunks: Sequence[torch.Tensor]) -> None:
 
 
 def ring_all_reduce(tensor: torch.Tensor) -> None:
-    """Replaces a contiguous tensor of any shape by its sum over all ranks, the same everywhere."""
+    """Replace a contiguous tensor of any shape by its sum over all ranks, the same on each rank."""
     # Views of the tensor. Their lengths differ by at most 1, and may be 0.
     chunks = tensor.view(-1).tensor_split(dist.get_world_size())
     reduce_scatter(chunks)
@@ -88,7 +88,9 @@ Row = tuple[int, int, float, float, float]
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Milliseconds of each call, timed in turns: median of 10 rounds, in each the slowest rank."""
+    """Return milliseconds of each call, called in turns: median of 10 rounds of the
+    slowest rank.
+    """
     rounds = torch.zeros(10, len(calls), device=device)
     for times in rounds:
         for n, call in enumerate(calls):
@@ -104,7 +106,7 @@ def milliseconds(calls: Sequence[Callable[[], object]], device: torch.device) ->
 
 
 def measure(launch: LaunchEnvironment, counts: Sequence[int]) -> list[Row]:
-    """Checks and times the ring on this rank. ``counts`` are numbers of fp32 elements."""
+    """Check and time the ring on this rank. ``counts`` are numbers of fp32 elements."""
     ranks, device = launch.world_size, torch.device("cpu")
     if torch.cuda.device_count() >= launch.local_world_size:
         device = torch.device("cuda", launch.local_rank)
@@ -115,7 +117,7 @@ def measure(launch: LaunchEnvironment, counts: Sequence[int]) -> list[Row]:
     small, large = (torch.zeros(2, n, device=device) for n in (1, 2**20))
     rows = []
     for count in counts:
-        ours = torch.randint(-8, 9, (count,), device=device).float()  # exact in every order
+        ours = torch.randint(-8, 9, (count,), device=device).float()  # sums are exact in any order
         theirs, zeros = ours.clone(), torch.zeros_like(ours)
         ring_all_reduce(ours)
         dist.all_reduce(theirs)
@@ -134,7 +136,7 @@ def measure(launch: LaunchEnvironment, counts: Sequence[int]) -> list[Row]:
 
 
 def draw_steps(ranks: int, file: Path) -> None:
-    """Draws which chunk each rank sends: a row for each rank, a column for each step."""
+    """Draw which chunk each rank sends: a row for each rank, a column for each step."""
     steps = range(2 * (ranks - 1))
     sent = [[chunk_sent(rank, step, ranks) for step in steps] for rank in range(ranks)]
     figure, axes = plt.subplots(figsize=(1 + 1.1 * len(steps), 0.5 + 0.4 * ranks))
@@ -151,7 +153,7 @@ def draw_steps(ranks: int, file: Path) -> None:
 
 
 def draw_times(rows: Sequence[Row], file: Path) -> None:
-    """Draws milliseconds by bytes: a panel for each number of ranks."""
+    """Draw milliseconds by bytes: a panel for each number of ranks."""
     numbers = sorted({row[0] for row in rows})
     size = (1 + 2.7 * len(numbers), 3)
     figure, panels = plt.subplots(1, len(numbers), figsize=size, sharey=True, squeeze=False)
@@ -166,7 +168,7 @@ def draw_times(rows: Sequence[Row], file: Path) -> None:
 
 
 def main() -> None:
-    """Measures each number of ranks, prints the times, and draws them if a folder is given."""
+    """Measure each number of ranks, print the times, and draw them if a folder is given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     sizes = [2**n for n in range(8, 23, 2)]
     parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="ignored under torchrun")

@@ -1,4 +1,4 @@
-"""Compares saving and loading with DeepSpeed's save_checkpoint and load_checkpoint.
+"""Compare saving and loading with DeepSpeed's save_checkpoint and load_checkpoint.
 
     deepspeed --num_accelerators 2 scripts/benchmark_checkpoint.py
 
@@ -12,12 +12,12 @@ Both save the same engine in the same processes, after two training steps. They 
 
 All ranks start together, and the time of the slowest rank is measured. The tables show medians over
 the turns. The first turn is a warm-up and is not measured. Both load the files that they have just
-written, so from the page cache. The state is set to zero before each load, and must have the same
-checksum afterwards.
+written, so the files come from the page cache. The state is set to zero before each load, and must
+have the same checksum afterwards.
 
-Then asynchronous saves are measured: how long each blocks the training, and the time of a step
-with and without a save in progress. In a last turn, host memory is measured: the largest increase
-of a rank's resident set.
+Then asynchronous saves are measured: how long each blocks the training, and the time of a step with
+and without a save in progress. In a last turn, host memory is measured: the largest increase of a
+rank's resident set.
 
 Each ZeRO stage runs in separate processes, because DeepSpeed keeps an engine's tensors alive.
 """
@@ -123,10 +123,11 @@ class Figures:
 
 
 def main() -> int:
-    """Measures each requested ZeRO stage and prints Markdown tables."""
+    """Measure each requested ZeRO stage and print Markdown tables."""
     options = parse_arguments()
     launch = read_launch_environment(os.environ)
-    # A launcher ends the other ranks so when one fails; left by an exception, the files go too.
+    # If one rank fails, a launcher ends the others with this signal. The exception removes the
+    # files.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with contextlib.ExitStack() as files:
         folder = files.enter_context(temporary_folder(options)) if launch.rank == 0 else None
@@ -168,7 +169,7 @@ def in_a_new_process(options: argparse.Namespace, zero_stage: int, folder: Path 
 
 
 def measure_stage(options: argparse.Namespace, zero_stage: int, folder: Path | None) -> Figures:
-    """Measures one ZeRO stage on one rank. All ranks use the folder of rank 0."""
+    """Measure one ZeRO stage on one rank. All ranks use the folder of rank 0."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     launch = read_launch_environment(os.environ)
     grid = Grid(pp=1, dp=launch.world_size, tp=1)
@@ -225,14 +226,14 @@ class Rank:
 
     @property
     def progress(self) -> Progress:
-        """The saved counters. Later steps are not loaded, so they are not counted."""
+        """Return the saved counters. Later steps are not loaded, so they are not counted."""
         return Progress(step=STEPS_BEFORE, steps_taken=STEPS_BEFORE)
 
     def train_step(self) -> None:
         self.worker.train_step(lambda _: self._batch, self.run.config.optimizer.params.lr)
 
     def asynchronous(self) -> Checkpointing:
-        """Saves this engine in the background."""
+        """Return what saves this engine in the background."""
         training = self.run.config.training.model_copy(update={"async_save": True})
         config = self.run.config.model_copy(update={"training": training})
         worker = copy.copy(self.worker)
@@ -241,7 +242,7 @@ class Rank:
 
     @contextlib.contextmanager
     def must_be_restored(self) -> Iterator[None]:
-        """Sets the state to zero, and checks at the end that it was loaded."""
+        """Set the state to zero, and check at the end that it was loaded."""
         before = self._checksum()
         for values in self._state():
             values.zero_()
@@ -249,7 +250,7 @@ class Rank:
         assert self._checksum() == before, "the loaded state is not the saved one"
 
     def remove_files(self) -> None:
-        """Removes all files, so that nothing is left to be flushed in the next turn."""
+        """Remove all files, so that the next turn has nothing left to flush."""
         dist.barrier(self.context.world_group)
         if self.context.rank == 0:
             shutil.rmtree(self.run.run_dir)
@@ -263,7 +264,7 @@ class Rank:
         return checksum.hexdigest()
 
     def _state(self) -> Iterator[torch.Tensor]:
-        """The weights and moments that this rank holds."""
+        """Yield the weights and moments that this rank holds."""
         for fragment in self.worker.engine.state_fragments():
             yield from (fragment.weights, fragment.exp_avg, fragment.exp_avg_sq)
 
@@ -277,7 +278,7 @@ def random_batch(run: Run, context: ParallelContext) -> MicroBatch:
 
 
 def corpus_without_text(run: Run) -> PreparedCorpus:
-    """An empty corpus, because the batches are random."""
+    """Return an empty corpus, because the batches are random."""
     fingerprint = hashlib.sha256(b"").hexdigest()
     index = TokenIndex(
         tokens=0,
@@ -296,7 +297,7 @@ def corpus_without_text(run: Run) -> PreparedCorpus:
 
 
 def blocking_turn(rank: Rank, measure: Measure) -> None:
-    """One save and one load by both."""
+    """Save and load once with each of the two."""
     context, figures = rank.context, rank.figures
     checkpointing, engine = rank.checkpointing, rank.deepspeed
     ours, theirs = rank.run.run_dir / CHECKPOINTS, rank.run.run_dir / "deepspeed"
@@ -320,7 +321,7 @@ def blocking_turn(rank: Rank, measure: Measure) -> None:
 
 
 def asynchronous_turns(rank: Rank, options: argparse.Namespace) -> None:
-    """A few steps, then a save and the steps while it is in progress."""
+    """Train a few steps, then save and train while the save is in progress."""
     context, figures = rank.context, rank.figures
     checkpointing = rank.asynchronous()
     for _ in range(options.turns + 1):
@@ -336,7 +337,9 @@ def asynchronous_turns(rank: Rank, options: argparse.Namespace) -> None:
 
 
 def steps_until_saved(rank: Rank, checkpointing: Checkpointing) -> tuple[list[float], SaveReport]:
-    """Seconds of each step while a save is in progress on any rank, and the report of the save."""
+    """Return the seconds of each step while a save is in progress on any rank, and the save's
+    report.
+    """
     steps: list[float] = []
     reports: list[SaveReport] = []
     saving = True
@@ -359,7 +362,7 @@ def time_it(context: ParallelContext, cost: Cost, work: Work) -> None:
 
 
 def measure_memory(context: ParallelContext, cost: Cost, work: Work) -> None:
-    """Measures host memory. Needs /proc of Linux, and glibc to return free memory first."""
+    """Measure host memory. This needs /proc of Linux, and glibc to return free memory first."""
     synchronize(context)
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -373,14 +376,14 @@ def measure_memory(context: ParallelContext, cost: Cost, work: Work) -> None:
 
 
 def memory(what: str) -> int:
-    """Bytes of one line of proc_pid_status(5), which counts in KiB."""
+    """Return the bytes of one line of proc_pid_status(5), which counts in KiB."""
     found = re.search(rf"^{what}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
     assert found is not None, f"{STATUS} has no {what}"
     return int(found[1]) << 10
 
 
 def time_of(context: ParallelContext, work: Work) -> float:
-    """Seconds from the start of all ranks to the end of the slowest."""
+    """Return the seconds from the start of all ranks to the end of the slowest."""
     synchronize(context)
     start = time.perf_counter()
     work()
@@ -396,14 +399,14 @@ def synchronize(context: ParallelContext) -> None:
 
 
 def most(context: ParallelContext, own: float) -> float:
-    """The largest of all ranks' numbers."""
+    """Return the largest of all ranks' numbers."""
     number = torch.tensor(own, dtype=torch.float64, device=context.device)
     dist.all_reduce(number, dist.ReduceOp.MAX, context.world_group)
     return number.item()
 
 
 def flush(folder: Path, context: ParallelContext) -> None:
-    """Flushes the files of ``folder`` to the disk; each rank flushes a share."""
+    """Flush the files of ``folder`` to the disk. Each rank flushes a part of them."""
     files = files_of(folder)[context.rank :: context.grid.world_size]
     for file in files:
         with file.open("rb") as stream:

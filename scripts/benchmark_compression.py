@@ -1,4 +1,4 @@
-"""Trains with each gradient compression, or times each on an emulated slow link.
+"""Train with each gradient compression, or measure each on an emulated slow link.
 
     python scripts/benchmark_compression.py train --folder runs/compression
     python scripts/benchmark_compression.py link --megabytes-per-second 10 50
@@ -54,7 +54,7 @@ LINK_METHODS: Mapping[str, Any] = {
 
 
 def main() -> int:
-    """Trains or measures, and prints a table."""
+    """Train or measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=ROOT / "ds_configs" / "zero1.json")
     parser.add_argument("--set", dest="overrides", action="append", default=[])
@@ -102,7 +102,7 @@ def print_trainings(options: argparse.Namespace) -> None:
 
 
 def train_once(options: argparse.Namespace, name: str, seed: int) -> dict[int, float]:
-    """Step -> validation loss of one run."""
+    """Return step -> validation loss of one run."""
     folder = options.folder / f"{name.replace(' ', '-')}-{seed}"
     metrics = folder / "metrics.jsonl"
     if not (folder / "loss.png").exists():  # drawn at the end of a run
@@ -121,7 +121,7 @@ def train_once(options: argparse.Namespace, name: str, seed: int) -> dict[int, f
 
 
 def draw(options: argparse.Namespace, curves: Mapping[tuple[str, int], dict[int, float]]) -> None:
-    """Draws a line for each method, the mean over the seeds, and a dot for the end of each seed."""
+    """Draw a line for each method, the mean over the seeds, and a dot for the end of each seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -175,7 +175,7 @@ def step_times(
     megabytes_per_second: list[float],
     steps: int,
 ) -> list[float]:
-    """The median step time at each bandwidth; 0 means that nothing waits."""
+    """Return the median step time at each bandwidth; 0 means that nothing waits."""
     with ParallelContext.create(run.grid, launch, timeout_seconds=300) as context:
         worker, inputs = Worker(run, context), StepInputs(run, corpus, context)
         number, medians = 0, []

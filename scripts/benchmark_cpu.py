@@ -1,4 +1,4 @@
-"""Compares predicted and measured step times on the processors of this machine.
+"""Compare predicted and measured step times on the processors of this machine.
 
     python scripts/benchmark_cpu.py [--set KEY=VALUE ...] [--steps 20] [--json OUT]
 
@@ -58,11 +58,11 @@ ZERO_STAGES = (1, 3)
 
 
 class TrainingFailed(RuntimeError):
-    """A layout could not be trained. The text has what it printed."""
+    """A layout could not be trained. The text has its output."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a row for each layout. The exit code is 1 if one fails, 2 if the options are wrong."""
+    """Print a row for each layout. The exit code is 1 if one fails, 2 if the options are wrong."""
     options = _parser().parse_args(arguments)
     rows: list[dict[str, object]] = []
     errors = []
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(config: Path, overrides: Sequence[str], ranks: int, steps: int, folder: Path) -> Path:
-    """Trains some steps, and returns the folder of the run."""
+    """Train some steps, and return the folder of the run."""
     run_dir = folder / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), str(FOLDER / "scripts" / "pretrain.py")]
@@ -131,7 +131,9 @@ def _train(config: Path, overrides: Sequence[str], ranks: int, steps: int, folde
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Wall time, CPU time of all programs, and of the processes that this one has waited for."""
+    """Return wall time, CPU time of all programs, and of the processes that this one has waited
+    for.
+    """
     total, own = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.time(), total.user + total.system + total.nice, own.ru_utime + own.ru_stime
 

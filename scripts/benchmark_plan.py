@@ -95,7 +95,7 @@ ROWS = Path(__file__).parents[1] / "docs" / "published_runs" / "fitted.csv"
 
 @dataclass(frozen=True, kw_only=True)
 class Constants(step_time.Constants):
-    """What is fitted: megaspeed's constants, and one that only published runs need."""
+    """The fitted constants: megaspeed's, and one that only published runs need."""
 
     interpreted: float
     """How many times as long layers take under DeepSpeed's PipelineEngine of 2021 and 2022. BLOOM,
@@ -134,9 +134,9 @@ that of 2 (Shah et al. 2024)."""
 
 _AGAIN: Mapping[str, Parts] = {
     **AGAIN,
-    # The attention between its products (Korthikanti et al. 2022, section 5).
+    # the attention between its two projections (Korthikanti et al. 2022, section 5)
     "attention": Parts(attention=1),
-    # Every second product, and what is not a product (torchtitan's "selective op").
+    # Every second product, and all operations that are no product (torchtitan's "selective op").
     "operations": Parts(products=0.5, pointwise=1),
 }
 """What is recomputed -> the share of each part of a block's forward."""
@@ -164,7 +164,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A published run, and what is needed to predict it."""
+    """A published run, and the values that predict it."""
 
     id: str
     source: str
@@ -178,13 +178,14 @@ class Published:
     chunks: int = 1  # parts of the model on each stage, of an interleaved schedule
     splits_messages: bool = False  # whether a tensor rank sends its part to the next stage
     overlaps_tp: bool = False  # whether tp collectives run beside products, within a node
-    seconds: float | None  # reported
-    memory_bytes: float | None = None  # reported, of the fullest rank
-    is_drivers_memory: bool = False  # with CUDA and NCCL, or else as torch's allocator counts it
+    seconds: float | None  # as reported
+    memory_bytes: float | None = None  # as reported, of the fullest rank
+    # Whether it includes CUDA and NCCL; otherwise it is from torch's allocator.
+    is_drivers_memory: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the tables; 2 if the file has no row that can be predicted."""
+    """Print the tables. The exit code is 2 if no row of the file can be predicted."""
     options = _parser().parse_args(arguments)
     rows: dict[str, Row] = {}
     for path in options.rows or [ROWS]:
@@ -257,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_runs(rows: Mapping[str, Row]) -> tuple[list[Published], dict[str, str]]:
-    """The runs that can be predicted, and id -> reason of the others."""
+    """Return the runs that can be predicted, and id -> reason of the others."""
     runs, refused = [], {}
     for name, row in rows.items():
         if (row.get("usable") or "True") != "True":
@@ -273,7 +274,7 @@ def read_runs(rows: Mapping[str, Row]) -> tuple[list[Published], dict[str, str]]
 
 
 def published_run(row: Row, name: str) -> Published:
-    """The run of a row.
+    """Return the run of a row.
 
     Raises:
         ValueError, KeyError: a column is missing or has no number; the GPU is unknown.
@@ -366,7 +367,7 @@ def _workload(row: Row, recomputed_share: float) -> Workload:
 
 
 def _blocks(model: ModelConfig, row: Row, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage: balanced with the head's operations, or the same number on each."""
+    """Return the blocks of each stage: balanced with the head's operations, or equal numbers."""
     layers = model.num_hidden_layers
     if row.get("fact_part") == "balanced":
         costs = forward_flops_per_token(model, _number(row, "seq_len"))
@@ -376,7 +377,7 @@ def _blocks(model: ModelConfig, row: Row, stages: int) -> tuple[int, ...]:
 
 
 def _recomputation(row: Row) -> tuple[str, float]:
-    """What is recomputed, and the share of blocks.
+    """Return what is recomputed, and the share of blocks.
 
     For torchtitan, "selective" is a list of operations, or every second layer. For others, it is
     the attention, as in Megatron-LM. "full 1/3" is a third of the blocks.
@@ -405,11 +406,11 @@ def _flag(row: Row, column: str) -> bool:
 
 
 def predict(run: Published, constants: Constants = FITTED) -> StepTime:
-    """The step of a published run: as of megaspeed, with what only its framework does.
+    """Predict the step of a published run as megaspeed's, with the features of its framework.
 
     With c chunks, the pipeline's fill and drain take 1/c of the sum of all stages, and there are c
-    times as many messages (Narayanan et al. 2021, section 2.2). A tensor rank that sends its part
-    does it as with sequence parallelism (section 4.1).
+    times as many messages (Narayanan et al. 2021, section 2.2). A tensor rank that sends only its
+    part does this as with sequence parallelism (section 4.1).
     """
     work, cluster = run.work, run.cluster
     rates = Rates(work, cluster, constants)
@@ -428,11 +429,11 @@ def predict(run: Published, constants: Constants = FITTED) -> StepTime:
 
 
 def _block(run: Published, constants: Constants) -> LayerTime:
-    """A block.
+    """Predict a block.
 
     In fp8, both operands of each product are read twice in 16 bits, to find the largest number and
-    to convert them, and are written in 8 bits: 5 bytes an element. All but the products of blocks
-    is in 16 bits.
+    to convert them, and are written in 8 bits: 5 bytes an element. Everything except the products
+    of blocks is in 16 bits.
     """
     work, cluster, device = run.work, run.cluster, run.cluster.device
     if run.is_fp8:
@@ -470,7 +471,7 @@ class Fits:
     """Fits constants: the first two together, then the third, until none of them changes.
 
     Faster products and slower other operations give nearly the same times. So if the first two
-    changed one after the other, the result would depend on where the fit begins.
+    changed one after the other, the result would depend on the starting point.
     """
 
     def __init__(self, runs: Sequence[Published]) -> None:
@@ -478,13 +479,15 @@ class Fits:
         self._distances: dict[tuple[str, Constants], float] = {}
 
     def best(self, runs: Sequence[Published]) -> Constants:
-        """The constants with the smallest mean distance, if all sources have the same weight."""
+        """Return the constants with the smallest mean distance, if all sources have the same
+        weight.
+        """
         weights = weights_of(runs)
 
         def mean(constants: Constants) -> float:
             return sum(weight * self._distance(name, constants) for name, weight in weights.items())
 
-        # If none of these runs determines the factor of an engine, there is none.
+        # If no run here determines the factor of DeepSpeed's engine, the factor stays 1.
         best, before = replace(FITTED, interpreted=1.0), None
         while best != before:
             before = best
@@ -505,13 +508,13 @@ class Fits:
 
 
 def weights_of(runs: Sequence[Published]) -> dict[str, float]:
-    """id of a run -> its weight. Each source has the same weight, and all weights add up to 1."""
+    """Return id of a run -> its weight. All sources have the same weight, and weights sum to 1."""
     sources = _grouped(runs, lambda run: run.source).values()
     return {run.id: 1 / len(sources) / len(members) for members in sources for run in members}
 
 
 def weighted_quantile(values: Mapping[str, float], weights: Mapping[str, float], q: float) -> float:
-    """The smallest value that at least the share ``q`` of the weight does not exceed."""
+    """Return the smallest value that at least the share ``q`` of the weight does not exceed."""
     below = 0.0
     for name in sorted(weights, key=lambda name: values[name]):
         below += weights[name]
@@ -521,7 +524,7 @@ def weighted_quantile(values: Mapping[str, float], weights: Mapping[str, float],
 
 
 def show_constants(chosen: Constants, fits: Mapping[str, Constants]) -> None:
-    """Prints each constant, and its range over the fits that leave one source out."""
+    """Print each constant, and its range over the fits that leave one source out."""
     for name, value in asdict(chosen).items():
         values = [getattr(each, name) for each in fits.values()]
         spread = f"   {min(values):g} to {max(values):g} without one source" if values else ""
@@ -529,7 +532,7 @@ def show_constants(chosen: Constants, fits: Mapping[str, Constants]) -> None:
 
 
 def show_errors(runs: Sequence[Published], errors: Mapping[str, float]) -> dict[str, object]:
-    """Prints the errors by source and GPU; returns all figures."""
+    """Print the errors by source and GPU. Return all figures."""
     by_source = _grouped(runs, lambda run: run.source)
     by_gpu = _grouped(runs, lambda run: run.gpu)
     figures: dict[str, dict[str, float]] = {}
@@ -562,7 +565,7 @@ def show_errors(runs: Sequence[Published], errors: Mapping[str, float]) -> dict[
 
 
 def show_coverage(runs: Sequence[Published], predicted: Mapping[str, StepTime]) -> dict[str, float]:
-    """Prints the factor of the interval, and the share of runs of unseen sources that it covers."""
+    """Print the factor of the interval, and the share of runs of unseen sources that it covers."""
 
     def exponent(step: StepTime) -> float:
         is_uncertain = step.communication > MUCH_COMMUNICATION or step.total < SHORT_STEP
@@ -589,7 +592,7 @@ def show_coverage(runs: Sequence[Published], predicted: Mapping[str, StepTime]) 
 
 
 def show_memory(runs: Iterable[Published]) -> dict[str, float]:
-    """Prints how many times as much memory as its predicted tensors a run needs."""
+    """Print how many times as much memory as its predicted tensors a run needs."""
     compared = [run for run in runs if run.memory_bytes and run.chunks == 1]
     factors = {run.id: memory_factor(run) for run in compared}
     shares, sources = [], _grouped(compared, lambda run: run.source)
@@ -619,7 +622,9 @@ def show_memory(runs: Iterable[Published]) -> dict[str, float]:
 
 
 def memory_factor(run: Published) -> float:
-    """Reported memory of the fullest rank, without CUDA and NCCL, as a multiple of its tensors."""
+    """Return the fullest rank's reported memory, without CUDA and NCCL, as a multiple of its
+    tensors.
+    """
     work, grid = run.work, run.work.grid
     recomputed = run.recomputation if run.recomputation in ("none", "full") else "selective"
     stated: dict[str, object] = {
@@ -653,7 +658,7 @@ def memory_factor(run: Published) -> float:
 def show_layouts(
     runs: Sequence[Published], predicted: Mapping[str, StepTime]
 ) -> dict[str, dict[str, int]]:
-    """Prints how well layouts are ordered: by predicted time, and by bytes sent."""
+    """Print how well layouts are ordered: by predicted time, and by bytes sent."""
     groups = [group for group in _grouped(runs, lambda run: run.group).values() if len(group) > 1]
     orders: dict[str, Callable[[Published], float]] = {
         "predicted time": lambda run: predicted[run.id].total,
@@ -682,7 +687,7 @@ def show_layouts(
 
 
 def sent_bytes(work: Workload, chunks: int) -> float:
-    """Bytes that a rank of the first stage sends in a step, on all axes together."""
+    """Return the bytes that a rank of the first stage sends in a step, on all axes together."""
     grid, count = work.grid, work.micro_batches
     message = work.tokens * work.model.hidden_size * work.element_bytes
     blocks = work.blocks_of_stages[0]
@@ -697,7 +702,7 @@ def sent_bytes(work: Workload, chunks: int) -> float:
 
 
 def as_json(run: Published, time: StepTime) -> dict[str, object]:
-    """The prediction of one run."""
+    """Return the prediction of one run."""
     figures: dict[str, object] = {"id": run.id, "predicted_seconds": time.total}
     return {**figures, "reported_seconds": run.seconds, "terms": time.terms}
 

@@ -47,7 +47,7 @@ TENFOLD = 10
 
 
 def main() -> int:
-    """Measures and prints two Markdown tables."""
+    """Measure and print two Markdown tables."""
     options = parse_arguments()
     if options.plain is not None:
         plain_loop(*options.plain, at_once=options.at_once)
@@ -76,13 +76,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def powers_of_two() -> list[int]:
-    """1, 2, 4, ... below the number of cores, and that number."""
+    """Return 1, 2, 4, ... below the number of cores, and that number."""
     cores = len(os.sched_getaffinity(0))
     return sorted({*(1 << power for power in range(cores.bit_length())), cores} - {0})
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> Path:
-    """Writes the text once and ten times, and a tokenizer for it."""
+    """Write the text once and ten times, and a tokenizer for it."""
     (files,) = files_by_source(find([Source(path="python-stdlib")], "INPUT"), "INPUT", report=False)
     files = files[: options.files]
     train_tokenizer(read_documents(files), options.vocab_size).save(folder / "tokenizer")
@@ -95,7 +95,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def plain_loop(text: Path, tokenizer_file: Path, output: Path, *, at_once: int) -> None:
-    """A simple program without megaspeed; encodes `at_once` documents in a call."""
+    """Run a simple program without megaspeed that encodes ``at_once`` documents in a call."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.encode_special_tokens = True
     end_of_text = tokenizer.token_to_id("<|endoftext|>")
@@ -151,7 +151,7 @@ def compare_speed(folder: Path, tokenizer: Path, options: argparse.Namespace) ->
 
 
 def children_cpu_seconds() -> float:
-    """CPU seconds of all child processes that have ended, and of their children."""
+    """Return the CPU seconds of all child processes that have ended, and of their children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -191,7 +191,7 @@ def compare_memory(folder: Path, tokenizer: Path, options: argparse.Namespace) -
 
 
 def peak_bytes(process: psutil.Popen) -> int:
-    """The peak memory of a process and its children together, until it ends."""
+    """Return the peak memory of a process and its children together, until it ends."""
     most = 0
     while process.poll() is None:
         try:

@@ -1,6 +1,6 @@
-"""What only a GPU can show, measured by one command and written to one Markdown report.
+"""Measure what only a GPU can show, with one command and one Markdown report.
 
-    python scripts/gpu_check.py            # one GPU, under eight minutes
+    python scripts/gpu_check.py            # one GPU, less than eight minutes
     python scripts/gpu_check.py --full     # 1 to 8 GPUs, more layouts, ZeRO-0 to 3; no time limit
     python scripts/gpu_check.py --tiny     # tiny shapes, ZeRO-3: the default if there is no GPU
     python scripts/gpu_check.py --dry-run  # the sections and their seconds
@@ -11,7 +11,7 @@
             --> report.md             written again after each section
 
 Each section is a command of its own, the most useful first. If one fails or exceeds its limit, the
-next one still runs. A section for which the time is too short is left out.
+next one still runs. A section is omitted if the remaining time is too short.
 """
 
 import argparse
@@ -118,11 +118,11 @@ SHARED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the sections run on.
+    """The machine on which the sections run.
 
     Attributes:
         gpus: the name of each visible GPU.
-        memory_bytes: of the smallest GPU; 0 without one.
+        memory_bytes: memory of the smallest GPU; 0 without one.
         facts: versions, by name.
     """
 
@@ -132,7 +132,7 @@ class Machine:
 
     @property
     def device(self) -> str:
-        """cuda or cpu."""
+        """Return ``cuda`` or ``cpu``."""
         return "cuda" if self.gpus else "cpu"
 
 
@@ -149,13 +149,13 @@ class Section:
     """One command and its outcome.
 
     Attributes:
-        title: unique.
+        title: a unique title.
         command: a program and its arguments.
-        figures_file: which JSON file the command writes.
-        labels: of the figures, for the tables.
+        figures_file: the JSON file that the command writes.
+        labels: the labels of the figures, for the tables.
         expected: the seconds that it probably takes.
         not_run: why it did not run; None if it ran.
-        seconds, code, output: of the command; code is None if it ran out of time.
+        seconds, code, output: results of the command; code is None if it ran out of time.
     """
 
     title: str
@@ -170,27 +170,27 @@ class Section:
 
     @property
     def failed(self) -> bool:
-        """Whether it ran and did not end well."""
+        """Return whether it ran and did not end well."""
         return self.not_run is None and self.code != 0
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether that is why it failed."""
+        """Return whether it failed because of memory."""
         return self.failed and "out of memory" in self.output
 
     @property
     def figures(self) -> Any:
-        """What the command wrote; None if it wrote nothing."""
+        """Return what the command wrote, or None if it wrote nothing."""
         if self.not_run is not None or not self.figures_file.exists():
             return None
         return json.loads(self.figures_file.read_text())
 
 
 def main() -> int:
-    """Runs the sections and writes the report; 1 if a section failed."""
+    """Run the sections and write the report. The exit code is 1 if a section failed."""
     options = parse_arguments()
     start = time.monotonic()
-    # In a process of its own: a CUDA context here would take memory from the ranks.
+    # This needs a process of its own: a CUDA context here would take memory from the ranks.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         machine = process.submit(describe_machine).result()
     if options.dry_run and not machine.gpus:
@@ -230,7 +230,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def describe_machine() -> Machine:
-    """Looks at torch and its GPUs; opens a CUDA context."""
+    """Look at torch and its GPUs. This opens a CUDA context."""
     gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else "none"
     return Machine(
@@ -254,13 +254,13 @@ def describe_machine() -> Machine:
 
 
 def needed_torch() -> str:
-    """As setup.cfg states it."""
+    """Return the version of torch that setup.cfg requires."""
     requirements = importlib.metadata.requires("megaspeed") or []
     return next(line for line in requirements if line.startswith("torch"))
 
 
 def output_of(*command: str) -> str:
-    """The first line that a program prints; "unknown" if it does not run."""
+    """Return the first line that a program prints, or "unknown" if it does not run."""
     with suppress(OSError, subprocess.CalledProcessError, IndexError):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout.splitlines()[0]
@@ -270,7 +270,7 @@ def output_of(*command: str) -> str:
 def plan_lines(
     options: argparse.Namespace, machine: Machine, start: float, seconds: float
 ) -> Iterator[str]:
-    """The sections, and which of them have time if each takes as long as expected."""
+    """Yield the sections, and which of them have time if each takes as long as expected."""
     listed = list(sections(options, machine))
     own = spent = time.monotonic() - start
     rows = []
@@ -284,14 +284,16 @@ def plan_lines(
 
 
 def late(section: Section, left: float) -> str | None:
-    """Why a section is left out if this many seconds are left; None if it fits."""
+    """Return why a section is omitted if this many seconds are left, or None if it fits."""
     if section.expected <= left:
         return None
     return f"{section.expected:.0f} s are expected, but only {left:.0f} of {SECONDS:.0f} s are left"
 
 
 def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]:
-    """All sections, the most useful first. Each is carried out before the next one is made."""
+    """Yield all sections, the most useful first. Each is carried out before the next
+    one is made.
+    """
     ranks = len(machine.gpus) or RANKS_WITHOUT_A_GPU
     layouts = [layout for layout in LAYOUTS if layout.world_size <= ranks]
     stages = range(4) if options.full else (3,) if options.tiny else (1, 3)
@@ -320,7 +322,7 @@ def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]
 def verify_sections(
     layout: Grid, options: argparse.Namespace, machine: Machine
 ) -> Iterator[Section]:
-    """bf16 and fp16 of a tiny model at one layout, against one process.
+    """Yield bf16 and fp16 of a tiny model at one layout, against one process.
 
     In bf16, attention stays within documents, because a GPU has a separate kernel for this.
     """
@@ -357,7 +359,9 @@ def compare_section(
     options: argparse.Namespace,
     machine: Machine,
 ) -> Section:
-    """megaspeed at every ZeRO stage, at the largest micro-batch that is predicted to fit."""
+    """Return a comparison of every ZeRO stage, at the largest micro-batch that is
+    predicted to fit.
+    """
     file = write_config(
         options.out / f"{file_name(name)}.json", {**config, "bf16": {"enabled": True}}
     )
@@ -385,7 +389,7 @@ def compare_section(
 def bench_sections(
     compared: Section, stage: int, options: argparse.Namespace, machine: Machine
 ) -> Iterator[Section]:
-    """megaspeed and Hugging Face + DeepSpeed in turns, on the same batch.
+    """Yield megaspeed and Hugging Face + DeepSpeed in turns, on the same batch.
 
     Hugging Face's model needs more memory, so half the micro-batch is tried first, then a quarter.
     """
@@ -395,7 +399,8 @@ def bench_sections(
         settings = [*batch_settings(layout, size), f"zero_optimization.stage={stage}"]
         run = load(labels["file"], settings, layout)
         title = f"bench {labels['model']} {layout} ZeRO-{stage} micro-batch {size}"
-        # megaspeed, and the peer with both of its settings: warm-up, timed steps, and one more.
+        # megaspeed, and the peer with both of its settings: warm-up, timed steps, and one more step
+        # each.
         steps = (1 + 2 * UNCOMPILED) * (WARM_UP_STEPS + TIMED_STEPS + 1)
         beside = section(
             title,
@@ -414,13 +419,15 @@ def bench_sections(
 
 
 def contestants(section: Section) -> list[dict[str, Any]]:
-    """What a bench measured, a row for each of a peer's settings."""
+    """Return what a bench measured, with a row for each of a peer's settings."""
     run = (section.figures or {}).get("workloads", {}).get("run", {})
     return [*run.get("contestants", []), *run.get("other_settings", [])]
 
 
 def expected_seconds(run: Run, machine: Machine, launches: int, steps: float) -> float:
-    """Expected seconds of a command with so many launches of ranks, and so many steps in all."""
+    """Return the expected seconds of a command with this many launches of ranks and
+    steps in all.
+    """
     gpu = device_by_name(machine.gpus[0] if machine.gpus else "")
     device = gpu or device_named("a100-80gb")
     cluster = Cluster(
@@ -440,11 +447,11 @@ def section(
     expected: float,
     not_run: str | None,
 ) -> Section:
-    """A section whose command writes its figures to ``out``."""
+    """Return a section whose command writes its figures to ``out``."""
     figures = out / f"{file_name(title)}.figures.json"
     figures.unlink(missing_ok=True)
     words = [word for part in command for word in part]
-    # Before --set, which takes all words after it.
+    # Insert it before --set, which takes all words after it.
     words[words.index("--config") : words.index("--config")] = ["--json", figures]
     return Section(
         title=title,
@@ -457,13 +464,13 @@ def section(
 
 
 def file_name(title: str) -> str:
-    """Without characters that a shell would have quoted."""
+    """Return the title without characters that a shell requires to be quoted."""
     return re.sub(r"[^\w.]+", "-", title.lower())
 
 
 def write_config(file: Path, values: dict[str, Any]) -> Path:
-    """A run's JSON on random tokens; one without ``extends`` gets the optimizer of all of them."""
-    tokens = file.with_suffix(".bin")  # as nanoGPT writes them
+    """Write a run's JSON on random tokens. If it has no ``extends``, add the common optimizer."""
+    tokens = file.with_suffix(".bin")  # in nanoGPT's format
     np.random.default_rng(seed=0).integers(IDS, size=TOKENS, dtype=np.uint16).tofile(tokens)
     data = {**values["data"], "train": [str(tokens)], "validation_fraction": 0.0}
     shared = {} if "extends" in values else SHARED
@@ -472,12 +479,12 @@ def write_config(file: Path, values: dict[str, Any]) -> Path:
 
 
 def degrees(layout: Grid) -> list[str]:
-    """For ``--set``."""
+    """Return the degrees for ``--set``."""
     return [f"parallel.pipeline={layout.pp}", f"parallel.tensor={layout.tp}"]
 
 
 def batch_settings(layout: Grid, micro_batch_size: int) -> list[str]:
-    """For ``--set``: the layout, and ``MICRO_BATCHES`` micro-batches a step."""
+    """Return the values of ``--set``: the layout, and ``MICRO_BATCHES`` micro-batches a step."""
     return [
         *degrees(layout),
         f"train_micro_batch_size_per_gpu={micro_batch_size}",
@@ -492,8 +499,11 @@ def micro_batch_size(
     options: argparse.Namespace,
     machine: Machine,
 ) -> tuple[int, str | None]:
-    """The largest that ``megaspeed plan``'s prediction fits into the GPUs' real memory at every one
-    of these ZeRO stages; and if none fits, a sentence that says so.
+    """Return the largest micro-batch that ``megaspeed plan`` predicts to fit at each of these
+    stages.
+
+    The memory is that of the real GPUs. If none fits, the second value is a sentence that states
+    it.
     """
     if options.tiny:
         return TINY_MICRO_BATCH_SIZE, None
@@ -518,7 +528,7 @@ def load(file: Path, settings: list[str], layout: Grid) -> Run:
 
 
 def carry_out(section: Section, end: float) -> None:
-    """Runs a section's command until it ends, or exceeds its limit. ``end`` is that of all."""
+    """Run a section's command until it ends or exceeds its limit. ``end`` is the limit of all."""
     left = end - time.monotonic()
     section.not_run = section.not_run or late(section, left)
     if section.not_run is not None:
@@ -537,7 +547,7 @@ def carry_out(section: Section, end: float) -> None:
 
 
 def start_process(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts a command in a process group of its own. Its output goes to ``log``."""
+    """Start a command in a process group of its own. Its output goes to ``log``."""
     with log.open("w") as output:
         return subprocess.Popen(
             command,
@@ -549,7 +559,7 @@ def start_process(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def end_process_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends what a command has left; `compare` gets the time to end its own ranks."""
+    """End the remaining processes of a command. ``compare`` gets time to end its own ranks."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -560,7 +570,7 @@ def end_process_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def ending(section: Section) -> str:
-    """How it ended, in words."""
+    """Return how it ended, in words."""
     if section.not_run is not None:
         return f"not run: {section.not_run}"
     code = "out of time" if section.code is None else f"exit code {section.code}"
@@ -571,7 +581,7 @@ def ending(section: Section) -> str:
 def report_lines(
     done: Sequence[Section], options: argparse.Namespace, machine: Machine
 ) -> Iterator[str]:
-    """The report in Markdown."""
+    """Yield the report in Markdown."""
     if options.tiny:
         found = "--tiny was given: these are" if machine.gpus else "No GPU was found: these are"
         place = "" if machine.gpus else " on a CPU"
@@ -615,7 +625,7 @@ def verify_row(section: Section) -> tuple[object, ...]:
 
 
 def model_lines(model: str, done: Sequence[Section], machine: Machine) -> Iterator[str]:
-    """Step time and memory of one model."""
+    """Yield step time and memory of one model."""
     run: Run = done[0].labels["run"]
     shape = run.config.model
     yield ""
@@ -648,7 +658,7 @@ def model_lines(model: str, done: Sequence[Section], machine: Machine) -> Iterat
 
 
 def timing_rows(section: Section, flops: float, peak: float | None) -> Iterator[tuple[object, ...]]:
-    """One row for each ZeRO stage that the section measured."""
+    """Yield one row for each ZeRO stage that the section measured."""
     labels, found = section.labels, section.figures
     run: Run = labels["run"]
 
@@ -686,7 +696,7 @@ def timing_rows(section: Section, flops: float, peak: float | None) -> Iterator[
 
 
 def measured_peak(stage: dict[str, Any]) -> int:
-    """The CUDA allocator's, or on a CPU that of the tensors."""
+    """Return the peak of the CUDA allocator, or on a CPU that of the tensors."""
     return int(stage["allocator_peak_bytes"] or stage["peak_bytes"]["measured"]["total"])
 
 
@@ -697,7 +707,7 @@ def memory_cells(predicted: float | None, measured: float | None) -> tuple[str, 
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """A Markdown table; short rows are filled up."""
+    """Yield a Markdown table. Short rows are filled up."""
     for cells in (headings, ["---"] * len(headings), *rows):
         filled = [*map(str, cells), *[""] * (len(headings) - len(cells))]
         yield f"| {' | '.join(cell.replace('|', '/') for cell in filled)} |"

@@ -1,7 +1,7 @@
-"""Pretrains a GPT: ``deepspeed scripts/pretrain.py --config ds_configs/zero3.json``.
+"""Pretrain a GPT: ``deepspeed scripts/pretrain.py --config ds_configs/zero3.json``.
 
-Runs the same under ``deepspeed``, ``torchrun``, ``srun``, ``mpirun`` and plain ``python`` (one
-process). ``megaspeed train`` does the same without a launcher.
+This script does the same under ``deepspeed``, ``torchrun``, ``srun``, ``mpirun`` and plain
+``python`` (one process). ``megaspeed train`` does the same without a launcher.
 """
 
 from megaspeed.cli.train import train_rank

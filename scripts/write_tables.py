@@ -1,19 +1,19 @@
-"""Writes the tables of figures into README and docs. A test fails if one of them is stale.
+"""Write the tables of figures into README and docs. A test fails if a table is out of date.
 
     python scripts/write_tables.py                 # from the figures in docs/figures
     python scripts/write_tables.py NAME FILE...    # first writes the results in FILE, bench.json or
                                                    # compare.json, to docs/figures/NAME.json
 
-A table stands between two lines, <!-- figures NAME --> and <!-- end -->. docs/figures/NAME.json has
+A table is between two lines, <!-- figures NAME --> and <!-- end -->. docs/figures/NAME.json has
 
-    command     what printed the figures; the page names it, too
+    command     the command that printed the figures; the page names it, too
     measured    date and commit; absent if every figure is computed
-    columns     of a table of `megaspeed bench`: what the cells after the first one show
+    columns     of a table of ``megaspeed bench``: what the cells after the first one show
     rows        the cells, the header first
 
-After a command has run again, pass its results to this script: for a table of `bench` one file for
-each row, for a table of `compare` one file. Cells that can be computed from shapes are computed
-here: see COMPUTED.
+If a command was run again, pass its results to this script: for a table of ``bench`` one file for
+each row, for a table of ``compare`` one file. This script computes the cells that follow from
+shapes: see COMPUTED.
 """
 
 import json
@@ -41,7 +41,7 @@ Rows = list[list[str]]
 
 
 def main() -> None:
-    """Writes every page that has a table."""
+    """Write every page that has a table."""
     if len(sys.argv) > 1:
         read(sys.argv[1], [json.loads(Path(name).read_text()) for name in sys.argv[2:]])
     for page in PAGES:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def read(name: str, results: Sequence[Any]) -> None:
-    """Puts the results of `bench` or `compare`, which has just run, into the JSON file."""
+    """Put the results of a new run of ``bench`` or ``compare`` into the JSON file."""
     file = FIGURES / f"{name}.json"
     figures = json.loads(file.read_text(encoding="utf-8"))
     _, *rows = figures["rows"]
@@ -72,7 +72,9 @@ def read(name: str, results: Sequence[Any]) -> None:
 
 
 def bench_cell(found: Any, column: str) -> str:
-    """ms or s: megaspeed's step time. share:NAME: the share of the matmul. NAME: a peer's ratio."""
+    """Return a cell. ms or s: megaspeed's step time. share:NAME: the share of the matmul. NAME: a
+    peer's ratio.
+    """
     run = found["workloads"]["run"]
     rows = {row["name"]: row for row in run["contestants"]}
     if column in ("ms", "s"):
@@ -92,19 +94,21 @@ def spread(of: Any, digits: int) -> str:
 
 
 def compare_cells(stages: Any) -> list[str]:
-    """MiB of the fullest stage's peak, of what the busiest one sends, and of that over dp."""
+    """Return MiB: the fullest stage's peak, the bytes that the busiest one sends, and of that over
+    dp.
+    """
     peak = max(stage["peak_bytes"]["measured"]["total"] for stage in stages)
     sent = max((stage["traffic_bytes"]["counted"] for stage in stages), key=lambda t: t["total"])
     return [MIB.of(size) for size in (peak, sent["total"], sum(sent["dp"].values()))]
 
 
 def with_tables(page: str) -> str:
-    """The text of a page, with its tables written again."""
+    """Return the text of a page, with its tables written again."""
     return _TABLE.sub(lambda found: found[1] + table(found[2]) + found[3], page)
 
 
 def table(name: str) -> str:
-    """The lines between the two marks."""
+    """Return the lines between the two marks."""
     figures = json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
     header, *rows = COMPUTED.get(name, list)(figures["rows"])
     lines = [[f" {cell} " if cell else " " for cell in cells] for cells in (header, *rows)]
@@ -116,7 +120,7 @@ def table(name: str) -> str:
 
 
 def _memory(rows: Rows) -> Rows:
-    """Columns 1 and 3: the predicted peak and bytes of ds_configs/3d.json at each ZeRO stage."""
+    """Return columns 1 and 3: predicted peak and bytes of ds_configs/3d.json at each ZeRO stage."""
     run = load_run(ROOT / "ds_configs" / "3d.json", (), World(8, "the table"))
     header, *measured = rows
     for cells, row in zip(measured, zero_rows(run, range(4), "cpu"), strict=True):
@@ -127,7 +131,7 @@ def _memory(rows: Rows) -> Rows:
 
 
 def _zero_paper(rows: Rows) -> Rows:
-    """The last two columns: model states of ds_configs/zero_7.5b.json, in GB and GiB."""
+    """Return the last two columns: model states of ds_configs/zero_7.5b.json, in GB and GiB."""
     header, *paper = rows
     for stage, cells in enumerate(paper):
         states = _predicted("zero_7.5b", 64, f"zero_optimization.stage={stage}").heaviest
@@ -136,7 +140,7 @@ def _zero_paper(rows: Rows) -> Rows:
 
 
 def _micro_batches(rows: Rows) -> Rows:
-    """Peaks of ds_configs/gpt2_1.5b.json in GiB, by world size and micro-batch."""
+    """Return peaks of ds_configs/gpt2_1.5b.json in GiB, by world size and micro-batch."""
     header, *worlds = rows
     for cells in worlds:
         for column, name in enumerate(header[1:], start=1):

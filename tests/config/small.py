@@ -27,12 +27,12 @@ _SMALL: dict[str, Any] = {
 
 
 def small(**keys: Any) -> dict[str, Any]:
-    """A valid config of 12 heads and 4 blocks, with these keys merged over it."""
+    """Return a valid config of 12 heads and 4 blocks, with these keys merged over it."""
     return merge(copy.deepcopy(_SMALL), keys)
 
 
 def patch(*overrides: str) -> dict[str, Any]:
-    """The values of `--set` options: `patch("parallel.tensor=2")`."""
+    """Return the values of ``--set`` options, for example of ``patch("parallel.tensor=2")``."""
     trees = [parse_override(text)[0] for text in overrides]
     merged: dict[str, Any] = {}
     for tree in trees:
@@ -65,11 +65,11 @@ def only_problem(*overrides: str, **keys: Any) -> str:
 
 
 def write(file: Path, values: dict[str, Any]) -> Path:
-    """Writes JSON values to a file."""
+    """Write JSON values to a file."""
     file.write_text(json.dumps(values))
     return file
 
 
 def load(file: Path, *overrides: str, world_size: int = 1) -> Run:
-    """The run of a file."""
+    """Load the run of a file."""
     return load_run(file, overrides, World(world_size, "WORLD_SIZE"))

@@ -1,7 +1,7 @@
 """Damaged input gives exit code 2 and one message, quickly, and leaves no files.
 
-Values, keys and texts are damaged as hypothesis draws it. Files that no text describes, such as
-pipes and broken tokenizers, are listed.
+hypothesis draws damaged values, keys and texts. Damage that is not a change of text, such as pipes
+and broken tokenizers, is listed.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ CHECK = ("check", "--world-size", "2", "--device", "cpu")
 
 @dataclass
 class Check:
-    """What ``megaspeed check`` did."""
+    """The result of ``megaspeed check``."""
 
     code: int
     out: str
@@ -48,7 +48,7 @@ class Check:
     seconds: float
 
     def complaints(self) -> list[str]:
-        """Return what is wrong with a check that found a mistake."""
+        """Return the problems of a check that found a mistake."""
         headings = len(re.findall(r"^\d[\d,]* problems? in ", self.err, re.MULTILINE))
         messages = headings + self.err.count(" error: ")
         return [
@@ -68,7 +68,7 @@ def check(*options: str) -> Check:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main([*CHECK, *options])
-        except SystemExit as exit_:  # of argparse
+        except SystemExit as exit_:  # argparse raises it
             code = int(str(exit_.code))
     return Check(code, out.getvalue(), err.getvalue(), time.process_time() - start)
 
@@ -130,13 +130,13 @@ JSON = st.recursive(
 
 @st.composite
 def places(draw: st.DrawFn) -> list[str]:
-    """A known key of a configuration."""
+    """Draw a known key of a configuration."""
     return draw(st.sampled_from(all_key_paths())).split(".")
 
 
 @st.composite
 def misspelt(draw: st.DrawFn) -> list[str]:
-    """A known key with one letter too few, too many, exchanged, or in another case."""
+    """Draw a known key with one letter too few, too many, exchanged, or in another case."""
     *section, name = draw(places())
     at = draw(st.integers(0, len(name) - 2))
     edits = (
@@ -286,7 +286,7 @@ def test_a_parent_that_cannot_be_extended(workshop: Workshop, parent: Any) -> No
 
 
 def special_paths(folder: Path) -> dict[str, Path]:
-    """Kind -> path of something that is not a file, or cannot exist."""
+    """Return kind -> path of something that is not a file, or cannot exist."""
     os.mkfifo(folder / "pipe")
     with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(folder):
         listening.bind("socket")  # the address of a socket has at most 107 bytes

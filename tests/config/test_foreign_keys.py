@@ -1,4 +1,4 @@
-"""Every key of DeepSpeed's works, is accepted with a note, or is refused with its reason."""
+"""Every key of DeepSpeed works, is accepted with a note, or is refused with its reason."""
 
 import ast
 import json
@@ -21,14 +21,14 @@ from tests.config.small import only_problem, small, write
 
 
 def deepspeed_source(name: str) -> ast.Module:
-    """A file of the installed DeepSpeed, parsed and not imported."""
+    """Parse a file of the installed DeepSpeed without importing it."""
     spec = find_spec("deepspeed")
     assert spec is not None and spec.origin is not None
     return ast.parse((Path(spec.origin).parent / name).read_text())
 
 
 def json_names(file: str, class_name: str) -> Iterator[str]:
-    """The keys that a section of DeepSpeed's takes: a field's alias, or its name."""
+    """Yield the keys of one of DeepSpeed's sections: a field's alias, or its name."""
     tree = deepspeed_source(file)
     (section,) = (
         node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name
@@ -118,7 +118,7 @@ def test_what_is_off_is_accepted(off: dict[str, Any]) -> None:
 
 
 def notes(*, world_size: int | None = None, **keys: Any) -> tuple[str, ...]:
-    """The notes about the small config with these keys. It must have no problem."""
+    """Return the notes about the small config with these keys. It must have no problem."""
     world = None if world_size is None else World(world_size, "--world-size")
     document = Document(small(**keys))
     assert check_document(document, world).problems == ()
@@ -126,7 +126,7 @@ def notes(*, world_size: int | None = None, **keys: Any) -> tuple[str, ...]:
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
-    """JSON values with this value at a dotted path."""
+    """Return JSON values with this value at a dotted path."""
     for part in reversed(key.split(".")):
         value = {part: value}
     assert isinstance(value, dict)
@@ -135,7 +135,7 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("key", [*NO_EFFECT, "_comment", "bf16._why"])
 def test_a_key_without_effect_gives_the_same_run_and_a_note(key: str) -> None:
-    """A run depends on nothing but its config. `tests/zero/test_foreign_keys.py` trains one."""
+    """A run depends only on its config. ``tests/zero/test_foreign_keys.py`` trains one."""
     values: tuple[Any, ...] = (True, 3, 0.5, "x", [], {"enabled": True, "a": 1})
     for value in values:
         changed = nested(key, value)
@@ -144,7 +144,9 @@ def test_a_key_without_effect_gives_the_same_run_and_a_note(key: str) -> None:
 
 
 def test_the_name_of_a_comment_may_have_a_dot() -> None:
-    """The name was read as a path, so the comment stayed and was refused as an unknown key."""
+    """An earlier version read the name as a path. So the comment stayed and was refused as an
+    unknown key.
+    """
     commented = small(**{"_see 5.2": "the reason", "bf16": {"_see 5.2": "the reason"}})
     assert parse_config(commented) == parse_config(small())
 
@@ -217,7 +219,7 @@ def test_auto_is_as_if_omitted(key: str) -> None:
 
 
 def test_the_note_lists_each_auto_with_its_value() -> None:
-    """A file as Hugging Face's Trainer takes it."""
+    """Hugging Face's Trainer accepts such a file."""
     found = notes(
         world_size=2,
         train_micro_batch_size_per_gpu="auto",
@@ -256,7 +258,7 @@ def test_a_switch_is_read_as_stage_1() -> None:
 
 
 def test_a_key_without_effect_is_not_called_off() -> None:
-    """Gradients are contiguous, whatever the key says."""
+    """Gradients are contiguous, whatever the key states."""
     (note,) = notes(zero_optimization={"contiguous_gradients": False})
     assert note.endswith("each part to the rank that owns it")
     params = {"bias_correction": True, "amsgrad": False}

@@ -1,4 +1,4 @@
-"""A config.json gives the model that transformers reads in it, or is refused."""
+"""A config.json gives the same model as transformers reads from it, or is refused."""
 
 import json
 from pathlib import Path
@@ -30,14 +30,14 @@ SCALED = {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 3
 
 
 def section(keys: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config.json without problems."""
+    """Return the fields of a config.json. It must have no problem."""
     fields, found = model_section(keys)
     assert found == []
     return fields
 
 
 def model(keys: dict[str, Any]) -> ModelConfig:
-    """The model of a config.json without problems."""
+    """Return the model of a config.json. It must have no problem."""
     return ModelConfig.model_validate(section(keys))
 
 
@@ -65,7 +65,7 @@ def test_every_preset_comes_back_as_it_was(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_transformers_reads_the_same_from_what_is_written(preset: str, tmp_path: Path) -> None:
-    """Its own reading of the file, written out again, is the model that it was written for."""
+    """transformers reads the file and writes it again. The result is the original model."""
     before = ModelConfig.model_validate({"preset": preset, "attention_dropout": 0.25})
     write(tmp_path / "config.json", hugging_face_config(before))
     stock = AutoConfig.from_pretrained(tmp_path)
@@ -260,13 +260,13 @@ def test_everything_is_reported_at_once() -> None:
 
 
 def with_model(**section: Any) -> dict[str, Any]:
-    """A run's values whose model section is this and nothing else."""
+    """Return a run's values with exactly this model section."""
     return {**small(), "model": section}
 
 
 @pytest.fixture
 def gpt2(tmp_path: Path) -> Path:
-    """The folder of a GPT-2."""
+    """Return the folder of a GPT-2."""
     folder = tmp_path / "gpt2"
     folder.mkdir()
     write(folder / "config.json", GPT2)
@@ -290,7 +290,7 @@ def test_fields_beside_it_override_it_and_what_follows_follows(gpt2: Path, tmp_p
 
 
 def problem_of(**section: Any) -> str:
-    """The only problem of a model section."""
+    """Return the only problem of a model section."""
     return only_problem(model={**dict.fromkeys(small()["model"]), **section})
 
 
@@ -332,7 +332,7 @@ def test_two_sources_of_every_field_contradict_each_other(gpt2: Path, key: str, 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
 def test_an_original_length_at_the_top_may_be_the_one_of_the_scaling(name: str) -> None:
-    """transformers 5.23 documents that the one at the top counts, and takes the other."""
+    """transformers 5.23 documents that the one at the top is used, but uses the other one."""
     key = "original_max_position_embeddings"
     for above in (None, 32):
         scaling = model({**LLAMA, name: SCALED, key: above}).rope_scaling

@@ -1,4 +1,4 @@
-"""The names of keys. ``mistakes.txt`` has unknown ones, and the keys that were meant."""
+"""The names of keys. ``mistakes.txt`` lists unknown keys with the keys that were meant."""
 
 from megaspeed.config.errors import dotted
 from megaspeed.config.validation import OTHER_NAMES, all_key_paths, keys_at

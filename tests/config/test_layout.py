@@ -1,4 +1,4 @@
-"""How a run divides over the processes: the batch equation, the grid, and spare ranks."""
+"""The layout of a run over the processes: the batch equation, the grid, and spare ranks."""
 
 import re
 from pathlib import Path
@@ -52,7 +52,9 @@ def test_the_batch_of_a_step_is_the_same_at_every_data_degree() -> None:
 
 
 def test_every_value_that_is_offered_is_valid() -> None:
-    """All small triples: what the message calls nearest must solve the equation."""
+    """This tests all small triples. The values that the message calls nearest must solve the
+    equation.
+    """
     offered = 0
     for dp in (1, 2, 3, 8):
         for train in range(1, 40):
@@ -65,7 +67,7 @@ def test_every_value_that_is_offered_is_valid() -> None:
 
 
 def _check_offers(stated: StatedBatch, dp: int) -> int:
-    """Solves each offer of the message. Returns their number."""
+    """Check that each offer of the message solves the equation. Return their number."""
     message = explain_batch(stated, dp, "")
     offers = re.findall(r"(\d+) \((\w+) (\d+)\)", message)
     for total, key, value in offers:

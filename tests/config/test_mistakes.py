@@ -1,6 +1,6 @@
-"""The table of mistakes, and laws about the mends that messages propose.
+"""The table of mistakes, and laws about the changes that messages propose.
 
-``mistakes.txt`` has the table, ``messages.txt`` the complete messages, for a reviewer. After a
+``mistakes.txt`` has the table. ``messages.txt`` has the complete messages, for a reviewer. After a
 change of a message or of the table, run
 
     python -m tests.config.test_mistakes
@@ -48,7 +48,7 @@ class Row(NamedTuple):
     numbers: str
 
     def problems(self) -> list[str]:
-        """Return what is found in the changed configuration, or in the changed config.json."""
+        """Return the problems of the changed configuration, or of the changed config.json."""
         file, _, keys = self.change.partition(" ")
         if file in FILES:
             return model_section({**FILES[file], **json.loads(keys)})[1]
@@ -83,7 +83,7 @@ def test_without_a_mistake_there_is_no_message(change: str) -> None:
 
 
 def test_a_mistake_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("a text")  # any other is searched for at each check
+    (tmp_path / "a.txt").write_text("a text")  # a check need not search for text
     file = write(tmp_path / "a.json", small(data={"train": [str(tmp_path / "a.txt")]}))
     command = ["check", "--device", "cpu", "--config", str(file)]
     for row in (row for row in WRONG if row.change.split()[0] not in FILES):
@@ -111,7 +111,9 @@ LLAMA_CONFIG = NAMES["LLAMA"].split()
 
 
 def test_valid_tensor_degrees_are_those_that_pass() -> None:
-    """12 heads that share 4 key/value heads: every degree is tried and compared with the list."""
+    """12 heads share 4 key/value heads. The test tries every degree and compares it
+    with the list.
+    """
     shape = (*LLAMA_CONFIG, "model.num_key_value_heads=4")
     passing = [tp for tp in range(1, 13) if not problems(*shape, f"parallel.tensor={tp}")]
     assert passing == [1, 2, 4, 12]
@@ -129,7 +131,7 @@ def test_the_warmup_that_the_message_names_is_valid(kind: str, steps: int) -> No
 
 
 def mended(message: str, overrides: tuple[str, ...], world: int) -> Iterator[list[str]]:
-    """The problems that are left after each change that a message proposes."""
+    """Yield the problems that remain after each change that a message proposes."""
     mends = message.partition("; ")[2]
     for start in re.findall(r"start (?:at least )?([\d or]+) processes", mends):
         for number in start.split(" or "):
@@ -153,7 +155,7 @@ def mended(message: str, overrides: tuple[str, ...], world: int) -> Iterator[lis
 def test_every_change_that_a_message_proposes_is_valid(
     data: str | int, spare: bool, micro: int
 ) -> None:
-    """48 samples in micro-batches of 2 or 3; 4 accumulation steps, or as many as it takes."""
+    """48 samples are in micro-batches of 2 or 3, with 4 accumulation steps or as many as needed."""
     batch = (f"train_micro_batch_size_per_gpu={micro}", "train_batch_size=48")
     for world, (pp, tp), accumulation in itertools.product(
         (1, 2, 3, 5, 6, 7, 8, 12), ((1, 2), (2, 2), (3, 4)), (None, 4)
@@ -171,7 +173,9 @@ def test_every_change_that_a_message_proposes_is_valid(
 def test_only_a_key_that_is_wrong_itself_lets_a_rule_be_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A misspelt name in a rule once counted as an absent key, so the rule was always skipped."""
+    """In an earlier version, a rule took a misspelt name for an absent key, and was
+    always skipped.
+    """
 
     def misspelt(config: RunConfig) -> Iterator[str]:
         yield f"{config.model.hidden_siz}"  # type: ignore[attr-defined]
@@ -182,7 +186,7 @@ def test_only_a_key_that_is_wrong_itself_lets_a_rule_be_skipped(
 
 
 def test_mistakes_of_both_kinds_are_in_one_report() -> None:
-    """A rule that reads a key which is wrong itself is silent; the others are not."""
+    """A rule is skipped if it reads a key that is itself wrong. All other rules report."""
     found = problems(
         gradient_cliping=1,  # 1 unknown key
         amp={"enabled": True},  # 2 refused

@@ -10,7 +10,7 @@ from tests.config.small import problems, small
 
 
 def parameters(model: ModelConfig) -> int:
-    """Number of parameters of the plain model, counted by hand for each architecture."""
+    """Return the number of parameters of the plain model, by a formula for each architecture."""
     d, f, v = model.hidden_size, model.intermediate_size, model.vocab_size
     kv = model.num_key_value_heads * model.head_dim
     head = 0 if model.tie_word_embeddings else v * d

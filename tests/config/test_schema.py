@@ -1,4 +1,4 @@
-"""The schema for editors and the documentation have every key."""
+"""The schema for editors and the documentation contain every key."""
 
 import json
 import re
@@ -35,7 +35,9 @@ def test_the_documented_keys_are_current() -> None:
 
 
 def test_every_key_is_documented() -> None:
-    """A section within two others of the same table (offload_param, offload_optimizer) once."""
+    """A section that stands in two others of one table (offload_param, offload_optimizer) counts
+    once.
+    """
     leaves = {path.rpartition(".")[2] for path in all_key_paths()}
     tables = key_tables().partition("### Other keys of DeepSpeed")[0]
     documented = re.findall(r"^\| `([^`]+)` \|", tables, re.MULTILINE)
@@ -61,12 +63,12 @@ def test_the_documented_numbers_of_a_scheduler_are_those_of_its_type() -> None:
 
 
 def prose() -> str:
-    """The documentation before the tables of keys."""
+    """Return the documentation before the tables of keys."""
     return DOCUMENT.read_text().partition(TABLES)[0]
 
 
 def examples() -> list[dict[str, Any]]:
-    """The JSON files in the documentation that have several lines."""
+    """Return the JSON files in the documentation that have several lines."""
     blocks = re.findall(r"^    \{\n.*?^    \}\n", prose(), re.MULTILINE | re.DOTALL)
     return [json.loads(block) for block in blocks]
 
@@ -111,7 +113,7 @@ def test_the_schema_has_a_bound_that_a_validator_checks() -> None:
 
 
 def test_the_schema_uses_only_keywords_of_json_schema() -> None:
-    """A validator ignores a keyword it does not know, and so the bound that the keyword states."""
+    """A validator ignores an unknown keyword, and so the bound that it states."""
     annotations = {"$schema", "$defs", "title", "description", "default"}
     known = annotations | set(jsonschema.Draft202012Validator.VALIDATORS)
     assert keywords_in(json_schema()) <= known
@@ -119,7 +121,9 @@ def test_the_schema_uses_only_keywords_of_json_schema() -> None:
 
 
 def keywords_in(schema: Any) -> set[str]:
-    """Every word of a schema and of those within it; names of properties are not words."""
+    """Return every keyword of a schema and of its subschemas. Names of properties
+    are no keywords.
+    """
     if isinstance(schema, list):
         return set().union(*map(keywords_in, schema))
     if not isinstance(schema, dict):
@@ -134,7 +138,7 @@ def keywords_in(schema: Any) -> set[str]:
 
 
 def test_every_key_has_a_description() -> None:
-    """A key whose sentence is that of its section shows it there, through the reference."""
+    """A section's description may be in the section itself. The key then has a reference to it."""
     schema = json_schema()
     for part in (schema, *schema["$defs"].values()):
         for name, field in part["properties"].items():

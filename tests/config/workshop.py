@@ -50,7 +50,7 @@ class Workshop:
         return folder
 
     def write(self, values: Values | bytes) -> Path:
-        """Write a configuration of these values, or of this text."""
+        """Write a configuration with these values, or with this text."""
         file = self.new_folder() / "config.json"
         file.write_bytes(values if isinstance(values, bytes) else json.dumps(values).encode())
         return file

@@ -1,4 +1,4 @@
-"""What the checks conclude from the records of ranks, including those of GPUs."""
+"""The conclusions of the checks from the records of ranks, including those of GPUs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,14 +45,16 @@ def record(rank: int, host: str = "gpu17") -> Record:
 
 
 def findings(*changed: Record | None, **others: Any) -> Findings:
-    """Of four ranks on two machines; `changed` replace the records of the last ones."""
+    """Return findings of four ranks on two machines. ``changed`` replaces the records of the last
+    ones.
+    """
     records: list[Record | None] = [record(0), record(1), record(2, "gpu18"), record(3, "gpu18")]
     records[4 - len(changed) :] = changed
     return Findings(records=records, waited_seconds=60.0, **others)
 
 
 def problems(findings: Findings) -> list[tuple[int, str, str]]:
-    """Rank, check and text of each problem."""
+    """Return rank, check and text of each problem."""
     checks = make_checks(findings)
     return [(rank, check.name, text) for check in checks for rank, text in check.wrong.items()]
 
@@ -116,7 +118,7 @@ def test_gpus_without_nvlink_and_unequal_gpus_are_remarks() -> None:
 
 
 def linked(axis: str, *groups: tuple[int, ...], speeds: Sequence[float], **others: Any) -> Findings:
-    """Findings of four ranks, each with one group of this axis."""
+    """Return findings of four ranks, each with one group of this axis."""
     records = [
         replace(each, links=[Link(axis, group, 1e-5, speed)])
         for each, group, speed in zip(findings().answered, groups, speeds, strict=True)
@@ -125,7 +127,7 @@ def linked(axis: str, *groups: tuple[int, ...], speeds: Sequence[float], **other
 
 
 def test_two_machines_with_one_host_name_are_two_nodes() -> None:
-    """They used to count as one node, so tp across them was not remarked."""
+    """An earlier version counted them as one node, so it did not report tp across them."""
     four = [(0, 1, 2, 3)] * 4
     one = linked("tp", *four, speeds=[1e6] * 4, run=tiny_run(TEXT, tp=4))
     boots = [f"{rank // 2}" * 36 for rank in range(4)]

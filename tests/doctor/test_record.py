@@ -1,4 +1,4 @@
-"""What a rank reports about its own machine, and about its connection to the next one."""
+"""A rank's report about its own machine, and about its connection to the next rank."""
 
 import json
 from dataclasses import asdict
@@ -19,7 +19,7 @@ NVIDIA_SMI = "#!/bin/sh\necho 535.104.05\necho 535.104.05\n"
 
 
 def own_record(folder: Path) -> Record:
-    """The record of a run of one process."""
+    """Return the record of a run of one process."""
     config = folder / "run.json"
     data = {"train": [str(TEXT)], "validation_fraction": 0, "sequence_length": 16}
     config.write_text(json.dumps({"model": GPT2, "data": data, "train_batch_size": 4}))
@@ -56,7 +56,7 @@ def test_a_record_states_this_boot_of_the_machine(
 
 
 def test_a_machine_that_listens_at_a_loopback_address_is_named_and_not_the_firewall() -> None:
-    """Rank 2 cannot reach rank 0, whose machine sent the address of its own name, 127.0.1.1."""
+    """Rank 2 cannot reach rank 0. Rank 0's machine sent the address of its own name, 127.0.1.1."""
     first_ranks = [(0, "127.0.1.1", free_port()), (2, "127.0.0.1", free_port())]
     assert connect_to_next(1, first_ranks, 5) is None, "only the first rank of a machine connects"
     found = connect_to_next(2, first_ranks, 5)

@@ -1,4 +1,4 @@
-"""A file is there whole, or not at all."""
+"""A file is complete or absent."""
 
 import resource
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A sealed file is as it was written, or it is not read."""
+"""A sealed file is read only if it is unchanged."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_every_flipped_bit_of_a_fact_is_found(path: Path) -> None:
             damaged = bytearray(whole)
             damaged[position] ^= bit
             path.write_bytes(damaged)
-            # Between values JSON may have any white space; nothing else may differ.
+            # JSON may have any white space between values. Nothing else may differ.
             assert read_sealed(path) in (None, FACTS)
     path.write_bytes(whole.replace(b"42", b"43"))
     assert read_sealed(path) is None

@@ -1,4 +1,4 @@
-"""One process at a time holds a lock, and the file names it."""
+"""Only one process at a time holds a lock, and the file names it."""
 
 import errno
 import math
@@ -89,7 +89,7 @@ def test_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_lock_of_another_process_at_the_same_path_keeps_its_holder(tmp_path: Path) -> None:
-    """The first process emptied the file that it found when it ended."""
+    """In an earlier version, the first process emptied the file that it found when it ended."""
     file = tmp_path / "lock"
     with lock(file):
         file.rename(tmp_path / "renamed")

@@ -118,5 +118,5 @@ def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:
         raise AssertionError("the block does not run")
     (tmp_path / "out").rmdir()
     with pytest.raises(FileExistsError), new_folder(tmp_path / "out"):
-        (tmp_path / "out").touch()  # meanwhile, by another
+        (tmp_path / "out").touch()  # another process creates it meanwhile
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,4 +1,4 @@
-"""A block ends in time, whatever it is doing, and nothing of the limit is left behind."""
+"""A block ends in time, whatever it does, and the limit leaves no trace."""
 
 import signal
 import time
@@ -16,7 +16,7 @@ def test_a_block_that_takes_too_long_is_left() -> None:
         while True:
             try:
                 time.sleep(60)
-            except Exception:  # an OSError of a walk through folders is often ignored
+            except Exception:  # code that walks through folders often ignores an OSError
                 steps.append("caught")
     assert time.monotonic() - start < 30  # type: ignore[unreachable]
     assert steps == []
@@ -39,7 +39,7 @@ def test_errors_of_the_block_are_raised() -> None:
 
 
 def test_another_thread_has_no_limit() -> None:
-    """The doctor reads its configuration in one, with a deadline of its own."""
+    """The doctor reads its configuration in a thread with a deadline of its own."""
 
     def wait() -> bool:
         with at_most(0.05):

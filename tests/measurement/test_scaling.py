@@ -1,4 +1,4 @@
-"""`megaspeed scaling`: real rows, and figures that a person can check."""
+"""``megaspeed scaling``: real rows, and figures that a person can check."""
 
 import json
 import time
@@ -48,7 +48,7 @@ VALUES: dict[str, Any] = {
 
 
 def of_rank(**seconds: float) -> list[float]:
-    """What ``pop_seconds`` returns of step 4."""
+    """Return what ``pop_seconds`` returns for step 4."""
     return [4.0, *(seconds.get(part, 0.0) for part in PARTS)]
 
 
@@ -57,7 +57,7 @@ def only_nonzero(parts: dict[str, float]) -> dict[str, float]:
 
 
 def test_the_rank_that_waits_least_shows_what_communication_costs() -> None:
-    """Rank 1 computes for 4 s longer, so rank 0 waits 4 s in the all-reduce, 2 s in the mean."""
+    """Rank 1 computes 4 s longer. So rank 0 waits 4 s in the all-reduce, a mean of 2 s."""
     ranks = [of_rank(compute=10, data=5, optimizer=1), of_rank(compute=14, data=1, optimizer=1)]
     found = split_step(ranks, Grid(pp=1, dp=2, tp=1), bubble=0.0)
     assert set(found) == set(LABELS)
@@ -83,7 +83,7 @@ def test_each_group_of_an_axis_has_a_rank_that_waits_least() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "world", "expected"),
     [
-        # 3 micro-batches on 2 stages: a quarter of the time, 3 s beside 9 s of work
+        # 3 micro-batches on 2 stages: the bubble is a quarter of the time, 3 s beside 9 s of work
         ((3.0, 0.0), (0.5, 3.5), {"bubble": 3, "world": 0.5}),
         ((5.0, 2.0), (0.5, 3.5), {"bubble": 3, "world": 0.5, "pipeline": 2}),
         ((7.0, 0.0), (0.5, 3.5), {"bubble": 3, "world": 0.5, "imbalance": 2}),
@@ -110,7 +110,7 @@ def test_efficiency_and_what_is_lost_add_up_to_one() -> None:
     strong = step_of(4, 800, compute=3.0, data=1.0)
     assert strong.tokens_per_second == 200
     assert strong.efficiency(base) == pytest.approx(200 / (4 * 100))
-    # ideal are 2 s of computation: 1 s of 4 is lost to it, and 1 s to communication
+    # ideal are 2 s of computation; of 4 s, 1 s is extra computation and 1 s is communication
     assert only_nonzero(strong.lost(base)) == {"compute": 0.25, "data": 0.25}
     weak = step_of(4, 3200, compute=8.0, data=2.0)
     assert weak.efficiency(base) == pytest.approx(320 / 400)
@@ -261,7 +261,7 @@ _SLOW_SECONDS = 0.05
 def train_with_a_slow_rank(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, rank: int
 ) -> list[Any]:
-    """Rank ``rank`` reads its only micro-batch 50 ms later."""
+    """Train with a rank ``rank`` that reads its only micro-batch 50 ms later."""
     load: Callable[..., Load] = StepInputs.load
 
     def slow(self: StepInputs, samples: int) -> Load:
@@ -280,7 +280,7 @@ def train_with_a_slow_rank(
 
 
 def test_a_slow_rank_is_imbalance_not_communication(pool: RankPool, tmp_path: Path) -> None:
-    """It waits for data for 50 ms, which is 25 ms in the mean. The other one waits for it."""
+    """The slow rank waits 50 ms for data, a mean of 25 ms. The other one waits for it."""
     run = tiny_run(TEXT, dp=2, train_batch_size=6, **MICRO)
     corpus = tiny_corpus(run, tmp_path)
     found = []

@@ -21,7 +21,9 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 @pytest.fixture
 def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Lets rows take turns whose launch is a function of label, turn and log file."""
+    """Return a function that lets rows take turns. The launch is a function of label, turn and log
+    file.
+    """
 
     def take(labels: list[str], number: int, launch: Callable[[str, int, Path], Any]) -> Any:
         monkeypatch.setattr(
@@ -99,8 +101,8 @@ def test_a_drift_that_all_share_is_no_noise() -> None:
 
 
 def test_noise_is_computed_as_by_hand() -> None:
-    """Two contestants, three turns. In logs, each rest is 0.01, -0.02 or 0.01, and there are two
-    degrees of freedom: variance 12e-4 / 2, and t is 9.92.
+    """There are two contestants and three turns. In logs, each residual is 0.01, -0.02 or 0.01, and
+    there are two degrees of freedom: the variance is 12e-4 / 2, and t is 9.92.
     """
     rests = (0.01, -0.02, 0.01)
     seconds = [[math.exp(each) for each in rests], [math.exp(1 - each) for each in rests]]
@@ -116,7 +118,7 @@ def test_noise_is_unknown_with_one_degree_of_freedom_or_none(seconds: list[list[
 
 @pytest.mark.parametrize("turns", [2, 3, 9])
 def test_equal_contestants_are_rarely_told_apart_and_more_turns_lower_the_noise(turns: int) -> None:
-    """The difference of the first two of six equal contestants exceeds the noise in about 1 %."""
+    """Six contestants are equal. The difference of two exceeds the noise in about 1 %."""
     draw, wrong, noises = random.Random(turns), 0, []
     for _ in range(400):
         logs = [[draw.gauss(0, 0.03) for _ in range(turns)] for _ in range(6)]

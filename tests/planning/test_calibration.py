@@ -1,4 +1,4 @@
-"""The factor of a real run: which steps count, and what is wrong with a folder."""
+"""The factor of a real run: which steps count, and which folders are refused."""
 
 import dataclasses
 import json
@@ -39,7 +39,9 @@ def trained(*overrides: str) -> Run:
 def write_run(
     folder: Path, run: Run, seconds: dict[int, float], *, peak: float | None = 311.8
 ) -> Path:
-    """The folder of a run whose steps took these seconds, on a GPU with this peak, in TFLOP/s."""
+    """Write the folder of a run whose steps took these seconds, on a GPU with this peak, in
+    TFLOP/s.
+    """
     folder.mkdir(exist_ok=True)
     (folder / run_folder.CONFIG).write_text(json.dumps(run.as_json()))
     with MetricsFile(folder / run_folder.METRICS) as file:
@@ -101,7 +103,9 @@ def test_the_factor_is_the_median_step_over_the_prediction(tmp_path: Path) -> No
 
 
 def factor_of_slow(folder: Path, run: Run, slow: set[int], steps: int = 40) -> Calibration:
-    """Steps take 1 s, those in ``slow`` 100 s. If these are counted, the quartiles show it."""
+    """Return the factor if steps take 1 s and those in ``slow`` take 100 s. If these count, the
+    quartiles show it.
+    """
     seconds = {step: 100.0 if step in slow else 1.0 for step in range(1, steps + 1)}
     return calibrate(write_run(folder, run, seconds), A100)
 

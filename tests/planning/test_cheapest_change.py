@@ -1,4 +1,4 @@
-"""The cheapest change really fits, and is the cheapest in the documented order."""
+"""The cheapest change really fits, and comes first in the documented order."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tests.planning.tiny_runs import FOLDER, from_file, tiny, tiny_file
 
 
 def at_most(usable_bytes: int) -> Callable[[Run], int]:
-    """The same usable bytes for every variant."""
+    """Return the same usable bytes for every variant."""
     return lambda _: usable_bytes
 
 
@@ -58,7 +58,7 @@ def peak_of(training: Training) -> int:
 def test_one_byte_too_many_is_mended_by_the_cheapest_change(
     settings: tuple[str, ...], world_size: int, change: str
 ) -> None:
-    # Long sequences and a small vocabulary, so that the blocks' activations are what fills a rank.
+    # Sequences are long and the vocabulary is small, so activations of the blocks fill a rank.
     shape = {"model": {"max_position_embeddings": 256, "vocab_size": 64}}
     training = tiny(*settings, "data.sequence_length=256", world_size=world_size, **shape)
     found = cheapest_change(training, at_most(peak_of(training) - 1), 8)
@@ -98,7 +98,7 @@ def test_as_few_blocks_as_possible_are_recomputed_in_full() -> None:
     for kind, count in kinds:
         variant = replace(training.settings, activation_checkpointing=kind, recomputed_blocks=count)
         peaks.append(int(training.peak_bytes(variant)))
-        if peaks.index(min(peaks)) == len(peaks) - 1:  # each cheaper one needs more memory
+        if peaks.index(min(peaks)) == len(peaks) - 1:  # each cheaper change needs more memory
             change = cheapest_change(training, at_most(peaks[-1]), 8).set_text
             number = () if count is None else (f"parallel.recomputed_blocks={count}",)
             assert change == (f"parallel.activation_checkpointing={kind}", *number)

@@ -102,7 +102,7 @@ def test_a_training_that_never_ends_is_valid_json() -> None:
 
 
 def test_a_window_leaves_fewer_operations() -> None:
-    """An MFU of the full square was 290 % with a window of 64 of 65,536 tokens."""
+    """With the full square, the MFU was 290 % for a window of 64 of 65,536 tokens."""
     window = ("model.sliding_window=64", "model.max_position_embeddings=65536")
     long = ("data.sequence_length=65536", "train_batch_size=8", "train_micro_batch_size_per_gpu=1")
     made = forecast(run_of("gpt2_1.5b", 8, *window, *long), a100s())

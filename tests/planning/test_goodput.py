@@ -1,4 +1,4 @@
-"""The fraction of the time in which a long run trains, compared with figures worked by hand."""
+"""The fraction of time in which a long run trains, compared with figures computed by hand."""
 
 import json
 import math
@@ -27,13 +27,13 @@ def stored_bytes(tested: Run) -> int:
 
 
 def slow_storage(tested: Run, seconds: float, **changes: float) -> Operations:
-    """Storage that takes this long for a checkpoint of the run."""
+    """Return storage that takes this long for a checkpoint of the run."""
     bandwidth = stored_bytes(tested) / seconds / 1e9
     return Operations(**{"storage_bandwidth": bandwidth, "failures_per_gpu_hour": 0.0, **changes})
 
 
 def test_validations_take_the_forward_of_their_batches() -> None:
-    """6 batches of a third of a step after 50 steps: 50 / 52."""
+    """6 batches take a third of a step each, after 50 steps: 50 / 52."""
     tested = run()
     quick = slow_storage(tested, 1e-12)
     assert predict_goodput(tested, 3.0, quick).total == pytest.approx(50 / 52)
@@ -42,7 +42,7 @@ def test_validations_take_the_forward_of_their_batches() -> None:
 
 
 def test_the_training_waits_for_a_save() -> None:
-    """20 s after 100 steps of 0.5 s and 2 validations of 1 s: 52 / 72."""
+    """A save takes 20 s, after 100 steps of 0.5 s and 2 validations of 1 s: 52 / 72."""
     tested = run()
     found = predict_goodput(tested, 0.5, slow_storage(tested, 20))
     assert found.save_seconds == pytest.approx(20)
@@ -60,13 +60,15 @@ def test_a_save_in_the_background_blocks_for_its_copy() -> None:
     assert predict_goodput(
         replicated, 0.5, slow_storage(replicated, 20)
     ).save_seconds == pytest.approx(4 * copy)
-    # A save of 60 s is still in progress when the next begins after 52 s.
+    # A save of 60 s is still in progress when the next save begins after 52 s.
     busy = predict_goodput(ranks, 0.5, slow_storage(ranks, 60)).save_seconds
     assert busy == pytest.approx(8 + copy)
 
 
 def test_a_failure_costs_a_restart_and_half_an_interval() -> None:
-    """One failure in 1,000 hours, 600 s to restart, 20 s to load, 72 s between two saves."""
+    """There is one failure in 1,000 hours, 600 s to restart, 20 s to load, and 72 s between two
+    saves.
+    """
     tested = run()
     rare = slow_storage(tested, 20, failures_per_gpu_hour=1e-3, restart_seconds=600)
     found = predict_goodput(tested, 0.5, rare)
@@ -75,7 +77,7 @@ def test_a_failure_costs_a_restart_and_half_an_interval() -> None:
 
 
 def test_failures_are_as_in_a_simulation() -> None:
-    """Failures at random, some during the restart's own interval, too."""
+    """Failures are random. Some are even in the interval after a restart."""
     tested = run()
     operations = slow_storage(tested, 20, failures_per_gpu_hour=24.0, restart_seconds=30)
     found = predict_goodput(tested, 0.5, operations)
@@ -90,14 +92,14 @@ def test_failures_are_as_in_a_simulation() -> None:
 
 
 def test_llama_3_trained_for_more_than_nine_tenths_of_the_time() -> None:
-    """Dubey et al. 2024, section 3.3.4: above 90 %, with 419 interruptions in 54 days. With 10
-    minutes to restart, and a save of 2.4 s (4.9 TB at 2 TB/s) every 4 minutes.
+    """Dubey et al. 2024, section 3.3.4: above 90 %, with 419 interruptions in 54 days. A restart
+    takes 10 minutes, and a save of 2.4 s (4.9 TB at 2 TB/s) is made every 4 minutes.
     """
     hours = 54 * 24 / 419
     rate = Operations().failures_per_gpu_hour
     assert 1 / (rate * 16_384) == pytest.approx(hours)
     tested = run("training.save_interval=24", "training.eval_interval=0")
-    # The tiny model on one rank, with the failures and the save time of the large one.
+    # This is the tiny model on one rank, with the failures and the save time of the large one.
     one_rank = slow_storage(tested, 2.4, failures_per_gpu_hour=1 / hours)
     found = predict_goodput(tested, 10.0, one_rank)
     assert 0.90 < found.total < 0.96

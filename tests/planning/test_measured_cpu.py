@@ -1,4 +1,4 @@
-"""The device ``cpu``: what is computed from measured figures, and the measurement itself."""
+"""The device ``cpu``: the values computed from measured figures, and the measurement itself."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def test_a_host_that_takes_no_time_is_not_negative() -> None:
 
 
 def test_what_is_measured_is_not_the_run() -> None:
-    """One block of at most 768 x 1,024 tokens, and runs of another width."""
+    """It measures one block of at most 768 x 1,024 tokens, and runs of another width."""
     wide = run_of("model.preset=llama-3-8b", "data.sequence_length=8192")
     for run in (run_of(), wide):
         block = block_run(run)
@@ -97,7 +97,7 @@ def test_what_is_measured_is_not_the_run() -> None:
 @pytest.mark.ranks
 @pytest.mark.timeout(200)
 def test_ranks_that_share_processors_are_measured_together(tmp_path: Path) -> None:
-    """One processor for two ranks: each has half of it."""
+    """There is one processor for two ranks, so each has half of it."""
     processor = str(min(os.sched_getaffinity(0)))
     figures = []
     for ranks in (1, 2):
@@ -111,7 +111,7 @@ def test_ranks_that_share_processors_are_measured_together(tmp_path: Path) -> No
     run = run_of("parallel.tensor=2", "zero_optimization.stage=1")
     cluster = cluster_of(run, shared)
     step = predict_step_time(workload_of(run, "cpu"), cluster)
-    # Only wide bounds, because other programs may run beside the test.
+    # The bounds are wide, because other programs may run beside the test.
     assert 1e-3 < cluster.device.peak_fp32 < 10
     assert 1 < cluster.device.memory_bandwidth < 1000
     assert min(step.products, step.attention, step.pointwise, step.tp, step.host) > 0

@@ -1,4 +1,6 @@
-"""Plans: the ZeRO paper's table, every file of ds_configs, what the configuration refuses."""
+"""Plans: the ZeRO paper's table, every file of ds_configs, and plans that the configuration
+refuses.
+"""
 
 import json
 from bisect import bisect_left
@@ -18,7 +20,7 @@ GB = 10**9
 def test_the_zero_papers_table_1() -> None:
     """Rajbhandari et al. 2020, Table 1, DP 64, 7.5B: 120, 31.4, 16.6 and 1.9 GB of model states.
 
-    16, 4 + 12/64, 2 + 14/64 and 16/64 bytes a parameter (figure 1); the model has 7.46B.
+    A parameter has 16, 4 + 12/64, 2 + 14/64 and 16/64 bytes (figure 1). The model has 7.46B.
     """
     planned = plan(from_file(FOLDER / "zero_7.5b.json", world_size=64), None)
     psi = planned.parameters / GB
@@ -75,8 +77,8 @@ def test_pipeline_stages_cover_the_layers_and_the_parameters() -> None:
     assert [stage.pipeline_stage for stage in planned.stages] == list(range(35))
     layers = [layer for stage in planned.stages for layer in stage.layers]
     assert layers == list(range(107))
-    # 12 D^2 + 13 D a block, all but 9 D of it split over 8 (biases of two row-parallel layers, two
-    # norms of two vectors, are whole): 3 blocks.
+    # 3 blocks have 12 D^2 + 13 D each. All but 9 D of this is split over 8: the biases of two
+    # row-parallel layers and two norms of two vectors are complete on each rank.
     hidden = 20480
     block = 12 * hidden**2 + 13 * hidden
     whole = 6 * hidden

@@ -1,4 +1,4 @@
-"""`megaspeed plan`: what it prints and writes, its exit codes, its time and memory."""
+"""``megaspeed plan``: its output and files, its exit codes, its time and memory."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_no_line_is_wider_than_80_columns_and_no_cell_is_cut(
     config = ("--config", str(FOLDER / f"{name}.json"))
     out = printed(capsys, *config, *options, "--device", "h100-80gb")
     assert "\u2026" not in out
-    # What is to be copied stays in one line.
+    # A command for the user to copy stays on one line.
     assert max(len(line) for line in out.splitlines() if "--set" not in line) <= 80
 
 
@@ -226,7 +226,7 @@ def test_wrong_machines_state_the_mend(
 def test_4480_ranks_take_seconds_and_less_than_a_gigabyte(
     what_if: tuple[str, ...], seconds: float
 ) -> None:
-    """Measured in processor seconds, so that it passes on a busy machine, too."""
+    """The limit is in processor seconds, so the test passes on a busy machine, too."""
     command: list[str | Path] = [Path(sys.executable).with_name("megaspeed"), "plan"]
     command += ["--config", FOLDER / "mt_nlg_530b.json", "--device", "a100-80gb"]
     command += ["--world-size", "4480", *what_if]
@@ -235,7 +235,7 @@ def test_4480_ranks_take_seconds_and_less_than_a_gigabyte(
     child.returncode = os.waitstatus_to_exitcode(status)
     assert child.returncode == 0
     assert used.ru_utime + used.ru_stime < seconds
-    assert used.ru_maxrss * 1024 < 10**9  # Linux counts it in KiB
+    assert used.ru_maxrss * 1024 < 10**9  # Linux counts in KiB
 
 
 def test_a_plan_loads_no_deepspeed() -> None:

@@ -1,4 +1,4 @@
-"""One prediction for each kind of pipeline stage gives the largest; the bubble's closed form."""
+"""One prediction for each kind of pipeline stage contains the largest; the bubble's closed form."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The same training under other settings, and the text that gives it from a file."""
+"""The same training with other settings, and the options that give it from a file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +84,9 @@ def test_gradient_reduction_follows_the_zero_stage_unless_it_is_stated() -> None
 
 
 def test_values_that_the_file_does_not_state_follow_from_the_variant() -> None:
-    """A bucket holds the matrices of one block on one rank: twice tp, half the bucket."""
+    """A bucket has the matrices of one block on one rank. With twice the tp, the bucket is half as
+    large.
+    """
     training = tiny("parallel.tensor=2", "model.hidden_size=3072", world_size=4)
     wider = training.under(replace(training.settings, tp=4, dp=1))
     here = training.run.config.zero_optimization.reduce_bucket_size

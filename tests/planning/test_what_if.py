@@ -1,4 +1,4 @@
-"""What-if against brute force: every variant of 8 ranks is loaded from a file and predicted."""
+"""What-if against brute force, which loads and predicts every variant of 8 ranks from a file."""
 
 from itertools import product
 from pathlib import Path
@@ -32,7 +32,9 @@ def figures_of(found: WhatIf) -> Figures:
 
 
 def by_brute_force(file: Path, world_size: int, cluster: Cluster) -> Figures:
-    """Time and peak of all that the configuration accepts, whether they fit or not."""
+    """Return time and peak of every variant that the configuration accepts, even if it does not
+    fit.
+    """
     figures: Figures = {}
     degrees, kinds = range(1, world_size + 1), ("none", "selective", "full")
     reductions = [(0, ""), (1, "")]
@@ -45,7 +47,7 @@ def by_brute_force(file: Path, world_size: int, cluster: Cluster) -> Figures:
         if pp * dp * tp != world_size:
             continue
         if (dp == 1 and zero > 0) or (pp == 1 and schedule == "gpipe"):
-            continue  # as without ZeRO; as 1f1b
+            continue  # the same as without ZeRO; the same as 1f1b
         changes = (
             f"parallel.pipeline={pp}",
             f"parallel.tensor={tp}",
@@ -79,7 +81,8 @@ def test_every_variant_is_there_with_its_figures(file: Path, brute: Figures) -> 
     found = what_if(from_file(file, world_size=8), a100s())
     assert figures_of(found) == brute
     assert found.too_large == 0
-    # (pp, dp, tp): 4 blocks and 12 heads leave out pp 8 and tp 8: 8 of the 10 products.
+    # (pp, dp, tp): 4 blocks rule out pp 8 and 12 heads rule out tp 8, so 8 of the 10 products
+    # remain.
     assert len({key[:3] for key in brute}) == 8
 
 
@@ -148,7 +151,9 @@ def test_a_variant_is_reached_by_its_text(file: Path) -> None:
 
 
 def test_the_530b_model_is_not_split_into_56_stages_with_a_bubble_of_half_the_step() -> None:
-    """Least memory and least traffic once made pp 56 x dp 40 x tp 2 the best of 4,480 GPUs."""
+    """An earlier version chose by least memory and least traffic. Of 4,480 GPUs, it found pp 56 x
+    dp 40 x tp 2 the best.
+    """
     training = from_file(FOLDER / "mt_nlg_530b.json", world_size=4480)
     found = what_if(training, a100s())
     assert found.best is not None
@@ -158,7 +163,7 @@ def test_the_530b_model_is_not_split_into_56_stages_with_a_bubble_of_half_the_st
 
 
 def test_no_variant_is_faster_on_more_nodes() -> None:
-    """Nothing is faster if the four ranks are on two nodes instead of one."""
+    """No variant is faster if the four ranks are on two nodes instead of one."""
     training = tiny("zero_optimization.stage=3", world_size=4)
     fast = what_if(training, a100s(gpus_per_node=4)).layouts
     slow = what_if(training, a100s(gpus_per_node=2)).layouts

@@ -1,4 +1,4 @@
-"""Small trainings for plans, of 12 heads and 4 blocks, those of ds_configs, and clusters."""
+"""Small trainings for plans (12 heads, 4 blocks), the trainings of ds_configs, and clusters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,13 +35,13 @@ WORLD_SIZES = {
 
 
 def tiny(*overrides: str, world_size: int = 1, **keys: Any) -> Training:
-    """A tiny training of 16 samples a step, with these changes."""
+    """Return a tiny training of 16 samples a step, with these changes."""
     stated = parse_config(small(**{**patch(*overrides), **keys}))
     return _training(stated, "tiny", world_size)
 
 
 def from_file(path: Path, *overrides: str, world_size: int) -> Training:
-    """The training of a file."""
+    """Return the training of a file."""
     stated = read_config(path, overrides)
     return _training(stated, path.stem, world_size)
 
@@ -52,12 +52,12 @@ def _training(stated: RunConfig, name: str, world_size: int) -> Training:
 
 
 def tiny_file(folder: Path, *overrides: str) -> Path:
-    """The tiny run as a file."""
+    """Write the tiny run to a file."""
     return write(folder / "tiny.json", small(**patch(*overrides)))
 
 
 def a100s(gpus_per_node: int = 8, memory_bytes: int | None = None) -> Cluster:
-    """A cluster of A100s with 80 GB, or with as many bytes as stated."""
+    """Return a cluster of A100s with 80 GB, or with the stated bytes."""
     device = DEVICES["a100-80gb"]
     return Cluster(
         device=replace(device, memory_bytes=memory_bytes or device.memory_bytes),

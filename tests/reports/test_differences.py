@@ -1,4 +1,4 @@
-"""`megaspeed compare-runs`: the first step and quantity at which two runs differ."""
+"""``megaspeed compare-runs``: the first step and quantity at which two runs differ."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.reports.written_runs import loss_at, written_run
 
 
 def edit(folder: Path, step: int, **values: object) -> None:
-    """Changes values of a recorded step."""
+    """Change values of a recorded step."""
     file = folder / "metrics.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
     for record in records:
@@ -93,7 +93,7 @@ def test_a_run_under_way_is_compared_as_far_as_it_has_come(
 
 
 def keep(folder: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Keeps some of the records of a run."""
+    """Keep only the wanted records of a run."""
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(line for line in lines if wanted(json.loads(line))))

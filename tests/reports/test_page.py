@@ -1,4 +1,4 @@
-"""`megaspeed report`: one page that a real browser shows without an error."""
+"""``megaspeed report``: one page that a real browser shows without an error."""
 
 import json
 import re
@@ -21,7 +21,9 @@ EVIL = "<script>alert(1)<!--&$_{^\"'"
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two runs: one resumed, with a name that would be a script; one under way."""
+    """Return the page of two runs. One was resumed, and its name would be a script. One is in
+    progress.
+    """
     folder = tmp_path_factory.mktemp("report")
     runs = [
         written_run(folder / EVIL, resumed_at=30),

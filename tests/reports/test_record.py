@@ -1,4 +1,4 @@
-"""A run folder is read in any state in which its run left it."""
+"""A run folder can be read in any state in which a run left it."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
 
 def test_a_step_takes_less_than_half_a_kilobyte_of_memory(tmp_path: Path) -> None:
     folder = written_run(tmp_path / "run", steps=3000)
-    read_run(folder)  # what is loaded once does not count
+    read_run(folder)  # modules that are loaded only once do not count
     tracemalloc.start()
     try:
         run = read_run(folder)

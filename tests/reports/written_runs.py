@@ -14,7 +14,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
 def loss_at(step: int) -> float:
-    """Falls from 5 to 2, with seven digits after the point."""
+    """Return a loss that falls from 5 to 2, with seven digits after the point."""
     return round(2 + 3 * math.exp(-step / 30) + 0.05 * math.sin(step), 7)
 
 
@@ -26,13 +26,13 @@ def written_run(
     factor_from: tuple[int, float] = (10**9, 1.0),
     **changes: Any,
 ) -> Path:
-    """A run of ``steps`` recorded steps of 60, with a validation every 20.
+    """Write a run of ``steps`` recorded steps of 60, with a validation every 20.
 
     Args:
-        folder: of the run.
-        steps: that it has taken.
+        folder: the folder of the run.
+        steps: the number of steps that it has taken.
         resumed_at: the step after which it was killed and resumed.
-        factor_from: from which step on the loss is multiplied, and by what.
+        factor_from: (step, factor). From this step on, the loss is multiplied by this factor.
         changes: keys of the JSON.
     """
     training = {"steps": 60, "run_dir": str(folder)}

@@ -1,4 +1,4 @@
-"""`megaspeed bench`: real turns on two ranks, refusals, and figures that a person can check."""
+"""``megaspeed bench``: real turns on two ranks, refusals, and figures that a person can check."""
 
 import json
 import os
@@ -47,7 +47,7 @@ BOTH = ["defaults", "guide"]
 def launched_alone(
     launch: LaunchEnvironment, cache: str, port: int, part: Callable[..., Any], *arguments: Any
 ) -> Any:
-    """Runs a rank of the pool with the variables that ``run_on_ranks`` sets."""
+    """Run a rank of the pool with the variables that ``run_on_ranks`` sets."""
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     os.environ |= {"MEGASPEED_CACHE": cache, "MASTER_PORT": str(port)}
@@ -56,10 +56,10 @@ def launched_alone(
 
 @pytest.fixture
 def failing(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets turns start on ranks of the pool. Those whose log file is in the list fail instead.
-    "Ctrl-C in" before the file's name stops the command in this turn.
+    """Start turns on ranks of the pool. A turn fails if its log file is in the returned list. If
+    the list has "Ctrl-C in" before the file's name, the command is stopped in this turn.
 
-    ``test_local_ranks.py`` tests the launch that it replaces, and ``test_gpu_check.py`` runs the
+    ``test_local_ranks.py`` tests the launch that this replaces, and ``test_gpu_check.py`` runs the
     complete command.
     """
     names: list[str] = []
@@ -79,7 +79,7 @@ def failing(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def bench(folder: Path, *options: str, **changes: Any) -> tuple[int, dict[str, Any]]:
-    """The exit code and the figures of the command on two ranks."""
+    """Return the exit code and the figures of the command on two ranks."""
     file, out = folder / "tiny.json", folder / "out"
     values = {
         "data": {"train": [str(TEXT)], "validation_fraction": 0.0, "sequence_length": 16},
@@ -127,7 +127,7 @@ def test_peers_of_the_data_axis_train_the_same_task(
             assert len(row["turns"]) == 1 and len(row["turns"][0]) == 2
             expected = row["step_seconds"]["median"] / own["step_seconds"]["median"]
             assert row["ratio"]["median"] == pytest.approx(expected)
-            # transformers draws its own weights
+            # transformers draws other initial weights
             tolerance = 5e-2 if name == "hf-deepspeed" else 1e-6
             assert row["first_loss"] == pytest.approx(own["first_loss"], rel=tolerance)
     out = tmp_path / "out"
@@ -155,7 +155,7 @@ def test_one_peer_alone_trains_the_run_alone_beside_compiled_blocks(
 def trained_by_fsdp2(
     launch: LaunchEnvironment, settings: Settings, run: Run, corpus: PreparedCorpus
 ) -> tuple[list[float], int]:
-    """The losses of three steps, and the bytes that a rank gathers in the last one."""
+    """Return the losses of three steps, and the bytes that a rank gathers in the last one."""
     with ParallelContext.create(run.grid, launch, timeout_seconds=60) as context:
         step = TRAINERS["fsdp2", settings](run, context).train_step
         inputs, samples = StepInputs(run, corpus, context), run.batch.train_batch_size
@@ -169,7 +169,7 @@ def trained_by_fsdp2(
 def test_fsdp2_gathers_once_a_step_if_every_rank_of_the_run_holds_the_weights(
     pool: RankPool, tmp_path: Path, stage: int
 ) -> None:
-    """With both settings it trains the same. At ZeRO-3 both gather in every micro-batch."""
+    """It trains the same with both settings. At ZeRO-3, both gather in every micro-batch."""
     run = tiny_run(TEXT, dp=2, zero_optimization={"stage": stage})
     assert run.batch.gradient_accumulation_steps == 4
     (defaults, sent), (guide, sent_by_guide) = (
@@ -326,7 +326,7 @@ def test_the_host_bound_workload_keeps_what_the_host_launches(tmp_path: Path) ->
 
 
 def a_turn(seconds: list[float], loss: float = 5.0, peak: int = 2**30) -> list[TimedRank]:
-    """Two ranks; the second one has a quarter of the memory."""
+    """Return a turn of two ranks. The second one has a quarter of the memory."""
     first = TimedRank(
         losses=[loss],
         grad_norm=1.0,
@@ -340,7 +340,7 @@ def a_turn(seconds: list[float], loss: float = 5.0, peak: int = 2**30) -> list[T
 
 
 def a_result(*turns: tuple[str, list[list[TimedRank]]], device: str = "CPU") -> BenchResult:
-    """Of contestants, whose settings may follow the name."""
+    """Return a result of contestants. The settings of a contestant may follow its name."""
     run = tiny_run(TEXT, dp=2, bf16={"enabled": device != "CPU"})
     rows = []
     for title, each in turns:
@@ -372,7 +372,7 @@ def test_the_ratio_is_that_of_neighbouring_turns() -> None:
     )
     own, theirs = result.better(RUN)
     assert own.ratio is None and theirs.ratio is not None
-    assert theirs.ratio.median == 2.0  # of 1.5, 2 and 2.5
+    assert theirs.ratio.median == 2.0  # the median of 1.5, 2 and 2.5
     assert (theirs.ratio.lower, theirs.ratio.upper) == (1.75, 2.25)
     assert own.step_seconds.median == 2.0 and theirs.step_seconds.median == 4.0
     assert theirs.peak_bytes == 2**30
@@ -397,7 +397,7 @@ def test_the_row_of_a_peer_is_that_of_its_better_settings() -> None:
 
 
 def test_the_better_settings_are_those_with_the_lower_ratio() -> None:
-    """The machine is slow in the first turn, and the defaults took one turn fewer."""
+    """The machine is slow in the first turn, and the defaults took one turn less."""
     result = a_result(
         (MEGASPEED, [a_turn([9.0]), a_turn([1.0]), a_turn([1.0])]),
         ("fsdp2 defaults", [a_turn([13.5]), a_turn([1.5])]),
@@ -414,7 +414,9 @@ def test_without_megaspeeds_figures_there_is_no_ratio() -> None:
 
 
 def test_operations_are_those_of_the_formula_that_is_printed() -> None:
-    """3 blocks of 12 x 32^2 weights, 301 x 32 of the head, 16 tokens, 4 heads of 8."""
+    """The model has 3 blocks of 12 x 32^2 weights, 301 x 32 of the head, 16 tokens,
+    4 heads of 8.
+    """
     for device, peak, heading in (("CPU", 2e9, "of matmul"), ("NVIDIA A100", 311.8e12, "MFU")):
         result = a_result((MEGASPEED, [a_turn([2.0])]), device=device)
         weights, attention = 3 * 12 * 32**2 + 301 * 32, 4 * 16 * 32 * 3
@@ -460,7 +462,7 @@ def test_the_figures_of_a_chart_do_not_touch_its_title(tmp_path: Path) -> None:
     text = (tmp_path / "bench.svg").read_text()
 
     def height(words: str) -> float:
-        """Of the text, in points from the upper edge of the picture."""
+        """Return the height of the text, in points from the upper edge of the picture."""
         found = re.search(rf'<text [^>]*(?: y="|translate\([\d.]+ )([\d.]+)[^>]*>{words}', text)
         assert found is not None
         return float(found[1])

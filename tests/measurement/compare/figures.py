@@ -17,12 +17,12 @@ TEXT = Path(__file__).parents[3] / "LICENSE"
 
 
 def run() -> Run:
-    """24 samples of 16 tokens a step."""
+    """Return a run of 24 samples of 16 tokens a step."""
     return tiny_run(TEXT, pp=2, dp=2)
 
 
 def watched(rank: int, *, activations: int, sent: int) -> RankMeasurement:
-    """A rank with 10 MiB of states, and this many MiB of other memory and of traffic."""
+    """Return a rank with 10 MiB of states, and this many MiB of other memory and of traffic."""
     states = MemoryBytes(parameters=2 * MIB, gradients=2 * MIB, optimizer_states=6 * MIB)
     return RankMeasurement(
         rank=rank,
@@ -38,7 +38,7 @@ def watched(rank: int, *, activations: int, sent: int) -> RankMeasurement:
 
 
 def all_watched() -> list[RankMeasurement]:
-    """Rank 1 is the fullest of pipeline stage 0, rank 2 of pipeline stage 1."""
+    """Return all ranks. Rank 1 has the most memory of pipeline stage 0, and rank 2 of stage 1."""
     return [
         watched(0, activations=5, sent=3),
         watched(1, activations=6, sent=2),
@@ -48,7 +48,9 @@ def all_watched() -> list[RankMeasurement]:
 
 
 def turn(*ms: float, loss: float = 2.5) -> list[TimedRank]:
-    """Four ranks, each 10 ms slower than the one before. The first step, of 9 s, warms up."""
+    """Return a turn of four ranks, each 10 ms slower than the previous one. The first step, of 9 s,
+    is the warm-up.
+    """
     return [
         TimedRank(
             losses=[3.0, 2.75, loss],
@@ -64,7 +66,9 @@ def turn(*ms: float, loss: float = 2.5) -> list[TimedRank]:
 
 
 def predictions() -> list[StageBytes]:
-    """12 + 8 MiB if 10 + 6 are measured, then 10 + 2 as measured; traffic is right."""
+    """Return predictions: 12 + 8 MiB where 10 + 6 are measured, then 10 + 2 as measured. The
+    predicted traffic is correct.
+    """
     states = MemoryBytes(parameters=2 * MIB, gradients=2 * MIB, optimizer_states=6 * MIB)
     more = replace(states, gradients=4 * MIB)
     return [
@@ -82,22 +86,22 @@ def predictions() -> list[StageBytes]:
 
 
 def trained(row: ComparedRow, loss: float = 2.5) -> ComparedRow:
-    """The row with the figures of its ranks and of the formulas."""
+    """Return the row with the figures of its ranks and of the formulas."""
     turns = [turn(250, 125, 500, loss=loss)]
     return replace(row, turns=turns, extras=[all_watched()], predicted=predictions())
 
 
 def zero_0() -> ComparedRow:
-    """ZeRO-0, which has one setting of gradient_reduction."""
+    """Return ZeRO-0, which has one setting of gradient_reduction."""
     return zero_rows(run(), [0], "cpu")[0]
 
 
 def zero_2() -> list[ComparedRow]:
-    """ZeRO-2, which has two."""
+    """Return the rows of ZeRO-2, which has two settings of gradient_reduction."""
     return zero_rows(run(), [2], "cpu")
 
 
 def result(*others: ComparedRow) -> ComparisonResult:
-    """ZeRO-0 and these rows."""
+    """Return the result of ZeRO-0 and these rows."""
     rows: Sequence[ComparedRow] = [trained(zero_0()), *others]
     return ComparisonResult(run=run(), turns=1, steps=3, rows=rows)

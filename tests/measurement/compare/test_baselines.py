@@ -1,4 +1,4 @@
-"""torch's DDP and FSDP2 train what ZeRO-0 trains: same losses, norms and weights."""
+"""torch's DDP and FSDP2 train the same as ZeRO-0: the same losses, norms and weights."""
 
 import math
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from tests.support.tiny import LLAMA, short_documents, tiny_corpus, tiny_run
 TEXT = Path(__file__).parents[3] / "LICENSE"
 STEPS = 4
 DP = 2
-SAMPLES = 24  # of a step
+SAMPLES = 24  # in each step
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -91,7 +91,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def averaged(ranks: list[Trained]) -> Trained:
-    """Rank 0's, with the mean loss of all ranks."""
+    """Return rank 0's results, with the mean loss of all ranks."""
     losses = zip(*(rank.losses for rank in ranks), strict=True)
     return replace(ranks[0], losses=[sum(each) / DP for each in losses])
 
@@ -125,7 +125,7 @@ class Trainings:
         return tiny_run(self._text, dp=DP, **RUNS[name])
 
     def zero(self, name: str) -> Trained:
-        """Rank 0's."""
+        """Return ZeRO-0's results on rank 0."""
         if f"zero, {name}" not in self._known:
             run = self.run(name)
             trained = self._pool.run(DP, train_zero, run, tiny_corpus(run, self._cache))
@@ -133,7 +133,9 @@ class Trainings:
         return self._known[f"zero, {name}"][0]
 
     def baselines(self, name: str) -> list[Trained]:
-        """Rank 0's: DDP, FSDP2, and if it has two settings, the one that reduces once, last."""
+        """Return rank 0's results of DDP and FSDP2. If FSDP2 has two settings, the one that reduces
+        once comes last.
+        """
         if name not in self._known:
             run = self.run(name)
             corpus = tiny_corpus(run, self._cache)
@@ -165,21 +167,24 @@ def test_baselines_end_with_the_weights_of_zero_0(name: str, trainings: Training
         assert baseline.weights.keys() == zero.weights.keys()
         for parameter, weight in baseline.weights.items():
             expected = zero.weights[parameter][: len(weight)]  # without padding of the vocabulary
-            # AdamW's first steps are lr x sign(gradient), which makes much of a tiny gradient.
+            # AdamW's first steps are lr x sign(gradient), so a tiny difference of a gradient
+            # matters.
             torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_their_states_and_traffic_are_those_of_the_shapes(trainings: Trainings) -> None:
-    """fp32: 4 bytes a parameter and gradient, 8 for AdamW's moments; 1/2 of all with FSDP2.
+    """In fp32, a parameter and a gradient have 4 bytes each, AdamW's moments 8. FSDP2 has half of
+    all.
 
-    An odd number of rows is cut with one more on rank 0, and travels as if all had it. Of a message
-    of S bytes a rank of two sends S/2 in a gather or a reduce-scatter and S in an all-reduce.
+    If the number of rows is odd, rank 0 has one more, and messages have the size of rank 0's part.
+    For a message of S bytes, a rank of two sends S/2 in a gather or a reduce-scatter, and S in an
+    all-reduce.
     """
     run = trainings.run("gpt2, tied")
     shapes = {name: p.shape for name, p in parameters_of(run.config.model).items()}
     whole = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
     half = {name: 4 * -(-s[0] // 2) * math.prod(s[1:]) for name, s in shapes.items()}
-    steps_taken = 4 * len(shapes)  # AdamW counts them in a number for each parameter
+    steps_taken = 4 * len(shapes)  # AdamW counts them with one number for each parameter
     blocks = sum(size for name, size in half.items() if name.startswith("blocks."))
     micro_batches = run.batch.gradient_accumulation_steps
     everything, part = sum(whole.values()), sum(half.values())
@@ -197,10 +202,11 @@ def test_their_states_and_traffic_are_those_of_the_shapes(trainings: Trainings) 
     assert per_step.states == MemoryBytes(
         parameters=part, gradients=everything, optimizer_states=2 * part + steps_taken
     )
-    gathered = micro_batches * (part + blocks)  # all for forward, the blocks again for backward
+    # All parameters for forward, the blocks again for backward.
+    gathered = micro_batches * (part + blocks)
     for trained, reductions in ((per_micro_batch, micro_batches), (per_step, 1)):
         assert trained.traffic == {
             ("dp", "all_gather"): gathered,
             ("dp", "reduce_scatter"): reductions * part,
-            ("world", "all_reduce"): 8,  # the norm
+            ("world", "all_reduce"): 8,  # for the norm
         }

@@ -1,4 +1,4 @@
-"""`megaspeed compare`, from the command line to the exit code, on real ranks."""
+"""``megaspeed compare``, from the command line to the exit code, on real ranks."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def command(config: Path, *options: str) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of a user whose PATH does not contain the virtual environment."""
+    """Return the environment of a user whose PATH does not contain the virtual environment."""
     return {
         "PATH": "/usr/bin:/bin",
         "HOME": str(folder),
@@ -67,13 +67,15 @@ TORCHRUN = {
 
 
 def ranks_of(process: psutil.Process) -> list[psutil.Process]:
-    """The ranks of this process, which are forked from a child that has imported what they need."""
+    """Return the ranks of this process. They are forked from a child that has imported their
+    modules.
+    """
     return [rank for child in process.children() for rank in child.children()]
 
 
 @pytest.mark.timeout(400)
 def test_stages_and_a_baseline_side_by_side(tmp_path: Path) -> None:
-    """Started as a rank of torchrun would start it. Its own ranks use another master port."""
+    """The command is started as a rank of torchrun. Its own ranks use another master port."""
     config = write_config(tmp_path)
     done = subprocess.run(
         command(config, "--stages", "3", "--baselines", "ddp", "--json", f"{tmp_path}/f.json"),
@@ -104,7 +106,8 @@ def test_stages_and_a_baseline_side_by_side(tmp_path: Path) -> None:
     states = {label: row["pipeline_stages"][0]["states_bytes"] for label, row in rows.items()}
     assert states["DDP"]["predicted"] is None
     assert states["ZeRO-3"]["predicted_over_measured"]["total"] == pytest.approx(1.0, rel=0.02)
-    # DDP keeps two complete moments; ZeRO on two ranks half of them and of the fp32 master weights.
+    # DDP keeps two complete moments. ZeRO on two ranks keeps half of the moments and of the fp32
+    # master weights.
     whole, halved = (states[label]["measured"]["optimizer_states"] for label in ("DDP", "ZeRO-3"))
     assert halved / whole == pytest.approx((4 + 8) / 2 / 8, rel=0.02)
 

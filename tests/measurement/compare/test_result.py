@@ -1,4 +1,4 @@
-"""Records of ranks become the figures of a row, and the verdict on all rows."""
+"""Records of ranks become the figures of a row and the verdict on all rows."""
 
 import json
 import math

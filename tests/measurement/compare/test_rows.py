@@ -15,7 +15,7 @@ TEXT = Path(__file__).parents[3] / "LICENSE"
 
 
 def run(**changes: Any) -> Run:
-    """24 samples a step, in 4 micro-batches unless ``changes`` state otherwise."""
+    """Return a run of 24 samples a step, in 4 micro-batches unless ``changes`` state otherwise."""
     return tiny_run(TEXT, **changes)
 
 
@@ -32,7 +32,9 @@ def run(**changes: Any) -> Run:
 def test_stages_2_and_3_have_two_rows_if_the_time_of_reduction_makes_a_difference(
     changes: dict[str, Any], stages: tuple[int, ...], labels: list[str]
 ) -> None:
-    """It makes none with one micro-batch or one data rank. Rows are in order and unique."""
+    """The time makes no difference with one micro-batch or one data rank. Rows are in order and
+    unique.
+    """
     assert [row.label for row in zero_rows(run(**changes), stages, "cpu")] == labels
 
 

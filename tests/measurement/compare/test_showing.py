@@ -16,7 +16,7 @@ BASELINE = ComparedRow(
 
 
 def shown(result: ComparisonResult) -> str:
-    """What the terminal shows, in one line."""
+    """Return the output on the terminal, as one line."""
     return " ".join(report(result).on_screen.split())
 
 
@@ -61,7 +61,7 @@ def test_the_files_have_the_text_of_the_screen_and_then_complete_tables(tmp_path
 
 
 def test_the_noise_is_stated_with_its_origin() -> None:
-    """In logs, the rests of both rows are 0.001, -0.002 and 0.001, with both signs."""
+    """In logs, the residuals of both rows are 0.001, -0.002 and 0.001, with opposite signs."""
 
     def compared(rest: float) -> str:
         rows = [
@@ -71,7 +71,7 @@ def test_the_noise_is_stated_with_its_origin() -> None:
         ]
         return shown(replace(result(), turns=3, steps=1, rows=rows))
 
-    # two degrees of freedom, so t is 9.92: 9.92 x sqrt(2 / 3 x 12e-6 / 2) = 0.0198
+    # there are two degrees of freedom, so t is 9.92: 9.92 x sqrt(2 / 3 x 12e-6 / 2) = 0.0198
     assert "3 turns of 1 timed step each. The noise is 2.0%: equally fast" in compared(0.001)
     assert "The noise is over 100%: equally fast" in compared(0.1)
     text = shown(result())

@@ -15,7 +15,7 @@ ROWS = zero_rows(run(), [0, 1, 2], "cpu")
 
 
 def row(index: int, *, ms: Sequence[int], peak: int, sent: int) -> ComparedRow:
-    """The row at ``index``: its step in each turn in milliseconds, peak and bytes sent in MiB."""
+    """Return the row at ``index``: its step in each turn in ms, its peak and sent bytes in MiB."""
     measured = replace(
         watched(0, activations=0, sent=0),
         peak=MemoryBytes(parameters=peak * MIB),
@@ -25,12 +25,12 @@ def row(index: int, *, ms: Sequence[int], peak: int, sent: int) -> ComparedRow:
 
 
 def verdict_on(*rows: ComparedRow) -> str:
-    """On a device of 64 MiB."""
+    """Return the verdict on a device of 64 MiB."""
     return verdict(ComparisonResult(run=run(), turns=3, steps=1, rows=rows))
 
 
 def test_the_fastest_row_is_recommended_with_its_time() -> None:
-    """Rows that keep their ratio while the machine's speed drifts have no noise."""
+    """Rows have no noise if their ratio is constant while the machine's speed changes."""
     text = verdict_on(
         row(0, ms=[100, 110, 105], peak=60, sent=1), row(1, ms=[200, 220, 210], peak=20, sent=1)
     )
@@ -50,7 +50,9 @@ def test_of_rows_within_the_noise_the_one_with_the_lowest_peak_is_recommended() 
 
 
 def test_whichever_of_equal_rows_chance_makes_the_fastest_the_verdict_is_the_same() -> None:
-    """Three runs of three rows of equal bytes; each time, another row has the best turns."""
+    """There are three runs of three rows with equal bytes. Each time, another row has the best
+    turns.
+    """
     times = [[100, 104, 101], [103, 101, 105], [102, 103, 99]]
     verdicts = set()
     for shift in range(3):

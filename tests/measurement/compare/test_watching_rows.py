@@ -1,4 +1,6 @@
-"""Counting memory and traffic: if it fails, the times stay; compiled blocks count as others."""
+"""Measuring memory and traffic. If it fails, the times stay. Compiled blocks have
+the same figures.
+"""
 
 import time
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ TEXT = Path(__file__).parents[3] / "LICENSE"
 
 
 def fail_to_watch(*_: object) -> None:
-    """In place of ``measure``, on rank 1. The other rank waits for it in a collective."""
+    """Replace ``measure`` and fail on rank 1. The other rank waits for it in a collective."""
     if dist.get_rank() == 1:
         raise RuntimeError("an operator is not known")
     time.sleep(600)

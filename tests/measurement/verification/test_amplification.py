@@ -1,4 +1,6 @@
-"""The limit of later steps is measured on one process. It is at least step 1's, and capped."""
+"""The tolerance of later steps is measured on one process. It has a lower limit, that of step 1,
+and an upper limit.
+"""
 
 import functools
 import math
@@ -110,7 +112,7 @@ def test_shuffled_samples_are_the_same_rows_in_another_order() -> None:
 def test_one_process_on_shuffled_samples_differs_by_rounding_alone(
     micro_batches: int, tmp_path: Path
 ) -> None:
-    # Dropout and documents apart: each must stay with its sample.
+    # This tests dropout and documents separately. Each must stay with its sample.
     run = tiny_run(
         short_documents(TEXT, tmp_path),
         model={"attention_dropout": 0.2, "residual_dropout": 0.2},

@@ -1,4 +1,4 @@
-"""The arithmetic of "equal": relative to the reference, and never true of what is not a number."""
+"""The arithmetic of "equal": it is relative to the reference, and NaN equals nothing."""
 
 import json
 import math

@@ -26,7 +26,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_hand(run: Run, corpus: PreparedCorpus) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and final weights of a minimal loop in torch, without micro-batches."""
+    """Return losses and final weights of a minimal loop in torch, without micro-batches."""
     model = GPT(run.config.model)
     initialize(model, run.config.model, run.config.training.seed)
     matrices = [p for p in model.parameters() if p.dim() == 2]

@@ -1,4 +1,4 @@
-"""`megaspeed verify`, from the command line to the exit code, on two real ranks."""
+"""``megaspeed verify``, from the command line to the exit code, on two real ranks."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def run_to_the_end(program: list[str], config: Path) -> tuple[int, str, dict[str, Any]]:
-    """(exit code, what was printed, what was written as JSON)."""
+    """Run the program. Return (exit code, its output, the JSON that it writes)."""
     figures = config.with_name("figures.json")
     done = run_on_two_ranks([*program, "--json", str(figures)], config)
     assert figures.exists(), done.stderr

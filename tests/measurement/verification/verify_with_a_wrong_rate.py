@@ -1,7 +1,7 @@
-"""`megaspeed verify` of a build with one mistake that no first step shows: from step 2 on the ranks
-take their steps at 1.5 times the learning rate.
+"""Run ``megaspeed verify`` with a mistake that the first step does not show.
 
-The ranks import this file too, as every program's main file, so the mistake is theirs.
+From step 2 on, the ranks use 1.5 times the learning rate. The ranks import this file, as they
+import every program's main file. So they have the mistake, too.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""`megaspeed verify` of a build with one mistake: the two pipeline stages that share the embedding
-do not add up their gradients.
+"""Run ``megaspeed verify`` with a mistake: a tied embedding's gradients are not added up.
 
-The ranks import this file too, as every program's main file, so the mistake is theirs; the plain
-process has no engine that could make it.
+The embedding is on two pipeline stages. The ranks import this file, as they import every program's
+main file. So they have the mistake, too. The plain process has no engine, so it cannot have the
+mistake.
 """
 
 import sys
@@ -12,7 +12,7 @@ from megaspeed.zero.engine import ZeroEngine
 
 
 def keep_to_oneself(engine: ZeroEngine) -> None:
-    """Keeps a pipeline stage's part of the embedding's gradient without adding the other."""
+    """Keep a pipeline stage's part of the embedding's gradient without adding the other part."""
 
 
 ZeroEngine.reduce_tied_gradients = keep_to_oneself  # type: ignore[assignment]

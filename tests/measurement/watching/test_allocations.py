@@ -57,7 +57,7 @@ def test_unclaimed_memory_is_found_if_python_can_reach_it() -> None:
 
 
 def test_a_sparse_tensor_is_skipped() -> None:
-    """A single one in the process used to prevent all counting on a rank."""
+    """In an earlier version, one sparse tensor in the process prevented all counting on a rank."""
     sparse = torch.eye(2).to_sparse()
     log = AllocationLog(CPU)
     log.claim_everything_else_alive("communication_buffers")

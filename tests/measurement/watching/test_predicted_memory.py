@@ -1,6 +1,6 @@
-"""Memory predicted from the configuration is memory held by real ranks.
+"""The memory predicted from the configuration is the memory of real ranks.
 
-States: within 2 %. The highest moment of a step: within 10 %.
+States agree within 2 %, and the peak of a step within 10 %.
 """
 
 import functools
@@ -22,7 +22,7 @@ from tests.zero.one_rank import LEARNING_RATE, one_rank
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 1003}
 LONG = {"model": {**WIDE, "max_position_embeddings": 64}, "data": {"sequence_length": 64}}
 TWO_MICRO_BATCHES = {"train_batch_size": 12, "gradient_accumulation_steps": 2}
-# Few tokens and many parameters: the highest moment is in the backward pass or in the reduction.
+# There are few tokens and many parameters, so the peak is in the backward or in the reduction.
 FEW_TOKENS: dict[str, Any] = {
     "model": {**WIDE, "hidden_size": 128, "vocab_size": 301},
     "train_batch_size": 4,
@@ -34,12 +34,12 @@ RECOMPUTED = {"parallel": {"activation_checkpointing": "full"}}
 INT8 = {"parallel": {"gradient_compression": {"type": "int8"}}}
 POWER_SGD = {"parallel": {"gradient_compression": {"type": "powersgd", "start_step": 1}}}
 SELECTIVE = {"parallel": {"activation_checkpointing": "selective"}}
-# Rows so long that the masks are a large part of the activations.
+# Rows are so long that the masks are a large part of the activations.
 RESET = {
     "model": {**WIDE, "vocab_size": 301, "max_position_embeddings": 512},
     "data": {"sequence_length": 512, "reset_at_documents": True},
 }
-# One mask of a sliding window, however many micro-batches are in flight.
+# One mask of a sliding window exists, for any number of micro-batches in flight.
 WINDOW = {
     "model": {**LLAMA, **WIDE, "vocab_size": 301, "max_position_embeddings": 512}
     | {"sliding_window": 40},
@@ -62,7 +62,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_measured_step(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> RankMeasurement:
-    """A first step makes the optimizer's states, a second one is measured."""
+    """Train a first step, which creates the optimizer's states, and measure a second step."""
     with one_rank(launch, run, corpus) as rank:
         rank.train_step(0)
         load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
@@ -70,7 +70,7 @@ def one_measured_step(
 
 
 def measured_by_stage(pool: RankPool, run: Run, cache: Path) -> list[list[RankMeasurement]]:
-    """For each pipeline stage, the measurements of its ranks."""
+    """Return the measurements of the ranks of each pipeline stage."""
     ranks = pool.run(run.grid.world_size, one_measured_step, run, tiny_corpus(run, cache))
     return [[m for m in ranks if m.pipeline_stage == stage] for stage in range(run.grid.pp)]
 
@@ -91,8 +91,8 @@ def states_only(memory: MemoryBytes) -> tuple[int, int, int]:
 def test_states_of_every_zero_stage(
     pool: RankPool, text: Path, cache: Path, pp: int, dp: int, tp: int, variant: dict[str, Any]
 ) -> None:
-    """On every rank, with layers and vocabulary split unevenly; and each stage divides by dp what
-    it promises to: optimizer states from 1 on, gradients from 2 on, parameters from 3 on.
+    """This holds on every rank, with layers and vocabulary split unevenly. Each stage divides its
+    states by dp: optimizer states from 1 on, gradients from 2 on, parameters from 3 on.
     """
     first_ranks: list[list[MemoryBytes]] = []
     for zero_stage in range(4):
@@ -124,7 +124,7 @@ def test_states_of_every_zero_stage(
 def test_states_of_compressed_gradients(
     pool: RankPool, text: Path, cache: Path, how: dict[str, Any]
 ) -> None:
-    """Feedback is another fp32 gradient, and the reduced one has memory of its own."""
+    """Feedback has the size of an fp32 gradient, and the reduced gradient has memory of its own."""
     for zero_stage in (0, 1, 3):
         run = tiny_run(text, dp=2, **merge(how, {"zero_optimization": {"stage": zero_stage}}))
         (ranks,) = measured_by_stage(pool, run, cache)
@@ -237,11 +237,11 @@ def test_the_peak_of_a_step(pool: RankPool, text: Path, cache: Path, name: str) 
 def test_the_peak_falls_from_zero_stage_to_zero_stage(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    """Eight blocks: ZeRO-3 has two of them gathered at a time."""
+    """There are eight blocks, of which ZeRO-3 gathers two at a time."""
     model = {**FEW_TOKENS["model"], "hidden_size": 64, "num_hidden_layers": 8}
     peaks = []
     for zero_stage in range(4):
-        zero = {"stage": zero_stage, "reduce_bucket_size": 12 * 64**2}  # a block
+        zero = {"stage": zero_stage, "reduce_bucket_size": 12 * 64**2}  # the size of a block
         run = tiny_run(
             text,
             dp=3,
@@ -253,5 +253,5 @@ def test_the_peak_falls_from_zero_stage_to_zero_stage(
         (ranks,) = measured_by_stage(pool, run, cache)
         peaks.append(max(rank.peak.total for rank in ranks))
     assert peaks == sorted(peaks, reverse=True)
-    # Of 20 bytes a parameter a third, and what is gathered and in buckets beside it.
+    # A third of 20 bytes a parameter, plus gathered layers and buckets.
     assert peaks[3] < 0.6 * peaks[0]

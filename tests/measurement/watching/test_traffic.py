@@ -1,4 +1,4 @@
-"""The log counts what torch sends, on known messages and compared with a second count."""
+"""The log counts what torch sends, for known messages and compared with a second count."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def traffic_of(launch: LaunchEnvironment, grid: Grid, send: Sending) -> Traffic:
 
 
 def one_of_each(context: ParallelContext) -> None:
-    """60 fp32 numbers, 240 bytes, in every collective over the data axis of three ranks."""
+    """Send 60 fp32 numbers, 240 bytes, in every collective over the data axis of three ranks."""
     numbers, part = torch.ones(60), torch.ones(20)
     dist.all_reduce(numbers, group=context.dp_group)
     dist.all_gather_single(numbers, part, group=context.dp_group)
@@ -71,7 +71,7 @@ def test_every_collective_is_counted_with_its_message(pool: RankPool) -> None:
 
 
 def along_every_axis(context: ParallelContext) -> None:
-    """100, 200, ... bytes, and a send from the first pipeline stage to the last."""
+    """Send 100, 200, ... bytes, and a message from the first pipeline stage to the last."""
     for group, length in (
         (context.tp_group, 25),
         (context.dp_group, 50),
@@ -151,7 +151,7 @@ def test_messages_of_torchs_own_reducer_are_counted(pool: RankPool) -> None:
 
 # --- a second way of counting ---------------------------------------------------------------------
 
-# Method of a process group -> what it is, and which of its arguments is the message.
+# Method of a process group -> (its collective, the index of the argument that is the message).
 METHODS: dict[str, tuple[Any, int]] = {
     "allreduce": ("all_reduce", 0),
     "allgather": ("all_gather", 0),
@@ -175,7 +175,7 @@ METHODS: dict[str, tuple[Any, int]] = {
 
 @contextmanager
 def watched_groups() -> Iterator[Counter[tuple[str, Any, int]]]:
-    """Counts bytes by (group, collective, ranks) when Python passes them to a process group."""
+    """Count bytes by (group, collective, ranks) when Python passes them to a process group."""
     counted: Counter[tuple[str, Any, int]] = Counter()
 
     def watched(method: Callable[..., Any], collective: str, index: int) -> Callable[..., Any]:
@@ -198,7 +198,7 @@ def watched_groups() -> Iterator[Counter[tuple[str, Any, int]]]:
 def counted_twice(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[Counter[str], Counter[str]]:
-    """A step's bytes by collective: by the log, and by the methods of the groups."""
+    """Return a step's bytes by collective: from the log, and from the methods of the groups."""
     with (
         one_rank(launch, run, corpus) as rank,
         TrafficLog(rank.context) as log,

@@ -8,9 +8,9 @@ from megaspeed.planning.costs.traffic import Collective, Messages, bytes_sent
 @pytest.mark.parametrize(
     ("collective", "sent"),
     [
-        ("reduce_scatter", 750),  # three of four parts of 250 bytes leave the rank
-        ("all_gather", 750),  # its own 250 bytes and two that it passes on
-        ("all_reduce", 1500),  # one after the other
+        ("reduce_scatter", 750),  # a rank sends three of four parts of 250 bytes
+        ("all_gather", 750),  # its own 250 bytes, and two parts that it passes on
+        ("all_reduce", 1500),  # a reduce_scatter, then an all_gather
         ("reduce", 750),  # three of four ranks pass 1000 bytes on
         ("broadcast", 750),
         ("send", 1000),
@@ -26,7 +26,9 @@ def test_a_rank_alone_sends_nothing(collective: Collective) -> None:
 
 
 def test_reducing_to_the_owners_and_gathering_is_an_all_reduce() -> None:
-    """Rajbhandari et al. 2020, section 7.1: why ZeRO-1 and 2 cost no more than data parallelism."""
+    """Therefore ZeRO-1 and 2 cost no more than data parallelism (Rajbhandari et al. 2020, section
+    7.1).
+    """
     size = 5 * 1024
     assert bytes_sent("all_reduce", size, 5) == 2 * 4 * 1024
     assert bytes_sent("reduce", size, 5) + bytes_sent("all_gather", size, 5) == 2 * 4 * 1024

@@ -1,4 +1,6 @@
-"""The memory that a layer keeps, compared with the paper's formula and with the layer."""
+"""The memory that a layer saves for backward, compared with the paper's formula and
+with the layer.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -29,8 +31,9 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_gpt2_block_keeps_what_korthikanti_et_al_count(tp: int, sequence_parallel: bool) -> None:
-    """s b h (10 + 24 / t) bytes in 16 bits, or s b h 34 / t with sequence parallelism, without the
-    attention matrix, which the fused kernel does not keep, and two dropout masks of one byte.
+    """In 16 bits, the block saves s b h (10 + 24 / t) bytes, or s b h 34 / t with sequence
+    parallelism. This omits the attention matrix, which the fused kernel does not save, and two
+    dropout masks of one byte.
     """
     run = tiny_run(TEXT, tp=tp, parallel={"sequence_parallel": sequence_parallel}, **BF16)
     layers = Activations(run, "cuda")
@@ -54,9 +57,9 @@ def test_with_full_recomputation_a_block_keeps_2_sbh_bytes() -> None:
 def test_with_selective_recomputation_a_gpt2_block_keeps_its_products(
     tp: int, sequence_parallel: bool
 ) -> None:
-    """In 16 bits, s b h (4 + 16 / t) bytes, and fp32 row sums of the softmax: of each element of
-    hidden states, the block's output and the sum before the MLP; queries, keys, values, the
-    attention's output, and 4 of the feed-forward layer.
+    """In 16 bits, the block saves s b h (4 + 16 / t) bytes, and fp32 row sums of the softmax. For
+    each element of the hidden states, these are the block's output and the sum before the MLP;
+    queries, keys, values, the attention's output, and 4 elements of the feed-forward layer.
     """
     parallel = {"sequence_parallel": sequence_parallel, "activation_checkpointing": "selective"}
     run = tiny_run(TEXT, tp=tp, parallel=parallel, **BF16)
@@ -88,7 +91,9 @@ def test_the_first_blocks_of_a_stage_are_recomputed(recomputation: str) -> None:
 
 
 def run_block(run: Run, precision: str) -> tuple[int, int, int]:
-    """(kept, most in the forward, most in both) of one block on this CPU, without gradients."""
+    """Return (saved, peak of the forward, peak of both passes) of one block on this CPU, without
+    gradients.
+    """
     model = run.config.model
     selective = run.config.parallel.activation_checkpointing == "selective"
     compose = recomputing if selective else keeping
@@ -107,7 +112,7 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     if model.positions == "rotary":
         angles = RotaryAngles(model).of(positions, shape[1], x.dtype, x.device)
     y = block(x, samples, angles, mask, cu_seqlens)
-    y.backward(gradient := torch.randn_like(y))  # first uses make constants
+    y.backward(gradient := torch.randn_like(y))  # the first use creates constants
     for parameter in block.parameters():
         parameter.grad = None
     x.grad = None
@@ -188,7 +193,7 @@ def test_a_compiled_block_recomputes_the_same() -> None:
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_the_first_block_of_a_stage_keeps_positions_and_a_mask_only_in_fp32(bf16: bool) -> None:
-    """4 bytes a token for the positions. In fp32 on a GPU, 4 B S^2 bytes for the mask."""
+    """Positions take 4 bytes a token. In fp32 on a GPU, the mask takes 4 B S^2 bytes."""
     precision: dict[str, Any] = {"bf16": {"enabled": bf16}}
     run = tiny_run(TEXT, data={"reset_at_documents": True}, **precision)
     rows, sequence = run.batch.micro_batch_size, run.config.data.sequence_length
@@ -214,7 +219,7 @@ def test_a_window_has_a_mask_on_a_cpu_and_in_fp32(bf16: bool) -> None:
 def test_attention_dropout_keeps_two_square_matrices_and_no_mask(
     shape: dict[str, Any], precision: str
 ) -> None:
-    """Rows so long that the square matrices are most of what is kept."""
+    """Rows are so long that the square matrices are most of the saved memory."""
     run = tiny_run(
         TEXT,
         model={**shape, "attention_dropout": 0.1, "max_position_embeddings": 128},

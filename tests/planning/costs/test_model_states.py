@@ -22,8 +22,8 @@ def states_of(**changes: Any) -> tuple[MemoryBytes, int]:
     return model_states(run, parameters), elements_of(parameters)
 
 
-# GPT2 of 3 blocks and width 32: two norms a block and the last one, and the biases of attention's
-# qkv and output and of the MLP's up and down.
+# GPT2 of 3 blocks and width 32: two norms in each block and the last norm, and the biases of
+# attention's qkv and output and of the MLP's up and down.
 VECTORS = 3 * (4 * 32 + 96 + 32 + 128 + 32) + 2 * 32
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 
@@ -54,9 +54,9 @@ def test_bytes_a_parameter(
     vector: float,
     state: float,
 ) -> None:
-    """``vector``: whether it is a bias or a norm, whose gradients are summed over a step."""
+    """``vector``: extra bytes for each element of biases and norms, summed over a step."""
     states, elements = states_of(dp=2, zero_optimization={"stage": stage}, **changes)
-    # Padding: at most 4 elements a group, or half an element a parameter.
+    # Padding takes at most 4 elements a group, or half an element a parameter.
     assert states.parameters == pytest.approx(parameter * elements, abs=200)
     gradients = gradient * elements + vector * VECTORS
     assert states.gradients == pytest.approx(gradients, abs=200)
@@ -69,8 +69,9 @@ def test_parameters_below_the_threshold_stay_complete_beside_their_partitions() 
     none, _ = states_of(
         dp=2, zero_optimization={**threshold, **{"stage3_param_persistence_threshold": 0}}
     )
-    # GPT2 of 3 blocks and width 32: two norms a block and the last one, and the biases of
-    # attention's qkv (96) and output (32) and of the MLP's down (32); up's 128 are above it.
+    # GPT2 of 3 blocks and width 32: two norms in each block and the last norm, and the biases of
+    # attention's qkv (96) and output (32) and of the MLP's down (32). The 128 of up are above the
+    # threshold.
     small = 3 * (4 * 32 + 96 + 32 + 32) + 2 * 32
     assert states.parameters - none.parameters == 4 * small
     assert states.optimizer_states == none.optimizer_states
@@ -95,17 +96,19 @@ def test_offloaded_states_do_not_count_if_the_device_holds_none() -> None:
             [23_200, 10_496, 12_704, 12_704],
             [0, 0, 12_704, 12_704],
         ),
-        # Room for the embedding and a block, or for a block and the head, but not for two blocks.
+        # There is room for the embedding and a block, or for a block and the head, but not for two
+        # blocks.
         (10_496 + 12_704, [12_704, 0, 9_792, 64], [23_200, 10_496, 0, 12_704], [0, 0, 0, 12_704]),
     ],
 )
 def test_each_pass_gathers_the_layer_ahead_that_it_needs_next(
     bound: int | None, forward: list[int], backward: list[int], last_backward: list[int]
 ) -> None:
-    """Elements beside the embedding (10,496), two blocks (12,704 each) and the head (9,792).
+    """The elements are in addition to the layer: embedding 10,496, two blocks of 12,704, head
+    9,792.
 
     A backward starts at the head's norm (64), and gathers nothing for the embedding. Before another
-    forward it gathers the embedding, while it computes the first block, and keeps the block.
+    forward, it gathers the embedding while it computes the first block, and keeps the block.
     """
     zero = {"stage": 3, "stage3_max_live_parameters": bound}
     run = tiny_run(TEXT, dp=2, model={"num_hidden_layers": 2}, zero_optimization=zero)
@@ -122,10 +125,11 @@ def test_each_pass_gathers_the_layer_ahead_that_it_needs_next(
 
 
 def test_int8_needs_most_memory_while_it_gathers_at_zero0_and_while_it_reduces_otherwise() -> None:
-    """Parts of 2 x 2,048 elements, in messages of 36 bytes for each 32.
+    """The parts have 2 x 2,048 elements, in messages of 36 bytes for each 32.
 
-    The sum of a part: the part in fp32 twice, what is sent and received, and the sum of two rows.
-    The gather at ZeRO-0: the part twice, what is received, and of a row the message and two copies.
+    The sum of a part needs the part in fp32 twice, the sent and the received messages, and the sum
+    of two rows. The gather at ZeRO-0 needs the part twice, the received messages, and for a row the
+    message and two copies.
     """
     part, message = 4096 * 4, 4096 // 32 * 36
     most = {0: 3 * part + message * 3 // 2, 1: part * 5 // 2 + 2 * message}
@@ -137,7 +141,7 @@ def test_int8_needs_most_memory_while_it_gathers_at_zero0_and_while_it_reduces_o
 
 
 def test_the_second_backward_of_gpipe_has_one_micro_batch_fewer() -> None:
-    """Each further micro-batch adds what it keeps, and none adds a message that is in flight."""
+    """Each further micro-batch adds its saved activations. None adds a message in flight."""
     peaks = []
     for micro_batches in (1, 2, 3):
         changes: dict[str, Any] = {
@@ -152,7 +156,9 @@ def test_the_second_backward_of_gpipe_has_one_micro_batch_fewer() -> None:
 
 
 def test_a_bucket_that_is_reduced_beside_the_backward_takes_memory_meanwhile() -> None:
-    """The copy in bf16 of a block's matrices, 12 D^2 elements. Few tokens, so they set the peak."""
+    """The bucket is a bf16 copy of a block's matrices, 12 D^2 elements. There are few tokens, so
+    the buckets determine the peak.
+    """
     in_flight = []
     for overlaps in (False, True):
         run = tiny_run(

@@ -1,4 +1,4 @@
-"""The closed form of the pipeline, compared with a simulation of its schedule."""
+"""The closed form of the pipeline's time, compared with a simulation of its schedule."""
 
 import time
 from dataclasses import replace
@@ -29,7 +29,7 @@ BLOCKS = {
 
 
 def workload(vocab_size: int = 32_000, **changes: object) -> Workload:
-    """32 blocks; a vocabulary of 256,000 has a head as long as several blocks."""
+    """Return 32 blocks. With a vocabulary of 256,000, the head takes as long as several blocks."""
     blocks = changes["blocks_of_stages"]
     assert isinstance(blocks, tuple)
     model = ModelConfig.model_validate(
@@ -65,12 +65,12 @@ def cluster(network_bandwidth: float = 50.0) -> Cluster:
 def test_the_closed_form_is_that_of_the_timetable(
     blocks: str, schedule: str, micro_batches: int, vocab_size: int
 ) -> None:
-    """Bubble: equal for gpipe; for 1f1b, they differ by less than 2 % of the pipeline's time. With
-    fewer micro-batches than stages, the closed form is up to 11 % too long.
+    """The bubbles are equal for gpipe. For 1f1b, they differ by less than 2 % of the pipeline's
+    time. With fewer micro-batches than stages, the closed form is up to 11 % too long.
 
-    Messages: the closed form lets each stage wait for two messages a micro-batch. The first and the
-    last stage have one neighbour, and a stage that waits anyway loses nothing. So the closed form
-    is never too short, and at most twice as long.
+    In the closed form, each stage waits for two messages a micro-batch. But the first and the last
+    stage have one neighbour, and a stage that waits anyway loses nothing. So the closed form is
+    never too short, and at most twice as long.
     """
     work = workload(
         vocab_size,
@@ -129,7 +129,7 @@ def test_a_step_without_a_pipeline_keeps_its_terms() -> None:
 def test_many_micro_batches_are_not_all_simulated(
     schedule: str, forward: list[float], further: int, message: float
 ) -> None:
-    """Any times of stages and messages, so that more than one stage can set the pace."""
+    """Stages and messages may take any time, so any stage can be the slowest."""
     pp = len(forward)
     work = workload(blocks_of_stages=(4,) * pp, schedule=schedule, micro_batches=7 * pp + further)
     backward = [2 * each for each in forward]

@@ -19,7 +19,8 @@ def test_the_example_of_the_docstring() -> None:
     assert (tp.groups[0], tp.stride, tp.groups_across_nodes) == ([0, 1, 2, 3], 1, 0)
     assert (dp.groups[0], dp.stride, dp.most_nodes) == ([0, 4, 8, 12], 4, 2)
     assert (pp.groups[0], pp.stride, pp.most_nodes) == ([0, 16], 16, 2)
-    # Hops of the rings 0 4 8 12, and of the world's 4 nodes; each line 0 16 is one hop.
+    # These are the hops of the rings 0 4 8 12, and of the world's 4 nodes. Each line 0 16 is one
+    # hop.
     parts: dict[TrafficAxis, float] = {"tp": 0.0, "dp": 2 / 4, "pp": 1.0, "world": 4 / 32}
     assert {axis: ranks.along(axis).between_nodes for axis in parts} == parts
 
@@ -32,7 +33,9 @@ def test_everything_within_one_node() -> None:
 
 
 def test_a_tensor_group_that_does_not_divide_the_node_crosses_in_part() -> None:
-    """Groups of 3 on nodes of 4: 0 1 2 | 3 4 5 | 6 7 8 | 9 10 11; the second and third cross."""
+    """Groups of 3 on nodes of 4: 0 1 2 | 3 4 5 | 6 7 8 | 9 10 11. The second and the
+    third cross.
+    """
     tp = axis_of(1, 4, 3, 4, "tp")
     assert (len(tp.groups), tp.groups_across_nodes, tp.most_nodes) == (4, 2, 2)
 

@@ -1,4 +1,4 @@
-"""Memory that no tensor holds: NCCL's buffers as measured, and the verdict at its limits."""
+"""Memory outside of tensors: NCCL's buffers as measured, and the verdict at its limits."""
 
 import dataclasses
 
@@ -77,7 +77,7 @@ def test_hopper_has_buffers_for_reductions_in_the_switch() -> None:
 def test_hopper_has_larger_workspaces() -> None:
     hopper, other = (reserved_memory(run(), each, 8, 0).workspace for each in (H100, A100))
     assert hopper == 2 * 32 * MIB
-    # The size that torch's allocator shows for one: 8,519,680 bytes.
+    # torch's allocator shows 8,519,680 bytes for one.
     assert other == 2 * 8_519_680
 
 
@@ -106,7 +106,7 @@ def test_usable_bytes_are_the_largest_peak_that_fits(name: str) -> None:
 
 
 def test_nine_of_ten_published_runs_are_below_the_upper_end_of_the_interval() -> None:
-    """Tensors of 64 GB fit an 80 GB GPU by the prediction, but not by what others needed."""
+    """By the prediction, tensors of 64 GB fit an 80 GB GPU. By the published runs, they may not."""
     reserved = reserved_memory(run(dp=8), H100, 8, 64 * 10**9)
     assert reserved.most - reserved.certain == pytest.approx(UNEXPECTED * 64 * 10**9)
     assert 64 * 10**9 + reserved.total < H100.memory_bytes < 64 * 10**9 + reserved.most

@@ -1,6 +1,7 @@
-"""The predicted time of a step: its products are the model's FLOPs, its terms add up, and physics.
+"""The predicted time of a step: its products are the model's FLOPs, its terms add up, and it
+respects physical limits.
 
-Predictions are compared with published runs in ``tests/test_benchmark_plan.py``.
+``tests/test_benchmark_plan.py`` compares predictions with published runs.
 """
 
 import dataclasses
@@ -76,7 +77,7 @@ HOST = HostTime(block=1e-3, micro_batch=2e-3, step=5e-3)
 
 
 def processors(host: HostTime = HOST) -> Cluster:
-    """Two ranks on a CPU of 0.1 TFLOP/s and 10 GB/s, as a micro-benchmark measures it."""
+    """Return two ranks on a CPU of 0.1 TFLOP/s and 10 GB/s, as a micro-benchmark measures it."""
     kinds: tuple[Message, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send")
     measured = Measured(
         pointwise=3.0,
@@ -131,7 +132,7 @@ WORKLOADS = {
 
 
 def test_unfused_attention_with_misaligned_heads_does_not_use_tensor_cores() -> None:
-    """BLOOM's search: 13824 / 128 = 108 takes 147 s a step, 13824 / 96 = 144 takes 107 s."""
+    """In BLOOM's search, 13824 / 128 = 108 takes 147 s a step, and 13824 / 96 = 144 takes 107 s."""
 
     def attention(heads: int) -> float:
         shape = model(hidden_size=13824, num_attention_heads=heads, num_key_value_heads=heads)
@@ -140,7 +141,7 @@ def test_unfused_attention_with_misaligned_heads_does_not_use_tensor_cores() -> 
         return predict_step_time(work, Cluster(device=a100, network_bandwidth=25)).attention
 
     assert attention(128) > 3 * attention(96)
-    assert attention(108) < 1.2 * attention(96)  # of 128 elements each
+    assert attention(108) < 1.2 * attention(96)  # padded to 128 elements each
 
 
 @pytest.mark.parametrize("tp", [1, 4])
@@ -181,7 +182,7 @@ def test_the_terms_are_not_negative_and_add_up(name: str) -> None:
 def test_a_faster_device_is_never_slower(name: str, figure: str) -> None:
     work, base = WORKLOADS[name], cluster()
     faster = cluster(**{figure: 2 * getattr(base.device, figure)})
-    # Shorter computation hides less of a collective, but both together are not longer.
+    # A shorter computation hides less of a collective, but both together take no longer.
     assert predict_step_time(work, faster).total <= predict_step_time(work, base).total
 
 
@@ -195,7 +196,7 @@ def test_a_faster_network_is_never_slower(name: str) -> None:
 
 
 def test_a_pipeline_waits_as_long_as_its_schedule_says() -> None:
-    """(P - 1) / (M + P - 1) of the time, if all stages are equal."""
+    """The wait is (P - 1) / (M + P - 1) of the time, if all stages are equal."""
     small = model(vocab_size=8)  # the head takes no time
     step = predict(workload(pp=4, dp=1, model=small, micro_batches=6))
     busy = step.products + step.attention + step.pointwise
@@ -243,13 +244,15 @@ def test_a_head_size_that_flash_attention_does_not_take_is_four_times_as_slow() 
 
 
 def test_small_tensor_parallel_collectives_are_limited_by_latency() -> None:
-    """A ring of 8 GPUs takes 7 hops of 3.4 us and a start of 8.4 us even for no bytes."""
+    """Even for no bytes, a ring of 8 GPUs takes 7 hops of 3.4 us and a start of 8.4 us."""
     tiny_tokens = workload(tp=8, dp=1, sequence_parallel=True, sequence_length=8)
     assert predict(tiny_tokens).layers.block.forward_parts.tp > 4 * (7 * 3.4e-6 + 8.4e-6)
 
 
 def test_with_sequence_parallelism_the_ends_gather_and_scatter() -> None:
-    """The table in ``costs/traffic.py``: per micro-batch, and 3 numbers a token for the loss."""
+    """See the table in ``costs/traffic.py``: for each micro-batch, and 3 numbers a token for the
+    loss.
+    """
     both = [Network(workload(tp=8, dp=1, sequence_parallel=s), cluster()) for s in (False, True)]
     (embedding, head), (split_embedding, split_head) = (each.tp_of_ends() for each in both)
     message = 2048 * 4096 * 2
@@ -273,7 +276,7 @@ def test_each_tensor_rank_sends_only_its_part_of_split_hidden_states() -> None:
 def test_gradients_are_reduced_as_often_as_the_run_does_it_and_the_last_bucket_is_waited_for() -> (
     None
 ):
-    """Between layers that take a second each, all buckets but the last are hidden.
+    """Between layers that take a second each, all buckets except the last are hidden.
 
     After the step, each bucket is gathered.
     """
@@ -321,20 +324,20 @@ def test_a_resolved_run_gives_its_layout() -> None:
 def test_the_time_of_the_host_is_added_to_that_of_the_processors(
     layout: dict[str, int], zero_stage: int
 ) -> None:
-    """step + micro-batches x (micro-batch + blocks x block), on one stage."""
+    """The time is step + micro-batches x (micro-batch + blocks x block), on one stage."""
     work = on_processors(**layout, zero_stage=zero_stage, overlaps_dp=zero_stage == 3)
     step = predict_step_time(work, processors())
     idle = predict_step_time(work, processors(host=HostTime(block=0, micro_batch=0, step=0)))
     blocks = 6 // work.grid.pp
     assert step.host == pytest.approx(5e-3 + 8 * (2e-3 + blocks * 1e-3))
     assert idle.host == 0
-    waits = blocks * 1e-3 * (work.grid.pp - 1)  # for the host of the other stage
+    waits = blocks * 1e-3 * (work.grid.pp - 1)  # it waits for the host of the other stage
     assert step.total - idle.total == pytest.approx(step.host + waits)
     assert predict(work).host == 0, "a GPU computes meanwhile"
 
 
 def test_messages_of_processors_take_latency_and_bandwidth() -> None:
-    """Two ranks: an all-reduce is two rounds of one hop, each with half of the message."""
+    """With two ranks, an all-reduce is two rounds of one hop. Each has half of the message."""
     work = on_processors(tp=2)
     one = 2 * (1e-3 + 256 * 384 * 4 / 2 / 1e9)
     block = predict_step_time(work, processors()).layers.block
@@ -374,7 +377,7 @@ def test_the_group_that_is_placed_worst_determines_the_time() -> None:
     assert ring(work, aligned, "tp")[0] == 1
     assert ring(work, across, "tp") == one_rank_each
     assert Network(work, across).tp()[0] > 3 * Network(work, aligned).tp()[0]
-    # Four ranks on nodes of three: one of them is alone.
+    # There are four ranks on nodes of three, so one of them is alone.
     alone = dataclasses.replace(cluster(), gpus_per_node=3)
     assert ring(workload(dp=1, tp=4), alone, "tp")[1] == 0.78e9 * alone.network_bandwidth
     # Data ranks 0, 3, 6 | 9 have one network on the second node, and 2, 5 | 8, 11 have two.

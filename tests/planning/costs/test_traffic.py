@@ -1,4 +1,4 @@
-"""Predicted traffic is what ranks really send in a step, to the byte."""
+"""Predicted traffic equals what ranks really send in a step, to the byte."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ SHARED_HEADS = {"num_key_value_heads": 1}
 def sent_in_second_step(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[int, Traffic]:
-    """(this rank's pipeline stage, the bytes that it sends)."""
+    """Return (this rank's pipeline stage, the bytes that it sends)."""
     with one_rank(launch, run, corpus) as rank:
         rank.train_step(0)
         with TrafficLog(rank.context) as log:
@@ -55,7 +55,7 @@ def run_of(layout: Layout, changes: Mapping[str, Any]) -> Run:
 
 
 def most_sent(pool: RankPool, cache: Path, run: Run) -> list[dict[Any, int]]:
-    """Of the ranks of each pipeline stage, the most in each axis and collective."""
+    """For each pipeline stage, return the most bytes of any rank by axis and collective."""
     stages: list[dict[Any, int]] = [{} for _ in range(run.grid.pp)]
     corpus = tiny_corpus(run, cache)
     for stage, traffic in pool.run(run.grid.world_size, sent_in_second_step, run, corpus):
@@ -129,7 +129,9 @@ def test_data_axis(pool: RankPool, cache: Path, layout: Layout, changes: dict[st
 def test_zero1_with_a_pipeline_moves_its_parameters_twice(
     pool: RankPool, cache: Path, all_reduces: bool, times: int
 ) -> None:
-    """Rajbhandari et al. 2020, section 7.2.1; three times by DeepSpeed's own default."""
+    """It is twice by Rajbhandari et al. 2020, section 7.2.1, and three times by DeepSpeed's
+    default.
+    """
     dp = 4
     zero = {"stage": 1}
     if all_reduces:
@@ -206,7 +208,7 @@ GPT2_SMALL = {
 
 
 def gradients_sent(stage: int, how: Any) -> int:
-    """Bytes that a rank of GPT-2 with 8 data ranks sends for its gradients."""
+    """Return the bytes that a rank of GPT-2 with 8 data ranks sends for its gradients."""
     run = run_of(
         (1, 8, 1),
         {
@@ -229,7 +231,7 @@ def test_int8_sends_at_most_27_percent_of_fp32(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_powersgd_sends_two_thin_matrices(stage: int) -> None:
-    """GPT-2: embeddings of 50,257 and 1,024 rows, and 4 matrices in each of 12 blocks."""
+    """GPT-2 has embeddings of 50,257 and 1,024 rows, and 4 matrices in each of 12 blocks."""
     width, rank = 768, 4
     thin = (50257 + width) + (1024 + width) + 12 * (4 + 2 + 5 + 5) * width
     vectors = 12 * (2 * 2 + 3 + 1 + 4 + 1) * width + 2 * width
@@ -246,7 +248,7 @@ NOTHING_AHEAD = {"stage3_prefetch_bucket_size": 0}
 
 
 def test_zero3_gathers_twice_a_micro_batch(pool: RankPool, cache: Path) -> None:
-    """Rajbhandari et al. 2020, section 7.2.2: gathers move 2 x the parameters, gradients 1 x.
+    """Gathers move 2 x the parameters, gradients 1 x (Rajbhandari et al. 2020, section 7.2.2).
 
     Here this is for each micro-batch. A backward gathers neither the embedding nor the weight of
     the head, and the gradients of norms and biases are reduced once a step.
@@ -255,7 +257,8 @@ def test_zero3_gathers_twice_a_micro_batch(pool: RankPool, cache: Path) -> None:
     micro_batches = run.batch.gradient_accumulation_steps
     for stage, sent in enumerate(most_sent(pool, cache, run)):
         parameters = local_parameters(run, stage)
-        half = elements_of(parameters) * FP32_BYTES // 2  # every parameter is even
+        # Every parameter has an even number of elements.
+        half = elements_of(parameters) * FP32_BYTES // 2
         unused = ("embedding.", HEAD_WEIGHT)
         saved = elements_of(p for p in parameters if p.name.startswith(unused)) * FP32_BYTES // 2
         assert sent["dp", "all_gather"] == micro_batches * (2 * half - saved)
@@ -409,14 +412,16 @@ def test_model_axes(pool: RankPool, cache: Path, layout: Layout, changes: dict[s
 
 
 def test_tensor_and_pipeline_traffic_worked_by_hand() -> None:
-    """Embedding and two blocks on one stage, the head on the other; 2 micro-batches of 12 x 16."""
+    """Embedding and two blocks are on one stage, the head on the other. There are 2 micro-batches
+    of 12 x 16.
+    """
     run = run_of((2, 1, 2), {"model": {**LLAMA, "num_hidden_layers": 2}})
     assert layers_of_stages(run) == [range(3), range(3, 4)]
     tokens = 12 * 16
     hidden = tokens * 32 * FP32_BYTES
     first, last = predict_traffic(run, 0), predict_traffic(run, 1)
-    # On two ranks an all-reduce sends its message once: 1 for the embedding, 4 for each block;
-    # 1 for the head, and for the loss 3 numbers a token.
+    # On two ranks, an all-reduce sends its message once. There is 1 for the embedding, 4 for each
+    # block, 1 for the head, and for the loss 3 numbers a token.
     assert first["tp", "all_reduce"] == 2 * 9 * hidden
     assert last["tp", "all_reduce"] == 2 * (hidden + 3 * tokens * FP32_BYTES)
     assert first["pp", "send"] == last["pp", "send"] == 2 * hidden
@@ -425,14 +430,15 @@ def test_tensor_and_pipeline_traffic_worked_by_hand() -> None:
 
 
 def test_a_tied_weights_gradient_worked_by_hand() -> None:
-    """301 x 32 on two tensor ranks: 151 rows, padded to 152; at ZeRO-1 half of it on each of two
-    data ranks.
+    """The weight is 301 x 32. On two tensor ranks it has 151 rows, padded to 152. At ZeRO-1, each
+    of two data ranks has half of it.
     """
     for zero_stage, dp in ((0, 1), (1, 2)):
         run = run_of((2, dp, 2), {"zero_optimization": {"stage": zero_stage}})
         micro_batches = run.batch.gradient_accumulation_steps
         hidden = run.batch.micro_batch_size * 16 * 32 * FP32_BYTES
         for stage in (0, 1):
-            # To the other stage: hidden states or their gradients, and its own gradient.
+            # The rank sends to the other stage: hidden states or their gradients, and its part of
+            # the tied gradient.
             tied = 152 * 32 * FP32_BYTES // dp
             assert predict_traffic(run, stage)["pp", "send"] == micro_batches * hidden + tied
