@@ -273,10 +273,11 @@ def test_a_rank_that_cannot_run_a_thread_is_ended_by_its_watchdog(tmp_path: Path
 
     No other rank can notice it here, as if every rank of the run were in the same state.
     """
-    job = Job(tmp_path, "forked", fault="lock rank=0 step=4 work=Backward", ranks=1)
+    # A later step, because the patience of start-up counts until the next report, a second later.
+    job = Job(tmp_path, "forked", fault="lock rank=0 step=400 work=Backward", ranks=1)
     job.wait_until_training()
     ended = job.ended()
-    assert ended.code == 3 and ended.seconds < HANG_SECONDS + 30 + 10
+    assert ended.code == 3 and ended.seconds < HANG_SECONDS + 30 + 20
     place = f"[{HOST}, rank 0 (pp 0, dp 0, tp 0), last known phase: "
     assert place in ended.err and "a call holds Python's GIL" in ended.err
     assert "faults.py" in ended.log(0) and "watch.py" in ended.log(0), "stacks of all threads"

@@ -133,17 +133,22 @@ def measure_cpu(run: Run) -> tuple[Cluster, tuple[str, ...]]:
         command = [sys.executable, "-m", "megaspeed.measurement.cpu_speed"]
         command += ["--config", str(file), "--ranks", str(ranks)]
         try:
-            program = subprocess.run(
-                command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+            program = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
+            try:
+                output, errors = program.communicate(timeout=_TIMEOUT_SECONDS)
+            finally:  # not killed, as ``subprocess.run`` does: it ends its ranks
+                program.terminate()
+                program.wait()
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CpuSpeedError(f"this machine's speed could not be measured: {error}") from error
-    code, lines = program.returncode, program.stderr.strip().splitlines()
+    code, lines = program.returncode, errors.strip().splitlines()
     reason = lines[-1] if lines else f"it ended with exit code {code}"
     if code:
         raise CpuSpeedError(f"this machine's speed could not be measured: {reason}")
     try:
-        figures = json.loads(program.stdout)
+        figures = json.loads(output)
     except ValueError as error:
         raise CpuSpeedError(f"the measurement printed no JSON: {reason}") from error
     notes = []

@@ -28,7 +28,7 @@ from megaspeed.measurement.verification.reference import ReferenceRun, train_ref
 from megaspeed.measurement.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.model.micro_batch import MicroBatch
-from megaspeed.tensor_parallel import layers
+from megaspeed.tensor_parallel import layers, plan
 from megaspeed.tensor_parallel.collectives import Pending, reduce_from_tensor_axis
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 from megaspeed.topology.launch import LaunchEnvironment
@@ -153,7 +153,7 @@ def later_pipeline_stages_do_not_receive_documents() -> AbstractContextManager[N
 
 def the_norm_of_each_head_keeps_its_ranks_gradient() -> AbstractContextManager[None]:
     # The weight is replicated, but each rank applies it to its own heads.
-    return replaced(build, "gradient_is_partial", lambda _: lambda _parameter, **_axis: False)
+    return replaced(plan, "gradient_is_partial", lambda _: lambda _parameter, **_axis: False)
 
 
 # --- where each shows -----------------------------------------------------------------------------
