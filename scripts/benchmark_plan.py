@@ -114,7 +114,7 @@ TRIED: Mapping[str, Sequence[float]] = {
 """Constant -> the values that a fit tries."""
 
 _BUCKET_BYTES = {"nanotron": 25 * 2**20, "nanoGPT": 25 * 2**20}
-"""Of frameworks that reduce gradients with torch's DistributedDataParallel: its default, 25 MiB."""
+"""Bucket of frameworks that reduce with torch's DistributedDataParallel: its default, 25 MiB."""
 
 _MEGATRON_BUCKET = 40e6
 """Elements of a bucket of Megatron-Core, if it overlaps reductions with the backward."""
@@ -150,7 +150,7 @@ _NEEDED = (
     *("gpu", "n_gpus", "layers", "hidden", "heads", "ffn", "mlp_mats", "vocab", "seq_len"),
     *("mbs", "gbs_seqs", "recompute", "precision", "fact_flash"),
 )
-"""Columns without which no row can be predicted."""
+"""Columns that every row needs for a prediction."""
 
 _BYTES_OF_A_LOGIT = 10
 """In 16 bits, a copy in fp32 for the softmax, and the fp32 gradient."""

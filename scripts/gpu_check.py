@@ -66,7 +66,7 @@ COMPILE_SECONDS = 20.0  # of one block with an empty cache: estimated
 VERIFY_SECONDS = 15.0  # of the tiny steps, and of the single process: estimated
 
 MICRO_BATCHES = 4
-"""In each timed step."""
+"""The number of micro-batches in each timed step."""
 
 MICRO_BATCH_SIZES = (32, 16, 8, 4, 2, 1)
 USABLE_FRACTION = 0.92  # the rest of a GPU is for CUDA, NCCL and holes in the allocator
@@ -83,7 +83,9 @@ LAYOUTS = (
 )
 
 TOKENS, IDS = 2**21, 512
-"""Random ids below ``IDS`` that a model trains on, so that no tokenizer takes time."""
+"""The number of random ids that a model trains on, and their upper bound. No
+tokenizer takes time.
+"""
 
 TINY_GPT2: dict[str, Any] = {
     "model": {"preset": "gpt2-tiny", "vocab_size": IDS, "num_attention_heads": 8},

@@ -15,7 +15,7 @@ from tests.support.launched import free_port, launch
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "pretrain.py"
 MOST_SECONDS = 15.0
-"""Of a launch, on a machine that does nothing else, with a core for each rank."""
+"""The limit of a launch, on an idle machine with a core for each rank."""
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -24,7 +24,7 @@ LAUNCHERS = {
     "megaspeed": [sys.executable, "-m", "megaspeed.cli", "train", "--world-size", "2"],
 }
 TIMES = {"forked": 1, "torchrun": 2, "megaspeed": 1}
-"""How often a message is printed. The page that torchrun prints about a failure ends with it."""
+"""How often a message is printed. torchrun repeats it at the end of its page about the failure."""
 
 MISTAKES = {
     "an unknown key": ("forked", "1 problem in "),
@@ -32,7 +32,7 @@ MISTAKES = {
     "a small vocabulary": ("forked", "every token id must be below model.vocab_size"),
     "a model that is no file": ("megaspeed", "1 problem in "),
 }
-"""Mistake -> launcher, and what is reported once."""
+"""Mistake -> (launcher, the message that is reported once)."""
 
 
 def options_with(mistake: str, workshop: Workshop) -> list[str]:

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark_checkpoint.py"
 TINY = ["--layers", "1", "--hidden-size", "64", "--vocab-size", "512", "--sequence-length", "16"]
 
 TABLES = {"Save and load": 8, "Asynchronous saves": 5, "Host memory that a rank adds": 6}
-"""Title of each table, and how many figures it has for a ZeRO stage."""
+"""Title of each table -> the number of its figures for a ZeRO stage."""
 
 # Without /proc, only the memory is not measured.
 FIGURE = r"\d+(\.\d+)?" if sys.platform == "linux" else r"\d+(\.\d+)?|n/a"

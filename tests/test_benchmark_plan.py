@@ -41,7 +41,9 @@ LAYOUTS = """
 a one A100-80GB 64 40 5120 40 40 13824 3 32000 2048 2 1 1 32 1 256 1 . none bf16 fa2 . 4 . x 4.0
 b one A100-80GB 64 40 5120 40 40 13824 3 32000 2048 8 1 1 8 1 256 1 . none bf16 fa2 . 4 . x 6.0
 """
-"""Two layouts of one model. The times are invented; the order is that of every published search."""
+"""Two layouts of one model. The times are invented. Their order is that of every
+published search.
+"""
 
 
 def rows(text: str) -> list[dict[str, str]]:
@@ -85,7 +87,7 @@ def test_published_runs_are_predicted_within_15_percent(
 
 
 NEAR = 0.006
-"""Documentation has rounded percentages, and other parts of the prediction change them a little."""
+"""The documentation rounds percentages, and other parts of the prediction change them a little."""
 
 
 def percentages(pattern: str, page: str) -> list[float]:
@@ -107,7 +109,7 @@ def test_the_published_runs_have_the_errors_that_the_documentation_states(tmp_pa
 
 
 LLAMA = dict(zip(COLUMNS, RUNS.strip().splitlines()[3].replace(" .", " ").split(" "), strict=True))
-"""torchtitan's run of one node, whose layout the following tests change."""
+"""torchtitan's run on one node. The following tests change its layout."""
 
 
 def step_of(**changes: str) -> Any:

@@ -41,7 +41,7 @@ PLACEHOLDERS = {
 }
 PROGRAMS = ("megaspeed", "deepspeed", "torchrun", "python", "mpirun", "srun", "sbatch")
 OURS = tuple(path.name for path in ROOT.iterdir() if path.name not in ("runs", "megaspeed"))
-"""The names with which the path of a file of the repository begins."""
+"""The first names in paths of the repository's files."""
 
 COMPLETE: dict[str, Any] = {
     "model": {"preset": "gpt2-tiny"},
@@ -49,7 +49,7 @@ COMPLETE: dict[str, Any] = {
     "training": {"steps": 300},
     "train_batch_size": 16,
 }
-"""What a run needs. A part of a configuration is merged over it."""
+"""The keys that a run needs. A part of a configuration is merged over them."""
 
 
 def blocks(page: Path) -> list[str]:

@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain.py"
 TEXT = Path(__file__).parents[1] / "LICENSE"
 STEPS = 4
 FIRST_STEP_SECONDS = 15.0
-"""On a machine that does nothing else, with a core for each rank."""
+"""The limit on an idle machine, with a core for each rank."""
 
 TINY: dict[str, Any] = {
     "model": GPT2,
@@ -85,7 +85,7 @@ LAUNCHES: dict[str, tuple[Command, list[str]]] = {
     "megaspeed": (megaspeed, ["--set", "parallel.tensor=2"]),
     **({"mpirun": (mpirun, ["--set", "parallel.tensor=2"])} if shutil.which("mpirun") else {}),
 }
-"""How each run is started, and what it changes on the command line: 1 rank, dp 2, pp 2, tp 2."""
+"""The command that starts each run, and its changes: 1 rank, dp 2, pp 2, tp 2."""
 
 
 def configuration(folder: Path) -> Path:

@@ -13,7 +13,7 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
 def save(folder: CheckpointFolder, step: int, content: bytes) -> None:
-    """One file and the manifest."""
+    """Save a checkpoint of one file and the manifest."""
     writing = folder.begin(step)
     (writing / "tensors").write_bytes(content)
     write_manifest(writing, {"tensors": FileDigest.of(content)})
@@ -21,7 +21,7 @@ def save(folder: CheckpointFolder, step: int, content: bytes) -> None:
 
 
 def die_at(change: int) -> None:
-    """End this process, as kill -9 does, before its change of that number."""
+    """End this process, as kill -9 does, before its change of this number."""
     changes = count()
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -36,8 +36,8 @@ def die_everywhere(root: Path, first: list[int], step: int, keep_last: int) -> N
     """Save in processes that die before their first change, their second one, and so on.
 
     For death 0, 1, 2, ... the checkpoints ``first`` are written into root/<death>. Then a forked
-    process begins, writes, commits and prunes ``step``, and dies before that change. The last one
-    runs to its end.
+    process begins, writes, commits and prunes ``step``, and dies before the change of this number.
+    The last process runs to its end.
     """
     for death in count():
         folder = CheckpointFolder(root / str(death))

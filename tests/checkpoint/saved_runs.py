@@ -1,4 +1,4 @@
-"""Ranks that save a tiny run, and ranks that continue from it."""
+"""Ranks that save a tiny run, and ranks that resume it."""
 
 import os
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ class Stretch:
 
     Attributes:
         state: kind -> logical name -> tensor; on rank 0; empty on others.
-        computed: the weights that the model computes with; on rank 0; empty on others.
+        computed: the weights with which the model computes; on rank 0; empty on others.
         copies_differ_by: largest difference between two ranks' copies of an element.
-        losses, norms, rates, samples: of each step; samples is the first of each.
+        losses, norms, rates, samples: values of each step; samples is the first sample of each.
     """
 
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -51,14 +51,14 @@ class SavedRun:
 
     @classmethod
     def start(cls, run: Run, corpus: PreparedCorpus, context: ParallelContext) -> "SavedRun":
-        """The rank before its first step."""
+        """Build the rank, before its first step."""
         worker = Worker(run, context)
         return cls(
             worker, StepInputs(run, corpus, context), Checkpointing(worker, corpus), Progress()
         )
 
     def train_step(self, stretch: Stretch | None = None) -> float:
-        """One step; its loss."""
+        """Train one step. Return its loss."""
         run, progress = self.worker.run, self.progress
         rate = self.inputs.learning_rate(progress.steps_taken)
         result = self.worker.train_step(self.inputs.load(progress.samples), rate)
@@ -77,7 +77,7 @@ class SavedRun:
         return result.loss
 
     def stretch(self, steps: int) -> Stretch:
-        """The state now, and ``steps`` steps from here."""
+        """Return the state now, and ``steps`` steps from here."""
         stretch = Stretch()
         for kind in KINDS:
             gathered = gather_state(self.worker, kind)
@@ -92,7 +92,7 @@ class SavedRun:
 
 
 def started(launch: LaunchEnvironment, run: Run) -> ParallelContext:
-    """The process groups of one rank."""
+    """Create the process groups of one rank."""
     torch.set_num_threads(1)
     grid = run.grid
     return ParallelContext.create(grid, launch, timeout_seconds=60)
@@ -111,7 +111,9 @@ def save_only(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> No
 def save_and_continue(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, before: int, after: int
 ) -> Stretch:
-    """Train ``before`` steps, save into the run's folder, and continue without interruption."""
+    """Train ``before`` steps, save into the run's folder, and train ``after`` more without
+    interruption.
+    """
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         for _ in range(before):
@@ -129,7 +131,7 @@ def continue_from(
     checkpoints: Sequence[Path],
     steps: int,
 ) -> list[Stretch]:
-    """Load one checkpoint after the other into the same engine, and continue from each."""
+    """Load one checkpoint after the other into the same engine. Train some steps from each."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         stretches = []
@@ -140,6 +142,6 @@ def continue_from(
 
 
 def only_checkpoint(folder: Path) -> Path:
-    """The one checkpoint in a run's folder."""
+    """Return the only checkpoint in a run's folder."""
     (name,) = (entry for entry in os.listdir(folder / "checkpoints") if entry != "latest")
     return folder / "checkpoints" / name

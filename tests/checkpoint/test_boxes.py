@@ -1,4 +1,4 @@
-"""Flat ranges of tensor shards as boxes: drawn by hand, and joined again."""
+"""Flat ranges of tensor shards become boxes, which are drawn by hand and joined again."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ MANY = 10**9
 
 
 def test_a_flat_range_of_a_matrix_is_three_boxes() -> None:
-    """The drawing in the module's docstring."""
+    """See the drawing in the module's docstring."""
     whole = ParameterShard(full_shape=(4, 4), rows=(range(4),), owned_rows=4)
     assert list(boxes_of(whole, 2, 14, largest=MANY)) == [
         (Box((0, 2), (1, 2)), 2),
@@ -75,7 +75,9 @@ def model(values: dict[str, object]) -> ModelConfig:
 def test_fragments_of_all_ranks_put_together_are_the_logical_tensor(
     architecture: dict[str, object], tp: int
 ) -> None:
-    """Every parameter of both architectures, each shard cut at random, as ZeRO may cut it."""
+    """This tests every parameter of both architectures. Each shard is cut at random, as ZeRO may
+    cut it.
+    """
     config = model(architecture)
     for name, parameter in parameters_of(config).items():
         logical = torch.randn(parameter.shape)
@@ -96,7 +98,7 @@ def local_tensor(logical: Tensor, shard: ParameterShard) -> Tensor:
 
 
 def cut(flat: Tensor, chance: random.Random) -> list[tuple[int, Tensor]]:
-    """Cut into four fragments at random places."""
+    """Cut a tensor into four fragments at random places."""
     cuts = sorted([0, *(chance.randint(0, len(flat)) for _ in range(3)), len(flat)])
     return [(a, flat[a:b]) for a, b in itertools.pairwise(cuts)]
 

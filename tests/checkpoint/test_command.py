@@ -1,4 +1,4 @@
-"""``megaspeed checkpoint``: what it shows, what it finds, and its exit codes."""
+"""``megaspeed checkpoint``: its output, the damage that it finds, and its exit codes."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ TENSORS = "__0_0.distcp"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> CheckpointFolder:
-    """Checkpoints 100 and 200 of a run."""
+    """Return a folder with checkpoints 100 and 200 of a run."""
     folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
     for step in (100, 200):
         write_checkpoint(folder, step)
@@ -99,7 +99,7 @@ def test_verify_names_every_problem_stray_and_leftover(
     assert (shown.code, shown.err) == (1, "")
     lines = shown.out.splitlines()
     assert lines[0] == "step-00000200  BROKEN"
-    # The manifest's order: by name.
+    # The manifest's order is by name.
     assert lines[1].startswith("  .metadata is cut short: 1,000 bytes of the ")
     assert lines[2] == f"  {TENSORS} is missing"
     assert lines[3].startswith("step-00000100  complete (")

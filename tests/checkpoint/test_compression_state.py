@@ -1,4 +1,4 @@
-"""What compression has not sent is saved, and is still sent after a change of layout."""
+"""Compression saves its unsent gradients, and sends them even after a change of layout."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ Layout = tuple[int, int, int]
 
 @dataclass
 class Seen:
-    """What one rank holds before it continues, and its losses and weights afterwards."""
+    """The state of one rank before it continues, and its losses and weights afterwards."""
 
     feedback: list[tuple[str, Any, Tensor]]
     factors: dict[str, Tensor]
@@ -76,7 +76,9 @@ def load(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, checkpoint
 def feedback_after_a_step(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, checkpoint: Path
 ) -> tuple[bool, bool]:
-    """Whether this rank has feedback after it has loaded a checkpoint, and after one more step."""
+    """Return whether this rank has feedback after it has loaded a checkpoint, and after one more
+    step.
+    """
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         rank.progress = rank.checkpointing.load(checkpoint)
@@ -106,7 +108,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
 
 
 def unsent(run: Run, ranks: list[Seen]) -> dict[str, Tensor]:
-    """The mean over the data ranks of what was not sent of each logical parameter."""
+    """Return the unsent part of each logical parameter's gradient, as the mean over data ranks."""
     total: dict[str, Tensor] = {}
     for dp_rank in range(run.grid.dp):
         held = [
@@ -168,7 +170,8 @@ def test_what_was_not_sent_is_sent_at_another_layout(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, how: Any, saves: Layout, loads: Layout
 ) -> None:
     """Both methods save feedback in the same way, so fewer layouts are tested with PowerSGD."""
-    # The same matrices at each layout. GPT-2's positions are compressed only without tensor ranks.
+    # These are the same matrices at each layout. GPT-2's positions are compressed only without
+    # tensor ranks.
     model = {**LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True}
     changes = {"model": model}
     run = run_at(saves, 1, tmp_path, how, **changes)
@@ -208,7 +211,9 @@ def test_a_run_continues_with_another_compression(
 def test_feedback_is_sent_once_by_a_step_that_sends_everything(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
 ) -> None:
-    """PowerSGD before its first step sent the feedback of int8 again in every step."""
+    """In an earlier version, PowerSGD sent the feedback of int8 again in every step before its
+    first own step.
+    """
     run = run_at((1, 2, 1), 1, tmp_path, INT8)
     pool.run(2, save, run, corpus)
     changed = run_at((1, 2, 1), 1, tmp_path, {**POWER_SGD, "start_step": 100})

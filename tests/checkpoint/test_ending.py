@@ -40,7 +40,7 @@ def run_in(folder: Path) -> Run:
 def fail_during_a_save(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, failing: list[int]
 ) -> str | None:
-    """The save writes nothing until the error has been raised."""
+    """Raise an error during a save. The save writes nothing before the error."""
     write_pieces, released = writing.write_pieces, threading.Event()
 
     def held_back(*args: Any, **options: Any) -> writing.WrittenPieces:
@@ -76,7 +76,7 @@ def test_a_save_in_progress_is_completed(
 def fail_with_a_save_that_never_ends(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> float:
-    """Seconds from the exception until the run's objects are closed."""
+    """Return the seconds from the exception until the run's objects are closed."""
     writing.write_pieces = lambda *_, **__: threading.Event().wait()  # type: ignore[assignment]
     checkpointing._SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION = 0.5
     with started(launch, run) as context:

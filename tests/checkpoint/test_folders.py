@@ -1,4 +1,4 @@
-"""The names of a checkpoint during a save, also if a process dies before its end."""
+"""The names of a checkpoint during a save, even if a process dies before its end."""
 
 import os
 import shutil
@@ -83,7 +83,7 @@ def test_a_save_that_cannot_get_its_name_leaves_the_earlier_one_in_place(
 
 
 def test_checkpoints_are_ordered_by_number(folder: CheckpointFolder) -> None:
-    """As text, step-100000000 would come before step-99999999."""
+    """In the order of text, step-100000000 would come before step-99999999."""
     saved = save(folder, 9, 10, 99_999_999, 100_000_000)
     assert folder.newest_first() == saved[::-1]
 
@@ -94,11 +94,11 @@ def test_names_that_only_look_like_checkpoints_are_ignored(
     (checkpoint,) = save(folder, 7)
     for name in ("step-00000008.writing", "step-00000009.deleting", "best", "step-x", "step-12"):
         (folder.root / name).mkdir()
-    (folder.root / "step-000000011").mkdir()  # nine digits where eight do
+    (folder.root / "step-000000011").mkdir()  # nine digits, where eight are enough
     (folder.root / "step-00000020").write_text("a file")
     (folder.root / "step-00000021").symlink_to(folder.root / "step-00000020")
     (folder.root / "step-00000022").symlink_to(tmp_path / "nowhere")
-    (folder.root / "step-٠٠٠٠٠٠٠٩").mkdir()  # digits, but not ours
+    (folder.root / "step-٠٠٠٠٠٠٠٩").mkdir()  # digits, but not those of ASCII
     assert folder.newest_first() == [checkpoint]
     assert folder.prune(1) == []
     cleared = folder.clear_leftovers()
@@ -141,7 +141,7 @@ def test_the_newest_checkpoints_are_kept(folder: CheckpointFolder) -> None:
 def test_the_last_saved_checkpoint_is_kept_although_broken_ones_have_higher_steps(
     folder: CheckpointFolder,
 ) -> None:
-    """A run found 200 and 300 broken, continued from 100 and saved 150."""
+    """A run found 200 and 300 broken, resumed from 100 and saved 150."""
     save(folder, 100, 200, 300)
     for step in (200, 300):
         (folder.path(step) / "tensors").write_bytes(b"")
@@ -151,7 +151,9 @@ def test_the_last_saved_checkpoint_is_kept_although_broken_ones_have_higher_step
 
 
 def prune_as_a_plain_user(launch: LaunchEnvironment, folder: CheckpointFolder) -> list[Path]:
-    """Not as root, who may remove everything. A plain user may not enter the folders above."""
+    """Prune as a plain user, because root may remove everything. This user may not enter the
+    folders above.
+    """
     os.chdir(folder.root)
     if os.getuid() == 0:
         os.setuid(65534)
@@ -194,7 +196,7 @@ def test_an_interrupted_replacement_is_completed(folder: CheckpointFolder) -> No
 
 
 def latest_is_complete(folder: CheckpointFolder) -> bool:
-    """Whether ``latest`` names a complete checkpoint, or does not exist."""
+    """Return whether ``latest`` names a complete checkpoint, or does not exist."""
     latest = folder.root / "latest"
     if not latest.exists():
         return True
@@ -215,7 +217,7 @@ def test_wherever_a_process_dies_a_complete_checkpoint_is_found(
     assert len(deaths) >= 8
     for death in deaths:
         folder = CheckpointFolder(death)
-        # Between the two names of a replacement the step has none, until leftovers are cleared.
+        # During a replacement, the step may have neither name until leftovers are cleared.
         assert latest_is_complete(folder) or step in first, death.name
         folder.clear_leftovers()
         assert latest_is_complete(folder), death.name

@@ -1,6 +1,6 @@
 """Copies for a background save: only the saving thread waits for the device.
 
-The device is simulated. It runs what is enqueued only when somebody waits for an event.
+The device is simulated. It runs its queued work only when somebody waits for an event.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ SHAPES = [(3,), (20, 10), (7, 11), (16, 16), (30, 30), (1, 1)]
 
 
 class Stream:
-    """The work that the simulated device has not done yet, in order."""
+    """The queued work of the simulated device, in order."""
 
     def __init__(self) -> None:
         self.enqueued: list[Callable[[], object]] = []
@@ -33,7 +33,7 @@ class Stream:
 
 
 class OnDevice(Tensor):
-    """Values on the simulated device: a copy of them is enqueued, and must not be waited for."""
+    """Values on the simulated device. Copying them is queued, and must not wait."""
 
     stream: Stream
 
@@ -59,7 +59,9 @@ class OnDevice(Tensor):
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """The stream of the simulated device, with torch's event and pinned memory in its terms."""
+    """Return the stream of the simulated device. torch's event and pinned memory use
+    this stream.
+    """
     stream = Stream()
 
     class Event:
@@ -78,7 +80,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 @pytest.fixture
 def allocations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]:
-    """(bytes, pinned) of every allocation of host memory that is not empty."""
+    """Yield (bytes, pinned) of every allocation of host memory that is not empty."""
     monkeypatch.setattr(pieces_module, "SLAB_BYTES", SLAB_BYTES)
     made: list[tuple[int, bool]] = []
     empty = torch.empty
@@ -93,7 +95,7 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, boo
 
 
 def make_pieces(stream: Stream | None = None) -> list[Piece]:
-    """Pieces of random values; on the simulated device if there is a stream."""
+    """Return pieces of random values. They are on the simulated device if there is a stream."""
     pieces = []
     for number, shape in enumerate(SHAPES):
         values = torch.randn(shape)
@@ -105,7 +107,7 @@ def make_pieces(stream: Stream | None = None) -> list[Piece]:
 
 
 def plain(piece: Piece) -> Tensor:
-    """A copy of the values as they are now."""
+    """Return a copy of the present values."""
     return piece.values.as_subclass(Tensor).clone()
 
 
@@ -132,7 +134,7 @@ def test_copies_arrive_in_the_order_of_the_stream_without_waiting(
 def test_the_memory_is_a_few_slabs_taken_once(
     stream: Stream, allocations: list[tuple[int, bool]], on_device: bool
 ) -> None:
-    """The sizes in bytes, at multiples of 64: 64, 832, 320, 1024, 3648, 64."""
+    """The sizes in bytes, at multiples of 64, are 64, 832, 320, 1024, 3648, 64."""
     pieces = make_pieces(stream if on_device else None)
     host_copy = HostCopy()
     copies, _ = host_copy.take(pieces)

@@ -1,4 +1,4 @@
-"""The index of a checkpoint from an unknown source cannot run code."""
+"""Reading the index of a checkpoint from an unknown source cannot run code."""
 
 import os
 import pickle
@@ -29,14 +29,14 @@ def test_an_index_as_torch_writes_it_is_read(tmp_path: Path) -> None:
 
 
 def by_name(member: Enum, protocol: int) -> tuple[Any, ...]:
-    """How Python 3.11.0 to 3.11.3, as Debian 12 has it, pickles a member of an enumeration."""
+    """Pickle a member of an enumeration as Python 3.11.0 to 3.11.3 do (Debian 12 has 3.11.2)."""
     return getattr, (type(member), member.name)
 
 
 def test_an_index_that_an_early_python_3_11_wrote_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With those versions each save failed, because its own index was refused."""
+    """With these versions of Python, each save used to fail, because its own index was refused."""
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
     dcp.save({"weights.a": torch.ones(3, 2)}, checkpoint_id=tmp_path, no_dist=True)
     assert b"getattr" in (tmp_path / INDEX).read_bytes()
@@ -73,7 +73,8 @@ def test_an_index_that_calls_a_function_is_refused_and_not_run(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"names posix\.mkdir, which no index"):
         read_index(tmp_path)
     assert not (tmp_path / "touched").exists()
-    with pytest.raises(AttributeError):  # torch's own reader runs it, and then misses its index
+    # Torch's own reader runs it, and then fails without an index.
+    with pytest.raises(AttributeError):
         dcp.FileSystemReader(tmp_path).read_metadata()
     assert (tmp_path / "touched").exists()
 

@@ -36,7 +36,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(written: Path, tmp_path: Path) -> Path:
-    """A complete checkpoint, which a test may damage."""
+    """Return a complete checkpoint, which a test may damage."""
     return shutil.copytree(written, tmp_path / written.name)
 
 
@@ -141,17 +141,17 @@ def test_the_configuration_states_the_tensors(
 
 Change = Callable[[Metadata], object]
 DOWN, QKV = "weights.blocks.0.mlp.down.weight", "weights.blocks.0.attention.qkv.weight"
-UP_WEIGHT = "weights.blocks.0.mlp.up.weight"  # of DOWN's elements, in another shape
+UP_WEIGHT = "weights.blocks.0.mlp.up.weight"  # has the same elements as DOWN, in another shape
 
 
 def place_of(index: Metadata, name: str) -> MetadataIndex:
-    """The key of the only box of a tensor in the index."""
+    """Return the key of a tensor's only box in the index."""
     (place,) = (place for place in index.storage_data if place.fqn == name)
     return place
 
 
 def moved(name: str, **change: Callable[[Any], object]) -> Change:
-    """The place of a tensor with some of its values changed."""
+    """Change some values of the place of a tensor."""
 
     def move(index: Metadata) -> None:
         place = place_of(index, name)
@@ -163,7 +163,7 @@ def moved(name: str, **change: Callable[[Any], object]) -> Change:
 
 
 def exchanged(name: str, other: str) -> Change:
-    """Two tensors, each with the other's place."""
+    """Exchange the places of two tensors."""
 
     def exchange(index: Metadata) -> None:
         stored, (one, two) = index.storage_data, (place_of(index, name), place_of(index, other))
@@ -173,7 +173,7 @@ def exchanged(name: str, other: str) -> Change:
 
 
 def with_entry(change: Callable[[Any], object]) -> Change:
-    """What the index states of UP, changed."""
+    """Change the index's entry of UP."""
     return lambda index: change(index.state_dict_metadata[UP])
 
 
@@ -186,7 +186,7 @@ NOWHERE = f"{UP}: no file of the checkpoint contains its [0:128, 0:32]"
 OUTSIDE = f"{UP}: its [0:128, 0:32] is not inside __0_0.distcp, according to the index"
 NO_INDEX = f"{INDEX} is not an index of tensors"
 
-# The change, and the beginning of each problem.
+# (the change, the beginning of each problem)
 MISTAKES: list[tuple[Change, list[str]]] = [
     (
         lambda index: index.state_dict_metadata.pop(UP),
@@ -241,7 +241,7 @@ def test_a_mistake_in_a_sealed_index_is_reported(
 
 
 class Trap:
-    """A pickle may run anything; this one would create a folder."""
+    """A pickle may run any code. This one would create a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -257,7 +257,7 @@ def archive_of(value: object) -> bytes:
 
 
 def cut_archive() -> bytes:
-    """An archive of the right shape with the first 64 bytes of its elements."""
+    """Return an archive of the right shape that has only the first 64 bytes of its elements."""
     cut = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(archive_of(torch.zeros(128, 32)))) as source,
@@ -289,7 +289,9 @@ ARCHIVES: list[tuple[Callable[[Path], bytes], str]] = [
 def test_bytes_that_are_not_the_tensor_of_the_index_are_reported(
     checkpoint: Path, tmp_path: Path, make: Callable[[Path], bytes], message: str
 ) -> None:
-    """They are at the end of the file, so all other places are right. None of them runs code."""
+    """The bytes are at the end of the file, so all other places are right. None of
+    them runs code.
+    """
     trace = tmp_path / "unpickled"
     with (checkpoint / TENSORS).open("ab") as file:
         offset = file.tell()

@@ -1,6 +1,6 @@
-"""A rank is killed (SIGKILL) at a random moment of a save, again and again.
+"""A rank is killed (SIGKILL) at a random moment of a save, many times.
 
-Each time the run continues from a complete checkpoint, with the losses of an undisturbed run.
+Each time, the run resumes from a complete checkpoint, with the losses of an undisturbed run.
 """
 
 import json
@@ -25,7 +25,7 @@ from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
-# More by hand: KILLS=200 python -m pytest tests/checkpoint/test_kills.py --timeout 1000
+# To run more: KILLS=200 python -m pytest tests/checkpoint/test_kills.py --timeout 1000
 KILLS = int(os.environ.get("KILLS", "16"))
 RANKS = 2
 STEPS_AFTERWARDS = 3
@@ -34,9 +34,9 @@ STEPS_AFTERWARDS = 3
 def train_until_killed(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, victim: int, seed: int
 ) -> int:
-    """Resume, then train and save each step; ``victim`` is killed in the second or third save.
+    """Resume, then train and save each step. ``victim`` is killed in the second or third save.
 
-    With no victim: takes a few steps and returns the number of the last.
+    Without a victim, take a few steps and return the number of the last.
     """
     chance = random.Random(seed)
     fatal_save = chance.randint(2, 3)

@@ -1,8 +1,8 @@
-"""A run saved at any layout continues at any other as if nothing had happened.
+"""A run saved at any layout continues at any other with the same results.
 
-Seven layouts save and seven load. In the first round each loads from four: 28 changes of layout, in
-which every ZeRO stage follows every other. The rounds after it repeat a part (four layouts, each of
-which loads from another one) with other models, another precision and other stages.
+Seven layouts save and seven load. In the first round, each loads from four: 28 changes of layout,
+in which every ZeRO stage follows every other. Further rounds repeat four layouts, each of which
+loads from another one, with other models, another precision and other stages.
 """
 
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ from tests.zero.one_rank import small_run
 TEXT = Path(__file__).parents[2] / "LICENSE"
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 2, 2))
 LATER_LAYOUTS = (1, 3, 2, 5)
-"""In this order, because each loads what the next one saved: pp 2, tp 2, dp 3, dp 2 x tp 2."""
+"""The order matters, because each loads what the next one saved: pp 2, tp 2, dp 3, dp 2 x tp 2."""
 BEFORE, AFTER = 2, 2
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_type": "linear"}}
 
-# 301 tokens, and embedding, 3 blocks and head divide by no degree. One key/value head is on
-# both tensor ranks.
+# No degree divides the 301 tokens, or the number of layers (embedding, 3 blocks and head). Both
+# tensor ranks have the only key/value head.
 ROUNDS: dict[str, dict[str, Any]] = {
     "gpt2-tied": {"scheduler": WARMUP},
     "llama-untied": {
@@ -52,17 +52,17 @@ ROUNDS: dict[str, dict[str, Any]] = {
 
 
 def stages(round_number: int, layout: int) -> tuple[int, int]:
-    """(ZeRO stage that saves, ZeRO stage that loads) of a layout in a round."""
+    """Return (ZeRO stage that saves, ZeRO stage that loads) of a layout in a round."""
     return (layout + round_number) % 4, (3 * layout + 2 * round_number + layout // 4) % 4
 
 
 def layouts_of(round_number: int) -> Sequence[int]:
-    """The layouts that save and load in a round."""
+    """Return the layouts that save and load in a round."""
     return range(len(LAYOUTS)) if round_number == 0 else LATER_LAYOUTS
 
 
 def sources(round_number: int, layout: int) -> list[int]:
-    """From which layouts a layout loads in a round."""
+    """Return the layouts from which a layout loads in a round."""
     layouts = layouts_of(round_number)
     place = layouts.index(layout)
     distances = (0, 1, 2, 3) if round_number == 0 else (1,)

@@ -1,4 +1,4 @@
-"""The manifest reveals every damage of every file."""
+"""The manifest reveals any damage of any file."""
 
 import os
 from pathlib import Path
@@ -17,12 +17,12 @@ from megaspeed.checkpoint.manifest import (
 )
 from megaspeed.files.json_values import write_sealed
 
-CONTENT = bytes(range(256)) * 40_000  # more than two of the blocks that are read at once
+CONTENT = bytes(range(256)) * 40_000  # more than two of the blocks that are read at a time
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two files and their manifest."""
+    """Write two files and their manifest."""
     (tmp_path / "large").write_bytes(CONTENT)
     (tmp_path / "small").write_bytes(b"abc")
     write_manifest(tmp_path, {"small": FileDigest.of(b"abc"), "large": FileDigest.of(CONTENT)})
@@ -34,7 +34,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def test_the_checksum_is_xxh3_of_128_bits() -> None:
-    """The published checksum of an empty input."""
+    """This is the published checksum of an empty input."""
     assert Checksum().hexdigest() == "99aa06d3014798d86001c324468d497f"
 
 

@@ -1,6 +1,6 @@
-"""No rank gathers the model: what a save and a load add to a rank's memory is at most its share.
+"""No rank gathers the model: a save and a load each add at most the rank's share to its memory.
 
-Together with the state itself, which a CPU holds in the same memory, that is twice the share.
+On a CPU, the state is in the same memory. Together they take twice the share.
 """
 
 import gc
@@ -23,7 +23,7 @@ from tests.zero.one_rank import small_run
 TEXT = Path(__file__).parents[2] / "LICENSE"
 MODEL = {"hidden_size": 256, "num_hidden_layers": 14, "vocab_size": 4000}
 RANKS = 4
-# What else a process gets for the first time: its index, its plan, the allocator's pages.
+# Memory that a process allocates only once: its index, its plan, the allocator's pages.
 SLACK_BYTES = 14 << 20
 
 
@@ -33,16 +33,16 @@ def run_of(folder: Path, in_background: bool = False, **changes: object) -> Run:
 
 
 def added(action: Callable[[], object]) -> int:
-    """By how many bytes the memory of this process grows at most during ``action``."""
+    """Return the largest growth of this process's memory during ``action``, in bytes."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is held now
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present memory
     before = memory("VmRSS")
     action()
     return memory("VmHWM") - before
 
 
 def memory(name: str) -> int:
-    """Bytes, as the kernel counts them for this process."""
+    """Return the bytes that the kernel counts for this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) << 10
@@ -51,7 +51,7 @@ def memory(name: str) -> int:
 def save_and_load(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, other: Path
 ) -> dict[str, int]:
-    """What a save adds, and a load of a checkpoint that one rank wrote alone."""
+    """Return the memory that a save adds, and a load of a checkpoint that one rank wrote alone."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         rank.train_step()
@@ -69,7 +69,7 @@ def save_and_load(
 
 @pytest.fixture(scope="module")
 def written_by_one(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one rank that saved the complete model alone."""
+    """Return the run folder of one rank that saved the complete model alone."""
     folder = tmp_path_factory.mktemp("alone")
     run = run_of(folder)
     pool.run(1, save_only, run, tiny_corpus(run, folder / "cache"))

@@ -1,4 +1,4 @@
-"""What the ranks write together, which rank writes what, and what happens if the disk refuses."""
+"""The files that ranks write together, the part of each rank, and a disk that refuses to write."""
 
 import dataclasses
 import os
@@ -67,7 +67,7 @@ def run_in(
 def test_the_same_layout_continues_to_the_last_bit(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, layout: tuple[int, int, int], stage: int
 ) -> None:
-    """In fp32, in other processes than those that saved."""
+    """This is in fp32. Other processes than those that saved load the checkpoint."""
     run = run_in(tmp_path, layout, stage)
     ranks = run.grid.world_size
     uninterrupted = pool.run(ranks, save_and_continue, run, corpus, 3, AFTER)[0]
@@ -115,7 +115,9 @@ def assert_same_state(one: Stretch, other: Stretch) -> None:
 def test_torch_alone_reads_every_tensor(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
 ) -> None:
-    """Its own reader, planner and process: the format is torch.distributed.checkpoint's."""
+    """torch's own reader and planner run in another process. The format is
+    torch.distributed.checkpoint's.
+    """
     run = run_in(tmp_path, (2, 2, 2), 3)
     saved = pool.run(8, save_and_continue, run, corpus, 2, 0)[0]
     expected = expected_tensors(run.config.model)
@@ -143,7 +145,7 @@ def test_each_rank_writes_its_share_and_all_write_every_element_once(
     expected = expected_tensors(run.config.model).values()
     elements = sum(torch.Size(shape).numel() for shape in expected)
     assert sum(written) == elements
-    # Replicated parameters are the first tensor rank's; at ZeRO-0 data ranks share the work too.
+    # The first tensor rank writes replicated parameters. At ZeRO-0, data ranks share the work, too.
     assert max(written) < 0.3 * elements
 
 
@@ -168,11 +170,11 @@ def save_and_wait(rank: SavedRun) -> SaveReport:
 
 
 Outcome = tuple[SaveReport, list[str], float]
-"""Of a save: its report, what is in the folder then, and the loss of the step after it."""
+"""The report of a save, the content of the folder after it, and the loss of the step after it."""
 
 
 def save_thrice(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> list[Outcome]:
-    """At the second save the disk refuses the last rank's file."""
+    """Save three times. At the second save, the disk refuses the last rank's file."""
     outcomes = []
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
@@ -230,13 +232,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_a_byte_is_written(
 SECONDS_HELD = 0.3
 
 Asked = tuple[Stretch, SaveReport]
-"""The state when a save was asked for, and how the save ended."""
+"""The state when a save was requested, and how the save ended."""
 
 
 def save_twice_while_the_writer_is_held(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> list[Asked]:
-    """The first save has its copies and writes nothing until the second has waited for a while."""
+    """Save twice. The first save has its copies, but writes nothing until the second has waited."""
     may_write = threading.Event()
     write_pieces = writing.write_pieces
 
@@ -250,19 +252,19 @@ def save_twice_while_the_writer_is_held(
         rank.checkpointing.save(rank.progress)
         stretches = [rank.stretch(0)]
         for _ in range(2):
-            rank.train_step()  # overwrites the state of which the first save is
+            rank.train_step()  # overwrites the state that the first save writes
         assert rank.checkpointing.finished() == []
         threading.Timer(SECONDS_HELD, may_write.set).start()
         rank.checkpointing.save(rank.progress)
         stretches.append(rank.stretch(0))
-        rank.train_step()  # while the second save may still be under way
+        rank.train_step()  # while the second save may still be in progress
         return list(zip(stretches, rank.checkpointing.close(), strict=True))
 
 
 def test_a_background_save_has_the_state_of_when_it_was_asked_for(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
 ) -> None:
-    """Neither later steps nor the next save, which waits for it, change what it writes."""
+    """Neither later steps nor the next save, which waits for this one, change what it writes."""
     run = run_in(tmp_path, (1, 2, 2), 2, async_save=True)
     ranks = pool.run(4, save_twice_while_the_writer_is_held, run, corpus)
     for saves in ranks:
@@ -279,10 +281,11 @@ def test_a_background_save_has_the_state_of_when_it_was_asked_for(
 def save_with_late_copies(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[Stretch, SaveReport, list[str]]:
-    """The copies in host memory are garbage until somebody waits for them, as with a GPU.
+    """Save with copies in host memory that are garbage until somebody waits for them, as with a
+    GPU.
 
     Returns:
-        The state when the save was asked for, how it ended, and the threads that waited.
+        The state when the save was requested, how it ended, and the threads that waited.
     """
     waited: list[str] = []
     take = HostCopy.take
@@ -327,7 +330,7 @@ def test_the_saving_thread_waits_for_the_copies_and_the_training_does_not(
 def save_where_a_gpu_is_visible(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> SaveReport:
-    """A background save whose pieces are in host memory, while every use of a GPU fails."""
+    """Save in the background from host memory, while every use of a GPU fails."""
     used = mock.Mock(side_effect=AssertionError("the save used the GPU"))
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
@@ -352,14 +355,16 @@ Change = tuple[str, str, str]
 
 
 def stamp(status: os.stat_result) -> str:
-    """Identifies a file and its content, whatever its name is."""
+    """Return a value that identifies a file and its content, whatever its name is."""
     return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 def changes_of_a_save(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[list[Change], dict[str, str]]:
-    """What one save flushes and renames, in order; and the stamp of each file that it leaves."""
+    """Return the flushes and renames of one save in order, and the stamp of each file that it
+    leaves.
+    """
     changes: list[Change] = []
     fsync = os.fsync
 
@@ -392,7 +397,9 @@ def changes_of_a_save(
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
 ) -> None:
-    """A machine may lose power: what was not flushed before a rename may then be lost after it."""
+    """If a machine loses power, a file that was not flushed before a rename may be
+    lost after it.
+    """
     ((changes, files),) = pool.run(1, changes_of_a_save, run_in(tmp_path), corpus)
     root = str(tmp_path / "checkpoints")
     checkpoint = f"{root}/step-00000001"
@@ -452,9 +459,9 @@ def search(launch: LaunchEnvironment, run: Run) -> tuple[Path | None, tuple[tupl
 def test_damaged_checkpoints_are_skipped_and_named(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
 ) -> None:
-    """Every rank reads a share of the files, and all find the same checkpoint."""
+    """Every rank reads a part of the files, and all find the same checkpoint."""
     run = run_in(tmp_path, (1, 2, 1), keep_last=5)
-    pool.run(2, save_thrice, run, corpus)  # of which the second fails
+    pool.run(2, save_thrice, run, corpus)  # the second of the three saves fails
     folder = CheckpointFolder(tmp_path / "checkpoints")
     newest, oldest = folder.newest_first()
     flip_a_bit(newest / "__1_0.distcp")

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, and how those of another model are reported."""
+"""The tensors of a checkpoint, and the error if they are those of another model."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_parameters_can_be_compared_without_kinds() -> None:
 
 
 def test_after_ten_sentences_the_rest_is_counted() -> None:
-    """Two blocks more are 24 parameters."""
+    """Two more blocks have 24 parameters."""
     problems = mismatches(expected_tensors(gpt2(num_hidden_layers=4)), expected_tensors(gpt2()))
     assert len(problems) == 11
     assert problems[0] == "blocks.2.attention_norm.weight (32) is missing in the checkpoint"

@@ -1,4 +1,4 @@
-"""Boxes that tile a tensor, and boxes that do not, compared with counting every element."""
+"""Boxes that tile a tensor and boxes that do not, compared with a count of every element."""
 
 import torch
 from hypothesis import given
@@ -10,7 +10,7 @@ SHAPE = (13, 9)
 
 
 def counted(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether every element is in exactly one box, by adding 1 to each."""
+    """Return whether every element is in exactly one box, by adding 1 to each."""
     seen = torch.zeros(shape)
     for box in boxes:
         seen[tuple(slice(*span) for span in zip(box.offsets, box.ends, strict=True))] += 1
@@ -19,7 +19,7 @@ def counted(shape: tuple[int, ...], boxes: list[Box]) -> bool:
 
 @st.composite
 def tilings(draw: st.DrawFn) -> list[Box]:
-    """SHAPE, cut again and again along a row or a column."""
+    """Draw a tiling: SHAPE is cut repeatedly along a row or a column."""
     boxes = [Box((0, 0), SHAPE)]
     for _ in range(draw(st.integers(0, 12))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -60,7 +60,9 @@ def test_a_vector_and_boxes_of_another_number_of_dims() -> None:
 
 
 def test_the_pieces_of_a_thousand_ranks_are_checked_quickly() -> None:
-    """8 column shards of 1,000 pieces each, every one cut in the middle of a row."""
+    """There are 8 column shards of 1,000 pieces each, and every piece is cut in the middle of a
+    row.
+    """
     rows, width = 2_000, 4
     pieces = [
         box

@@ -1,4 +1,4 @@
-"""The complete model is loaded from a checkpoint of any layout."""
+"""The complete model can be loaded from a checkpoint of any layout."""
 
 import os
 from pathlib import Path
@@ -32,7 +32,7 @@ TENSORS = "__0_0.distcp"
 def train_and_save(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> dict[str, Tensor]:
-    """Train a step and save it; return the saved weights on rank 0."""
+    """Train a step and save it. Return the saved weights on rank 0."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         rank.train_step()
@@ -69,7 +69,7 @@ def test_the_parameters_are_the_master_weights_bit_for_bit(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> CheckpointFolder:
-    """Checkpoints 100 and 200 of a run."""
+    """Return a folder with checkpoints 100 and 200 of a run."""
     folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
     for step in (100, 200):
         write_checkpoint(folder, step)

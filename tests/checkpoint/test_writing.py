@@ -1,4 +1,4 @@
-"""One process writes the files that torch.distributed.checkpoint would write, piece by piece."""
+"""One process writes the same files as torch.distributed.checkpoint, piece by piece."""
 
 import errno
 import warnings
@@ -34,7 +34,7 @@ IMPORTED = run_state(1, data=None, layout=None, training_seed=None, imported_fro
 
 
 def by_rows(rows: int) -> Iterator[Piece]:
-    """The tensors in pieces of ``rows`` rows, each overwritten when the next is made."""
+    """Yield the tensors in pieces of ``rows`` rows. Each piece overwrites the one before."""
     for name, tensor in TENSORS.items():
         for start in range(0, len(tensor), rows):
             part = tensor[start : start + rows]
@@ -45,16 +45,16 @@ def by_rows(rows: int) -> Iterator[Piece]:
 
 
 def read_by_torch(folder: Path) -> dict[str, Tensor]:
-    """The tensors as torch's own loader reads them."""
+    """Return the tensors as torch's own loader reads them."""
     found = {name: torch.full_like(tensor, -2) for name, tensor in TENSORS.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there is one process is meant
+        warnings.simplefilter("ignore", UserWarning)  # there is only one process, on purpose
         dcp.load(found, checkpoint_id=folder, no_dist=True)
     return found
 
 
 def write_alone(folder: Path, pieces: Iterable[Piece]) -> None:
-    """A checkpoint of these pieces and no model."""
+    """Write a checkpoint of these pieces, without a model."""
     with mock.patch.object(writing, "expected_tensors", lambda *_: SHAPES):
         writing.write_checkpoint(folder, pieces, IMPORTED, {})
 
@@ -74,7 +74,7 @@ def test_torch_reads_every_piece_from_every_file(
 
 
 def test_files_are_those_of_torchs_own_writer(tmp_path: Path) -> None:
-    """Byte for byte, if torch omits its checksums and the pieces are written in the same order."""
+    """They are equal byte for byte if torch omits its checksums and writes in the same order."""
     with writing._without_crc32():
         checkpoint = write_checkpoint(CheckpointFolder(tmp_path / "checkpoints"), 100)
     index = read_index(checkpoint)
@@ -125,7 +125,7 @@ def test_the_tokenizers_files_are_those_that_a_folder_has(tmp_path: Path) -> Non
 
 
 def test_a_state_is_of_a_run_or_of_an_import() -> None:
-    """The state of a run without its data, layout or seed is refused; an import has none."""
+    """A run's state needs its data, layout and seed. The state of an import has none of them."""
     gone = {"data": None, "layout": None, "training_seed": None}
     with pytest.raises(ValueError, match="of the run that saved it are missing"):
         run_state(3, layout=None)

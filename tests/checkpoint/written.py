@@ -26,7 +26,7 @@ LAYOUT = Layout(
 
 
 def run_state(step: int, **changes: Any) -> RunState:
-    """The state of a run of ``CONFIG`` after ``step`` steps of 16 samples."""
+    """Return the state of a run of ``CONFIG`` after ``step`` steps of 16 samples."""
     values: dict[str, Any] = {
         "progress": Progress(
             step=step, steps_taken=step - 1, samples=16 * step, tokens=256 * step, loss=4.25
@@ -41,7 +41,7 @@ def run_state(step: int, **changes: Any) -> RunState:
 
 
 def write_checkpoint(folder: CheckpointFolder, step: int, **state: Any) -> Path:
-    """A complete checkpoint; ``state`` replaces parts of its run state."""
+    """Write a complete checkpoint. ``state`` replaces parts of its run state."""
     writing = folder.begin(step)
     generator = torch.Generator().manual_seed(step)
     tensors: dict[str, Any] = {

@@ -33,7 +33,7 @@ from tests.config.workshop import Values, Workshop, train_tokenizer
 pytestmark = pytest.mark.slow
 
 MOST_SECONDS = 5.0
-"""Limit for one check, on an idle machine."""
+"""The limit for one check, on an idle machine."""
 
 CHECK = ("check", "--world-size", "2", "--device", "cpu")
 
@@ -239,7 +239,7 @@ TEXTS: dict[str, Callable[[bytes], bytes]] = {
     "20 MB": lambda text: text + b" " * 20_000_000 + b"x",
     "a key of 100,000 letters": lambda text: text[:-1] + b',"' + b"k" * 100_000 + b'":1}',
 }
-"""Each makes the text of a configuration, or of a model's config.json, one that cannot be used."""
+"""Each changes the text of a configuration or of a model's config.json to an unusable one."""
 
 
 @pytest.mark.parametrize("damage", TEXTS)

@@ -36,7 +36,7 @@ NAMES = {
     "WARMUP": "scheduler.params.warmup_num_steps",
     "PROFILE": "training.steps=12 training.profile.start_step=10",
 }
-"""What the names in the table stand for."""
+"""The meaning of the names in the table."""
 FILES: dict[str, dict[str, Any]] = {"gpt2.json": GPT2, "llama.json": LLAMA, "empty.json": {}}
 
 

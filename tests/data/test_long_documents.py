@@ -71,7 +71,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": lambda: byte_level(add_prefix_space=False),
     "llama 3": llama_3,
 }
-"""Name -> an untrained one."""
+"""Name -> an untrained tokenizer."""
 
 
 def trained(tokenizer: Tokenizer) -> TextTokenizer:

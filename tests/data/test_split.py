@@ -117,7 +117,9 @@ def test_every_group_with_one_text_that_cannot_be_cut_is_named() -> None:
 
 FRACTIONS = (0.001, 0.05, 0.3, 0.9)
 SAVED = "9617b26326d5f8cba2f7763f0f582eb291e0f83fa3cb30ff8ab21b30fca110a9"
-"""Of the splits below, made before those far from the fraction were refused."""
+"""The hash of the splits below. The version that computed it did not yet refuse splits far from the
+fraction.
+"""
 
 
 def test_splits_are_those_of_earlier_versions() -> None:

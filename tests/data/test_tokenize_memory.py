@@ -13,7 +13,7 @@ from tests.data.words import documents, write_json_lines
 pytestmark = pytest.mark.slow
 
 _ONCE_BYTES = 2_000_000
-"""Some batches more than are under way at a time with one worker."""
+"""A few more batches than one worker has in progress at a time."""
 
 
 @pytest.mark.timeout(300)

@@ -31,7 +31,7 @@ def train_imported(
 
 
 def whole_logits(rank: SavedRun, context: ParallelContext) -> Tensor | None:
-    """Logits (rows, S, V) of the first step's samples, on rank 0."""
+    """Return the logits (rows, S, V) of the first step's samples, on rank 0."""
     worker, shape = rank.worker, rank.inputs.shape
     run, loss = worker.run, worker.engine.loss
     seen: list[Tensor] = []
@@ -61,6 +61,6 @@ def whole_logits(rank: SavedRun, context: ParallelContext) -> Tensor | None:
 
 
 def _rows_of(seen: list[Tensor], shape: LoaderShape) -> Iterator[tuple[int, Tensor]]:
-    """(row of the step, its logits) for each row of this rank."""
+    """Yield (row of the step, its logits) for each row of this rank."""
     for micro_batch, logits in enumerate(seen):
         yield from zip(shape.rows(micro_batch), logits, strict=True)

@@ -1,4 +1,4 @@
-"""Tiny models of transformers, mostly with weights so large that each of them matters."""
+"""Tiny models of transformers. Most have weights so large that each of them affects the result."""
 
 import json
 from collections.abc import Callable
@@ -40,7 +40,7 @@ LLAMA3 = {
 
 
 def gpt2(*, random: bool = True, **changes: Any) -> PreTrainedModel:
-    """Two blocks of 4 heads, width 32, 301 words, 96 positions.
+    """Return two blocks of 4 heads, width 32, 301 words, 96 positions.
 
     Args:
         random: whether weights are large; otherwise transformers initializes them.
@@ -54,7 +54,7 @@ def gpt2(*, random: bool = True, **changes: Any) -> PreTrainedModel:
 
 
 def llama(*, random: bool = True, **changes: Any) -> PreTrainedModel:
-    """Two blocks of 4 query heads on 2 key/value heads, width 32, 301 words, 96 positions.
+    """Return two blocks of 4 query heads on 2 key/value heads, width 32, 301 words, 96 positions.
 
     Args:
         random: whether weights are large; otherwise transformers initializes them.
@@ -135,7 +135,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, with a random value added to every weight, bias and norm."""
+    """Add a random value to every weight, bias and norm of the model. Return the model."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -144,13 +144,13 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def saved(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
-    """Write the model to a folder; return the folder."""
+    """Write the model to a folder. Return the folder."""
     model.save_pretrained(folder, **options)
     return folder
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer of at most 270 entries to a model's folder; return the folder."""
+    """Write a tokenizer of at most 270 entries to a model's folder. Return the folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -169,7 +169,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in the safetensors of a folder."""
+    """Return every tensor in the safetensors files of a folder."""
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)
@@ -183,7 +183,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether both have the same tensors, bit for bit."""
+    """Return whether both have the same tensors, bit for bit."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )

@@ -31,15 +31,15 @@ SAMPLING = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A GPT-2 without a tokenizer."""
+    """Write a GPT-2 without a tokenizer."""
     return saved(gpt2(), tmp_path / "hf")
 
 
 def there_and_back(folder: Path, **named: Path) -> tuple[Path, list[str]]:
-    """The export of an import, and all lines that were reported.
+    """Import and export a model. Return the export, and all reported lines.
 
     Args:
-        folder: of the model.
+        folder: the folder of the model.
         named: a tokenizer that the user names for "the_import" or "the_export".
     """
     reported: list[str] = []
@@ -52,7 +52,7 @@ def there_and_back(folder: Path, **named: Path) -> tuple[Path, list[str]]:
 
 
 def stated(folder: Path, name: str) -> dict[str, Any]:
-    """The keys of a JSON file."""
+    """Return the keys of a JSON file."""
     keys: dict[str, Any] = json.loads((folder / name).read_text())
     return keys
 
@@ -86,7 +86,7 @@ def test_a_damaged_tokenizer_config_is_reported_everywhere(
     folder: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
 ) -> None:
     with_tokenizer(folder)
-    # The first of the two that names the end of text counts.
+    # The first of the two files that names the end of text is used.
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError) as caught:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of an untied Llama without a tokenizer. Tests must not change it."""
+    """Return the checkpoint of an untied Llama without a tokenizer. Tests must not change it."""
     root = tmp_path_factory.mktemp("llama")
     import_model(saved(llama(), root / "hf"), root / "checkpoint")
     return root / "checkpoint"
@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """Folder of a run that has saved steps 100 and 200."""
+    """Return the folder of a run that has saved steps 100 and 200."""
     folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
     for step in (100, 200):
         write_checkpoint(folder, step)
@@ -328,7 +328,7 @@ def test_a_feature_that_the_family_lacks_is_refused_before_anything_is_written(
     capsys: pytest.CaptureFixture[str],
     changes: dict[str, Any],
 ) -> None:
-    """A checkpoint of a run with a feature that transformers' Llama does not have."""
+    """The checkpoint is of a run with a feature that transformers' Llama does not have."""
     model = model_config(checkpoint).model_dump() | changes
     monkeypatch.setattr(exporting, "model_config", lambda _: ModelConfig.model_validate(model))
     monkeypatch.setattr(exporting, "new_model_folder", lambda *_: pytest.fail("it went on"))

@@ -24,7 +24,7 @@ LIVELY = Sampling(temperature=2.0, top_k=0, max_tokens=30)
 def generate(
     model: TextModel, prompts: Sequence[str], samples: int, sampling: Sampling
 ) -> list[Continuation]:
-    """Some continuations of each prompt."""
+    """Generate some continuations of each prompt."""
     return [
         continue_prompt(model, prompt, number, sampling)
         for prompt in prompts
@@ -33,7 +33,7 @@ def generate(
 
 
 def likeliest(stock: PreTrainedModel, ids: list[int], window: int, count: int) -> list[int]:
-    """The ids with the largest logits, from one forward pass each; 0 ends them."""
+    """Return the ids with the largest logits, from one forward pass each. The id 0 ends them."""
     drawn: list[int] = []
     for _ in range(count):
         with torch.no_grad():
@@ -61,7 +61,7 @@ def test_greedy_tokens_are_the_likeliest_of_the_last_window(
 
 
 def test_greedy_tokens_of_a_sliding_window_are_the_likeliest(tmp_path: Path) -> None:
-    """Its keys beyond the window are dropped from the cache."""
+    """The cache drops keys beyond the window."""
     stock = mistral(sliding_window=12, max_position_embeddings=96)
     model = TextModel(tmp_path, stock, tiny_tokenizer(tmp_path), (0,), (0,), 96)
     (found,) = generate(model, ["Licensor"], 1, GREEDY)

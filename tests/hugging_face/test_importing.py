@@ -41,13 +41,13 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 in one file. Tests must not change it."""
+    """Return the folder of a GPT-2 in one file. Tests must not change it."""
     return saved(gpt2(), tmp_path_factory.mktemp("gpt2"))
 
 
 @pytest.fixture(scope="module")
 def right(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """Its weights under our names."""
+    """Return its weights under our names."""
     checkpoint = tmp_path_factory.mktemp("right") / "checkpoint"
     import_model(folder, checkpoint)
     return load_model(checkpoint).state_dict()
@@ -55,7 +55,7 @@ def right(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
-    """A folder with its config.json and no weights yet."""
+    """Return a folder with its config.json and no weights yet."""
     made = tmp_path / "copy"
     made.mkdir()
     (made / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -63,13 +63,13 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 
 def written(weights: Weights, folder: Path, name: str = WEIGHTS) -> Path:
-    """Write the weights to one file of a folder; return the folder."""
+    """Write the weights to one file of a folder. Return the folder."""
     save_file({key: value.contiguous() for key, value in weights.items()}, folder / name)
     return folder
 
 
 def imported(folder: Path, **options: Any) -> Weights:
-    """The weights of a folder's model after its import."""
+    """Return the weights of a folder's model after its import."""
     out = folder.parent / "out"
     import_model(folder, out, **options)
     return load_model(out).state_dict()
@@ -85,7 +85,9 @@ def test_a_model_without_its_kind_is_imported_if_its_keys_state_one(
 
 
 def test_own_code_by_the_name_of_transformers_class_is_not_needed(tmp_path: Path) -> None:
-    """Phi-3's published files name the code that was beside them before transformers had it."""
+    """Phi-3's published files name the code that came with them before transformers
+    had the class.
+    """
     folder = saved(phi3(), tmp_path / "hf")
     code = {
         "AutoConfig": "configuration_phi3.Phi3Config",
@@ -203,7 +205,7 @@ def test_float64_is_rounded_and_this_is_reported(copy: Path, folder: Path, right
 
 
 def refusal(folder: Path, kind: type[Exception] = HuggingFaceError, *, verify: bool = True) -> str:
-    """The error of an import. Asserts that the import leaves no file."""
+    """Return the error of an import. Assert that the import leaves no file."""
     out = folder.parent / "refused"
     with pytest.raises(kind) as caught:
         import_model(folder, out, verify=verify)
@@ -317,7 +319,7 @@ def test_a_bin_file_that_is_not_a_model(copy: Path, make: Callable[[], Any], rep
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_nan_is_reported_with_its_tensor(copy: Path, folder: Path, value: float) -> None:
-    """It is noticed without the comparison, too."""
+    """It is noticed even without the comparison."""
     weights = weights_in(folder)
     weights["transformer.h.1.ln_2.bias"][3] = value
     reported = refusal(written(weights, copy), verify=False)
@@ -325,7 +327,7 @@ def test_a_nan_is_reported_with_its_tensor(copy: Path, folder: Path, value: floa
 
 
 def test_impossible_paths(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that does not exist, and a path below a file, are refused before any work."""
+    """A folder that does not exist and a path below a file are refused before any work."""
     nowhere, file = tmp_path / "nowhere", tmp_path / "file"
     assert main(["import-hf", str(nowhere), str(tmp_path / "out")]) == 2
     assert f"{nowhere}: it does not exist; name a folder" in capsys.readouterr().err

@@ -70,7 +70,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Layout]] = {
 
 @dataclass
 class Trained:
-    """What training made of a model.
+    """A model after training.
 
     Attributes:
         logits: logits (24, S, V) of the first step's samples, before that step.
@@ -94,7 +94,7 @@ def test_an_imported_model_is_the_stock_model(
     import_model(folder, imported)
     corpus = tiny_corpus(run_at((1, 1, 1), folder, tmp_path), tmp_path / "cache")
     expected = train_stock(stock, run_at((1, 1, 1), folder, tmp_path), corpus)
-    assert expected.losses[-1] < expected.losses[0]  # or nobody would notice missing steps
+    assert expected.losses[-1] < expected.losses[0]  # otherwise, missing steps would not be noticed
     for layout in (ALL_AXES, another):
         run = run_at(layout, folder, tmp_path)
         world_size = run.grid.world_size
@@ -127,7 +127,7 @@ def run_at(layout: Layout, folder: Path, place: Path) -> Run:
 
 
 def train_stock(stock: PreTrainedModel, run: Run, corpus: PreparedCorpus) -> Trained:
-    """The same steps by transformers and torch."""
+    """Train the same steps with transformers and torch."""
     size = run.batch.train_batch_size
     loader = TrainingLoader(corpus, LoaderShape(size, 1, 0, 1))
     params = run.config.optimizer.params
@@ -154,7 +154,7 @@ def train_stock(stock: PreTrainedModel, run: Run, corpus: PreparedCorpus) -> Tra
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    # A tied head is in no file, but has two names here.
+    # A tied head is in no file, but the model has two names for it here.
     tied = stock.config.tie_word_embeddings
     weights = {
         name: value.clone()
@@ -165,10 +165,10 @@ def train_stock(stock: PreTrainedModel, run: Run, corpus: PreparedCorpus) -> Tra
 
 
 def without_key_biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights without biases of keys.
+    """Return the weights without biases of keys.
 
-    A key bias changes all scores of a row alike, so its gradient is only rounding. Adam scales it
-    to full steps, which may have another sign elsewhere.
+    A key bias changes all scores of a row equally, so its gradient is only rounding. Adam scales it
+    to full steps, whose sign may differ between machines.
     """
     return {
         name: torch.cat(value.chunk(3)[::2]) if name.endswith("c_attn.bias") else value

@@ -34,7 +34,7 @@ QKV, GATE_UP, SQUARE = "attention.qkv.weight", "mlp.gate_up.weight", "attention.
 
 
 def exchanged(inner: str, *order: int) -> Callable[[ModelConfig], Iterator[Part]]:
-    """The table in which parts of one tensor have each other's rows."""
+    """Return the table in which parts of one tensor exchange their rows."""
 
     def mutated(model: ModelConfig) -> Iterator[Part]:
         parts = list(parts_of(model))
@@ -49,7 +49,7 @@ def exchanged(inner: str, *order: int) -> Callable[[ModelConfig], Iterator[Part]
 
 
 def turned(model: ModelConfig) -> Iterator[Part]:
-    """The table in which one square matrix is transposed if it should not be, or the reverse."""
+    """Yield the table with one mistake: a square matrix is transposed, or is not transposed."""
     for part in parts_of(model):
         is_square = part.ours == f"blocks.1.{SQUARE}"
         yield dataclasses.replace(part, transposed=part.transposed != is_square)
@@ -66,7 +66,9 @@ def mapped_by(table: Callable[[ModelConfig], Iterator[Part]]) -> Callable[[Patch
 
 
 def interleaved(patch: Patch) -> None:
-    """Rotary positions turn neighbours, dims 2i and 2i + 1: the rows of Meta's own Llama files."""
+    """Rotate neighbouring dims 2i and 2i + 1, which is the order of rows in Meta's
+    own Llama files.
+    """
     halves = attention.rotate
 
     def rotate(x: Tensor, *rest: Any) -> Tensor:
@@ -78,7 +80,7 @@ def interleaved(patch: Patch) -> None:
 
 
 def epsilon_beside_the_root(patch: Patch) -> None:
-    """x / (sqrt(mean x^2) + eps), where RMSNorm has x / sqrt(mean x^2 + eps)."""
+    """Compute x / (sqrt(mean x^2) + eps), where RMSNorm has x / sqrt(mean x^2 + eps)."""
 
     def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
         assert self.eps is not None
@@ -88,7 +90,7 @@ def epsilon_beside_the_root(patch: Patch) -> None:
 
 
 def another_epsilon(patch: Patch) -> None:
-    """Twice the epsilon of the config."""
+    """Use twice the epsilon of the config."""
     make = gpt.make_modules
 
     def mutated(rows: Mapping[str, Row]) -> dict[str, nn.Module]:
@@ -127,7 +129,7 @@ def up_above_gate(patch: Patch) -> None:
 
 
 def another_base(patch: Patch) -> None:
-    """A rotary base that differs by a tenth."""
+    """Use a rotary base that differs by a tenth."""
     frequencies = attention.inverse_frequencies
     patch.setattr(
         attention,
@@ -139,17 +141,19 @@ def another_base(patch: Patch) -> None:
 
 
 def exact_gelu(patch: Patch) -> None:
-    """The exact GELU, unlike GPT-2's and StarCoder2's."""
+    """Use the exact GELU, unlike GPT-2 and StarCoder2."""
     patch.setattr(gpt, "_gelu", torch.nn.functional.gelu)
 
 
 def ungrouped(**changes: Any) -> PreTrainedModel:
-    """q, k and v of one shape, so that their shapes do not distinguish them."""
+    """Return a model whose q, k and v have one shape, so that their shapes do not
+    distinguish them.
+    """
     return llama(num_key_value_heads=4, **changes)
 
 
 def ungrouped_phi3(**changes: Any) -> PreTrainedModel:
-    """The same, in one matrix."""
+    """Return the same with q, k and v in one matrix."""
     return phi3(num_key_value_heads=4, **changes)
 
 
@@ -186,7 +190,7 @@ Folders = Callable[[Make, str], tuple[Path, Path]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """A function that returns the folder of a model and its checkpoint, which are made once."""
+    """Return a function from a model to its folder and its checkpoint, which are created once."""
     made: dict[tuple[Make, str], tuple[Path, Path]] = {}
 
     def of(make: Make, weights: str) -> tuple[Path, Path]:

@@ -1,6 +1,6 @@
-"""Loss, perplexity and bits per byte are those of one forward pass for each token.
+"""Loss, perplexity and bits per byte agree with one forward pass for each token.
 
-Every token of a document is predicted once, from all that its window shows before it.
+Every token of a document is predicted once, from all earlier tokens in its window.
 """
 
 import math
@@ -32,7 +32,7 @@ WINDOWS = [(24, 24), (24, 10), (7, 7)]
 
 
 def pieces(documents: Sequence[str]) -> list[Piece]:
-    """One piece for each document."""
+    """Return one piece for each document."""
     return [Piece(text, ends_document=True) for text in documents]
 
 
@@ -40,7 +40,7 @@ def pieces(documents: Sequence[str]) -> list[Piece]:
 def plain_nats(
     stock: PreTrainedModel, documents: Sequence[Sequence[int]], length: int, stride: int
 ) -> float:
-    """Nats, from one forward pass for each token over the ids before it in its window."""
+    """Return the nats, from one forward pass for each token over the earlier ids in its window."""
     nats = 0.0
     for ids in documents:
         row = torch.tensor([0, *ids])
@@ -117,7 +117,7 @@ def test_more_context_changes_the_loss(model: TextModel) -> None:
 
 
 def test_a_long_document_may_come_in_pieces(model: TextModel) -> None:
-    # Words do not cross these borders, so that the pieces have the tokens of the complete text.
+    # Words do not cross these borders, so the pieces have the tokens of the complete text.
     words = ["every", " piece", " is", " a", " word"] * 20
     together = [Piece("".join(words), ends_document=True)]
     apart = [Piece(word, ends_document=False) for word in words] + [Piece("", ends_document=True)]
@@ -158,7 +158,7 @@ END = 0
 
 
 def predictions(windows: Iterable[Window]) -> list[tuple[int, tuple[int, ...]]]:
-    """(token, what it is predicted from) of all that count."""
+    """Return (token, the tokens that predict it) of all tokens that count."""
     return [
         (window.ids[place], tuple(window.ids[:place]))
         for window in windows
@@ -189,6 +189,6 @@ def test_each_token_is_predicted_once_from_its_window(data: st.DataObject) -> No
     reported = predictions(windows)
     assert [token for token, _ in reported] == document[opening:]
     for place, (_, seen) in enumerate(reported, start=opening):
-        # The window in which it counts is the first one that reaches it.
+        # A token counts in the first window that reaches it.
         window = 0 if place <= length else -(-(place - length) // stride)
         assert list(seen) == document[window * stride : place]

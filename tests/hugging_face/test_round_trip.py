@@ -29,7 +29,7 @@ Make = Callable[[], PreTrainedModel]
 
 
 def shape_of(folder: Path) -> ModelConfig:
-    """The model that a folder's config.json describes."""
+    """Return the model that a folder's config.json describes."""
     return ModelConfig.model_validate(read_model_section(str(folder)))
 
 
@@ -52,7 +52,7 @@ def test_there_and_back_is_the_same_to_the_last_bit(make: Make, tmp_path: Path) 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_ours_and_the_exported_one_have_the_logits_of_the_first(make: Make, tmp_path: Path) -> None:
-    """A plain comparison, without our verification."""
+    """This is a plain comparison, without our verification."""
     stock = make()
     import_model(saved(stock, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
     export_model(tmp_path / "checkpoint", tmp_path / "back", verify=False)

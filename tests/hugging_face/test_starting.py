@@ -35,7 +35,7 @@ State = dict[str, dict[str, Tensor]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untied Llama with a tokenizer and several tokens that end a text."""
+    """Return an untied Llama with a tokenizer and several tokens that end a text."""
     folder = with_tokenizer(saved(llama(), tmp_path_factory.mktemp("llama") / "hf"))
     GenerationConfig(eos_token_id=ENDS).save_pretrained(folder)
     return folder
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def imported(folder: Path) -> Path:
-    """Its checkpoint."""
+    """Return its checkpoint."""
     import_model(folder, folder.parent / "imported")
     return folder.parent / "imported"
 
@@ -51,7 +51,7 @@ def imported(folder: Path) -> Path:
 def state_after_loading(
     launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path
 ) -> tuple[Progress, State]:
-    """The state after loading an import into an engine that already has moments."""
+    """Return the state after loading an import into an engine that already has moments."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, tiny_corpus(run, cache), context)
         rank.train_step()
@@ -77,7 +77,9 @@ def test_its_weights_are_loaded_and_its_moments_are_zeros(
 def job(
     launch: LaunchEnvironment, cache: Path, commands: list[list[str]]
 ) -> list[tuple[int, str, str]]:
-    """Run main jobs one after the other as the only rank; (exit code, stdout, stderr) of each."""
+    """Run main jobs one after the other as the only rank. Return (exit code, stdout, stderr) of
+    each.
+    """
     os.environ["MEGASPEED_CACHE"] = str(cache)
     endings = []
     for command in commands:
@@ -89,7 +91,7 @@ def job(
 
 @pytest.fixture
 def config(tmp_path: Path, folder: Path) -> Path:
-    """A run of the model in the folder, with its tokenizer."""
+    """Return the configuration of a run of the model in the folder, with its tokenizer."""
     values = {
         "model": {"from_hf": str(folder)},
         "data": {

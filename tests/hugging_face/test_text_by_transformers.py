@@ -1,7 +1,8 @@
 """Both commands compute for a checkpoint what stock transformers computes for its export.
 
-A model that was trained here sees an end-of-text before a document. An imported one sees what the
-template of its tokenizer puts before a text. What a template puts after a text is ignored.
+A model that was trained here has an end-of-text before each document. An imported model has the
+tokens that its tokenizer's template puts before a text. Tokens that a template puts after a text
+are ignored.
 """
 
 import math
@@ -28,11 +29,11 @@ BEGIN = 300
 """The last id, which a template puts before a text."""
 
 TEMPLATES = {"begun": "<s> $A", "closed": "<s> $A <|endoftext|>", "bare": None}
-"""How the tokenizers of imported models encode a text: as Llama's, with an end too, as GPT-2's."""
+"""Templates of imported tokenizers: Llama's, one that also adds an end, and GPT-2's."""
 
 
 def imported(root: Path, template: str | None) -> Path:
-    """The checkpoint of an imported Llama of 301 ids."""
+    """Return the checkpoint of an imported Llama of 301 ids."""
     torch.manual_seed(3)
     folder = saved(llama(), root / "theirs")
     tokenizer = Tokenizer.from_file(str(write_tokenizer(root / "tokenizer.json", BEGIN)))
@@ -53,7 +54,7 @@ Models = Callable[[str], tuple[Path, Path]]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """A function that returns (checkpoint, its export) of a model, which is made once."""
+    """Return a function from a model to (checkpoint, its export), which are created once."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def of(name: str) -> tuple[Path, Path]:
@@ -71,7 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def likeliest(exported: Path, ids: list[int]) -> list[int]:
-    """16 greedy tokens of stock transformers after ``ids``. None of them ends the text."""
+    """Return 16 greedy tokens of stock transformers after ``ids``. None of them ends the text."""
     model = AutoModelForCausalLM.from_pretrained(exported).eval()
     drawn = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0].tolist()
     assert len(drawn) == len(ids) + 16 and END not in drawn[len(ids) :]
@@ -80,7 +81,7 @@ def likeliest(exported: Path, ids: list[int]) -> list[int]:
 
 @torch.no_grad()
 def loss_of(exported: Path, ids: list[int]) -> float:
-    """Loss of stock transformers over disjoint windows. The first id is not predicted."""
+    """Return stock transformers' loss over disjoint windows. The first id is not predicted."""
     model = AutoModelForCausalLM.from_pretrained(exported).eval()
     row, length = torch.tensor(ids), model.config.max_position_embeddings
     nats = 0.0
@@ -140,7 +141,7 @@ def test_evaluate(
 
 
 def test_the_template_of_transformers_and_the_opening_matter(models: Models) -> None:
-    """The story: an imported model was shown the text alone, and continued otherwise."""
+    """In an earlier version, an imported model got the text alone, and continued it differently."""
     exported, closed = models("begun")[1], models("closed")[1]
     ids = AutoTokenizer.from_pretrained(exported)(PROMPT).input_ids
     assert ids[0] == BEGIN

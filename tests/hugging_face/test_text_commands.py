@@ -1,4 +1,4 @@
-"""``megaspeed generate`` and ``megaspeed evaluate``: what they print, write and return."""
+"""``megaspeed generate`` and ``megaspeed evaluate``: their output, files and exit codes."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ OPENS = "a document begins with <|endoftext|> (id 0); --opening changes this\n"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The only checkpoint of a run."""
+    """Return the only checkpoint of a run."""
     return checkpoint_of_text(tmp_path_factory.mktemp("run"))
 
 

@@ -1,4 +1,4 @@
-"""The model and the tokenizer that a checkpoint is used with, and what precedes a document."""
+"""The model and the tokenizer of a checkpoint, and the ids that precede a document."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(place: Path, tokenizer: Path | None = None) -> tuple[TextModel, list[str]]:
-    """The model, and the reported lines without the one about a document's beginning."""
+    """Return the model, and the reported lines without the one about a document's beginning."""
     reported: list[str] = []
     model = load_text_model(
         place,
@@ -80,7 +80,7 @@ def test_a_hugging_face_folder_ends_at_its_own_ids_and_samples_as_the_user_state
 
 
 def test_a_hugging_face_folder_must_state_its_positions(tmp_path: Path) -> None:
-    """Bloom has no positions; its scores depend on distances."""
+    """Bloom has no positions. Its scores depend on distances."""
     bloom = BloomForCausalLM(BloomConfig(vocab_size=301, hidden_size=32, n_layer=1, n_head=4))
     folder = with_tokenizer(saved(bloom, tmp_path / "hf"))
     with pytest.raises(HuggingFaceError, match=f"must state max_position_embeddings, .* {folder}"):
@@ -88,7 +88,9 @@ def test_a_hugging_face_folder_must_state_its_positions(tmp_path: Path) -> None:
 
 
 def test_a_model_that_no_class_of_transformers_has_is_computed_by_ours(tmp_path: Path) -> None:
-    """Qwen3's features under the name of Llama, whose class has no norms of queries and keys."""
+    """The model has Qwen3's features under the name of Llama, whose class has no norms of queries
+    and keys.
+    """
     folder = with_tokenizer(saved(qwen3(), tmp_path / "hf"))
     import_model(folder, tmp_path / "ours", verify=False)
     expected, _ = load(tmp_path / "ours")
@@ -164,7 +166,7 @@ def test_a_tokenizer_larger_than_a_hugging_face_model_is_refused(tmp_path: Path)
 
 
 def template(text: str) -> PostProcessor:
-    """A template of a tokenizer in which 0 ends a text and ! and " have the ids 1 and 2."""
+    """Return a template of a tokenizer in which 0 ends a text and ! and " have the ids 1 and 2."""
     return TemplateProcessing(single=text, special_tokens=[("!", 1), ('"', 2)])
 
 

@@ -22,7 +22,7 @@ from tests.model.tiny_gpt import llama as our_llama
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(checkpoint, folder) of the same Llama."""
+    """Return (checkpoint, folder) of the same Llama."""
     root = tmp_path_factory.mktemp("both")
     import_model(saved(llama(), root / "hf"), root / "checkpoint", verify=False)
     return root / "checkpoint", root / "hf"
@@ -31,7 +31,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_figures_of_an_agreement(both: tuple[Path, Path]) -> None:
     found = compare(*both)
     assert (found.prompts, found.tokens, found.tolerance) == ((1, 16, 96), 64, 1e-4)
-    assert 0 <= found.difference < 1e-5  # on some processors fp32 has the very same bits
+    assert 0 <= found.difference < 1e-5  # on some processors, fp32 gives exactly equal bits
     assert 0 < found.double_difference < 1e-13
     assert found.double_tolerance == pytest.approx(1e-10 * 4, rel=0.5)
 
@@ -66,7 +66,9 @@ def test_a_model_takes_prompts_of_up_to_512_tokens() -> None:
 
 
 def shifted(by: float, dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
-    """A forward pass of the head that adds ``by`` to one logit if it computes in ``dtype``."""
+    """Return a forward pass of the head that adds ``by`` to one logit if it computes
+    in ``dtype``.
+    """
 
     def forward(self: Head, x: Tensor, loss: None) -> Tensor:
         logits: Tensor = self.output(self.norm(x))
@@ -100,7 +102,9 @@ def test_in_fp64_far_less_is_enough(
 def test_in_fp64_both_are_exact_to_its_rounding(
     tmp_path: Path, make: Callable[..., PreTrainedModel], std: float | None
 ) -> None:
-    """Even if transformers itself rounds to fp32, which would cause 1e-7 of the largest logit."""
+    """This holds even if transformers rounds to fp32, which would cause 1e-7 of the
+    largest logit.
+    """
     model = make() if std is None else make(initializer_range=std, random=False)
     import_model(saved(model, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
     found = compare(tmp_path / "checkpoint", tmp_path / "hf")
@@ -126,7 +130,7 @@ def test_what_rounding_explains_passes(
 
 
 def test_the_limit_grows_with_logits_above_50(both: tuple[Path, Path]) -> None:
-    """Two parts in a million of the largest, which are 16 units in the last place of fp32."""
+    """The limit is two parts in a million of the largest, or 16 units in the last place of fp32."""
     model = load_model(both[0])
     prompt = torch.arange(8)
     with torch.no_grad():

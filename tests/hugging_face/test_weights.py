@@ -18,7 +18,7 @@ from tests.model.tiny_gpt import gpt2, llama
 
 
 def stock_shapes(config: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter of transformers' model, built on the meta device."""
+    """Return name -> shape of every parameter of transformers' model, built on the meta device."""
     write(folder / "config.json", hugging_face_config(config))
     with torch.device("meta"):
         stock = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -57,7 +57,7 @@ def test_the_parts_of_a_tensor_are_all_its_rows_in_order(config: ModelConfig) ->
 
 
 def test_queries_keys_and_values_by_hand() -> None:
-    """4 query heads on 2 key/value heads of 8 elements; gate and up of 48 rows."""
+    """The model has 4 query heads on 2 key/value heads of 8 elements. gate and up have 48 rows."""
     parts = {part.theirs: part for part in parts_of(llama())}
     block = "model.layers.1"
     for name, rows in (

@@ -17,7 +17,7 @@ LICENSE = Path(__file__).parents[2] / "LICENSE"
 
 
 def write_tokenizer(file: Path, vocab_size: int = 301) -> Path:
-    """A byte-level BPE trained on the license, whose last ids are pairs of letters."""
+    """Write a byte-level BPE trained on the license. Its last ids are pairs of letters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,21 +33,21 @@ def write_tokenizer(file: Path, vocab_size: int = 301) -> Path:
 
 
 def tiny_tokenizer(folder: Path) -> TextTokenizer:
-    """A tokenizer of 301 entries, in which 0 ends a text."""
+    """Return a tokenizer of 301 entries, in which 0 ends a text."""
     return load_tokenizer(str(write_tokenizer(folder / "tokenizer.json")))
 
 
 def tiny_model(
     config: ModelConfig, folder: Path, opening: tuple[int, ...] = (0,)
 ) -> tuple[TextModel, PreTrainedModel]:
-    """A model with random weights and the tiny tokenizer, and its stock model by itself."""
+    """Return a model with random weights and the tiny tokenizer, and its stock model alone."""
     stock = stock_gpt2(config) if config.architecture == "gpt2" else stock_llama(config)
     positions = config.max_position_embeddings
     return TextModel(folder, stock, tiny_tokenizer(folder), opening, (0,), positions), stock
 
 
 def checkpoint_of_text(root: Path, trained_with: str | None = None) -> Path:
-    """A checkpoint of a GPT-2 of 301 ids with its tokenizer, in the run folder ``root``."""
+    """Write a checkpoint of a GPT-2 of 301 ids with its tokenizer, in the run folder ``root``."""
     fingerprint = trained_with or tiny_tokenizer(root).fingerprint
     data = DataIdentity(corpus="c0ffee", tokenizer=fingerprint, sequence_length=16, seed=5)
     checkpoint = write_checkpoint(CheckpointFolder(root / "checkpoints"), 100, data=data)

@@ -35,7 +35,7 @@ from tests.zero.one_rank import small_run
 
 STEPS = 10
 FEW_STEPS = 4
-"""For a layout that another run trains for ten steps."""
+"""The number of steps for a layout that another run trains for ten steps."""
 
 TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 

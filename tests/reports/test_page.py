@@ -138,7 +138,7 @@ def test_a_run_of_a_hundred_thousand_steps_makes_a_small_page(tmp_path: Path) ->
 
 
 STRANGE = (None, True, -1, 0, 5, 1e99, -1e99, 1e308, 1e-320, 10**30, "<b>", [1e99, "x"], {"a": 1})
-"""Values that a damaged or hostile file may hold for any name."""
+"""Values that a damaged or hostile file may have under any name."""
 
 
 @pytest.mark.filterwarnings("error")

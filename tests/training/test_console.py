@@ -44,7 +44,7 @@ from tests.training.metrics_of_steps import step_metrics
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 FOLDER = Path("run [a]/checkpoints")
-"""As rich's markup, the brackets would be a style that nobody knows."""
+"""As rich's markup, the brackets would be an unknown style."""
 SAVE = SaveReport(
     step=8,
     checkpoint=FOLDER / "step-00000008",

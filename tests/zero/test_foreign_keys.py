@@ -26,7 +26,7 @@ VALUES: dict[str, Any] = {
     "stage3_model_persistence_threshold": 2000,
     "stage3_max_live_parameters": 20_000,
 }
-"""Of keys that have an effect at some stages: values that are not the defaults."""
+"""Keys that have an effect at some stages, with values that are not the defaults."""
 
 
 def test_every_key_of_a_stage_has_a_value() -> None:
