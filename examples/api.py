@@ -27,7 +27,7 @@ config.write_text(
 run = megaspeed.load_config(config, overrides={"optimizer.params.lr": 0.002})
 print(run.model.hidden_size, run.optimizer.params.lr)
 
-# %% What the run would need on 8 processes: the figures of `megaspeed plan --json`
+# %% What the run needs on 8 processes: the figures of ``megaspeed plan --json``
 
 figures = megaspeed.plan(config, world_size=8, overrides=["zero_optimization.stage=2"])
 for stage in figures["pipeline_stages"]:

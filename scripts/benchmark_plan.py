@@ -36,7 +36,7 @@ The columns (blank ones get the value in brackets):
     fact_sp fact_async_tp fact_overlap fact_scatter_gather fact_gbytes [4] fact_part framework
     d_iter_time_s                           reported seconds of a step
     memory_gib, memory_kind                 of the fullest rank: allocated, reserved, or driver's
-    id src model usable                     a row that is not usable is left out
+    id src model usable                     a row that is not usable is omitted
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`megaspeed tokenize` beside a plain loop over the same tokenizer.
+"""``megaspeed tokenize`` beside a plain loop over the same tokenizer.
 
     python scripts/benchmark_tokenize.py
 
@@ -6,7 +6,7 @@ The text is the Python standard library as JSON lines, repeated several times. T
 byte-level BPE trained on it. These take turns, each in a new process, and medians are printed:
 
     plain loop       json.loads and tokenizer.encode for one document at a time, ids to a file
-    encode_batch     the same with 1,000 documents at a time, on the threads of `tokenizers`
+    encode_batch     the same with 1,000 documents at a time, on the threads of ``tokenizers``
     tokenize         the command with 1 process, 2, 4, ... up to every core
 
 All must write the same bytes. Seconds are those of the complete process, including the start of

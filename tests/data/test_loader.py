@@ -187,7 +187,7 @@ def test_without_held_out_documents_an_evaluation_is_empty(corpus: PreparedCorpu
 def test_reading_ahead_changes_no_row(corpus: PreparedCorpus) -> None:
     cut = shape(dp_rank=1, dp_size=2, micro_batch_size=4)
     direct, behind = TrainingLoader(corpus, cut), TrainingLoader(corpus, cut)
-    # What a loader does on a GPU, but for the pinning: its own read, and its own guess of the next.
+    # What a loader does on a GPU, except pinning: it reads, and predicts the next read.
     read, requested = [], 0
 
     def reading(key: tuple[int, int]) -> MicroBatch:

@@ -14,7 +14,7 @@ from tests.support.launched import free_port
 from tests.support.tiny import GPT2
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
-# The output of `nvidia-smi --query-gpu=driver_version --format=csv,noheader` for two GPUs.
+# Output of ``nvidia-smi --query-gpu=driver_version --format=csv,noheader`` for two GPUs.
 NVIDIA_SMI = "#!/bin/sh\necho 535.104.05\necho 535.104.05\n"
 
 

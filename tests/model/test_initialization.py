@@ -92,7 +92,7 @@ def deviation(config: ModelConfig, name: str, rows: int, width: int) -> float:
 
 
 def test_gpt2_has_its_published_standard_deviations() -> None:
-    """openai/gpt-2, `src/model.py`: 0.02, positions 0.01; the paper, section 2.3: 1/sqrt(N)."""
+    """openai/gpt-2, ``src/model.py``: 0.02, positions 0.01; the paper, section 2.3: 1/sqrt(N)."""
     config = ModelConfig.model_validate({"preset": "gpt2"})  # 12 blocks, so 24 residual layers
     published = {
         "embedding.tokens.weight": 0.02,

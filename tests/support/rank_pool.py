@@ -63,7 +63,7 @@ class _Rank:
 
 
 class RankPool:
-    """Up to `size` rank processes on this machine, each started when it is first needed."""
+    """Up to ``size`` rank processes on this machine. Each is started when it is first needed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
