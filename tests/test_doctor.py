@@ -114,14 +114,14 @@ def test_all_is_fine_with_every_axis(tmp_path: Path) -> None:
 def check_that_all_is_fine(out: str, folder: Path, groups: list[tuple[str, int]]) -> None:
     """Check the output of a doctor that finds no problem, with these numbers of groups by axis."""
     assert "wrong" not in out
-    assert out.count("doctor  ") == 1, "rank 0 alone speaks"
+    assert out.count("doctor  ") == 1, "only rank 0 prints"
     report = json.loads((folder / "doctor.json").read_text())
     assert report["fine"] and report["problems"] == []
     axes = [group["axis"] for group in report["groups"]]
     assert [(axis, axes.count(axis)) for axis in dict.fromkeys(axes)] == groups
     for group in report["groups"]:
         assert 0 < group["latency_seconds"] < 10 and group["bytes_per_second"] > 0
-    assert not (folder / "runs").exists(), "what was written to the run folder is gone"
+    assert not (folder / "runs").exists(), "the doctor's files in the run folder are removed"
 
 
 def test_ranks_with_another_configuration_text_or_folder_are_named(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_the_slurm_job_saves_at_its_time_limit_is_queued_again_and_continues(
     assert job.returncode == 0, out
     assert "resuming from" in out
     assert slurm.steps() == list(range(1, done + 3))
-    assert len(slurm.requeued.read_text().splitlines()) == 1, "a run that is done is not"
+    assert len(slurm.requeued.read_text().splitlines()) == 1, "a finished run is not restarted"
 
 
 def test_a_slurm_job_that_fails_is_not_queued_again(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def check_that_both_engines_are_measured_beside_each_other(report: str) -> None:
     for row in rows:
         step, tokens, mfu = row[4:7]
         assert re.fullmatch(FIGURE, step) and re.fullmatch(FIGURE, tokens), row
-        assert mfu == "n/a", "nobody knows a CPU's peak here"
+        assert mfu == "n/a", "the peak of a CPU is unknown"
     assert 0.8 < float(rows[0][9]) < 1.2, "predicted over measured"
 
 

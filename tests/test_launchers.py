@@ -216,7 +216,7 @@ def test_a_run_that_is_stopped_continues_at_another_layout(tmp_path: Path) -> No
     assert f"resuming from {saved}" in resumed
     assert f"resumed at step {steps + 1}: loss " in resumed
     assert last_step(run_dir) > steps
-    assert not list(run_dir.glob("earlier-*")), "nothing was lost, nothing had to be moved"
+    assert not list(run_dir.glob("earlier-*")), "no file was lost or moved"
 
 
 def last_step(run_dir: Path) -> int:

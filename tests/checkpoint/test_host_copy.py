@@ -119,11 +119,11 @@ def test_copies_arrive_in_the_order_of_the_stream_without_waiting(
     for _ in range(2):
         asked = [plain(piece) for piece in pieces]
         copies, wait = host_copy.take(pieces)
-        assert len(stream.enqueued) == len(pieces), "a copy was waited for"
+        assert len(stream.enqueued) == len(pieces), "the training waited for a copy"
         step = [piece.values.as_subclass(Tensor).add_ for piece in pieces]
         stream.enqueued += [partial(add, 1.0) for add in step]  # the next optimizer step
         wait()
-        assert len(stream.enqueued) == len(pieces), "it waits for the copies and nothing later"
+        assert len(stream.enqueued) == len(pieces), "it waits only for the copies"
         stream.run(len(pieces))
         for piece, copy, values in zip(pieces, copies, asked, strict=True):
             assert torch.equal(copy.values, values) and not torch.equal(plain(piece), values)

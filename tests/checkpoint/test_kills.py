@@ -46,7 +46,7 @@ def train_until_killed(
         group = context.checkpoint_group
         broadcast(group, folder.clear_leftovers)
         newest, skipped = newest_complete(broadcast(group, folder.newest_first), group)
-        assert skipped == (), "what bears a checkpoint's name is whole"
+        assert skipped == (), "every folder with a checkpoint's name is complete"
         if newest is not None:
             rank.progress = rank.checkpointing.load(newest)
         seconds = 0.05
@@ -107,7 +107,7 @@ def test_a_killed_save_never_costs_a_checkpoint(pool: RankPool, tmp_path: Path) 
         assert whole and not any(inspect(checkpoint).problems for checkpoint in whole)
         assert int(whole[0].name.removeprefix("step-")) > newest, f"kill {seed} cost progress"
         newest = int(whole[0].name.removeprefix("step-"))
-    assert torn >= KILLS // 4, "most kills missed the saves that they were meant for"
+    assert torn >= KILLS // 4, "most kills did not hit a save"
     last = pool.run(RANKS, train_until_killed, runs[False], corpus, -1, 0)[0]
     assert last == newest + STEPS_AFTERWARDS
     expected = pool.run(RANKS, undisturbed, runs[False], corpus, last)[0]

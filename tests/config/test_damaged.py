@@ -82,7 +82,7 @@ def check_values(workshop: Workshop, values: Values | bytes, *options: str) -> C
     file = workshop.write(values)
     before = tree(workshop.folder)
     found = check("--config", str(file), *options)
-    assert tree(workshop.folder) == before, "something was written"
+    assert tree(workshop.folder) == before, "a file was written"
     file.unlink()
     return found
 

@@ -15,7 +15,7 @@ def test_merging_follows_rfc_7396() -> None:
     base = {"a": {"x": 1, "y": {"z": 2}}, "b": [1, 2], "c": 3, "d": {"e": 1}}
     patch = {"a": {"y": {"w": 4}}, "b": [5], "c": None, "d": 6}
     assert merge(base, patch) == {"a": {"x": 1, "y": {"z": 2, "w": 4}}, "b": [5], "d": 6}
-    assert base["a"] == {"x": 1, "y": {"z": 2}}, "the base is left as it was"
+    assert base["a"] == {"x": 1, "y": {"z": 2}}, "the base is unchanged"
 
 
 def test_a_null_with_nothing_to_remove_is_kept() -> None:
@@ -50,7 +50,7 @@ def test_extends_in_a_circle_shows_the_circle(tmp_path: Path) -> None:
         read_config(tmp_path / "a.json")
     files = [str(tmp_path / f"{name}.json") for name in "abca"]
     assert f"extends forms a cycle: {' -> '.join(files)}" in caught.value.problems[0]
-    assert len(caught.value.problems) == 1, "missing keys are no fault of their own"
+    assert len(caught.value.problems) == 1, "a missing key is not reported again"
 
 
 def test_a_file_that_extends_itself_is_a_circle(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_complete_blocks_have_every_share_to_within_one_sample(
     mixing = Mixing.of(weights, "key")
     samples = blocks * mixing.block
     counts = mixing.counts_in_blocks(blocks)
-    assert sum(counts) == samples and min(counts) >= blocks, "one in each block at least"
+    assert sum(counts) == samples and min(counts) >= blocks, "at least one in each block"
     for count, weight in zip(counts, mixing.weights, strict=True):
         # |count - samples * weight / total| < 1, in integers
         total = sum(mixing.weights)

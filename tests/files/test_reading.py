@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_made_is_reported_by_what_is_in_its_way(tmp_path
         assert message is not None and message.startswith(
             f"run_dir {place}/run cannot be a folder, because {place} {kind}"
         )
-    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop"}, "nothing was made"
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop"}, "no file was created"
 
 
 def test_a_rewritten_file_has_another_state(tmp_path: Path) -> None:

@@ -331,7 +331,7 @@ def test_a_feature_that_the_family_lacks_is_refused_before_anything_is_written(
     """The checkpoint is of a run with a feature that transformers' Llama does not have."""
     model = model_config(checkpoint).model_dump() | changes
     monkeypatch.setattr(exporting, "model_config", lambda _: ModelConfig.model_validate(model))
-    monkeypatch.setattr(exporting, "new_model_folder", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr(exporting, "new_model_folder", lambda *_: pytest.fail("it continued"))
     assert main(["export-hf", str(checkpoint), str(tmp_path / "out")]) == 2
     (name,) = changes
     assert f"1. model.{name} is {changes[name]}, but LlamaForCausalLM" in capsys.readouterr().err

@@ -245,7 +245,7 @@ def test_parts_add_up_to_the_wall_time(pool: RankPool, tmp_path: Path) -> None:
         assert row.done, row.failure
         timelines, wall_seconds = row.extras[0][0], row.turns[0][0].step_seconds
         assert len(timelines) == len(wall_seconds) == 4
-        assert [ranks[0][0] for ranks in timelines] == [4, 5, 6, 7], "three warm up"
+        assert [ranks[0][0] for ranks in timelines] == [4, 5, 6, 7], "three steps are warm-up"
         sums = [sum(sum(rank[1:]) for rank in ranks) for ranks in timelines]
         assert sum(sums) / row.ranks == pytest.approx(sum(wall_seconds), rel=0.05)
         measured = row.measured

@@ -62,7 +62,7 @@ def test_rows_alternate_and_one_that_fails_takes_no_turn_after_it(
     assert a.extras == [["extra 1"], ["extra 2"], ["extra 3"]] and a.done
     log = tmp_path / "logs" / "b-b-2.log"
     assert b.failure == f"failed in turn 2: too slow; see {log}" and log.exists()
-    assert b.turns == [["times 1"]] and not b.done, "its later turn failed, times or not"
+    assert b.turns == [["times 1"]] and not b.done, "its later turn failed, even if it has times"
 
 
 def test_a_first_turn_that_fails_after_its_times_keeps_them(take: Callable[..., Any]) -> None:

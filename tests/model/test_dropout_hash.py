@@ -89,7 +89,7 @@ def test_both_halves_of_a_word_count() -> None:
     word = 0x123456789ABCDEF0
     one, lower, upper = element_hashes(torch.tensor([[word, word ^ 1, word ^ (1 << 32)]]), 64)[0]
     assert not torch.equal(one, lower) and not torch.equal(one, upper)
-    assert torch.equal(one.view(32, 2).flip(1).flatten(), lower), "columns change places"
+    assert torch.equal(one.view(32, 2).flip(1).flatten(), lower), "columns exchange places"
     assert not torch.equal(one.sort().values, upper.sort().values), "a second key does more"
 
 

@@ -271,4 +271,4 @@ def test_the_comparison_fails_when(
     assert wrong.losses[1].allowed == LARGEST_WIDENING * wrong.losses[0].allowed
     assert not wrong.equal
     furthest = max(shows(wrong), key=lambda difference: difference.relative)
-    assert furthest.relative > 10 * furthest.allowed, "not a matter of rounding"
+    assert furthest.relative > 10 * furthest.allowed, "more than rounding"

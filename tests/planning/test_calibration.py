@@ -127,7 +127,7 @@ def test_steps_with_other_work_do_not_count(
 ) -> None:
     found = factor_of_slow(tmp_path, trained(*overrides), slow)
     assert found.measured_seconds == 1.0
-    assert found.low == found.high == found.factor, "no slow step is among them"
+    assert found.low == found.high == found.factor, "none of them is a slow step"
 
 
 def test_only_steps_since_the_last_start_count(tmp_path: Path) -> None:

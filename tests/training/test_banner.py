@@ -71,7 +71,7 @@ def test_a_large_layout_takes_no_more_than_15_lines() -> None:
     run = tiny_run(TEXT, pp=16, dp=8, tp=4, train_batch_size=64, model={"num_hidden_layers": 20})
     lines = printed(run)
     assert len(lines) <= 15
-    assert lines[2].endswith("ranks"), "its ranks by data rank would take more than 80 columns"
+    assert lines[2].endswith("ranks"), "a line with ranks by data rank would be too long"
     assert lines[3].endswith("0-31")
     assert lines[8].split()[0] == "15" and lines[8].endswith("480-511")
     fewer = printed(tiny_run(TEXT, pp=2, dp=3))

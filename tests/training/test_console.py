@@ -221,7 +221,7 @@ def test_a_terminal_gets_a_bar_with_the_time_that_is_left(tmp_path: Path) -> Non
             observer.step(step_metrics(step=step))
         observer._progress.refresh()
         drawn = output.getvalue()
-    assert drawn.rfind("\x1b[?25h") > drawn.rfind("\x1b[?25l"), "the cursor survives a kill"
+    assert drawn.rfind("\x1b[?25h") > drawn.rfind("\x1b[?25l"), "the cursor is visible after a kill"
     assert "\x1b[" in drawn and "6/10" in drawn
     assert re.search(r"steps\S* \S*0:00:0\d", drawn), "four steps at this pace"
 

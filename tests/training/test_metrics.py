@@ -77,7 +77,7 @@ def steps_on_a_disk_that_is_full_for_a_while(launch: LaunchEnvironment, file: Pa
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, most))
         metrics.write(step_metrics(step=2))
         metrics.write(step_metrics(step=3))
-        assert len(file.read_text().splitlines()[1]) == 10, "as much as there was room for"
+        assert len(file.read_text().splitlines()[1]) == 10, "the bytes for which there was room"
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         metrics.write(step_metrics(step=4))
     return [json.loads(line)["step"] for line in file.read_text().splitlines()]

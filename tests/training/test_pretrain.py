@@ -380,7 +380,7 @@ def test_fresh_takes_along_the_state_of_a_checkpoint_that_it_moves_away(
     assert [record["step"] for record in records(config)] == [2]
     assert (folder / "earlier-1" / "checkpoints" / "step-00000001").is_dir()
     anew = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert anew == ["latest", "step-00000001", "step-00000002"], "what it took along is saved again"
+    assert anew == ["latest", "step-00000001", "step-00000002"], "the loaded state is saved again"
 
 
 def ending_without_room(launch: LaunchEnvironment, config: Path) -> Ending:
@@ -395,7 +395,7 @@ def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_1(
     ((code, out, err),) = pool.run(1, ending_without_room, config)
     assert code == 1 and "Traceback" not in err
     assert "step      1  no checkpoint: " in out
-    assert (run_dir_of(config) / "loss.png").exists(), "all else was done"
+    assert (run_dir_of(config) / "loss.png").exists(), "everything else was done"
     assert list((run_dir_of(config) / "checkpoints").iterdir()) == []
 
 

@@ -156,7 +156,7 @@ def test_ranks_that_train_well_hold_equal_copies_and_what_differs_is_named(
     """Data ranks, tensor ranks, groups of heads and both ends of the pipeline have copies."""
     run = layout.run()
     ranks = pool.run(run.grid.world_size, trained, run, tiny_corpus(run, tmp_path), [*damages])
-    assert all(messages == ranks[0] for messages in ranks), "all ranks end, with the same words"
+    assert all(messages == ranks[0] for messages in ranks), "all ranks end with the same message"
     for message, named in zip(ranks[0], damages.values(), strict=True):
         assert message.startswith(f"after step {STEPS + 1}, copies that must be equal differ: the ")
         assert named in message

@@ -79,7 +79,7 @@ def test_wandb_keeps_one_run_over_a_resumption(
     steps = [row["step"] for log in logs for row in rows(log)]
     assert steps == [1, 2, 3, 4]
     assert {row["loss"] for log in logs for row in rows(log)} == {2.5}
-    assert capfd.readouterr() == ("", ""), "it leaves the console to us"
+    assert capfd.readouterr() == ("", ""), "the service prints nothing"
 
 
 def rows(log: Path) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def rows(log: Path) -> list[dict[str, Any]]:
     assert len(data) < 2**15
     while at < len(data):
         _, length, kind = struct.unpack_from("<IHB", data, at)
-        assert kind == 1, "a record that is whole"
+        assert kind == 1, "a complete record"
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data[at + 7 : at + 7 + length])
         at += 7 + length

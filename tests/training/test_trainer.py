@@ -318,7 +318,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all_and_is_traced_to_it(
         assert said in record.diverged
         assert "3 steps in a row (up to step 5)" in record.diverged
         assert "training.max_skipped_steps (3)" in record.diverged
-        assert [save.step for save in record.saves] == [1, 2, 3, 4], "what diverged is not saved"
+        assert [save.step for save in record.saves] == [1, 2, 3, 4], "a diverged state is not saved"
 
 
 def test_a_learning_rate_that_is_far_too_large_ends_the_run(
@@ -420,7 +420,7 @@ def test_skipped_steps_before_a_resume_count_towards_the_limit(
     (before,) = pool.run(1, train, run, corpus, functools.partial(skip, steps=(3, 4)))
     saved = before.saves[0].checkpoint
     (after,) = pool.run(1, train, run, corpus, functools.partial(skip, steps=(1,)), saved)
-    assert before.diverged is None, "two steps in a row are borne"
+    assert before.diverged is None, "two skipped steps in a row are allowed"
     assert after.diverged is not None and "3 steps in a row (up to step 5)" in after.diverged
 
 

@@ -132,4 +132,4 @@ def test_a_gradient_of_ones_has_the_square_root_of_the_number_of_parameters_as_n
     norms = pool.run(pp * dp * tp, norm_of_ones, run, tiny_corpus(run, cache))
     expected = math.sqrt(logical_parameters(run.config.model))
     assert norms == pytest.approx([expected] * len(norms), rel=1e-6)
-    assert len(set(norms)) == 1, "every rank clips by the very same number"
+    assert len(set(norms)) == 1, "all ranks clip by the same number"

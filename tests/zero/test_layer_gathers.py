@@ -248,7 +248,7 @@ def test_two_layers_are_gathered_at_a_time_however_many_micro_batches_are_in_fli
     )
     for during, between, after in pool.run(4, most_layers_in_memory, run, tiny_corpus(run, cache)):
         assert during == most
-        assert between <= most, "what the next pass needs first"
+        assert between <= most, "the first layer of the next pass"
         assert after == 0
 
 
@@ -338,7 +338,7 @@ def test_views_that_autograd_keeps_hold_no_memory(
     eager, _ = pool.run(2, kept_by_autograd, run, corpus, False, True)
     compiled, _ = pool.run(2, kept_by_autograd, run, corpus, True, True)
     keeping, _ = pool.run(2, kept_by_autograd, run, corpus, False, False)
-    assert eager[0] >= 3 and compiled[0] >= 3, "each block's weights, else this proves nothing"
+    assert eager[0] >= 3 and compiled[0] >= 3, "autograd keeps each block's weights"
     assert eager[1] == compiled[1] == 0
     assert keeping[1] > 0
     assert eager[2] == keeping[2]

@@ -128,7 +128,7 @@ def test_zero2_and_3_hold_their_share_of_the_gradient_between_micro_batches(
     for held, elements, vectors in pool.run(
         2 * dp, gradient_bytes_of_two_steps, run, tiny_corpus(run, cache)
     ):
-        assert len(held) == 2, "two steps of two micro-batches, of which the first is looked at"
+        assert len(held) == 2, "one entry for each of two steps"
         share = elements / dp + vectors if stage >= 2 else elements
         assert held == pytest.approx([FP32_BYTES * share] * 2, rel=0.01)
 

@@ -506,7 +506,7 @@ def test_a_run_names_the_accelerator_and_imports_no_compiler(tmp_path: Path, tex
 
 def muon_imports_inductor(launch: LaunchEnvironment, uncompiled: bool) -> bool:
     """Return whether importing Muon, as a ZeRO optimizer does, imports inductor."""
-    assert "torch._inductor.compile_fx" not in sys.modules, "else this proves nothing"
+    assert "torch._inductor.compile_fx" not in sys.modules, "otherwise this test proves nothing"
     if uncompiled:
         import_muon_uncompiled()
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")

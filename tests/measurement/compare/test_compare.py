@@ -100,7 +100,7 @@ def test_stages_and_a_baseline_side_by_side(tmp_path: Path) -> None:
         assert row["turn_seconds"] == [max(times[1] for times in turn) for turn in row["turns"]]
         assert row["step_time_seconds"] == pytest.approx(math.prod(row["turn_seconds"]) ** 0.5)
         assert row["losses"] == pytest.approx(rows["DDP"]["losses"], rel=1e-6)
-        assert len(row["losses"]) == 2, "one step warms up"
+        assert len(row["losses"]) == 2, "one step is warm-up"
     turns = [[row["turn_seconds"][number] for row in rows.values()] for number in (0, 1)]
     assert figures["noise"] == pytest.approx(noise_of([*zip(*turns, strict=True)]))
     states = {label: row["pipeline_stages"][0]["states_bytes"] for label, row in rows.items()}

@@ -39,7 +39,7 @@ def test_the_peak_of_a_gpu_is_its_allocators_in_any_turn() -> None:
     ]
     row = replace(trained(zero_0()), turns=turns)
     assert [stage.peak_bytes for stage in row.measured] == [22 * MIB, 24 * MIB]
-    assert replace(row, extras=()).peak_bytes == 24 * MIB, "also if the tensors are not known"
+    assert replace(row, extras=()).peak_bytes == 24 * MIB, "even if the tensors are unknown"
 
 
 def test_a_row_whose_memory_could_not_be_counted_keeps_its_times() -> None:

@@ -90,7 +90,7 @@ def test_what_disturbs_the_figures_is_noted() -> None:
     config = run().config.changed({"training.compile": True})
     compiled = shown(replace(result(), run=replace(run(), config=config)))
     assert "memory by category and traffic are those of a step without compilation" in compiled
-    assert report(result()).on_screen.rstrip().endswith("|"), "nothing is noted"
+    assert report(result()).on_screen.rstrip().endswith("|"), "there is no note"
 
 
 def test_every_line_fits_80_columns_whatever_failed() -> None:

@@ -75,4 +75,4 @@ def test_memory_and_traffic_of_compiled_blocks_are_those_without_compilation(
         zero_rows(tiny_run(TEXT, dp=2, training={"compile": each}), [0], "cpu")[0].predicted
         for each in (True, False)
     )
-    assert compiled == plain, "the prediction is that of the step that is measured"
+    assert compiled == plain, "the prediction is for the measured step"

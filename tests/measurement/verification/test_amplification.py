@@ -71,7 +71,7 @@ TWO_RANKS = [1.13473189, 0.968495548, 1.08533895, 0.95227319, 8.73450184, 1.1217
 
 def test_a_step_that_amplifies_rounding_in_one_process_may_differ_between_layouts() -> None:
     strict = compare_numbers("norm", TWO_RANKS, ONE_PROCESS, [1e-5] * 6)
-    assert max(d.relative for d in strict) > 30 * 1e-5, "a right layout was called different"
+    assert max(d.relative for d in strict) > 30 * 1e-5, "a correct layout was reported as different"
     allowed = allowed_at_steps(1e-5, ONE_PROCESS, SHUFFLED)
     assert all(d.equal for d in compare_numbers("norm", TWO_RANKS, ONE_PROCESS, allowed))
     assert allowed[:2] == [1e-5, 1e-5], "before the first step that amplifies"

@@ -87,7 +87,7 @@ def test_a_layout_that_trains_another_model_exits_with_1(config: Path) -> None:
         if gradient["relative"] > gradient["allowed"]
     ]
     assert wrong == ["embedding.tokens.weight"]
-    assert figures["losses"][0]["relative"] <= 1e-6, "the first forward pass is still right"
+    assert figures["losses"][0]["relative"] <= 1e-6, "the first forward pass is correct"
     assert figures["losses"][-1]["relative"] > 1e-6
 
 
@@ -99,7 +99,7 @@ def test_a_mistake_after_step_1_is_not_taken_for_rounding(config: Path) -> None:
     for kind in ("losses", "grad_norms"):
         first, second, third = figures[kind]
         assert first["relative"] <= first["allowed"]
-        assert second["relative"] <= second["allowed"], "the wrong rate is that of the second step"
+        assert second["relative"] <= second["allowed"], "the second step has the wrong rate"
         assert third["relative"] > 10 * third["allowed"]
 
 

@@ -40,7 +40,7 @@ def test_positions_and_lengths_are_of_each_document() -> None:
     assert documents.cu_seqlens.tolist() == [0, 2, 6, 8, 9, 12, 13, 15, 16]
     assert {x.dtype for x in (documents.positions, documents.cu_seqlens)} == {torch.int32}
     assert documents.longest == documents.moved(lambda tensor: tensor.to("meta")).longest == 4
-    assert Documents.beginning_at(torch.ones(2, 3) == 1).longest == 2, "1 is another path"
+    assert Documents.beginning_at(torch.ones(2, 3) == 1).longest == 2, "length 1 takes another path"
     one = Documents.beginning_at(torch.zeros(1, 5, dtype=torch.bool))
     assert one.longest == 5
     assert (one.positions.tolist(), one.cu_seqlens.tolist()) == ([[0, 1, 2, 3, 4]], [0, 5])
