@@ -310,7 +310,7 @@ def test_ranks_0_and_1_that_stop_together_are_missed_by_the_others(
     """Both stop as if their host lost power. In an earlier version, only rank 1 watched rank 0, so
     nobody reported it.
 
-    If rank 0 keeps the store, an earlier version reported only rank 1, for its host.
+    If rank 0 kept the store, only rank 1 could report for its host.
     """
     job = Job(tmp_path, launcher, "parallel.pipeline=3", ranks=3)
     job.wait_until_training()

@@ -19,7 +19,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.tiny import merge, tiny_corpus, tiny_run
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank
 
-# 1, 2, 3 and 4 tensor ranks divide the 12 heads. None of them divides the vocabulary.
+# 1, 2, 3 and 4 divide the 12 heads. 2, 3 and 4 do not divide the vocabulary.
 GPT2 = {
     "architecture": "gpt2",
     "vocab_size": 301,

@@ -100,7 +100,7 @@ def test_sums_that_are_sent_in_fp16_are_the_mean_of_the_data_ranks(
 def gradients_beside_another_device(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """The same, but moving a tensor to this rank's device copies it, as a GPU does."""
+    """Like ``gradients_of_two_steps``, but moving a tensor to this rank's device copies it."""
     create, device = ParallelContext.create, torch.device("cpu", 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
