@@ -83,8 +83,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     # The deepspeed launcher puts this option before the command. The environment has the number.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    called = next((FILES[word] for word in words[:3] if word in FILES), None)
-    for file in dict.fromkeys(FILES.values()) if called is None else [called]:
+    # If the first word is no command (an option, a mistake), all commands are listed.
+    named, *_ = [word for word in words if not word.startswith("--local")][:1] or [""]
+    for file in [FILES[named]] if named in FILES else dict.fromkeys(FILES.values()):
         import_module(f"megaspeed.cli.{file}").add_to(commands)
     options, rest = parser.parse_known_args(words)
     if rest and options.command != "train":

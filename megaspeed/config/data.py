@@ -86,7 +86,7 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_former_rule(cls, values: Any) -> Any:
-        """Omit `hold_out_by`, which version 0.2 wrote into config.json. One rule is left."""
+        """Omit ``hold_out_by``, which version 0.2 wrote into config.json. One rule is left."""
         if not isinstance(values, dict) or "hold_out_by" not in values:
             return values
         if values["hold_out_by"] != "tokens":

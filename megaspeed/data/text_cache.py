@@ -109,7 +109,10 @@ def build_text(
     training, validating, cuts = _read_split(data, selection)
     entry = _entry(cache, data, vocab_size, selection)
     try:
-        shutil.rmtree(entry, ignore_errors=True)  # it may be damaged
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)  # it may be damaged
+        else:
+            entry.unlink(missing_ok=True)
         for leftover in entry.parent.glob(ANY_KEY + TEMPORARY):  # of a killed process
             shutil.rmtree(leftover)
         with new_folder(entry) as folder:

@@ -92,6 +92,20 @@ def test_a_phase_that_may_take_long_is_not_ended(program: Program) -> None:
     assert program.console.read_text() == ""
 
 
+def test_the_last_of_several_reports_counts(program: Program) -> None:
+    """The watchdog may read several lines at once, the first with less patience than the last."""
+    program.watchdog.suspend()
+    time.sleep(1)
+    (program.folder / "patient").touch()
+    time.sleep(1)
+    (program.folder / "lock").write_text(f"{LIMIT + 3:.0f}")
+    time.sleep(0.5)
+    program.watchdog.resume()
+    time.sleep(LIMIT + 1)
+    (program.folder / "end").touch()
+    assert program.wait(30) == 0
+
+
 @pytest.mark.parametrize("everything", [True, False])
 def test_a_suspended_process_continues(program: Program, everything: bool) -> None:
     """A run may be suspended with all its processes. A debugger may suspend one rank alone."""

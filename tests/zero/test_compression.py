@@ -113,7 +113,7 @@ def means_of(
 
 def constructed_run(text: Path, dp: int, stage: int, how: Any, **changes: Any) -> Run:
     values = compressed(how, zero_optimization={"stage": stage, "reduce_bucket_size": 500})
-    return small_run(text, dp=dp, train_batch_size=8, **merge(values, changes))
+    return small_run(text, dp=dp, train_batch_size=4 * dp, **merge(values, changes))
 
 
 def whole_of(run: Run, ranks: list[Means], step: int) -> Tensor:
@@ -136,7 +136,7 @@ def normal(step: int, rank: int) -> Tensor:
     return torch.randn(elements, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize("dp", [2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_int8_is_the_mean_within_half_a_scale(
     pool: RankPool, text: Path, dp: int, stage: int
