@@ -293,6 +293,29 @@ def test_of_long_documents_the_fraction_is_held_out_and_no_more(
     assert tokens / (tokens + corpus.train.tokens) == pytest.approx(0.05, abs=0.005)
 
 
+def test_text_for_training_is_not_recalled_as_text_for_validation(tmp_path: Path) -> None:
+    """The same files in the same order, but another one is for validation."""
+    files = []
+    for name in "pqr":
+        files.append(tmp_path / f"{name}.txt")
+        files[-1].write_text(f"{name} " * 400)
+    p, q, r = ({"path": str(file), "weight": 1} for file in files)
+    settled = {"sequence_length": 4}
+    first = prepared(tmp_path, p, validation=[q, r], **settled)
+    second = prepared(tmp_path, p, q, validation=[r], **settled)
+    assert len(list((tmp_path / "cache" / "text").iterdir())) == 2
+    assert first.fingerprint != second.fingerprint
+
+
+def test_of_a_short_document_one_token_stays_for_training(tmp_path: Path) -> None:
+    """Of its two tokens, 0.9 x 2 would be both. One token is too few for a sequence."""
+    (tmp_path / "short.txt").write_text("ab")
+    short = str(tmp_path / "short.txt")
+    with pytest.raises(DataError) as error:
+        prepared(tmp_path, short, validation_fraction=0.9, sequence_length=1)
+    assert str(error.value).count("but has 1 tokens") == 2, "training and validation"
+
+
 def test_a_single_document_is_divided(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text(" ".join(f"word{i}" for i in range(3000)))

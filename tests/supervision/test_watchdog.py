@@ -9,7 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megaspeed.supervision import watch
+from megaspeed.supervision.failure import RankLog
+from megaspeed.supervision.meeting import check_in
+from megaspeed.supervision.process_end import StopSignal
+from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.forked import Forked
+from tests.support.rank_pool import RankPool
 
 LIMIT = 3.0  # the same value as in PROGRAM
 
@@ -119,6 +127,39 @@ def test_a_suspended_process_continues(program: Program, everything: bool) -> No
     (program.folder / "end").touch()
     assert program.wait(30) == 0
     assert program.console.read_text() == ""
+
+
+def patience_of_phases(launch: LaunchEnvironment, folder: Path) -> list[float]:
+    """Return the seconds that a watch reports in start-up, in a step and in a save."""
+    reported: list[float] = []
+    activity = Activity()
+
+    class Noting:
+        def __init__(self, name: str) -> None: ...
+
+        def beat(self, doing: str, seconds: float) -> None:
+            reported.append(seconds)
+
+        def stop(self) -> None: ...
+
+        close = stop
+
+    with pytest.MonkeyPatch.context() as patch, StopSignal() as stop, RankLog(folder, 0) as log:
+        patch.setattr(watch, "Watchdog", Noting)
+        meeting = check_in(launch, {}, 5)
+        patience = {"launchers": [], "hang_timeout_seconds": 10.0}
+        with watch.Watch(meeting, Grid(pp=1, dp=1, tp=1), activity, stop, log, **patience):
+            phases = []
+            for timeouts in (START_UP_TIMEOUTS, 1.0, SAVE_TIMEOUTS):
+                with activity.during("a phase", timeouts=timeouts):
+                    time.sleep(2.5)
+                    phases.append(reported[-1])
+    return phases
+
+
+def test_a_watch_reports_how_long_the_phase_may_take(pool: RankPool, tmp_path: Path) -> None:
+    """The watchdog then waits 30 s more, in which other ranks report the hang."""
+    assert pool.run(1, patience_of_phases, tmp_path) == [[40 + 30, 10 + 30, 240 + 30]]
 
 
 def test_a_watchdog_ends_with_its_process(program: Program) -> None:
