@@ -16,7 +16,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 def run_of(dp: int, reduction: str = "per_step", **zero: Any) -> Run:
     parallel = {"gradient_reduction": reduction}
-    changes = {"zero_optimization": zero, "parallel": parallel}
+    changes: dict[str, Any] = {"zero_optimization": zero, "parallel": parallel}
     return tiny_run(TEXT, dp=dp, gradient_accumulation_steps=2, **changes)
 
 

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -147,7 +148,7 @@ def patience_of_phases(launch: LaunchEnvironment, folder: Path) -> list[float]:
     with pytest.MonkeyPatch.context() as patch, StopSignal() as stop, RankLog(folder, 0) as log:
         patch.setattr(watch, "Watchdog", Noting)
         meeting = check_in(launch, {}, 5)
-        patience = {"launchers": [], "hang_timeout_seconds": 10.0}
+        patience: dict[str, Any] = {"launchers": [], "hang_timeout_seconds": 10.0}
         with watch.Watch(meeting, Grid(pp=1, dp=1, tp=1), activity, stop, log, **patience):
             phases = []
             for timeouts in (START_UP_TIMEOUTS, 1.0, SAVE_TIMEOUTS):
