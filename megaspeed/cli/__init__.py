@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     # If the first word is no command (an option, a mistake), all commands are listed.
-    named, *_ = [word for word in words if not word.startswith("--local")][:1] or [""]
+    named = next((word for word in words if not word.startswith("--local")), "")
     for file in [FILES[named]] if named in FILES else dict.fromkeys(FILES.values()):
         import_module(f"megaspeed.cli.{file}").add_to(commands)
     options, rest = parser.parse_known_args(words)

@@ -70,7 +70,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Bars beside each other, with one unit."""
+    """Bars side by side, with one unit."""
 
     title: str
     unit: str
@@ -135,7 +135,7 @@ def finite(value: float) -> float | None:
 
 
 def draw(panels: Sequence[Panel], picture: Path) -> None:
-    """Draw the panels beside each other, and write them as a picture."""
+    """Draw the panels side by side, and write them as a picture."""
     # Imported here: matplotlib takes long to import.
     from matplotlib.figure import Figure
 

@@ -136,17 +136,22 @@ class Executor:
                 self._activity.begin(instruction)
                 with self._timeline.part(_PARTS.get(type(instruction), "pipeline"), instruction):
                     if isinstance(instruction, OptimizerStep):
-                        with self._timeline.part("pipeline"):
-                            self._neighbours.drain()
-                        outcome = None if step is None else step(self.loss_sum)
+                        outcome = self._take(step)
                     else:
                         self._execute(instruction)
             except Exception as error:
                 note_phase(error, repr(instruction))
                 raise
+        self._drain()
+        return outcome
+
+    def _take(self, step: Callable[[Tensor | None], Outcome] | None) -> Outcome | None:
+        self._drain()
+        return None if step is None else step(self.loss_sum)
+
+    def _drain(self) -> None:
         with self._timeline.part("pipeline"):
             self._neighbours.drain()
-        return outcome
 
     def _execute(self, instruction: Instruction | Exchange) -> None:
         before, after = self._neighbours.before, self._neighbours.after

@@ -54,6 +54,10 @@ def ranks_named(ranks: list[int]) -> str:
 
 
 def connect(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
+    """Connect to the store at MASTER_ADDR and MASTER_PORT; rank 0 listens there if no agent does.
+
+    Raises GroupError, which names the address.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listens = launch.rank == 0 and not agent_keeps_the_store()
     if not listens:

@@ -88,7 +88,6 @@ class Gradients:
         self._tensor_axis = context.tp_group
         self._dp = context.dp_size
         self._reducer = Reducer(self._rules, context)
-        self._head_weight = head_weight
         self._keeps_error = run.compression is not None and run.compression.error_feedback
         self._compressed_parameters = {id(parameter) for parameter in compressed}
         self._buckets = [

@@ -35,7 +35,7 @@ def test_the_documented_keys_are_current() -> None:
 
 
 def test_every_key_is_documented() -> None:
-    """A section that stands in two others of one table (offload_param, offload_optimizer) counts
+    """If two keys of a table have the same section (offload_param, offload_optimizer), it counts
     once.
     """
     leaves = {path.rpartition(".")[2] for path in all_key_paths()}
