@@ -90,6 +90,11 @@ class Run:
         return self.config.zero_optimization.stage
 
     @property
+    def owners(self) -> int:
+        """The number of data ranks over which ZeRO partitions; 1 at ZeRO-0."""
+        return 1 if self.zero_stage == 0 else self.grid.dp
+
+    @property
     def sequence_parallel(self) -> bool:
         """Whether activations between blocks are split over the tensor axis."""
         return self.config.parallel.sequence_parallel is True and self.grid.tp > 1

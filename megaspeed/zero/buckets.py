@@ -97,7 +97,7 @@ class Rules:
         dp = run.grid.dp
         is_stage3, is_complete = run.zero_stage == 3, run.keeps_complete_gradients
         return cls(
-            parts=1 if run.zero_stage == 0 else dp,
+            parts=run.owners,
             is_stage3=is_stage3,
             is_complete=is_complete,
             is_offloaded=run.config.zero_optimization.offloads_optimizer,

@@ -58,10 +58,9 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
     json = run.config.deepspeed_json()
     for key in ("train_batch_size", "optimizer", "scheduler"):
         json.pop(key, None)
-    replicas = 1 if run.zero_stage == 0 else run.grid.dp
     json["train_micro_batch_size_per_gpu"] = run.batch.micro_batch_size
     json["gradient_accumulation_steps"] = 1
-    json["train_batch_size"] = run.batch.micro_batch_size * replicas
+    json["train_batch_size"] = run.batch.micro_batch_size * run.owners
     json["zero_force_ds_cpu_optimizer"] = False
     json["zero_allow_untested_optimizer"] = True
     json["timers"] = {"throughput": {"enabled": False}}

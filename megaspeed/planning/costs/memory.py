@@ -37,7 +37,6 @@ from megaspeed.planning.costs.rank_parameters import (
     flat_elements,
     head_weight,
     own_elements,
-    owners,
     partition_elements,
     reduced_together,
 )
@@ -89,7 +88,7 @@ def model_states(
     if zero.offloads_optimizer:
         partition = own * BYTES_OF["fp32"] if on_host else 0
         states = states if on_host else 0
-    held = own * owners(run)
+    held = own * run.owners
     if run.zero_stage == 3:
         is_elsewhere = zero.offloads_parameters and not on_host
         held = elements_of(stay_gathered(run, parameters)) + (0 if is_elsewhere else own)
@@ -134,7 +133,7 @@ def gradient_copy_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
     if run.accumulation_dtype == "fp32" or run.config.zero_optimization.offloads_optimizer:
         return 0
     largest = max(elements for _, elements in flat_buckets(run, parameters))
-    return largest // owners(run) * BYTES_OF["fp32"]
+    return largest // run.owners * BYTES_OF["fp32"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,11 +106,6 @@ def elements_of(parameters: Iterable[LocalParameter]) -> int:
     return sum(parameter.elements for parameter in parameters)
 
 
-def owners(run: Run) -> int:
-    """Return the number of data ranks over which ZeRO partitions."""
-    return 1 if run.zero_stage == 0 else run.grid.dp
-
-
 def partition_elements(parameter: LocalParameter, dp: int) -> int:
     """ZeRO-3: return the elements of each rank's part of a parameter, including padding."""
     return math.ceil(parameter.elements / dp)
@@ -133,7 +128,7 @@ def flat_buckets(
     run: Run, parameters: Sequence[LocalParameter]
 ) -> list[tuple[Sequence[LocalParameter], int]]:
     """Return the parameters of each flat tensor, and its number of elements with padding."""
-    dp, multiple = run.grid.dp, _ELEMENTS_ALIGNED * owners(run)
+    dp, multiple = run.grid.dp, _ELEMENTS_ALIGNED * run.owners
     flat: list[tuple[Sequence[LocalParameter], int]] = []
     for members in _groups(parameters):
         is_split = dp > 1 and not any(parameter.is_compressed for parameter in members)
@@ -152,7 +147,7 @@ def flat_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
 
 def own_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
     """Return the elements that one rank's optimizer updates, with padding."""
-    return flat_elements(run, parameters) // owners(run)
+    return flat_elements(run, parameters) // run.owners
 
 
 def _groups(parameters: Sequence[LocalParameter]) -> Iterator[list[LocalParameter]]:
