@@ -4,8 +4,8 @@
     python scripts/benchmark_compression.py link --megabytes-per-second 10 50
 
 ``train`` trains ds_configs/zero1.json on 4 data ranks, once for each method and seed. It prints a
-Markdown table of the validation losses, relative to those without compression, and draws them into
-validation.png in the folder. A run that has finished is not repeated.
+Markdown table of the validation losses, relative to those without compression. A run that has
+finished is not repeated. ``megaspeed report`` draws the curves.
 
 ``link`` emulates a slow link: after each collective of the data axis, a rank waits for as long as
 its bytes would take at the given bandwidth. It prints measured and predicted step times. The
@@ -62,7 +62,6 @@ def main() -> int:
     train = commands.add_parser("train")
     train.add_argument("--folder", type=Path, required=True, help="for the run folders")
     train.add_argument("--seeds", type=positive, nargs="+", default=[1, 2, 3])
-    train.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     link = commands.add_parser("link")
     link.add_argument("--megabytes-per-second", type=_speed, nargs="+", default=[10.0, 50.0])
     link.add_argument("--stages", type=int, choices=range(4), nargs="+", default=[0, 1])
@@ -84,61 +83,31 @@ def _speed(text: str) -> float:
 
 
 def print_trainings(options: argparse.Namespace) -> None:
-    curves = {
-        (name, seed): train_once(options, name, seed)
-        for seed in options.seeds
-        for name in options.methods
-    }
-    first = options.methods[0]
-    print(f"| compression | validation loss after the last step, by seed | relative to {first} |")
+    last = {name: [train_once(options, name, seed) for seed in options.seeds] for name in METHODS}
+    print("| compression | validation loss after the last step, by seed | relative to none |")
     print("|---|---|---|")
-    for name in options.methods:
-        last = [list(curves[name, seed].values())[-1] for seed in options.seeds]
-        plain = [list(curves[first, seed].values())[-1] for seed in options.seeds]
-        ratios = [one / other - 1 for one, other in zip(last, plain, strict=True)]
-        losses = ", ".join(f"{loss:.4f}" for loss in last)
-        print(f"| {name} | {losses} | {', '.join(f'{ratio:+.2%}' for ratio in ratios)} |")
-    draw(options, curves)
+    for name, losses in last.items():
+        ratios = [one / other - 1 for one, other in zip(losses, last["none"], strict=True)]
+        shown = ", ".join(f"{loss:.4f}" for loss in losses)
+        print(f"| {name} | {shown} | {', '.join(f'{ratio:+.2%}' for ratio in ratios)} |")
 
 
-def train_once(options: argparse.Namespace, name: str, seed: int) -> dict[int, float]:
-    """Return step -> validation loss of one run."""
+def train_once(options: argparse.Namespace, name: str, seed: int) -> float:
+    """Return the last validation loss of one run."""
     folder = options.folder / f"{name.replace(' ', '-')}-{seed}"
-    metrics = folder / "metrics.jsonl"
-    if not (folder / "loss.png").exists():  # drawn at the end of a run
-        settings = [
-            f"parallel.gradient_compression={json.dumps(METHODS[name])}",
-            f"training.seed={seed}",
-            f"training.run_dir={folder}",
-            "training.eval_interval=25",
-        ]
-        command = ["train", "--config", str(options.config), "--world-size", str(DATA_RANKS)]
-        command += ["--set", *settings, *options.overrides]
-        program = [sys.executable, "-m", "megaspeed.cli", *command]
-        subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
-    records = map(json.loads, metrics.read_text().splitlines())
-    return {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
-
-
-def draw(options: argparse.Namespace, curves: Mapping[tuple[str, int], dict[int, float]]) -> None:
-    """Draw a line for each method, the mean over the seeds, and a dot for the end of each seed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for name in options.methods:
-        runs = [curves[name, seed] for seed in options.seeds]
-        steps = list(runs[0])
-        means = [statistics.fmean(run[step] for run in runs) for step in steps]
-        (line,) = axes.plot(steps, means, lw=1.2, label=name)
-        ends = [run[steps[-1]] for run in runs]
-        axes.plot([steps[-1]] * len(ends), ends, ".", color=line.get_color())
-    axes.set(xlabel="step", ylabel="validation loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(options.folder / "validation.png", dpi=120)
+    settings = [
+        f"parallel.gradient_compression={json.dumps(METHODS[name])}",
+        f"training.seed={seed}",
+        f"training.run_dir={folder}",
+        "training.eval_interval=25",
+    ]
+    command = ["train", "--config", str(options.config), "--world-size", str(DATA_RANKS)]
+    command += ["--set", *settings, *options.overrides]
+    program = [sys.executable, "-m", "megaspeed.cli", *command]
+    subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    losses: list[float] = [r["validation_loss"] for r in records if "validation_loss" in r]
+    return losses[-1]
 
 
 # --- the emulated link ----------------------------------------------------------------------------
