@@ -2,7 +2,7 @@
 
     step-00000100.writing     begin      being written, or the remains of a killed save
             |                 commit     flushed to the disk, then renamed in one step
-    step-00000100             a checkpoint; ``latest`` contains the name of the newest one
+    step-00000100             a checkpoint
             |                 prune      only after a newer checkpoint has its name
     step-00000100.deleting    being deleted, or the remains of a killed removal
 
@@ -18,15 +18,11 @@ from pathlib import Path
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, size_problems
-from megaspeed.files.durable import TEMPORARY, flush_folder, write_file
-from megaspeed.files.paths import free_bytes
-from megaspeed.files.reading import read_file
+from megaspeed.files.durable import TEMPORARY, flush_folder
+from megaspeed.files.reading import file_problem
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run's folder."""
-
-LATEST = "latest"
-"""The file that contains the name of the newest checkpoint, for people and scripts."""
 
 _DELETING = ".deleting"
 _STEP = re.compile(r"step-([0-9]{8,})")
@@ -88,9 +84,9 @@ class CheckpointFolder:
         Raises:
             OSError: the save could not be renamed.
         """
-        checkpoint = _without(TEMPORARY, writing)
+        checkpoint = writing.with_name(writing.name.removesuffix(TEMPORARY))
         flush_folder(writing)
-        replaced = self._set_aside(checkpoint)
+        replaced = _set_aside(checkpoint)
         try:
             writing.rename(checkpoint)
         except OSError:
@@ -98,21 +94,9 @@ class CheckpointFolder:
                 replaced.rename(checkpoint)
             raise
         flush_folder(self.root)
-        # The checkpoint exists, even if the disk has no room for the file with its name.
-        with contextlib.suppress(OSError):
-            self.point_latest_to(checkpoint)
         if replaced is not None:
-            _remove_if_possible(replaced)
+            discard(replaced)
         return checkpoint
-
-    def point_latest_to(self, checkpoint: Path) -> None:
-        """Write the name of a checkpoint into ``latest``."""
-        write_file(self.root / LATEST, lambda file: file.write(f"{checkpoint.name}\n".encode()))
-        flush_folder(self.root)
-
-    def discard(self, writing: Path) -> None:
-        """Remove a failed save. What cannot be removed now is left for ``clear_leftovers``."""
-        _remove_if_possible(writing)
 
     def newest_first(self) -> list[Path]:
         """All checkpoints, judged by name only; the highest step first."""
@@ -120,22 +104,19 @@ class CheckpointFolder:
         found = [(step, folder) for folder, step in steps.items() if step is not None]
         return [folder for _, folder in sorted(found, reverse=True)]
 
-    def prune(self, keep_last: int) -> list[Path]:
-        """Keep ``keep_last`` checkpoints: the one named in ``latest`` and those before it.
+    def prune(self, newest: Path, keep_last: int) -> list[Path]:
+        """Keep ``keep_last`` checkpoints: ``newest`` and those before it.
 
         Remove older checkpoints and return them. A checkpoint that cannot be removed stays until
-        the next call. Checkpoints of later steps than ``latest`` are neither counted nor removed:
-        the run has skipped them because they were not complete.
+        the next call. Checkpoints of later steps are neither counted nor removed: the run has
+        skipped them because they were not complete.
         """
         assert keep_last >= 1, "the checkpoint just written would be removed"
-        latest = self._latest()
         checkpoints = self.newest_first()
-        if latest in checkpoints:
-            checkpoints = checkpoints[checkpoints.index(latest) :]
         removed = []
-        for checkpoint in checkpoints[keep_last:]:
+        for checkpoint in checkpoints[checkpoints.index(newest) + keep_last :]:
             with contextlib.suppress(OSError):
-                aside = self._set_aside(checkpoint)
+                aside = _set_aside(checkpoint)
                 removed.append(checkpoint)
                 if aside is not None:
                     _remove(aside)
@@ -143,9 +124,11 @@ class CheckpointFolder:
 
     def leftovers(self) -> list[Path]:
         """The remains of killed saves and removals, and a save that is in progress."""
-        folders = (path for path in self._folders() if is_leftover(path.name))
-        pointer = self.root / (LATEST + TEMPORARY)
-        return sorted([*folders, *([pointer] if pointer.is_file() else [])])
+        return sorted(
+            folder
+            for folder in self._folders()
+            if folder.suffix in (TEMPORARY, _DELETING) and step_named(folder.stem) is not None
+        )
 
     def clear_leftovers(self) -> list[Path]:
         """Remove the remains of killed saves and removals. No save may be in progress.
@@ -154,12 +137,13 @@ class CheckpointFolder:
         killed before the rename. Returns the removed paths.
         """
         for writing in self.leftovers():
-            if writing.name.endswith(TEMPORARY) and self._is_complete_save(writing):
-                writing.rename(_without(TEMPORARY, writing))
+            checkpoint = writing.with_name(writing.stem)
+            if writing.suffix == TEMPORARY and not checkpoint.exists() and _is_complete(writing):
+                writing.rename(checkpoint)
                 flush_folder(self.root)
         removed = self.leftovers()
         for leftover in removed:
-            _remove_if_possible(leftover)
+            discard(leftover)
         return removed
 
     def remains(self) -> list[str]:
@@ -168,41 +152,12 @@ class CheckpointFolder:
             return [str(self.root)]
         if not self.root.is_dir():
             return []
-        names = (path.name for path in self.root.iterdir())
-        return sorted(name for name in names if name == LATEST or name.startswith("step-"))
-
-    def free_bytes(self) -> int:
-        """Free space of the file system, in bytes."""
-        return free_bytes(self.root)
+        return sorted(path.name for path in self.root.iterdir() if path.name.startswith("step-"))
 
     def _folders(self) -> list[Path]:
         if not self.root.is_dir():
             return []
         return [path for path in self.root.iterdir() if path.is_dir()]
-
-    def _latest(self) -> Path | None:
-        try:
-            return self.root / read_file(self.root / LATEST).decode("utf-8").strip()
-        except (OSError, ValueError):
-            return None
-
-    def _set_aside(self, checkpoint: Path) -> Path | None:
-        """Rename what exists at a checkpoint's path; return None if nothing exists there."""
-        if not checkpoint.exists() and not checkpoint.is_symlink():
-            return None
-        aside = checkpoint.with_name(checkpoint.name + _DELETING)
-        _remove(aside)
-        checkpoint.rename(aside)
-        return aside
-
-    def _is_complete_save(self, writing: Path) -> bool:
-        """Whether only the rename of a save is missing. Its manifest is written last."""
-        if _without(TEMPORARY, writing).exists():
-            return False
-        try:
-            return not size_problems(writing, read_manifest(writing))
-        except CheckpointError:
-            return False
 
 
 def locate(path: Path) -> list[Path]:
@@ -232,33 +187,25 @@ def folder_of_checkpoints(path: Path) -> CheckpointFolder:
 
     Raises CheckpointError if there is none.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is a file; name the folder of a checkpoint or of a run")
-    inner = CheckpointFolder(path / CHECKPOINTS)
-    here = CheckpointFolder(path)
-    if here.newest_first() or (here.leftovers() and not inner.root.is_dir()):
-        return here
-    if inner.root.is_dir():
+    here, inner = CheckpointFolder(path), CheckpointFolder(path / CHECKPOINTS)
+    if inner.root.is_dir() and not here.newest_first():
         return inner
-    if path.resolve().name == CHECKPOINTS:
+    if here.newest_first() or here.leftovers() or path.resolve().name == CHECKPOINTS:
         return here
+    what = file_problem(path) or "is a file"
+    if path.is_dir():
+        what = f"has no {MANIFEST}, no step-... folder and no folder {CHECKPOINTS}"
     raise CheckpointError(
-        f"{path} must be a checkpoint, a folder of checkpoints or the folder of a run, but it has "
-        f"no {MANIFEST}, no step-... folder and no {CHECKPOINTS}/; name another folder"
+        f"{path} must be a checkpoint, a folder of checkpoints or the folder of a run, but it "
+        f"{what}; name another"
     )
 
 
-def is_leftover(name: str) -> bool:
-    """Whether this is the name of a save or a removal that did not end."""
-    stem = name.removesuffix(TEMPORARY).removesuffix(_DELETING)
-    return stem != name and step_named(stem) is not None
-
-
-def _without(suffix: str, path: Path) -> Path:
-    assert path.name.endswith(suffix), f"{path} is not a save in progress"
-    return path.with_name(path.name.removesuffix(suffix))
+def discard(path: Path) -> None:
+    """Remove a save that failed or was replaced. What cannot be removed now is a leftover."""
+    # A partial removal does no harm, because the name is not that of a checkpoint.
+    with contextlib.suppress(OSError):
+        _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -269,7 +216,19 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _remove_if_possible(path: Path) -> None:
-    # A partial removal does no harm, because the name is not that of a checkpoint.
-    with contextlib.suppress(OSError):
-        _remove(path)
+def _set_aside(checkpoint: Path) -> Path | None:
+    """Rename what exists at a checkpoint's path; return None if nothing exists there."""
+    if not checkpoint.exists() and not checkpoint.is_symlink():
+        return None
+    aside = checkpoint.with_name(checkpoint.name + _DELETING)
+    _remove(aside)
+    checkpoint.rename(aside)
+    return aside
+
+
+def _is_complete(writing: Path) -> bool:
+    """Whether only the rename of a save is missing. Its manifest is written last."""
+    try:
+        return not size_problems(writing, read_manifest(writing))
+    except CheckpointError:
+        return False

@@ -3,30 +3,23 @@
 manifest.json  ->  each file exists, with its size and its checksum
 run_state.json ->  the model  ->  names and shapes of all tensors
 .metadata      ->  each tensor is float32, and each element is in exactly one box
-                   each box is at one place of one file
-files          ->  at this place is an archive of a tensor with the shape of the box
+                   each box is inside one of the files
 
 Checksums alone are not enough, because a manifest may have been written for a wrong index.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.utils import _create_file_view
-from torch.serialization import skip_data
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.folders import locate, step_named
-from megaspeed.checkpoint.index import index_problems, read_index, tensors_of
+from megaspeed.checkpoint.folders import locate
 from megaspeed.checkpoint.manifest import (
     INDEX,
     MANIFEST,
@@ -35,17 +28,22 @@ from megaspeed.checkpoint.manifest import (
     read_manifest,
     size_problems,
 )
-from megaspeed.checkpoint.reading import ELEMENTS
+from megaspeed.checkpoint.reading import read_index, tensors_of
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import (
     BYTES_PER_ELEMENT,
     MOST_LISTED,
     Box,
     expected_tensors,
+    mismatches,
+    tiling_problem,
 )
 from megaspeed.config.errors import shortened
-from megaspeed.config.model import ModelConfig
+from megaspeed.model.parameters import Shape
 from megaspeed.supervision.answers import broadcast, gather
+
+NO_FILE = slice(0)
+"""The share of files to read for a quick look, which checks the sizes of large files only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +52,9 @@ class Inspection:
 
     checkpoint: Path  # its folder
     problems: tuple[str, ...]  # a sentence for each problem; empty if the checkpoint is complete
-    # files in the folder that are not in the manifest. They do no harm.
-    strays: tuple[str, ...] = ()
     # name -> digest of each file in the manifest
     files: Mapping[str, FileDigest] = field(default_factory=dict)
     state: RunState | None = None  # the state of the run; None if it cannot be read
-    model: ModelConfig | None = None  # the configuration of the model; None if it cannot be read
 
     @property
     def size_bytes(self) -> int:
@@ -108,14 +103,36 @@ def checkpoint_named(path: Path, report: Callable[[str], None] = lambda problem:
     return checkpoint
 
 
-def inspect(checkpoint: Path) -> Inspection:
-    """The content and all problems of a checkpoint. Reads every byte of it."""
-    return _inspect(checkpoint, slice(None))
+def inspect(checkpoint: Path, share: slice = slice(None)) -> Inspection:
+    """The content and all problems of a checkpoint.
 
-
-def glance(checkpoint: Path) -> Inspection:
-    """The content and problems of a checkpoint. Of large files, only the sizes are checked."""
-    return _inspect(checkpoint, slice(0))
+    Args:
+        checkpoint: its folder.
+        share: the files to read, of all files sorted by name. The index and the run state are
+            always read.
+    """
+    try:
+        files = read_manifest(checkpoint)
+    except CheckpointError as error:
+        return Inspection(checkpoint=checkpoint, problems=(str(error),))
+    needed = {RUN_STATE, INDEX}
+    damaged = {name: f"{MANIFEST} does not list {name}" for name in needed - files.keys()}
+    read = (needed & files.keys()).union(sorted(files)[share])
+    damaged |= file_problems(checkpoint, {name: files[name] for name in sorted(read)})
+    if not share.start:  # otherwise another rank checks the sizes of all files
+        damaged = size_problems(checkpoint, files) | damaged
+    problems = list(damaged.values())
+    state = expected = None
+    try:
+        if RUN_STATE not in damaged:
+            state = RunState.read(checkpoint)
+            model = state.model_section()
+            expected = expected_tensors(model, state.kinds) | state.compression_tensors(model)
+        if INDEX not in damaged:
+            problems += index_problems(read_index(checkpoint), expected, files)
+    except CheckpointError as error:
+        problems.append(str(error))
+    return Inspection(checkpoint=checkpoint, problems=tuple(problems), files=files, state=state)
 
 
 def _problems_on_all_ranks(checkpoint: Path, group: dist.ProcessGroup | None) -> str:
@@ -123,100 +140,69 @@ def _problems_on_all_ranks(checkpoint: Path, group: dist.ProcessGroup | None) ->
     if group is None:
         return "; ".join(inspect(checkpoint).problems)
     share = slice(group.rank(), None, group.size())
-    found = gather(group, lambda: "; ".join(_inspect(checkpoint, share).problems), CheckpointError)
+    found = gather(group, lambda: "; ".join(inspect(checkpoint, share).problems), CheckpointError)
     return broadcast(group, lambda: next(filter(None, found), ""), CheckpointError)
 
 
-def _inspect(checkpoint: Path, share: slice) -> Inspection:
-    """Read the index, the run state, and a share of the files, sorted by name."""
-    try:
-        files = read_manifest(checkpoint)
-    except CheckpointError as error:
-        return Inspection(checkpoint=checkpoint, problems=(str(error),))
-    unlisted = {
-        name: f"{MANIFEST} does not list {name}" for name in (RUN_STATE, INDEX) if name not in files
-    }
-    names = {*sorted(files)[share], *({RUN_STATE, INDEX} & files.keys())}
-    damaged = file_problems(checkpoint, {name: files[name] for name in files if name in names})
-    # Only the rank whose share begins with the first file checks the sizes of all files.
-    sized = {name: files[name] for name in names} if share.start else files
-    damaged = {**unlisted, **size_problems(checkpoint, sized), **damaged}
-    problems = list(damaged.values())
-    state = model = expected = None
-    try:
-        if RUN_STATE not in damaged:
-            state = RunState.read(checkpoint)
-            problems += _name_problems(checkpoint, state)
-            model = state.model_section()
-            expected = expected_tensors(model, state.kinds) | state.compression_tensors(model)
-        if INDEX not in damaged:
-            index = read_index(checkpoint)
-            wrong = index_problems(index, expected, files)
-            if not wrong:
-                readable = names - damaged.keys()
-                wrong = shortened(_archive_problems(checkpoint, index, readable), MOST_LISTED)
-            problems += wrong
-    except CheckpointError as error:
-        problems.append(str(error))
-    return Inspection(
-        checkpoint=checkpoint,
-        problems=tuple(problems),
-        strays=_strays(checkpoint, files),
-        files=files,
-        state=state,
-        model=model,
-    )
+def index_problems(
+    index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileDigest]
+) -> list[str]:
+    """The problems of an index, a sentence for each.
 
+    Args:
+        index: the index of a checkpoint.
+        expected: name -> shape of every tensor that it must have; None if that is not known.
+        files: name -> digest of the files of the checkpoint; only their sizes are used.
 
-def _strays(checkpoint: Path, files: Mapping[str, FileDigest]) -> tuple[str, ...]:
-    try:
-        names = {path.name for path in checkpoint.iterdir()}
-    except OSError:  # a running job has deleted the checkpoint meanwhile
-        return ()
-    return tuple(sorted(names - set(files) - {MANIFEST}))
-
-
-def _name_problems(checkpoint: Path, state: RunState) -> Iterator[str]:
-    step = step_named(checkpoint.resolve().name)
-    if step is not None and step != state.progress.step:
-        yield (
-            f"its name has step {step}, but its {RUN_STATE} has step {state.progress.step}; "
-            "rename it back"
-        )
-
-
-def _archive_problems(folder: Path, index: Metadata, names: Collection[str]) -> Iterator[str]:
-    """A sentence for each box in the files ``names`` whose archive is not a tensor of its shape.
-
-    Reads the directory of each archive, not its elements.
+    Raises:
+        CheckpointError: it is not an index of tensors.
     """
-    by_file: dict[str, list[tuple[str, Box, _StorageInfo]]] = defaultdict(list)
-    for name, tensor in tensors_of(index).items():
-        for chunk in tensor.chunks:
-            place = index.storage_data[MetadataIndex(name, chunk.offsets)]
-            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            by_file[place.relative_path].append((name, box, place))
-    for file in sorted(by_file.keys() & set(names)):
-        with (folder / file).open("rb", buffering=0) as stream:
-            for name, box, place in by_file[file]:
-                problem = _archive_problem(stream, box, place)
-                if problem is not None:
-                    yield f"{name}: its {box} at byte {place.offset:,} of {file} {problem}"
-
-
-def _archive_problem(stream: FileIO, box: Box, place: _StorageInfo) -> str | None:
-    view: Any = _create_file_view(stream, place.offset, place.length)
     try:
-        with skip_data():  # shape and dtype, without the elements
-            tensor = torch.load(view, weights_only=True)
-    except Exception as error:  # a damaged archive or pickle may raise anything
-        return f"is not an archive of a tensor ({str(error).partition('. ')[0]})"
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
-        return "is not a float32 tensor"
-    if tensor.shape != box.sizes or not tensor.is_contiguous() or tensor.storage_offset():
-        return f"is a tensor of {list(tensor.shape)}, but must be {list(box.sizes)}, row by row"
-    view = _create_file_view(stream, place.offset, place.length)
-    found_bytes = torch._C.PyTorchFileReader(view).get_record_size(ELEMENTS)
-    if found_bytes != (box_bytes := box.elements * BYTES_PER_ELEMENT):
-        return f"has {found_bytes:,} bytes of elements, but must have {box_bytes:,}"
+        tensors = tensors_of(index)
+        problems = []
+        if expected is not None:
+            shapes = {name: tuple(tensor.size) for name, tensor in tensors.items()}
+            problems = mismatches(expected, shapes)
+        places = index.storage_data if isinstance(index.storage_data, dict) else {}
+        wrong = [
+            f"{name}: {problem}"
+            for name, tensor in tensors.items()
+            for problem in _tensor_problems(name, tensor, places, files)
+        ]
+        if not wrong and len({(p.relative_path, p.offset) for p in places.values()}) < len(places):
+            wrong = [f"{INDEX} states the same place for two boxes"]
+        return problems + shortened(wrong, MOST_LISTED)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{INDEX} is not an index of tensors ({error})") from error
+
+
+def _tensor_problems(
+    name: str,
+    tensor: TensorStorageMetadata,
+    places: Mapping[MetadataIndex, Any],
+    files: Mapping[str, FileDigest],
+) -> Iterator[str]:
+    if tensor.properties.dtype != torch.float32:
+        yield f"it is {tensor.properties.dtype}, but must be torch.float32"
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+    tiling = tiling_problem(tuple(tensor.size), boxes)
+    if tiling is not None:
+        yield tiling
+    for box in boxes:
+        problem = _place_problem(places.get(MetadataIndex(name, box.offsets)), box, files)
+        if problem is not None:
+            yield problem
+
+
+def _place_problem(place: Any, box: Box, files: Mapping[str, FileDigest]) -> str | None:
+    """Why the place of a box in the index is impossible."""
+    if not isinstance(place, _StorageInfo) or place.relative_path not in files:
+        return f"no file of the checkpoint contains its {box}"
+    file_bytes, box_bytes = files[place.relative_path].size_bytes, box.elements * BYTES_PER_ELEMENT
+    if place.length < box_bytes or not 0 <= place.offset <= file_bytes - place.length:
+        return (
+            f"its {box}, which takes {box_bytes:,} bytes, has {place.length:,} bytes from "
+            f"{place.offset:,} on in the {file_bytes:,} bytes of {place.relative_path}, according "
+            "to the index"
+        )
     return None

@@ -6,10 +6,18 @@
 
 Each process reads only the rows that its pieces overlap, and writes them where they belong. torch's
 own reader loads each saved box completely and copies a part of it.
+
+The index is a pickle, and a pickle may call any function of the machine that reads it. Here it may
+only contain the parts of an index, so that a checkpoint from an unknown source cannot run code.
+
+Importing torch.distributed.checkpoint takes about a second of processor time. So a run imports this
+module only when it saves or loads, and only on the ranks that need the index.
 """
 
+import pickle
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from enum import EnumType
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -17,22 +25,94 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.index import read_index, tensors_of
+from megaspeed.checkpoint.manifest import INDEX
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, Piece, key
+from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, Piece, WrittenBox, key
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.supervision.answers import describe, gather
 from megaspeed.tensor_parallel.parallelize import materialize
 
-ELEMENTS = "data/0"
+_ELEMENTS = "data/0"
 """The record of an archive with the elements of its only tensor, uncompressed."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PARTS_OF_AN_INDEX = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *(("torch", dtype) for dtype in ("float32", "bfloat16", "float16")),
+    ("pathlib", "PosixPath"),
+}
+_GETATTR = ("builtins", "getattr")
+"""How Python 3.11.0 to 3.11.3 name a member of an enumeration in a pickle."""
+
+
+def make_index(boxes: Iterable[WrittenBox]) -> Metadata:
+    """The index of these boxes of fp32 tensors."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for written in boxes:
+        name, box = written.key, written.box
+        if name not in tensors:
+            properties = TensorProperties(dtype=torch.float32)
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(written.full_shape), [])
+        sizes = torch.Size(box.sizes)
+        tensors[name].chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), sizes))
+        place = _StorageInfo(written.file, written.start, written.size_bytes)
+        places[MetadataIndex(name, box.offsets)] = place
+    return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of the checkpoint in ``folder``.
+
+    Raises CheckpointError if it cannot be read, or is not an index of tensors.
+    """
+    path = folder / INDEX
+    try:
+        with path.open("rb") as file:
+            index = _IndexUnpickler(file).load()
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(f"{path} is not an index of tensors ({error})") from error
+    if not isinstance(index, Metadata):
+        raise CheckpointError(f"{path} is not an index of tensors but {type(index).__name__}")
+    return index
+
+
+def tensors_of(index: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Name -> shape, dtype and saved boxes of each tensor in an index."""
+    entries = index.state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+def saved_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Name -> full shape of each tensor of a checkpoint."""
+    return {name: tuple(tensor.size) for name, tensor in tensors_of(read_index(folder)).items()}
 
 
 def read_pieces(
@@ -142,8 +222,8 @@ def _read_overlap(
     view: Any = _create_file_view(stream, offset, length)
     try:
         archive: Any = torch._C.PyTorchFileReader(view)
-        start = offset + archive.get_record_offset(ELEMENTS)  # as torch.load(mmap=True) does
-        found_bytes = archive.get_record_size(ELEMENTS)
+        start = offset + archive.get_record_offset(_ELEMENTS)  # as torch.load(mmap=True) does
+        found_bytes = archive.get_record_size(_ELEMENTS)
     except RuntimeError as error:
         raise CheckpointError(f"{stream.name} has no tensor at byte {offset:,}") from error
     if found_bytes != sizes.numel() * BYTES_PER_ELEMENT:
@@ -177,3 +257,26 @@ def _fill(tensor: Tensor, file: FileIO) -> None:
         if not size:
             raise CheckpointError(f"{file.name} ends before its tensors end")
         unread = unread[size:]
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _GETATTR:
+            return _member
+        if (module, name) not in _PARTS_OF_AN_INDEX:
+            raise _foreign(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def _member(enumeration: Any, name: str) -> Any:
+    """Replace getattr, which could reach any function from any class."""
+    if not isinstance(enumeration, EnumType):
+        raise _foreign(f"{name} of {enumeration!r}")
+    return enumeration[name]
+
+
+def _foreign(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the index of the checkpoint names {what}, which no index of tensors contains; megaspeed "
+        "did not write this checkpoint, so use another one"
+    )

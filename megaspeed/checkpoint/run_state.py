@@ -111,10 +111,7 @@ class RunState(Section):
         try:
             compression = _COMPRESSION.validate_python(stated)
         except ValidationError as error:
-            raise CheckpointError(
-                f"{RUN_STATE} has no valid parallel.gradient_compression: "
-                f"{error.errors()[0]['msg']}"
-            ) from error
+            raise _invalid(RUN_STATE, "parallel.gradient_compression", error) from error
         layout = self.layout
         return compression_tensors(model, compression, pp=layout.pp, dp=layout.dp, tp=layout.tp)
 
@@ -133,11 +130,7 @@ class RunState(Section):
         try:
             return ModelConfig.model_validate(self.config.get("model"))
         except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, ("config", "model", *problem["loc"])))
-            raise CheckpointError(
-                f"{RUN_STATE} has no valid model: {where}: {problem['msg']}"
-            ) from error
+            raise _invalid(RUN_STATE, "config.model", error) from error
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
@@ -155,8 +148,10 @@ class RunState(Section):
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
         except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, problem["loc"])) or "the file"
-            raise CheckpointError(
-                f"{file} is not the state of a run: {where}: {problem['msg']}"
-            ) from error
+            raise _invalid(file, "state of a run", error) from error
+
+
+def _invalid(file: Path | str, what: str, error: ValidationError) -> CheckpointError:
+    problem = error.errors()[0]
+    where = "".join(f"{place}: " for place in problem["loc"])
+    return CheckpointError(f"{file} has no valid {what}: {where}{problem['msg']}")

@@ -29,7 +29,6 @@ Rows and columns of the shard are shifted to their place in the logical tensor
 to no logical tensor.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -111,18 +110,17 @@ def compression_tensors(
 def mismatches(expected: Mapping[str, Shape], saved: Mapping[str, Shape]) -> list[str]:
     """The differences between the tensors of a checkpoint and those of a model, as sentences.
 
-    Both arguments have names in the checkpoint, or both have names of parameters. If a weight and
-    its moments have the same problem, it is listed once. At most ten problems are listed.
+    Both arguments have names in the checkpoint, or both have names of parameters. A moment with the
+    same problem as its weight is not listed. At most ten problems are listed.
     """
-    weights_and_moments: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for full_name, problem in _problems(expected, saved):
+    problems = dict(_problems(expected, saved))
+
+    def is_of_weight(full_name: str) -> bool:
         kind, _, name = full_name.partition(".")
-        weights_and_moments[name if kind in KINDS else full_name, problem].append(full_name)
-    sentences = (
-        f"{full_name} {problem}"
-        for (name, problem), full_names in weights_and_moments.items()
-        for full_name in ([name] if len(full_names) == len(KINDS) else full_names)
-    )
+        is_moment = kind in KINDS and kind != WEIGHTS
+        return is_moment and problems.get(key(WEIGHTS, name)) == problems[full_name]
+
+    sentences = (f"{name} {why}" for name, why in problems.items() if not is_of_weight(name))
     return shortened(sentences, MOST_LISTED)
 
 

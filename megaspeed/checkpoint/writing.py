@@ -2,7 +2,7 @@
 
     rank 0      enough space on the disk? -> step-N.writing/
     all ranks   pieces -> their own files, hashed and flushed to the disk
-    rank 0      index, run state, manifest -> rename to step-N -> latest -> delete older ones
+    rank 0      index, run state, manifest -> rename to step-N -> delete older ones
 
 A process may be killed at any point: a folder named step-N is complete. If one rank fails, the save
 fails on all ranks, and the run continues.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +30,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.folders import CheckpointFolder, discard
 from megaspeed.checkpoint.manifest import (
     INDEX,
     Checksum,
@@ -41,11 +41,8 @@ from megaspeed.checkpoint.manifest import (
 )
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, Piece, WrittenBox, expected_tensors
+from megaspeed.files.paths import free_bytes
 from megaspeed.supervision.answers import broadcast, gather
-
-FILE_BYTES = 1 << 30
-"""A single process that writes a model begins a new file after this many bytes, because the ranks
-that check the checkpoint later divide the files among themselves."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +99,12 @@ class Saver:
             )
         except CheckpointError:
             if rank == 0:
-                self.folder.discard(writing)
+                discard(writing)
             raise
 
     def _begin(self, step: int) -> Path:
         needed = sum(map(prod, self.expected.values())) * BYTES_PER_ELEMENT
-        free = self.folder.free_bytes()
+        free = free_bytes(self.folder.root)
         if free < needed:
             raise CheckpointError(
                 f"a checkpoint takes {needed:,} bytes, but {self.folder.root} has {free:,} free; "
@@ -119,8 +116,8 @@ class Saver:
         self, writing: Path, written: Sequence["WrittenPieces"], state: RunState
     ) -> tuple[int, tuple[Path, ...]]:
         size_bytes = _complete(writing, written, self.expected, state, self.beside)
-        self.folder.commit(writing)
-        return size_bytes, tuple(self.folder.prune(self.keep_last))
+        checkpoint = self.folder.commit(writing)
+        return size_bytes, tuple(self.folder.prune(checkpoint, self.keep_last))
 
 
 def write_checkpoint(
@@ -140,7 +137,7 @@ def write_checkpoint(
         OSError: a file could not be written.
     """
     expected = expected_tensors(state.model_section(), state.kinds)
-    written = write_pieces(folder, pieces, file_bytes=FILE_BYTES)
+    written = write_pieces(folder, pieces)
     _complete(folder, [written], expected, state, beside)
 
 
@@ -153,31 +150,23 @@ class WrittenPieces:
     boxes: list[WrittenBox] = field(default_factory=list)
 
 
-def write_pieces(
-    folder: Path, pieces: Iterable[Piece], *, rank: int = 0, file_bytes: int | None = None
-) -> WrittenPieces:
-    """Write pieces into the files ``__RANK_0.distcp``, ``__RANK_1.distcp``, ...
+def write_pieces(folder: Path, pieces: Iterable[Piece], *, rank: int = 0) -> WrittenPieces:
+    """Write pieces into the file ``__RANK_0.distcp``.
 
-    Raises OSError if a file could not be written.
+    Raises OSError if the file could not be written.
     """
     written = WrittenPieces()
-    remaining = iter(pieces)
-    piece = next(remaining, None)
-    for number in count():
-        if piece is None:
-            return written
-        name = f"__{rank}_{number}.distcp"
-        with _hashed_file(folder / name, written.files) as stream, _without_crc32():
-            while piece is not None and (file_bytes is None or stream.tell() < file_bytes):
-                start = stream.tell()
-                # Not a view of a larger tensor: torch would write all of its storage.
-                torch.save(torch.from_numpy(piece.values.detach().cpu().numpy()), stream)
-                size_bytes = stream.tell() - start
-                written.boxes.append(
-                    WrittenBox(piece.key, piece.full_shape, piece.box, name, start, size_bytes)
-                )
-                piece = next(remaining, None)
-    raise AssertionError("count() does not end")
+    name = f"__{rank}_0.distcp"
+    with _hashed_file(folder / name, written.files) as stream, _without_crc32():
+        for piece in pieces:
+            start = stream.tell()
+            # Not a view of a larger tensor: torch would write all of its storage.
+            torch.save(torch.from_numpy(piece.values.detach().cpu().numpy()), stream)
+            size_bytes = stream.tell() - start
+            written.boxes.append(
+                WrittenBox(piece.key, piece.full_shape, piece.box, name, start, size_bytes)
+            )
+    return written
 
 
 def _complete(
@@ -192,7 +181,9 @@ def _complete(
     Raises CheckpointError if the pieces do not contain every element of every tensor exactly once,
     or if a file that another process has written has the wrong size.
     """
-    from megaspeed.checkpoint.index import index_problems, make_index
+    # Imported here: importing torch.distributed.checkpoint takes a second.
+    from megaspeed.checkpoint.inspection import index_problems
+    from megaspeed.checkpoint.reading import make_index
 
     files = {name: digest for each in written for name, digest in each.files.items()}
     index = make_index(chain.from_iterable(each.boxes for each in written))

@@ -1,6 +1,6 @@
 """``megaspeed checkpoint``: shows what a checkpoint contains, and checks that it is complete.
 
-    megaspeed checkpoint show   DIR    the newest checkpoint: its run, its layout, its tensors
+    megaspeed checkpoint show   DIR    the newest checkpoint: its run, its layout, its size
     megaspeed checkpoint verify DIR    every byte of all checkpoints; exit code 1 if one is broken
 
 DIR is a checkpoint, a folder of checkpoints, or the folder of a run.
@@ -11,18 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.model_options import exit_code
-from megaspeed.cli.options import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    add_parser,
-    say,
-    wide_console,
-    write_json,
-)
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_parser, say, write_json
 from megaspeed.files.paths import path_argument
+from megaspeed.units import counted, traffic_unit
 
 if TYPE_CHECKING:
     from megaspeed.checkpoint.inspection import Inspection
+    from megaspeed.checkpoint.run_state import RunState
 
 
 def add_to(commands: Any) -> None:
@@ -42,33 +37,29 @@ def add_to(commands: Any) -> None:
 def _show(options: argparse.Namespace) -> int:
     """Show the newest checkpoint that seems complete, without reading its large files."""
     # Imported here: torch takes seconds, which ``check`` need not wait for.
-    from megaspeed.checkpoint.description import report, show_as_json
     from megaspeed.checkpoint.folders import locate
-    from megaspeed.checkpoint.inspection import glance
+    from megaspeed.checkpoint.inspection import NO_FILE, inspect
+    from megaspeed.model.parameters import parameters_of
 
-    checkpoints = locate(options.path)
-    shown = None
-    for inspection in map(glance, checkpoints):
-        if not inspection.problems:
-            shown = inspection
-            break
-        say(_describe(inspection), error=True)
-    if shown is None:
-        say(f"{options.path} has no complete checkpoint", error=True)
-        return EXIT_FAILED
-    console = wide_console()
-    for part in report(shown):
-        console.print(part, soft_wrap=isinstance(part, str))
-    others = [path for path in checkpoints if path != shown.checkpoint]
-    if others:
-        say("others here: " + ", ".join(path.name for path in others))
-    write_json(options, {**show_as_json(shown), "others": [str(path) for path in others]})
-    return EXIT_DONE
+    for checkpoint in locate(options.path):
+        shown = inspect(checkpoint, NO_FILE)
+        if shown.problems or shown.state is None:
+            say(_describe(shown), error=True)
+            continue
+        state = shown.state
+        parameters = sum(p.elements for p in parameters_of(state.model_section()).values())
+        say(f"{checkpoint}: {_size(shown)}\n{parameters:,} parameters, {state.origin}")
+        if state.layout is not None:
+            say(_progress(state))
+        figures = {"parameters": parameters, "run_state": state.model_dump(mode="json")}
+        write_json(options, {**_figures(shown), **figures})
+        return EXIT_DONE
+    say(f"{options.path} has no complete checkpoint", error=True)
+    return EXIT_FAILED
 
 
 def _verify(options: argparse.Namespace) -> int:
     """Check all checkpoints, newest first, and report each as soon as it is read."""
-    from megaspeed.checkpoint.description import verify_as_json
     from megaspeed.checkpoint.folders import folder_of_checkpoints, is_checkpoint, locate
     from megaspeed.checkpoint.inspection import inspect
 
@@ -82,8 +73,6 @@ def _verify(options: argparse.Namespace) -> int:
             continue  # a running job has deleted it meanwhile
         found.append(inspection)
         say(_describe(inspection))
-        for stray in inspection.strays:
-            say(f"  note: {stray} does not belong to the checkpoint, but does no harm")
     for leftover in leftovers:
         say(f"{leftover.name}  not a checkpoint: its save or removal was killed, or is in progress")
     complete = bool(found) and not any(inspection.problems for inspection in found)
@@ -91,17 +80,46 @@ def _verify(options: argparse.Namespace) -> int:
         say(f"{options.path} has no checkpoint", error=True)
     figures = {
         "whole": complete,
-        "checkpoints": [verify_as_json(inspection) for inspection in found],
+        "checkpoints": [
+            {
+                **_figures(inspection),
+                "whole": not inspection.problems,
+                "problems": list(inspection.problems),
+            }
+            for inspection in found
+        ],
         "leftovers": [str(leftover) for leftover in leftovers],
     }
     write_json(options, figures)
     return EXIT_DONE if complete else EXIT_FAILED
 
 
-def _describe(inspection: "Inspection") -> str:
-    from megaspeed.checkpoint.description import size_text
+def _figures(inspection: "Inspection") -> dict[str, Any]:
+    return {
+        "checkpoint": str(inspection.checkpoint),
+        "size_bytes": inspection.size_bytes,
+        "files": len(inspection.files),
+    }
 
+
+def _describe(inspection: "Inspection") -> str:
     name = inspection.checkpoint.resolve().name
     if inspection.problems:
         return f"{name}  BROKEN" + "".join(f"\n  {problem}" for problem in inspection.problems)
-    return f"{name}  complete ({size_text(inspection)})"
+    return f"{name}  complete ({_size(inspection)})"
+
+
+def _size(inspection: "Inspection") -> str:
+    size_bytes = inspection.size_bytes
+    size = traffic_unit((size_bytes,)).named(size_bytes)
+    return f"{size}, {counted(len(inspection.files), 'file')}"
+
+
+def _progress(state: "RunState") -> str:
+    progress = state.progress
+    loss = "not finite" if progress.loss is None else f"{progress.loss:.4f}"
+    skipped = progress.step - progress.steps_taken
+    return (
+        f"step {progress.step:,}{f', {skipped:,} of them skipped' if skipped else ''}: "
+        f"{counted(progress.samples, 'sample')}, {counted(progress.tokens, 'token')}, loss {loss}"
+    )

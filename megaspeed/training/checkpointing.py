@@ -145,7 +145,7 @@ class Checkpointing:
         Raises CheckpointError on every rank; lists all differences that prevent the run from
         continuing.
         """
-        from megaspeed.checkpoint.reading import read_pieces  # takes a second, see index.py
+        from megaspeed.checkpoint.reading import read_pieces  # takes a second, see reading.py
 
         group = self._saver.group
         saved = broadcast(
@@ -169,7 +169,7 @@ class Checkpointing:
             self._in_flight = None
 
     def _fitting_state(self, checkpoint: Path, allow_data_change: bool) -> RunState:
-        from megaspeed.checkpoint.index import saved_shapes
+        from megaspeed.checkpoint.reading import saved_shapes
 
         saved = RunState.read(checkpoint)
         problems = model_changes(saved, self._run)

@@ -48,7 +48,9 @@ def load_compression(
         saved: its run state.
         group: all ranks.
     """
-    from megaspeed.checkpoint.reading import read_pieces  # takes a second, see checkpoint/index.py
+    from megaspeed.checkpoint.reading import (
+        read_pieces,
+    )  # takes a second
 
     there = saved.compression_tensors(worker.run.config.model)
     if not there or worker.run.compression is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.folders import is_leftover, locate
+from megaspeed.checkpoint.folders import locate
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
@@ -220,7 +220,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
     candidates = broadcast(group, lambda: _candidates(options, run), CheckpointError)
     if not candidates:
         return Start()
-    from megaspeed.checkpoint.inspection import newest_complete  # takes a second, see index.py
+    from megaspeed.checkpoint.inspection import newest_complete  # takes a second, see reading.py
 
     checkpoint, skipped = newest_complete(candidates, group)
     if checkpoint is None:
@@ -274,11 +274,6 @@ def _named(path: Path) -> list[Path]:
         raise CheckpointError(
             f"--resume takes {AUTO}, {NEVER}, or the folder of a checkpoint or of a run, but "
             f"{str(path)!r} is none of them"
-        )
-    if is_leftover(path.resolve().name):
-        raise CheckpointError(
-            f"--resume {path} is an incomplete save; name a checkpoint, or the folder "
-            f"{path.parent} to resume from its newest complete checkpoint"
         )
     return locate(path)
 

@@ -234,7 +234,6 @@ def _move_later_checkpoints(run: Run, step: int, target: Path) -> None:
         _move(checkpoint, run.run_dir, target)
     if later:
         flush_folder(folder.root)
-        folder.point_latest_to(folder.path(step))
 
 
 def _cut_records(file: Path, step: int, copy: Path) -> None:

@@ -12,12 +12,12 @@ from megaspeed.checkpoint.manifest import FileDigest, write_manifest
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
-def save(folder: CheckpointFolder, step: int, content: bytes) -> None:
+def save(folder: CheckpointFolder, step: int, content: bytes) -> Path:
     """Save a checkpoint of one file and the manifest."""
     writing = folder.begin(step)
     (writing / "tensors").write_bytes(content)
     write_manifest(writing, {"tensors": FileDigest.of(content)})
-    folder.commit(writing)
+    return folder.commit(writing)
 
 
 def die_at(change: int) -> None:
@@ -46,8 +46,7 @@ def die_everywhere(root: Path, first: list[int], step: int, keep_last: int) -> N
         process = os.fork()
         if process == 0:
             die_at(death)
-            save(folder, step, b"second")
-            folder.prune(keep_last)
+            folder.prune(save(folder, step, b"second"), keep_last)
             os._exit(0)
         if os.waitpid(process, 0)[1] == 0:
             return

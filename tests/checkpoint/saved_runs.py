@@ -1,6 +1,5 @@
 """Ranks that save a tiny run, and ranks that resume it."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,5 +142,5 @@ def continue_from(
 
 def only_checkpoint(folder: Path) -> Path:
     """Return the only checkpoint in a run's folder."""
-    (name,) = (entry for entry in os.listdir(folder / "checkpoints") if entry != "latest")
-    return folder / "checkpoints" / name
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    return checkpoint

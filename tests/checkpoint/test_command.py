@@ -24,45 +24,24 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     return folder
 
 
-def test_show_describes_the_run_and_the_tensors_of_the_newest(
+def test_show_describes_the_newest(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = Ended(capsys, tmp_path, "checkpoint", "show", tmp_path / "run")
     assert (shown.code, shown.err) == (0, "")
-    for text in (
-        f"{folder.path(200)}: 368.",
+    first, *lines = shown.out.splitlines()
+    assert first.startswith(f"{folder.path(200)}: 368.") and first.endswith(" kB, 3 files")
+    assert lines == [
+        "23,168 parameters, saved at pp 2 x dp 1 x tp 2, ZeRO-1, bf16",
         "step 200, 1 of them skipped: 3,200 samples, 51,200 tokens, loss 4.2500",
-        "saved at pp 2 x dp 1 x tp 2, ZeRO-1, bf16, schedule 1f1b",
-        "data: corpus c0ffee, tokenizer 70ce, sequences of 16 tokens",
-        "seeds: data 5, training 7",
-        "software: torch ",
-        "23.17K parameters (23,168) in 16 tensors",
-        "float32; with exp_avg and exp_avg_sq of each",
-        "others here: step-00000100",
-    ):
-        assert text in shown.out
-    rows = [line.split() for line in shown.out.splitlines()]
-    assert ["│", "blocks.0.mlp.up.weight", "│", "128", "x", "32", "│", "4,096", "│"] in rows
-
-
-def test_show_writes_the_same_figures(
-    folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    figures = Ended(capsys, tmp_path, "checkpoint", "show", folder.root).figures
+    ]
+    figures = shown.figures
     assert figures["checkpoint"] == str(folder.path(200))
-    assert figures["others"] == [str(folder.path(100))]
-    assert figures["parameters"] == 23_168
-    assert figures["shapes"]["blocks.0.mlp.up.weight"] == [128, 32]
+    assert (figures["parameters"], figures["files"]) == (23_168, 3)
     assert figures["run_state"]["layout"]["tp"] == 2
     assert figures["run_state"]["progress"]["samples"] == 3_200
-
-
-def test_show_describes_the_named_checkpoint(
-    folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     shown = Ended(capsys, tmp_path, "checkpoint", "show", folder.path(100))
     assert shown.figures["run_state"]["progress"]["step"] == 100
-    assert "others" not in shown.out and shown.figures["others"] == []
 
 
 def test_show_skips_a_broken_checkpoint_and_reports_why(
@@ -88,12 +67,11 @@ def test_verify_reports_complete_checkpoints(
     assert shown.figures["whole"] and len(shown.figures["checkpoints"]) == 2
 
 
-def test_verify_names_every_problem_stray_and_leftover(
+def test_verify_names_every_problem_and_leftover(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder.path(200) / TENSORS).unlink()
     (folder.path(200) / ".metadata").write_bytes(os.urandom(1_000))
-    (folder.path(100) / "notes.txt").touch()
     folder.begin(300)
     shown = Ended(capsys, tmp_path, "checkpoint", "verify", folder.root)
     assert (shown.code, shown.err) == (1, "")
@@ -103,11 +81,10 @@ def test_verify_names_every_problem_stray_and_leftover(
     assert lines[1].startswith("  .metadata is cut short: 1,000 bytes of the ")
     assert lines[2] == f"  {TENSORS} is missing"
     assert lines[3].startswith("step-00000100  complete (")
-    assert lines[4] == "  note: notes.txt does not belong to the checkpoint, but does no harm"
-    assert lines[5].startswith("step-00000300.writing  not a checkpoint: ")
+    assert lines[4].startswith("step-00000300.writing  not a checkpoint: ")
     newest, older = shown.figures["checkpoints"]
     assert (newest["whole"], len(newest["problems"])) == (False, 2)
-    assert (older["whole"], older["strays"]) == (True, ["notes.txt"])
+    assert (older["whole"], older["files"]) == (True, 3)
     assert shown.figures["leftovers"] == [str(folder.root / "step-00000300.writing")]
 
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.index import read_index
 from megaspeed.checkpoint.manifest import INDEX
+from megaspeed.checkpoint.reading import read_index
 
 
 def test_an_index_as_torch_writes_it_is_read(tmp_path: Path) -> None:

@@ -32,17 +32,17 @@ def test_the_same_model_matches() -> None:
 def test_another_shape_is_reported_once_with_both() -> None:
     small, large = expected_tensors(gpt2()), expected_tensors(gpt2(vocab_size=512))
     assert mismatches(large, small) == [
-        "embedding.tokens.weight is 301 x 32 in the checkpoint, but 512 x 32 in the model"
+        "weights.embedding.tokens.weight is 301 x 32 in the checkpoint, but 512 x 32 in the model"
     ]
 
 
 def test_tied_and_untied_are_distinguished_both_ways() -> None:
     tied, untied = expected_tensors(gpt2()), expected_tensors(gpt2(tie_word_embeddings=False))
     assert mismatches(untied, tied) == [
-        "head.output.weight (301 x 32) is missing in the checkpoint"
+        "weights.head.output.weight (301 x 32) is missing in the checkpoint"
     ]
     assert mismatches(tied, untied) == [
-        "head.output.weight (301 x 32) is in the checkpoint, but not in the model"
+        "weights.head.output.weight (301 x 32) is in the checkpoint, but not in the model"
     ]
 
 
@@ -66,5 +66,5 @@ def test_after_ten_sentences_the_rest_is_counted() -> None:
     """Two more blocks have 24 parameters."""
     problems = mismatches(expected_tensors(gpt2(num_hidden_layers=4)), expected_tensors(gpt2()))
     assert len(problems) == 11
-    assert problems[0] == "blocks.2.attention_norm.weight (32) is missing in the checkpoint"
+    assert problems[0] == "weights.blocks.2.attention_norm.weight (32) is missing in the checkpoint"
     assert problems[-1] == "and 14 more"

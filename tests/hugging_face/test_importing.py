@@ -119,8 +119,10 @@ def test_the_checkpoint_states_its_origin_and_has_no_moments(folder: Path, tmp_p
     assert (state.data, state.layout, state.training_seed) == (None, None, None)
     assert state.progress.step == 0
     found = inspect(tmp_path / "out")
-    assert found.problems == found.strays == () and found.model is not None
-    elements = sum(torch.Size(shape).numel() for shape in expected_shapes(found.model).values())
+    assert found.problems == () and found.state is not None
+    elements = sum(
+        torch.Size(shape).numel() for shape in expected_shapes(found.state.model_section()).values()
+    )
     assert found.size_bytes > 4 * elements
 
 
@@ -133,8 +135,7 @@ def test_a_checkpoint_of_an_import_is_shown_and_verified(
     figures = tmp_path / "figures.json"
     assert main(["checkpoint", "show", str(tmp_path / "out"), "--json", str(figures)]) == 0
     reported = capsys.readouterr().out
-    assert f"imported from {folder}, not trained since; starts a run at any layout" in reported
-    assert "38.18K parameters" in reported and "float32; weights alone" in reported
+    assert f"38,176 parameters, imported from {folder}\n" in reported
     assert json.loads(figures.read_text())["run_state"]["imported_from"] == str(folder)
 
 
@@ -181,13 +182,11 @@ def test_rotary_buffers_of_older_llamas(tmp_path: Path) -> None:
     assert imported(folder)
 
 
-def test_large_tensors_are_written_in_many_pieces_and_files(
+def test_large_tensors_are_written_in_many_pieces(
     folder: Path, right: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megaspeed.hugging_face.importing.LARGEST_PIECE_BYTES", 1000)
-    monkeypatch.setattr("megaspeed.checkpoint.writing.FILE_BYTES", 20_000)
     import_model(folder, tmp_path / "out")
-    assert len(list((tmp_path / "out").glob("*.distcp"))) > 10
     assert inspect(tmp_path / "out").problems == ()
     assert same(load_model(tmp_path / "out").state_dict(), right)
 

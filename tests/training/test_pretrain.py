@@ -184,7 +184,7 @@ def test_a_run_that_is_started_again_continues_as_if_it_had_not_ended(
     assert f"resumed at step 3: loss {loss:.4f}; {saved_loss:.4f} when saved (step 2)" in second[1]
     assert "resum" not in first[1] and "earlier" not in first[1] + second[1]
     kept = sorted(path.name for path in newest.parent.iterdir())
-    assert kept == ["latest", "step-00000002", "step-00000003", "step-00000004"], "keep_last is 3"
+    assert kept == ["step-00000002", "step-00000003", "step-00000004"], "keep_last is 3"
 
 
 def test_a_sweep_into_the_folder_of_a_finished_run_is_refused(pool: RankPool, config: Path) -> None:
@@ -380,7 +380,7 @@ def test_fresh_takes_along_the_state_of_a_checkpoint_that_it_moves_away(
     assert [record["step"] for record in records(config)] == [2]
     assert (folder / "earlier-1" / "checkpoints" / "step-00000001").is_dir()
     anew = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert anew == ["latest", "step-00000001", "step-00000002"], "the loaded state is saved again"
+    assert anew == ["step-00000001", "step-00000002"], "the loaded state is saved again"
 
 
 def ending_without_room(launch: LaunchEnvironment, config: Path) -> Ending:

@@ -95,7 +95,6 @@ def checkpoint(folder: Path, step: int) -> Path:
     made = folder / "checkpoints" / f"step-{step:08d}"
     made.mkdir(parents=True)
     (made / "of").write_text(folder.name)
-    (made.parent / "latest").write_text(f"{made.name}\n")
     return made
 
 
@@ -115,7 +114,7 @@ def test_a_run_that_starts_anew_moves_what_is_there_and_loses_nothing(tmp_path: 
         earlier = tmp_path / f"earlier-{number}"
         assert names(earlier) == {"config.json", "metrics.jsonl", "starts.jsonl", "checkpoints"}
         assert (earlier / "metrics.jsonl").read_text() == f"run {number}"
-        assert names(earlier / "checkpoints") == {f"step-0000000{number}", "latest"}
+        assert names(earlier / "checkpoints") == {f"step-0000000{number}"}
     assert names(tmp_path) == {
         "config.json",
         "starts.jsonl",
@@ -160,9 +159,8 @@ def test_what_came_after_the_step_is_moved_and_cut(tmp_path: Path) -> None:
     assert continue_run_folder(run, 2, "cpu") == earlier
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2])
     assert (earlier / "metrics.jsonl").read_text() == "".join(lines) + torn
-    assert names(tmp_path / "checkpoints") == {"step-00000001", "step-00000002", "latest"}
+    assert names(tmp_path / "checkpoints") == {"step-00000001", "step-00000002"}
     assert names(earlier / "checkpoints") == {"step-00000004"}
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000002\n"
 
 
 def test_a_torn_line_alone_is_cut_too(tmp_path: Path) -> None:
