@@ -49,8 +49,7 @@ def plan(
         world_size: number of processes of the run.
         overrides: changes of single keys.
         device: an accelerator such as ``"h100-80gb"``. If omitted: no times and no verdict.
-        cluster: other keys of the JSON that ``megaspeed plan --cluster`` reads, such as
-            ``"nic_gbps"``.
+        cluster: other options of the machines that ``megaspeed plan`` has, such as ``"nic_gbps"``.
 
     Raises:
         ConfigError: with all mistakes in the configuration or in the cluster.
@@ -62,7 +61,7 @@ def plan(
 
     path, settings = _file(path), _as_settings(overrides)
     stated = {} if device is None else {"device": device}
-    machines = read_cluster(None, {**(cluster or {}), **stated})
+    machines = read_cluster({**(cluster or {}), **stated})
     machines.ranks(world_size)
     if machines.device == CPU:
         problem = "only the command megaspeed plan measures the device cpu; name an accelerator"

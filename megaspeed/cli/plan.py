@@ -30,15 +30,13 @@ from megaspeed.files.paths import path_argument
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import bubble_fraction, check_schedule, format_grid
 from megaspeed.planning.calibration import Calibration, calibrate
-from megaspeed.planning.charts import draw_parts
 from megaspeed.planning.cluster import CPU, ClusterConfig, read_cluster
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import complete_training
 from megaspeed.planning.measured_cpu import CpuSpeedError, measure_cpu
 from megaspeed.planning.plan import plan
-from megaspeed.planning.report import SHOWN_LAYOUTS, report, what_if_report
-from megaspeed.planning.variants import Training
-from megaspeed.planning.what_if import what_if
+from megaspeed.planning.report import report, what_if_report
+from megaspeed.planning.variants import Training, what_if
 from megaspeed.units import counted, show
 
 _NARROWEST = 80
@@ -63,18 +61,11 @@ def add_to(commands: Any) -> None:
         ("--gpus-per-node", positive, "K", None, "devices of one node (8)"),
         ("--nic-gbps", not_negative, "GBPS", None, nic),
         ("--dollars-per-gpu-hour", not_negative, "D", None, "price of a device"),
-        ("--cluster", path_argument, "FILE", None, "JSON of the machines (docs/planning.md)"),
         ("--tokens", _tokens, "T", None, "length of the training, such as 300B or 1.4T"),
-        ("--largest-tensor", positive, "T", None, "of --what-if, in ranks (--gpus-per-node)"),
         ("--write", new_file, "FILE", None, "write the best variant as a configuration"),
         ("--calibrate", path_argument, "RUN", None, calibrate),
-        ("--picture", new_file, "PNG", None, "draw the parts of the step time"),
     )
-    add_flags(
-        parser,
-        ("--what-if", "list every variant that fits, the fastest first"),
-        ("--all", "show all rows of --what-if"),
-    )
+    add_flags(parser, ("--what-if", "list every variant that fits, the fastest first"))
     add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
 
 
@@ -112,11 +103,11 @@ def run_plan(options: argparse.Namespace) -> int:
         complete = complete_training(planned.forecast, stated, options.tokens)
         figures["training"] = complete.as_json()
     show(report(planned, complete))
-    found, code = None, EXIT_DONE
+    code = EXIT_DONE
     if cluster is not None and (options.what_if or options.write):
-        found = what_if(training, cluster, options.largest_tensor)
+        found = what_if(training, cluster)
         figures["what_if"] = found.as_json()
-        show(what_if_report(found, None if options.all else SHOWN_LAYOUTS))
+        show(what_if_report(found))
         if options.write and found.best is not None:
             changes = [*options.overrides, *found.best.set_text]
             _write_config(options.write, options.config, changes)
@@ -126,24 +117,19 @@ def run_plan(options: argparse.Namespace) -> int:
                 f"{options.write} is not written: no variant fits {cluster.device.name}", error=True
             )
             code = EXIT_FAILED
-    if options.picture:
-        draw_parts(planned, found, options.picture)
     write_json(options, figures)
     return code
 
 
 def _stated_cluster(options: argparse.Namespace) -> ClusterConfig:
-    """Return the cluster of the file and the options, if it has what other options need."""
+    """Return the cluster of the options, if it has what other options need."""
 
     keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
-    stated = read_cluster(options.cluster, {key: getattr(options, key) for key in keys})
-    wants = ("what_if", "write", "picture", "tokens", "calibrate", "dollars_per_gpu_hour")
+    stated = read_cluster({key: getattr(options, key) for key in keys})
+    wants = ("what_if", "write", "tokens", "calibrate", "dollars_per_gpu_hour")
     wanted = next((name for name in wants if getattr(options, name)), None)
     if stated.device is None and wanted is not None:
         raise _wrong(f"--{wanted.replace('_', '-')} needs step times: add --device h100-80gb")
-    for option in ("largest_tensor", "all"):
-        if getattr(options, option) and not (options.what_if or options.write):
-            raise _wrong(f"--{option.replace('_', '-')} is an option of the what-if: add --what-if")
     return stated
 
 

@@ -6,10 +6,7 @@ measured_cpu.py    this machine as a cluster; another process measures it
 prediction.py      memory and traffic of every kind of pipeline stage of a run
 forecast.py        the step time of a run: throughput, utilization, days, cost
 calibration.py     one factor from the steps of a real run
-goodput.py         the fraction of its time in which a long run trains
 plan.py            the complete plan of one run
-variants.py        other settings of a run; the cheapest change if it does not fit
-what_if.py         every variant on the same ranks that fits, the fastest first
+variants.py        other settings of a run: the cheapest change, and every variant that fits
 report.py          a plan and a what-if as lines and tables
-charts.py          the parts of a step as a picture
 """

@@ -1,22 +1,18 @@
-"""The machines that a run is planned for: the JSON of ``--cluster``, and options that replace keys.
+"""The machines that a run is planned for, as the user states them.
 
-{"device": "h100-80gb", "nodes": 8, "gpus_per_node": 8, "nic_gbps": 400}
+--device h100-80gb --nodes 8 --gpus-per-node 8 --nic-gbps 400
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
 
-from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.section import LARGEST_WORLD, Bandwidth, Section
 from megaspeed.config.validation import translate
-from megaspeed.files.reading import file_problem
 from megaspeed.planning.costs.placement import GPUS_PER_NODE
 from megaspeed.planning.costs.workload import Cluster
-from megaspeed.planning.goodput import Operations
 from megaspeed.topology.devices import DeviceError, device_named
 from megaspeed.units import counted
 
@@ -38,8 +34,6 @@ class ClusterConfig(Section):
     vendor's own system."""
     dollars_per_gpu_hour: float | None = Field(default=None, ge=0)
     """Price of one accelerator for one hour."""
-    operations: Operations = Operations()
-    """Failures and storage, for the goodput of a long run."""
 
     @property
     def gpus(self) -> int | None:
@@ -84,25 +78,14 @@ def _wrong(problem: str) -> ConfigError:
     return ConfigError([problem], "the cluster")
 
 
-def read_cluster(file: Path | None, stated: Mapping[str, Any]) -> ClusterConfig:
-    """Read a cluster's JSON, if there is one, and replace the keys that are stated.
+def read_cluster(stated: Mapping[str, Any]) -> ClusterConfig:
+    """Return the cluster with these keys. None is as if omitted.
 
     Raises:
         ConfigError: with all mistakes.
     """
-    values: dict[str, Any] = {}
-    where = "the cluster" if file is None else str(file)
     problems: list[str] = []
-    if file is not None:
-        wrong = file_problem(file)
-        try:
-            if wrong is not None:
-                raise JsonSyntaxError(f"{file} {wrong}; name a JSON file")
-            values, duplicates = read_json_object(file)
-            problems = [duplicate.message for duplicate in duplicates]
-        except JsonSyntaxError as error:
-            raise ConfigError([str(error)], where) from error
-    values |= {key: value for key, value in stated.items() if value is not None}
+    values = {key: value for key, value in stated.items() if value is not None}
     known = ClusterConfig.model_fields
     for key in ("nodes", "gpus_per_node", "nic_gbps"):
         if values.get("device") == CPU and key in values:
@@ -121,5 +104,5 @@ def read_cluster(file: Path | None, stated: Mapping[str, Any]) -> ClusterConfig:
     except ValidationError as error:
         problems += [each.message for each in translate(error, values)]
     if problems:
-        raise ConfigError(problems, where)
+        raise ConfigError(problems, "the cluster")
     return cluster

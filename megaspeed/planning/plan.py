@@ -8,7 +8,6 @@ Run --> rank map            which axes cross nodes
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from megaspeed.config.errors import ConfigError
@@ -21,14 +20,13 @@ from megaspeed.planning.costs.reserved_memory import (
     ReservedMemory,
     Verdict,
     reserved_memory,
-    usable_bytes,
     verdict,
 )
 from megaspeed.planning.costs.traffic import by_axis
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import Forecast, forecast
 from megaspeed.planning.prediction import Prediction, StagePrediction, ideal_bubble, predict
-from megaspeed.planning.variants import CheapestChange, Training, cheapest_change
+from megaspeed.planning.variants import Change, Training, cheapest_change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +88,7 @@ class Plan:
     stages: tuple[PlannedStage, ...]  # all pipeline stages
     zero_stages: tuple[PlannedZero, ...]  # ZeRO 0 to 3 at this layout
     bubble: float  # the ideal pipeline bubble, as a fraction of the step
-    change: CheapestChange | None  # the cheapest change after which the run fits; None if it fits
+    change: Change | None  # the cheapest, if the run does not fit; None if no single one is enough
 
     @property
     def prediction(self) -> Prediction:
@@ -129,7 +127,11 @@ class Plan:
             "pipeline_stages": json_value(self.stages),
             "bubble_fraction": self.bubble,
             "zero_stages": [planned.as_json() for planned in self.zero_stages],
-            "cheapest_change": None if self.change is None else self.change.as_json(),
+            "cheapest_change": (
+                None
+                if self.change is None
+                else {"set": list(self.change.set_text), "peak_bytes": self.change.peak_bytes}
+            ),
         }
 
 
@@ -155,8 +157,7 @@ def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_
     )
     if cluster is None or planned.verdict == "fits":
         return planned
-    usable = partial(usable_bytes, device=cluster.device, gpus_per_node=per_node)
-    return replace(planned, change=cheapest_change(training, usable, per_node))
+    return replace(planned, change=cheapest_change(training, cluster))
 
 
 def _stages(run: Run) -> Iterator[PlannedStage]:

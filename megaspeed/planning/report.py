@@ -1,6 +1,5 @@
 """A plan and a what-if as lines and tables. The tables fit 80 columns."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.table import Table
@@ -12,8 +11,7 @@ from megaspeed.planning.costs.traffic import axis_totals
 from megaspeed.planning.forecast import Forecast, TrainingTime
 from megaspeed.planning.plan import Plan, PlannedStage, PlannedZero
 from megaspeed.planning.prediction import alike_stages
-from megaspeed.planning.variants import CheapestChange
-from megaspeed.planning.what_if import Layout, WhatIf
+from megaspeed.planning.variants import Layout, WhatIf
 from megaspeed.topology.grid import AXES
 from megaspeed.units import (
     GIB,
@@ -25,10 +23,9 @@ from megaspeed.units import (
     traffic_unit,
 )
 
-SHOWN_LAYOUTS = 12
-"""Rows of each table of a what-if without ``--all``."""
+_SHOWN_LAYOUTS = 12
+"""Rows of the table of a what-if. ``--json`` has all variants."""
 
-_SHOWN_PARTS = 3
 _LONGEST_GROUP = 28
 _CONFIGURED = "* as configured"
 _REDUCTIONS: Mapping[GradientReduction, str] = {
@@ -293,12 +290,9 @@ def _throughput(forecast: Forecast) -> Iterator[str]:
 
 
 def _training(training: TrainingTime) -> Iterator[str]:
-    """Yield the days and cost of a complete training, and the time that its goodput loses."""
-    goodput, forecast = training.goodput, training.forecast
+    """Yield the days and cost of a complete training."""
+    forecast = training.forecast
     yield f"Training on {short_count(training.tokens)} tokens, {counted(training.steps, 'step')}"
-    if not math.isfinite(training.days):
-        yield "it never ends: failures come more often than saves; reduce training.save_interval"
-        return
     hours = 24 * training.days
     unit, size = (
         ("days", 24) if hours >= 48 else ("hours", 1) if hours >= 2 else ("minutes", 1 / 60)
@@ -313,14 +307,7 @@ def _training(training: TrainingTime) -> Iterator[str]:
     yield f"{duration}, {low} to {high}"
     cost = f"{training.gpu_hours:,.0f} GPU-hours on {counted(training.gpus, 'GPU')}"
     yield cost + ("" if training.dollars is None else f", ${training.dollars:,.0f}")
-    lost = {name: 1 - getattr(goodput, name) for name in ("validation", "saves", "restarts")}
-    parts = ", ".join(f"{name} {share:.1%}" for name, share in lost.items())
-    yield f"goodput {goodput.total:.1%}; lost: {parts}"
-    if goodput.best_save_interval is not None:
-        yield (
-            f"a failure every {_rounded(goodput.hours_between_failures)} hours; best "
-            f"training.save_interval: {goodput.best_save_interval:,} steps"
-        )
+    yield "without validations, saves and failures"
 
 
 def _rounded(number: float) -> str:
@@ -328,7 +315,7 @@ def _rounded(number: float) -> str:
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
-    """Yield whether the run fits; if not, the cheapest change that makes it fit."""
+    """Yield whether the run fits; if not, the cheapest change after which it does."""
     own = plan.zero_stages[plan.run.zero_stage]
     tensors = plan.prediction.fullest.peak_bytes
     peak = f"predicted peak {readable_memory(tensors)} a rank"
@@ -346,53 +333,38 @@ def _verdict(plan: Plan) -> Iterator[str]:
     if own.verdict == "tight":
         yield "tight: it probably fits, but the upper end of the interval does not"
     if plan.change is not None:
-        yield _change(plan, plan.change)
-
-
-def _change(plan: Plan, change: CheapestChange) -> str:
-    text = f"--set {' '.join(change.set_text)}" if change.set_text else "nothing else"
-    peak, before = readable_memory(change.peak_bytes), plan.run.grid.world_size
-    if not change.fits:
-        return (
-            f"no change makes it fit; the smallest run found has a peak of {peak} a rank "
-            f"({counted(change.world_size, 'rank')}, {text})"
-        )
-    if change.world_size == before:
-        return f"cheapest change: {text}   (peak {peak})"
-    return (
-        f"cheapest change: --world-size {change.world_size} {text}   (peak {peak}; "
-        f"no setting is enough on {counted(before, 'rank')})"
-    )
+        peak = readable_memory(plan.change.peak_bytes)
+        yield f"cheapest change: --set {' '.join(plan.change.set_text)}   (peak {peak})"
+    elif own.verdict != "fits":
+        yield "no single change is enough; --what-if lists all variants that fit, or use more ranks"
 
 
 # A what-if.
 
 
-def what_if_report(found: WhatIf, rows: int | None = SHOWN_LAYOUTS) -> Parts:
-    """Yield the fastest layouts, the Pareto front of time and memory, and why the best is the best.
-
-    Each table has at most ``rows`` rows; all if None.
-    """
+def what_if_report(found: WhatIf) -> Parts:
+    """Yield the fastest layouts that fit, and how to get the best."""
     yield ""
-    if found.layouts:
+    best = found.best
+    if best is not None:
         grids = found.fastest_of_each_grid()
         yield f"What if: the fastest variant that fits, for each of {counted(len(grids), 'layout')}"
-        yield from _layouts(grids, rows)
+        yield _layouts(grids[:_SHOWN_LAYOUTS])
+        if len(grids) > _SHOWN_LAYOUTS:
+            yield f"and {len(grids) - _SHOWN_LAYOUTS} more: --json"
+        yield f"{_CONFIGURED}; tight: the upper end of the interval of its memory does not fit"
         yield ""
-        yield "What if: no other variant has both less time and less memory (Pareto-optimal)"
-        yield from _layouts([layout for layout in found.layouts if layout.is_pareto], rows)
-        yield ""
-        yield from _best(found)
+        yield f"best: {best.run.grid}, ZeRO-{best.run.zero_stage}: {best.seconds:.3g} s a step"
+        text = (
+            f"--set {' '.join(best.set_text)}" if best.set_text else "it is the run as configured"
+        )
+        yield f"  {text}"
     elif found.least_peak_bytes is not None:
         yield f"the smallest variant needs {readable_memory(found.least_peak_bytes)} a rank"
-    yield (
-        f"{len(found.layouts):,} variants fit, {found.too_large:,} are too large, "
-        f"{found.refused:,} break rules of the configuration"
-    )
+    yield f"{len(found.layouts):,} variants fit, {found.too_large:,} are too large"
 
 
-def _layouts(layouts: Sequence[Layout], rows: int | None) -> Parts:
-    shown = layouts[:rows]
+def _layouts(shown: Sequence[Layout]) -> Table:
     memory = memory_unit(layout.peak_bytes for layout in shown)
     headings = ("pp", "dp", "tp", "ZeRO", "reduce\neach", "recompute", "micro-\nbatches")
     table = table_of(right=(*headings, "of\nsize", "step\ns", "MFU", f"peak\n{memory.name}"))
@@ -411,41 +383,4 @@ def _layouts(layouts: Sequence[Layout], rows: int | None) -> Parts:
             memory.of(layout.peak_bytes),
             "tight" if layout.verdict == "tight" else "",
         )
-    yield table
-    if len(layouts) > len(shown):
-        yield f"and {len(layouts) - len(shown)} more: --all"
-    if not all(layout.set_text for layout in shown):
-        yield _CONFIGURED
-
-
-def _best(found: WhatIf) -> Iterator[str]:
-    """Yield the best variant, how to get it, and why it is faster than the next layout."""
-    best = found.best
-    assert best is not None, "there are layouts"
-    yield f"best: {best.run.grid}, ZeRO-{best.run.zero_stage}: {best.seconds:.3g} s a step"
-    first = found.layouts[0]
-    if first.seconds < best.seconds:
-        saved = best.seconds / first.seconds - 1
-        yield f"  {first.run.grid} is {saved:.0%} faster, but fits tightly"
-    for other in found.layouts:
-        if other.run.grid != best.run.grid and other.seconds >= best.seconds:
-            yield f"  faster than {other.run.grid} " + _why(best.forecast, other.forecast)
-            break
-    if not best.set_text:
-        yield "  it is the run as configured"
-        return
-    for own in found.layouts:
-        if not own.set_text and own.seconds > best.seconds:
-            yield "  faster than the run as configured " + _why(best.forecast, own.forecast)
-    yield f"  --set {' '.join(best.set_text)}"
-
-
-def _why(best: Forecast, other: Forecast) -> str:
-    """Return how much faster ``best`` is, and the parts of the step that differ most."""
-    before = other.parts()
-    more = {part: seconds - before[part] for part, seconds in best.parts().items()}
-    most = sorted(more, key=lambda part: abs(more[part]), reverse=True)[:_SHOWN_PARTS]
-    differ = [
-        f"{part} {more[part]:+.2g} s" for part in most if abs(more[part]) > 0.005 * best.seconds
-    ]
-    return f"by {other.seconds / best.seconds - 1:.1%}:\n    {', '.join(differ)}"
+    return table

@@ -1,4 +1,4 @@
-"""The same training with other settings, and the cheapest change that makes it fit a device.
+"""The same training with other settings: the cheapest change, and every variant that fits.
 
     Training (the configuration as stated, and the run that it gives)
         .under(settings)       -> Run      the same samples a step, other degrees, ZeRO stage, ...
@@ -8,7 +8,8 @@ Model, data, optimizer and ``train_batch_size`` stay the same. The number of mic
 computed from them. A variant is resolved from the stated configuration, so values of "auto" are
 resolved for the variant.
 
-Changes are tried in the order of their cost. They keep the train batch and the world size:
+If a run does not fit, its settings are changed in the order of the cost, each alone, on the same
+ranks:
 
     sequence parallelism     little: an all-reduce becomes a reduce-scatter and an all-gather, and
                              a backward gathers some inputs again while it computes (Korthikanti
@@ -24,18 +25,18 @@ Changes are tried in the order of their cost. They keep the train batch and the 
     smaller micro-batch      smaller matrices, and more traffic that occurs once for each
     more tensor ranks        four collectives a block; within a node only
     more pipeline stages     a larger bubble
-    more ranks               more machines
 
-Each change is tried alone. If none is enough, they are combined in this order. If the run then
-fits, changes that it does not need are undone, the most expensive first.
+A what-if combines them: every variant on the same ranks that fits, the fastest first. The sizes of
+micro-batches are powers of two, and the configured size. A larger micro-batch needs more memory
+(or, in a few cases, 0.1 % less). So if a size does not fit, larger ones are not tried.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from itertools import chain
+from functools import cached_property
+from itertools import chain, product
 from math import inf
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -46,6 +47,10 @@ from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.rules import divisors
 from megaspeed.config.run import Recomputation, RunConfig
 from megaspeed.files.json_values import picked
+from megaspeed.pipeline.schedules import SCHEDULES
+from megaspeed.planning.costs.reserved_memory import Verdict, reserved_memory, verdict
+from megaspeed.planning.costs.workload import Cluster
+from megaspeed.planning.forecast import Forecast, forecast
 from megaspeed.planning.prediction import predict_peak_bytes
 
 _DATA, _MICRO_BATCH = "parallel.data", "train_micro_batch_size_per_gpu"
@@ -171,37 +176,28 @@ def _typed(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-_WORLD_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Multiples of the number of ranks that are tried if no setting is enough."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class CheapestChange:
-    """The cheapest change of a run that does not fit."""
+class Change:
+    """A change of one setting after which a run fits."""
 
-    fits: bool  # whether the changed run fits; if not, it is the smallest that was found
     set_text: tuple[str, ...]  # what to type after ``--set``
-    world_size: int  # ranks of the changed run
-    peak_bytes: int  # its predicted peak
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the same as JSON values."""
-        return {**picked(self, "fits", "world_size", "peak_bytes"), "set": list(self.set_text)}
+    peak_bytes: int  # predicted peak of the changed run
 
 
-def cheapest_change(
-    training: Training, usable_bytes: Callable[[Run], int], gpus_per_node: int
-) -> CheapestChange:
-    """Return the cheapest change after which a run's peak is at most its ``usable_bytes``."""
-    search = _Search(training, usable_bytes, gpus_per_node)
-    found = search.alone() or search.together() or search.with_more_ranks()
-    settings = found or search.smallest
-    return CheapestChange(
-        fits=found is not None,
-        set_text=training.set_text(settings),
-        world_size=settings.world_size,
-        peak_bytes=predict_peak_bytes(training.under(settings), training.device_type),
-    )
+def cheapest_change(training: Training, cluster: Cluster) -> Change | None:
+    """Return the cheapest single change with which the run fits; None if no single one does."""
+    for settings in chain(*_changes(training, cluster.gpus_per_node)):
+        with suppress(ConfigError):
+            run = training.under(settings)
+            peak = predict_peak_bytes(run, training.device_type)
+            if _verdict(run, peak, cluster) == "fits":
+                return Change(set_text=training.set_text(settings), peak_bytes=peak)
+    return None
+
+
+def _verdict(run: Run, peak_bytes: int, cluster: Cluster) -> Verdict:
+    reserved = reserved_memory(run, cluster.device, cluster.gpus_per_node, peak_bytes)
+    return verdict(peak_bytes, reserved, cluster.device)
 
 
 def single_changes(training: Training, gpus_per_node: int) -> list[tuple[int, tuple[str, ...]]]:
@@ -210,109 +206,37 @@ def single_changes(training: Training, gpus_per_node: int) -> list[tuple[int, tu
     Returns:
         The bytes that each change frees and what to type after ``--set``, the largest first.
     """
-    start = training.settings
     peak = predict_peak_bytes(training.run, training.device_type)
     best: list[tuple[int, tuple[str, ...]]] = []
-    blocks = training.stated.model.num_hidden_layers
-    for attempts in _changes(start, blocks, gpus_per_node).values():
-        smallest = min(attempts, key=training.peak_bytes, default=start)
+    for attempts in _changes(training, gpus_per_node):
+        smallest = min(attempts, key=training.peak_bytes, default=training.settings)
         freed = peak - training.peak_bytes(smallest)
         if freed > 0:
             best.append((int(freed), training.set_text(smallest)))
     return sorted(best, reverse=True)
 
 
-_Fields = tuple[str, ...]
-"""Names of fields of ``Settings``."""
-
-
-class _Search:
-    """Searches for a change of one run. Settings that the configuration refuses do not fit."""
-
-    def __init__(
-        self, training: Training, usable_bytes: Callable[[Run], int], gpus_per_node: int
-    ) -> None:
-        self._training, self._usable_bytes = training, usable_bytes
-        self._start = training.settings
-        blocks = training.stated.model.num_hidden_layers
-        self._changes = partial(_changes, blocks=blocks, gpus_per_node=gpus_per_node)
-        self._peak_bytes = cache(training.peak_bytes)
-        self.smallest = self._start
-
-    def alone(self) -> Settings | None:
-        """Return the first single change that is enough."""
-        return next(filter(self._fits, self._attempts(self._start)), None)
-
-    def together(self) -> Settings | None:
-        """Return combined changes that are enough, without those that are not needed."""
-        for fields in self._changes(self._start):
-            found = self._first_that_fits(self._changes(self.smallest)[fields])
-            if found:
-                return found
-        return None
-
-    def with_more_ranks(self) -> Settings | None:
-        """Return the smallest multiple of the ranks that is enough, together with other changes."""
-        before = self.smallest
-        for factor in _WORLD_FACTORS:
-            wider = replace(before, dp=factor * before.dp)
-            deeper = replace(before, pp=factor * before.pp)
-            found = self._first_that_fits([wider, deeper, *self._attempts(wider)])
-            if found:
-                return found
-        return None
-
-    def _attempts(self, settings: Settings) -> Iterator[Settings]:
-        return chain.from_iterable(self._changes(settings).values())
-
-    def _first_that_fits(self, attempts: list[Settings]) -> Settings | None:
-        for attempt in attempts:
-            if self._fits(attempt):
-                return self._without_the_needless(attempt)
-            self.smallest = min(self.smallest, attempt, key=self._peak_bytes)
-        return None
-
-    def _without_the_needless(self, settings: Settings) -> Settings:
-        """Undo changes that are not needed, the most expensive first."""
-        for fields in reversed(self._changes(settings)):
-            undone = _undone(settings, self._start, fields)
-            attempts = [undone, *self._changes(undone)[fields]]
-            settings = next(filter(self._fits, attempts), settings)
-        return settings
-
-    def _fits(self, settings: Settings) -> bool:
-        peak = self._peak_bytes(settings)
-        return peak < inf and peak <= self._usable_bytes(self._training.under(settings))
-
-
-def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list[Settings]]:
-    """Return the changes of the module's docstring, in its order.
-
-    They are the fields that each changes -> the settings that it leads to, cheapest first.
-    """
+def _changes(training: Training, gpus_per_node: int) -> list[list[Settings]]:
+    """Return the settings that each change of the module's docstring leads to, in its order."""
+    s, blocks = training.settings, training.stated.model.num_hidden_layers
 
     def one(applies: bool, **fields: Any) -> list[Settings]:
         return [replace(s, **fields)] if applies else []
 
     complete_gradients = s.zero_stage >= 2 and s.gradient_reduction == "per_step"
-    return {
-        ("sequence_parallel",): one(
-            s.tp > 1 and s.sequence_parallel is False, sequence_parallel=True
-        ),
-        ("schedule",): one(s.pp > 1 and s.schedule == "gpipe", schedule="1f1b"),
-        ("zero_stage",): one(s.dp > 1 and s.zero_stage == 0, zero_stage=1),
-        ("activation_checkpointing", "recomputed_blocks"): _more_recomputation(s, blocks),
-        ("gradient_reduction",): one(complete_gradients, gradient_reduction="per_micro_batch"),
-        ("zero_stage", "gradient_reduction"): [
+    return [
+        one(s.tp > 1 and s.sequence_parallel is False, sequence_parallel=True),
+        one(s.pp > 1 and s.schedule == "gpipe", schedule="1f1b"),
+        one(s.dp > 1 and s.zero_stage == 0, zero_stage=1),
+        _more_recomputation(s, blocks),
+        one(complete_gradients, gradient_reduction="per_micro_batch"),
+        [
             replace(s, zero_stage=zero_stage, gradient_reduction="auto")
             for zero_stage in range(max(2, s.zero_stage + 1), 4)
             if s.dp > 1
         ],
-        ("micro_batch_size",): [
-            replace(s, micro_batch_size=size)
-            for size in reversed(divisors(s.micro_batch_size)[:-1])
-        ],
-        ("tp",): [
+        [replace(s, micro_batch_size=size) for size in reversed(divisors(s.micro_batch_size)[:-1])],
+        [
             replace(_at(s, pp=s.pp, tp=tp), sequence_parallel=sequence_parallel)
             for tp in divisors(gpus_per_node)
             if tp > s.tp and s.world_size % (s.pp * tp) == 0
@@ -320,10 +244,8 @@ def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list
                 (s.sequence_parallel, s.sequence_parallel or True)
             )
         ],
-        ("pp",): [
-            _at(s, pp=pp, tp=s.tp) for pp in divisors(s.world_size // s.tp) if s.pp < pp <= blocks
-        ],
-    }
+        [_at(s, pp=pp, tp=s.tp) for pp in divisors(s.world_size // s.tp) if s.pp < pp <= blocks],
+    ]
 
 
 def _more_recomputation(s: Settings, blocks: int) -> list[Settings]:
@@ -350,9 +272,147 @@ def _at(settings: Settings, *, pp: int, tp: int) -> Settings:
     return replace(settings, pp=pp, tp=tp, dp=settings.world_size // (pp * tp))
 
 
-def _undone(settings: Settings, start: Settings, fields: _Fields) -> Settings:
-    """Return ``settings`` with these fields reset to ``start``, on the same number of ranks."""
-    undone = replace(settings, **{field: getattr(start, field) for field in fields})
-    if settings.world_size % (undone.pp * undone.tp):
-        return settings
-    return replace(undone, dp=settings.world_size // (undone.pp * undone.tp))
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One variant, with its figures."""
+
+    forecast: Forecast
+    peak_bytes: int  # predicted peak of the tensors of the fullest rank
+    verdict: Verdict
+    set_text: tuple[str, ...]  # what to type after ``--set``; empty for the run as configured
+
+    @property
+    def run(self) -> Run:
+        """The resolved run."""
+        return self.forecast.run
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.forecast.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        run, parallel = self.run, self.run.config.parallel
+        return {
+            **picked(run.grid, "pp", "dp", "tp"),
+            **picked(run, "zero_stage", "gradient_reduction"),
+            **picked(parallel, "schedule", "activation_checkpointing", "recomputed_blocks"),
+            "micro_batch_size": run.batch.micro_batch_size,
+            "micro_batches": run.batch.gradient_accumulation_steps,
+            "terms_seconds": self.forecast.step.terms,
+            **picked(self, "seconds", "peak_bytes", "verdict"),
+            "set": list(self.set_text),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """The variants of a training."""
+
+    layouts: tuple[Layout, ...]  # those that fit, the fastest first
+    too_large: int  # number of those that do not fit, including all larger micro-batches
+    least_peak_bytes: int | None  # the smallest peak of all; None if all break rules
+
+    @property
+    def best(self) -> Layout | None:
+        """The fastest with the verdict "fits"; if there is none, the fastest that is "tight"."""
+        return next(
+            (layout for layout in self.layouts if layout.verdict == "fits"),
+            self.layouts[0] if self.layouts else None,
+        )
+
+    def fastest_of_each_grid(self) -> list[Layout]:
+        """Return the fastest variant of each (pp, dp, tp), the fastest first."""
+        found: dict[object, Layout] = {}
+        for layout in self.layouts:
+            found.setdefault(layout.run.grid, layout)
+        return list(found.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        figures = picked(self, "too_large", "least_peak_bytes")
+        return {**figures, "layouts": [layout.as_json() for layout in self.layouts]}
+
+
+def what_if(training: Training, cluster: Cluster) -> WhatIf:
+    """Return every variant of the training that fits the cluster's devices.
+
+    Variants differ in degrees (pp, dp, tp), ZeRO stage, gradient reduction, schedule, recomputation
+    and micro-batch. Those that break a rule of the configuration are omitted. So are tensor groups
+    larger than a node: the collectives of every block would go over the network.
+    """
+    layouts: list[Layout] = []
+    peaks: list[int] = []
+    too_large = 0
+    for sizes in _variants(training, cluster.gpus_per_node):
+        for index, settings in enumerate(sizes):
+            try:
+                run = training.under(settings)
+            except ConfigError:
+                continue
+            peaks.append(predict_peak_bytes(run, training.device_type))
+            word = _verdict(run, peaks[-1], cluster)
+            if word == "does not fit":
+                too_large += len(sizes) - index
+                break
+            layouts.append(
+                Layout(
+                    forecast=forecast(run, cluster),
+                    peak_bytes=peaks[-1],
+                    verdict=word,
+                    set_text=training.set_text(settings),
+                )
+            )
+    layouts.sort(key=lambda layout: (layout.seconds, layout.peak_bytes))
+    least = min(peaks, default=None)
+    return WhatIf(layouts=tuple(layouts), too_large=too_large, least_peak_bytes=least)
+
+
+def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings]]:
+    """Yield all combinations, valid or not: a list for each, by size of the micro-batch."""
+    own = training.settings
+    for pp, dp, tp in _degrees(training, largest_tensor):
+        samples = training.run.batch.train_batch_size // dp
+        sizes = [
+            size
+            for size in divisors(samples)
+            if size.bit_count() == 1 or size == own.micro_batch_size
+        ]
+        schedules = tuple(SCHEDULES) if pp > 1 else (own.schedule,)
+        at_degrees = replace(own, pp=pp, dp=dp, tp=tp)
+        # Without a data axis, all ZeRO stages are the same.
+        reductions = _reductions(own) if dp > 1 else [(own.zero_stage, own.gradient_reduction)]
+        for (zero_stage, reduction), schedule, recomputation in product(
+            reductions, schedules, get_args(Recomputation)
+        ):
+            is_own = recomputation == own.activation_checkpointing
+            variant = replace(
+                at_degrees,
+                zero_stage=zero_stage,
+                gradient_reduction=reduction,
+                schedule=schedule,
+                activation_checkpointing=recomputation,
+                recomputed_blocks=own.recomputed_blocks if is_own else None,
+            )
+            yield [replace(variant, micro_batch_size=size) for size in sizes]
+
+
+def _degrees(training: Training, largest_tensor: int) -> Iterator[tuple[int, int, int]]:
+    """Yield all (pp, dp, tp) of the training's ranks whose data ranks share the batch equally."""
+    world_size, batch = training.settings.world_size, training.run.batch.train_batch_size
+    for tp in divisors(world_size):
+        for pp in divisors(world_size // tp):
+            dp = world_size // (pp * tp)
+            blocks = training.stated.model.num_hidden_layers
+            if tp <= largest_tensor and pp <= blocks and batch % dp == 0:
+                yield pp, dp, tp
+
+
+def _reductions(own: Settings) -> Iterator[tuple[int, Any]]:
+    """Yield ZeRO stages with their gradient reductions. Stages 0 and 1 reduce once a step."""
+    other = "per_micro_batch" if own.gradient_reduction == "per_step" else "per_step"
+    for zero_stage in range(4):
+        yield zero_stage, own.gradient_reduction
+        if zero_stage >= 2:
+            yield zero_stage, other

@@ -121,14 +121,6 @@ def verdict(peak_bytes: int, reserved: ReservedMemory, device: Device) -> Verdic
     return "tight" if peak_bytes + reserved.certain <= device.memory_bytes else "does not fit"
 
 
-def usable_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
-    """Return the largest peak with which this run "fits" the device; 0 if none does."""
-    left = device.memory_bytes - reserved_memory(run, device, gpus_per_node, 0).certain
-    if device.name == "cpu":
-        return left
-    return max(0, int(left / (1 + UNEXPECTED)))
-
-
 def nccl_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
     """Return the bytes of all NCCL communicators of a rank (``topology.context`` lists them).
 

@@ -1,21 +1,17 @@
 """Memory outside of tensors: NCCL's buffers as measured, and the verdict at its limits."""
 
-import dataclasses
-
 import pytest
 
 from megaspeed.config.resolve import Run
 from megaspeed.planning.costs.reserved_memory import (
-    CONTEXT,
     UNEXPECTED,
     ReservedMemory,
     communicator_bytes,
     nccl_bytes,
     reserved_memory,
-    usable_bytes,
     verdict,
 )
-from megaspeed.topology.devices import DEVICES, Device, device_named
+from megaspeed.topology.devices import Device, device_named
 from tests.planning.tiny_runs import tiny
 
 MIB = 2**20
@@ -91,20 +87,6 @@ def test_the_verdict_changes_at_the_last_byte(peak: int, expected: str) -> None:
     assert verdict(peak, reserved, device) == expected
 
 
-@pytest.mark.parametrize("name", DEVICES)
-def test_usable_bytes_are_the_largest_peak_that_fits(name: str) -> None:
-    device, tested = DEVICES[name], run(pp=2, dp=2, tp=2)
-    usable = usable_bytes(tested, device, 8)
-
-    def verdict_of(peak: int) -> str:
-        return verdict(peak, reserved_memory(tested, device, 8, peak), device)
-
-    assert verdict_of(usable) == "fits"
-    if device.name != "cpu":
-        assert verdict_of(usable + 2) == "tight"
-        assert 0.56 < usable / device.memory_bytes < 0.75
-
-
 def test_nine_of_ten_published_runs_are_below_the_upper_end_of_the_interval() -> None:
     """By the prediction, tensors of 64 GB fit an 80 GB GPU. By the published runs, they may not."""
     reserved = reserved_memory(run(dp=8), H100, 8, 64 * 10**9)
@@ -113,12 +95,6 @@ def test_nine_of_ten_published_runs_are_below_the_upper_end_of_the_interval() ->
     assert verdict(64 * 10**9, reserved, H100) == "tight"
 
 
-def test_a_device_with_less_memory_than_its_context_fits_nothing() -> None:
-    device = dataclasses.replace(A100, memory_bytes=CONTEXT)
-    assert usable_bytes(run(), device, 8) == 0
-
-
 def test_a_cpu_reserves_nothing() -> None:
     cpu = Device(name="cpu", memory_bytes=10**9)
     assert reserved_memory(run(dp=2), cpu, 2, 10**8).total == 0
-    assert usable_bytes(run(dp=2), cpu, 2) == 10**9
