@@ -160,7 +160,7 @@ STUCK = """
 import os, sys, time
 from pathlib import Path
 from dataclasses import asdict
-from megaspeed.doctor.messages import Messages
+from megaspeed.doctor.examination import Messages
 from megaspeed.doctor.record import take_record
 from megaspeed.topology.launch import read_launch_environment
 from megaspeed.topology.store import open_store

@@ -205,5 +205,4 @@ def test_the_doctor_names_a_node_without_the_shared_folder_and_tp_across_nodes(
         assert "wrong: rank 3 (node1), run folder: " in out
         (remark,) = report["remarks"]
         assert remark.startswith("tp crosses nodes in 1 group, such as ranks [0, 1, 2, 3]")
-        assert abs(report["clock_seconds"]["2"]) < 0.5
     assert not (nodes[0].folder / "runs").exists()

@@ -42,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
     # Imported here: torch takes seconds to import, and other commands must not wait for it.
+    from megaspeed.doctor.checks import print_report
     from megaspeed.doctor.examination import examine
-    from megaspeed.doctor.report import print_report
     from megaspeed.supervision.process_end import end_process
     from megaspeed.topology.store import GroupError
 

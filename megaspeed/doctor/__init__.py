@@ -1,14 +1,12 @@
 """Checks whether a run can start here, under its own launcher, before it creates process groups.
 
-    every rank     its record: versions, configuration, data, limits, GPUs         record.py
-        |              over a store, with a time limit for each answer             messages.py
+    every rank     its record: versions, configuration, data, GPU                  record.py
+        |              over a store, with a time limit for each answer             examination.py
     rank 0         which ranks are missing; whether the others have one layout
         |
-    all ranks      clock, run folder, ports; the run's own process groups          examination.py
+    all ranks      run folder; the run's own process groups
         |              each rank adds this to its record and sends it again
-    rank 0         one list of checks: what was found, and what is wrong on which rank   checks.py
-        |
-    rank 0         table, problems, remarks, JSON                                  report.py
+    rank 0         table, problems by rank, remarks, JSON                          checks.py
 
 Every step has a time limit, and a rank that does not respond is named.
 """

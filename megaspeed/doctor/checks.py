@@ -4,23 +4,22 @@ Each rank is compared with the value that most ranks have. So if one rank differ
 reported.
 """
 
-import hashlib
-import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from megaspeed.config.resolve import Run
 from megaspeed.doctor.record import Link, Record
 from megaspeed.planning.costs.traffic import axis_totals, predict_traffic
 from megaspeed.topology.store import ranks_named
-from megaspeed.units import GIB, counted, readable_memory, traffic_unit
+from megaspeed.units import counted, traffic_unit
 
-_CLOCK_SECONDS = 1.0
-_SHARED_MEMORY_BYTES = 2**30
 _KEYS_SHOWN = 3
 _ENOUGH_GROUPS = 3
 _SLOW = 0.5
@@ -44,27 +43,11 @@ class Findings:
 
     @property
     def nodes(self) -> dict[str, list[int]]:
-        """The ranks of each machine, by its name."""
+        """The ranks of each machine, by its host name."""
         ranks: dict[str, list[int]] = {}
         for record in self.answered:
-            ranks.setdefault(self.host_of(record.rank), []).append(record.rank)
+            ranks.setdefault(record.host, []).append(record.rank)
         return ranks
-
-    @cached_property
-    def shared_names(self) -> dict[str, int]:
-        """Host names that several machines share, and the number of these machines."""
-        machines = {(record.host, record.boot) for record in self.answered}
-        counts = Counter(host for host, _ in machines)
-        return {host: count for host, count in counts.items() if count > 1}
-
-    @property
-    def clocks(self) -> dict[int, float]:
-        """First rank of a machine -> how many seconds its clock is ahead of rank 0's."""
-        return {
-            record.rank: record.clock_seconds
-            for record in self.answered
-            if record.first_of_node and record.clock_seconds is not None
-        }
 
     @property
     def groups(self) -> dict[str, list[Link]]:
@@ -80,15 +63,9 @@ class Findings:
         return axes
 
     def host_of(self, rank: int) -> str:
-        """The machine of a rank: its host name, with its boot id if others have the same name.
-
-        "?" if the rank did not answer.
-        """
+        """The machine of a rank; "?" if the rank did not answer."""
         record = self.records[rank]
-        if record is None:
-            return "?"
-        is_shared = record.host in self.shared_names
-        return f"{record.host}/{record.boot[:8]}" if is_shared else record.host
+        return "?" if record is None else record.host
 
     def crosses_nodes(self, link: Link) -> bool:
         """Whether the ranks of the group are on more than one machine."""
@@ -105,67 +82,77 @@ class Check(NamedTuple):
 
 def make_checks(findings: Findings) -> list[Check]:
     """Make all checks, in the order of the report."""
-    between_ranks = (_clock, _run_folder, _ports)
-    on_each_rank = (_open_files, _shared_memory, _device)
-    checks = (_ranks, *_EQUAL, _time_limit, *between_ranks, *on_each_rank, _process_groups)
-    return [check(findings) for check in checks]
-
-
-def _ranks(findings: Findings) -> Check:
-    world, records = len(findings.records), findings.answered
-    nodes = ", ".join(f"{host} ({ranks_named(ranks)})" for host, ranks in findings.nodes.items())
-    found = (
-        f"{len(records)} of {world} answered, from {records[0].launcher}, on "
-        f"{counted(len(findings.nodes), 'node')}: {nodes}"
+    run, answered, together = findings.run, findings.answered, findings.silent is not None
+    versions, differing_versions = _compare(findings, "versions")
+    _, differing_keys = _compare(findings, "configuration")
+    data, differing_data = _compare(findings, "data")
+    devices = Counter(record.device for record in answered)
+    nodes = "; ".join(f"{host}: {ranks_named(ranks)}" for host, ranks in findings.nodes.items())
+    silent = "did not report the checks between ranks: it has ended or hangs"
+    checks = (
+        Check(
+            "ranks",
+            f"{len(answered)} of {len(findings.records)} answered ({nodes})",
+            _missing_ranks(findings),
+        ),
+        Check("versions", _listed(versions), differing_versions),
+        Check("configuration", None if run is None else _layout(run), differing_keys),
+        Check("data", _listed(data) or None, differing_data),
+        Check("time limit", "", {}),
+        Check("shared memory", "", {}),
+        Check(
+            "device",
+            ", ".join(f"{count} x {name}" for name, count in devices.items()),
+            _other_devices(answered, devices.most_common(1)[0][0]),
+        ),
+        Check("run folder", f"{run.run_dir}: shared" if run and together else None, {}),
+        Check("process groups", "", dict.fromkeys(findings.silent or (), silent)),
     )
+    for check in checks:
+        for record in answered:
+            if check.name in record.problems:
+                check.wrong[record.rank] = record.problems[check.name]
+    return list(checks)
+
+
+def _missing_ranks(findings: Findings) -> dict[int, str]:
+    world = len(findings.records)
     missing = (
         f"did not answer within {findings.waited_seconds:g} s: it is not running, or it cannot "
         "reach MASTER_ADDR and MASTER_PORT; look for its output on its machine"
     )
     wrong = {rank: missing for rank, record in enumerate(findings.records) if record is None}
-    for record in records:
+    for record in findings.answered:
         if record.world_size != world:
             wrong[record.rank] = f"has world size {record.world_size}, but rank 0 has {world}"
-    return Check("ranks", found, wrong)
+    return wrong
 
 
-def _versions(findings: Findings) -> Check:
-    common, wrong = _compare(findings, lambda record: record.versions)
-    return Check(
-        "versions", ", ".join(f"{name} {number}" for name, number in common.items()), wrong
-    )
+def _other_devices(records: Sequence[Record], common: str) -> dict[int, str]:
+    return {
+        record.rank: f"runs on {record.device}, but most ranks on {common}"
+        for record in records
+        if (record.device == "cpu") != (common == "cpu")
+    }
 
 
-def _configuration(findings: Findings) -> Check:
-    run, found = findings.run, None
-    common, wrong = _compare(findings, lambda record: record.settings)
-    if run is not None:
-        digest = hashlib.sha256(repr(sorted(common.items())).encode()).hexdigest()[:12]
-        spare = f"{counted(run.spare_ranks, 'spare rank')}, " if run.spare_ranks else ""
-        found = f"{run.name}: {run.grid}, {spare}ZeRO-{run.zero_stage}, hash {digest}"
-    for record in findings.answered:
-        if record.wrong_input is not None:
-            wrong[record.rank] = record.wrong_input
-    return Check("configuration", found, wrong)
+def _layout(run: Run) -> str:
+    spare = f", {counted(run.spare_ranks, 'spare rank')}" if run.spare_ranks else ""
+    return f"{run.name}: {run.grid}{spare}, ZeRO-{run.zero_stage}"
 
 
-def _data(findings: Findings) -> Check:
-    common, wrong = _compare(findings, lambda record: record.data)
-    found = ", ".join(f"{name} {value[:12]}" for name, value in common.items())
-    return Check("data", found or None, wrong)
+def _listed(values: dict[str, str]) -> str:
+    return ", ".join(f"{name} {_short(value)}" for name, value in values.items())
 
 
-_EQUAL = (_versions, _configuration, _data)
-
-
-def _compare(
-    findings: Findings, part: Callable[[Record], dict[str, str]]
-) -> tuple[dict[str, str], dict[int, str]]:
+def _compare(findings: Findings, part: str) -> tuple[dict[str, str], dict[int, str]]:
     """Return the part of the records that most ranks have, and how other ranks differ.
 
     Empty parts are ignored. In a tie, the lowest rank's value is taken.
     """
-    parts = {record.rank: part(record) for record in findings.answered if part(record)}
+    parts: dict[int, dict[str, str]] = {
+        record.rank: getattr(record, part) for record in findings.answered if getattr(record, part)
+    }
     counts = Counter(tuple(sorted(each.items())) for each in parts.values())
     common = dict(counts.most_common(1)[0][0]) if parts else {}
     wrong = {}
@@ -187,115 +174,9 @@ def _short(value: str | None) -> str:
     return value if len(value) <= 40 else f"{value[:16]}..."
 
 
-def _time_limit(findings: Findings) -> Check:
-    wrong = {
-        record.rank: f"{', '.join(record.too_slow)} did not end in time; --timeout SECONDS allows "
-        "more"
-        for record in findings.answered
-        if record.too_slow
-    }
-    return Check("time limit", "", wrong)
-
-
-def _clock(findings: Findings) -> Check:
-    wrong = {}
-    for rank, offset in findings.clocks.items():
-        if abs(offset) > _CLOCK_SECONDS:
-            wrong[rank] = (
-                f"its clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} that "
-                "of rank 0: start a time service (chrony, systemd-timesyncd) on its machine"
-            )
-    largest = max(map(abs, findings.clocks.values()), default=None)
-    found = "one node" if largest is None else f"at most {largest * 1e3:.0f} ms apart"
-    return Check("clock", None if findings.silent is None else found, wrong)
-
-
-def _run_folder(findings: Findings) -> Check:
-    found = None
-    if findings.run is not None and findings.silent is not None:
-        found = f"{findings.run.run_dir}: written and read by all ranks"
-    problems = {record.rank: record.folder_problem for record in findings.answered}
-    return Check("run folder", found, {rank: why for rank, why in problems.items() if why})
-
-
-def _ports(findings: Findings) -> Check:
-    nodes = len(findings.nodes)
-    found = f"each of {nodes} nodes connects to the next" if nodes > 1 else "one node"
-    problems = [record.port_problem for record in findings.answered if record.port_problem]
-    wrong = {rank: text for rank, text in problems}
-    return Check("ports", None if findings.silent is None else found, wrong)
-
-
-def _open_files(findings: Findings) -> Check:
-    wrong = {}
-    for record in findings.answered:
-        needed, allowed = record.open_files
-        if 0 <= allowed < needed:
-            wrong[record.rank] = (
-                f"may open {allowed:,} files and connections, but needs up to {needed:,}: raise "
-                "the hard limit (ulimit -Hn, or nofile in /etc/security/limits.conf)"
-            )
-    most = max(record.open_files[0] for record in findings.answered)
-    return Check("open files", f"a rank needs up to {most:,}", wrong)
-
-
-def _shared_memory(findings: Findings) -> Check:
-    """NCCL exchanges data between GPUs of a machine in /dev/shm."""
-    wrong, free = {}, []
-    for record in findings.answered:
-        if record.shared_memory_bytes is None:
-            continue
-        free.append(record.shared_memory_bytes)
-        several = len(findings.nodes[findings.host_of(record.rank)]) > 1
-        if record.device != "cpu" and several and free[-1] < _SHARED_MEMORY_BYTES:
-            wrong[record.rank] = (
-                f"has {GIB.named(free[-1])} free in /dev/shm, but NCCL needs up to 1 GiB: "
-                "docker run --shm-size=8g, or in Kubernetes a volume with medium: Memory"
-            )
-    found = f"at least {readable_memory(min(free))} free in /dev/shm" if free else "no /dev/shm"
-    return Check("shared memory", found, wrong)
-
-
-def _device(findings: Findings) -> Check:
-    counts = Counter(record.device for record in findings.answered)
-    ((common, _),) = counts.most_common(1)
-    found = ", ".join(f"{count} x {name}" for name, count in counts.items())
-    nodes = [nvlinks(record.gpu_links) for record in findings.answered if record.gpu_links]
-    if pairs := sum(links.pairs for links in nodes):
-        linked = sum(links.linked for links in nodes)
-        found += f"; NVLink between {linked} of {pairs} pairs within nodes"
-    wrong = {}
-    for record in findings.answered:
-        if record.unusable_gpu is not None:
-            wrong[record.rank] = record.unusable_gpu
-        elif (record.device == "cpu") != (common == "cpu"):
-            wrong[record.rank] = f"runs on {record.device}, but most ranks on {common}"
-    return Check("device", found, wrong)
-
-
-def _process_groups(findings: Findings) -> Check:
-    silent = "did not report the checks between ranks: it has ended or hangs"
-    problems = {record.rank: record.group_problem for record in findings.answered}
-    wrong = {rank: why for rank, why in problems.items() if why is not None}
-    return Check("process groups", "", wrong | dict.fromkeys(findings.silent or (), silent))
-
-
 def make_remarks(findings: Findings) -> Iterator[str]:
-    """Yield a sentence for each setting or link that works, but is slow or confusing."""
-    for host, count in findings.shared_names.items():
-        yield (
-            f"{count} machines have the host name {host}, so messages and log files of a run do "
-            "not show which of them is meant: give each its own name"
-        )
+    """Yield a sentence for each device or link that works, but is slow."""
     yield from _tensor_axis_across_nodes(findings)
-    for record in findings.answered:
-        links = nvlinks(record.gpu_links or "")
-        if links.linked < links.pairs:
-            yield (
-                f"{findings.host_of(record.rank)}: {links.pairs - links.linked} of {links.pairs} "
-                "pairs of GPUs have no NVLink, so they exchange data over PCIe; see nvidia-smi "
-                "topo -m"
-            )
     names = sorted({record.device for record in findings.answered})
     if len(names) > 1:
         yield f"the ranks have different devices ({', '.join(names)}); the slowest sets the pace"
@@ -305,7 +186,7 @@ def make_remarks(findings: Findings) -> Iterator[str]:
             if len(groups) >= _ENOUGH_GROUPS and link.bytes_per_second < _SLOW * median:
                 yield (
                     f"the {axis} group of ranks {list(link.ranks)} is slow: "
-                    f"{rate(link.bytes_per_second)}, but half of the groups reach {rate(median)}"
+                    f"{_rate(link.bytes_per_second)}, but half of the groups reach {_rate(median)}"
                 )
 
 
@@ -320,34 +201,67 @@ def _tensor_axis_across_nodes(findings: Findings) -> Iterator[str]:
     yield (
         f"tp crosses nodes in {counted(len(crossing), 'group')}, such as ranks "
         f"{list(crossing[0].ranks)}. A rank sends {traffic_unit((sent,)).named(sent)} a step over "
-        f"tp, which takes {sent / slowest:.2g} s at the measured {rate(slowest)}. Choose "
+        f"tp, which takes {sent / slowest:.2g} s at the measured {_rate(slowest)}. Choose "
         f"parallel.tensor so that it divides the {counted(fewest, 'rank')} of a node, and let pp "
         "or dp cross"
     )
 
 
-class NvLinks(NamedTuple):
-    """How many pairs of GPUs there are, and how many of them have NVLink."""
-
-    pairs: int
-    linked: int
-
-
-def nvlinks(matrix: str) -> NvLinks:
-    """Count the pairs of GPUs of a machine in the matrix that ``nvidia-smi topo -m`` prints.
-
-            GPU0    GPU1    CPU Affinity
-    GPU0     X      NV18    0-55            NV18: 18 NVLinks; SYS, NODE, PHB, PIX: over PCIe
-    GPU1    NV18     X      0-55
-
-    The result is (0, 0) if there is one GPU, or if the matrix cannot be read.
-    """
-    rows = [line.split() for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
-    cells = [row[1 + column] for index, row in enumerate(rows) for column in range(index)]
-    return NvLinks(len(cells), sum(cell.startswith("NV") for cell in cells))
-
-
-def rate(bytes_per_second: float) -> str:
+def _rate(bytes_per_second: float) -> str:
     """Return bytes per second with their unit, such as "1.50 GB/s"."""
     number = round(bytes_per_second)
     return f"{traffic_unit((number,)).named(number)}/s"
+
+
+def print_report(findings: Findings) -> dict[str, Any]:
+    """Print table, problems and remarks. Returns all findings as JSON values."""
+    checks, remarks = make_checks(findings), list(make_remarks(findings))
+    problems = [
+        {"rank": rank, "host": findings.host_of(rank), "check": check.name, "text": text}
+        for check in checks
+        for rank, text in sorted(check.wrong.items())
+    ]
+    console = Console()
+    console.print(_table(findings, checks))
+    for each in problems:
+        place = f"rank {each['rank']} ({each['host']}), {each['check']}: {each['text']}"
+        console.print(f"[red]wrong:[/red] {escape(place)}", highlight=False, soft_wrap=True)
+    for remark in remarks:
+        line = f"[yellow]remark:[/yellow] {escape(remark)}"
+        console.print(line, highlight=False, soft_wrap=True)
+    return {
+        "fine": not problems,
+        "problems": problems,
+        "remarks": remarks,
+        "nodes": findings.nodes,
+        "groups": [
+            {**asdict(link), "crosses_nodes": findings.crosses_nodes(link)}
+            for links in findings.groups.values()
+            for link in links
+        ],
+        "ranks": [record and asdict(record) for record in findings.records],
+    }
+
+
+def _table(findings: Findings, checks: Sequence[Check]) -> Table:
+    """Return one row for each check, then one for each axis."""
+    table = Table(title="doctor", title_justify="left")
+    for name in ("check", "found", "verdict"):
+        table.add_column(name, overflow="fold")
+    for name, found, wrong in checks:
+        if wrong:
+            table.add_row(name, found, f"[red]wrong on {counted(len(wrong), 'rank')}[/red]")
+        elif found != "":
+            table.add_row(name, found or "not checked", "" if found is None else "fine")
+    for axis, links in findings.groups.items():
+        slowest = min(links, key=lambda link: link.bytes_per_second)
+        latency = max(link.latency_seconds for link in links)
+        crossing = sum(map(findings.crosses_nodes, links))
+        place = f"{crossing} across nodes" if crossing else "within a node"
+        table.add_row(
+            axis,
+            f"{counted(len(links), 'group')} of {len(slowest.ranks)}, {place}: latency "
+            f"{latency * 1e6:,.0f} us, {_rate(slowest.bytes_per_second)} a rank in the slowest",
+            "",
+        )
+    return table

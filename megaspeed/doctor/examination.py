@@ -9,17 +9,20 @@ rank waits in a collective if configurations differ or ranks are missing. The fu
     tp, dp, world  all-reduce of few and of many bytes
     pp             each stage sends to the next while it receives from the previous one
 
-Ports are chosen by the system, as gloo's and NCCL's are. All groups of one axis work at the same
-time, as they do in a step.
+All groups of one axis work at the same time, as they do in a step. Ranks exchange their records
+over a key-value store, because a collective would wait for a missing rank, and could not name it:
+
+    rank 1, 2, ...  --send("record", {...})-->  store  --gather("record")-->   rank 0
+    rank 1, 2, ...  <----receive("plan")------  store  <--send("plan", ...)--  rank 0
 """
 
-import os
+import json
 import secrets
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +31,11 @@ import torch.distributed as dist
 
 from megaspeed.config.resolve import Run
 from megaspeed.doctor.checks import Findings
-from megaspeed.doctor.messages import Messages, call_with_timeout
-from megaspeed.doctor.record import Link, Record, take_record
+from megaspeed.doctor.record import Link, Record, call_with_timeout, take_record
 from megaspeed.planning.costs.traffic import bytes_sent
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.process_settings import is_loopback, node_address
-from megaspeed.topology.store import GroupError, open_store
+from megaspeed.topology.store import GroupError, open_store, wait_for_keys
 
 # A record has several steps, each with a limit; making all groups of a large run takes minutes.
 _LIMITS_OF_A_RECORD = 4
@@ -67,35 +68,64 @@ def examine(
         GroupError: rank 0 did not answer, or its world size does not include this rank.
     """
     messages = Messages(launch, open_store(launch, seconds))
-    address = node_address(launch, os.environ) or "127.0.0.1"
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as server:
-        record, run = take_record(config, overrides, launch, seconds)
-        record.address = server.getsockname()[:2]
-        messages.send("record", asdict(record))
-        if launch.rank == 0:
-            findings = _collect(record, run, launch, messages, seconds)
-            code = report(findings)
-            messages.send("end", code)
-            messages.send("bye", None)
-            # The store may end with this process, and launchers end all ranks if one exits with an
-            # error. So rank 0 waits until the others have the code.
-            messages.gather("bye", _SECONDS_UNTIL_ENDED)
-            return code
-        plan = messages.receive("plan", _LIMITS_OF_A_RECORD * seconds)
-        record.clock_seconds = time.time() - plan["sent_at"]
-        if launch.rank >= plan["world_size"]:
-            raise GroupError(
-                f"rank {launch.rank} is not part of the run: rank 0 has world size "
-                f"{plan['world_size']}, but here it is {launch.world_size} (from {launch.source})"
-            )
-        if plan["token"] is not None:
-            assert run is not None, "every record has the degrees of its run"
-            _check_together(record, run, launch, plan, seconds)
-            messages.send("checked", asdict(record))
-        code = messages.receive("end", _LIMITS_OF_EVERYTHING * seconds)
+    record, run = take_record(config, overrides, launch, seconds)
+    messages.send("record", asdict(record))
+    if launch.rank == 0:
+        code = report(_collect(record, run, launch, messages, seconds))
+        messages.send("end", code)
         messages.send("bye", None)
+        # The store may end with this process, and launchers end all ranks if one exits with an
+        # error. So rank 0 waits until the others have the code.
+        messages.gather("bye", _SECONDS_UNTIL_ENDED)
         return code
+    plan = messages.receive("plan", _LIMITS_OF_A_RECORD * seconds)
+    if launch.rank >= plan["world_size"]:
+        raise GroupError(
+            f"rank {launch.rank} is not part of the run: rank 0 has world size "
+            f"{plan['world_size']}, but here it is {launch.world_size} (from {launch.source})"
+        )
+    if plan["token"] is not None:
+        assert run is not None, "every record has the degrees of its run"
+        _check_together(record, run, launch, plan["token"], seconds)
+        messages.send("checked", asdict(record))
+    code = messages.receive("end", _LIMITS_OF_EVERYTHING * seconds)
+    messages.send("bye", None)
+    return int(code)
+
+
+class Messages:
+    """This rank's connection to the store of all ranks."""
+
+    def __init__(self, launch: LaunchEnvironment, store: dist.Store) -> None:
+        self._launch = launch
+        self._store = dist.PrefixStore("doctor", store)
+
+    def send(self, name: str, value: Any) -> None:
+        """Store a JSON value of this rank."""
+        self._store.set(f"{name}/{self._launch.rank}", json.dumps(value))
+
+    def gather(self, name: str, seconds: float) -> list[Any]:
+        """Return the values of all ranks; None for ranks that have sent none after ``seconds``."""
+        keys = [f"{name}/{rank}" for rank in range(self._launch.world_size)]
+        wait_for_keys(self._store, keys, seconds)
+        return [
+            json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys
+        ]
+
+    def receive(self, name: str, seconds: float) -> Any:
+        """Wait for a value of rank 0.
+
+        Raises:
+            GroupError: it does not arrive within ``seconds``, or the store has ended.
+        """
+        try:
+            self._store.wait([f"{name}/0"], timedelta(seconds=seconds))
+            return json.loads(self._store.get(f"{name}/0"))
+        except RuntimeError as error:  # torch's DistError is one
+            raise GroupError(
+                f"rank {self._launch.rank} waited {seconds:g} s for rank 0 ({name}), which did not "
+                "answer"
+            ) from error
 
 
 def _collect(
@@ -105,17 +135,16 @@ def _collect(
     waited = _LIMITS_OF_A_RECORD / 2 * seconds
     records = _records(messages.gather("record", waited))
     findings = Findings(records=records, waited_seconds=waited, run=run)
-    first_ranks = [(each.rank, *each.address) for each in findings.answered if each.first_of_node]
-    plan = {"world_size": launch.world_size, "first_ranks": first_ranks, "token": None}
+    plan: dict[str, Any] = {"world_size": launch.world_size, "token": None}
     if not _have_one_layout(records):
-        messages.send("plan", {**plan, "sent_at": time.time()})
+        messages.send("plan", plan)
         return findings
     assert run is not None, "every record has the degrees of its run"
     name = f".doctor-{secrets.token_hex(8)}"
     problem = _error_of(seconds, lambda: _token(run.run_dir, name).write_text(name))
-    plan = {**plan, "token": (name, problem), "sent_at": time.time()}
+    plan["token"] = (name, problem)
     messages.send("plan", plan)
-    _check_together(record, run, launch, plan, seconds)
+    _check_together(record, run, launch, plan["token"], seconds)
     messages.send("checked", asdict(record))
     checked = _records(messages.gather("checked", 2 * seconds + _SECONDS_UNTIL_VISIBLE))
     _error_of(seconds, lambda: _token(run.run_dir, name).unlink())
@@ -160,14 +189,19 @@ def _error_of(seconds: float, step: Callable[[], object]) -> str | None:
 
 
 def _check_together(
-    record: Record, run: Run, launch: LaunchEnvironment, plan: dict[str, Any], seconds: float
+    record: Record,
+    run: Run,
+    launch: LaunchEnvironment,
+    token: tuple[str, str | None],
+    seconds: float,
 ) -> None:
     """Make this rank's part of the checks between ranks, and add the results to its record."""
-    name, problem = plan["token"]
-    record.folder_problem = problem or _error_of(
+    name, problem = token
+    problem = problem or _error_of(
         seconds + _SECONDS_UNTIL_VISIBLE, lambda: _read_and_write(run.run_dir, name, launch.rank)
     )
-    record.port_problem = connect_to_next(launch.rank, plan["first_ranks"], seconds)
+    if problem is not None:
+        record.problems["run folder"] = problem
     if launch.rank < run.grid.world_size:  # a spare rank joins no group
         _measure_links(record, run, launch, _LIMITS_OF_THE_LINKS * seconds)
 
@@ -184,40 +218,6 @@ def _read_and_write(run_dir: Path, name: str, rank: int) -> None:
     own = token.with_name(f"{name}-{rank}")
     own.touch()
     own.unlink()
-
-
-def connect_to_next(
-    rank: int, first_ranks: Sequence[tuple[int, str, int]], seconds: float
-) -> tuple[int, str] | None:
-    """Connect the first rank of a machine to that of the next one.
-
-    Args:
-        rank: of this process.
-        first_ranks: the first rank of each machine, and the host and port at which it listens.
-        seconds: how long this may take.
-
-    Returns:
-        The rank at fault and the problem; None if there is none.
-    """
-    ranks = [first for first, _, _ in first_ranks]
-    if rank not in ranks:
-        return None
-    next_rank, host, port = first_ranks[(ranks.index(rank) + 1) % len(ranks)]
-    try:
-        socket.create_connection((host, port), timeout=seconds).close()
-    except OSError as error:
-        if is_loopback(host):
-            return next_rank, (
-                f"MASTER_ADDR resolves to a loopback address there ({host}), and there is no "
-                f"default route, so rank {rank} cannot connect to it: set "
-                "GLOO_SOCKET_IFNAME on that machine to its interface that reaches the other nodes"
-            )
-        return rank, (
-            f"cannot connect to {host} port {port}, where rank {next_rank} listens ({error}): gloo "
-            "and NCCL use ports that the system chooses, so the firewall must allow every "
-            "port between the machines"
-        )
-    return None
 
 
 def _measure_links(record: Record, run: Run, launch: LaunchEnvironment, seconds: float) -> None:
@@ -241,9 +241,10 @@ def _measure_links(record: Record, run: Run, launch: LaunchEnvironment, seconds:
     try:
         call_with_timeout(seconds, join_and_measure)
     except TimeoutError:
-        record.group_problem = f"was stuck for {seconds:g} s {step}"
+        record.problems["process groups"] = f"was stuck for {seconds:g} s {step}"
     except (RuntimeError, ValueError, OSError) as error:  # of torch and of megaspeed
-        record.group_problem = f"failed {step}: {str(error).strip().splitlines()[0]}"
+        reason = str(error).strip().splitlines()[0]
+        record.problems["process groups"] = f"failed {step}: {reason}"
     record.links = list(links)
 
 

@@ -2,15 +2,15 @@
 
 import os
 import platform
-import resource
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from threading import Thread
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -20,17 +20,17 @@ from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
-from megaspeed.doctor.messages import Result, call_with_timeout
 from megaspeed.files.json_values import leaves
 from megaspeed.supervision.software import software
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.process_settings import open_files_of
+from megaspeed.units import GIB
+
+Result = TypeVar("Result")
 
 _LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 _SHARED_MEMORY = Path("/dev/shm")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SHARED_MEMORY_BYTES = 2**30
 _FIRST_GPU = Path("/dev/nvidia0")
-_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -47,41 +47,21 @@ class Link:
 class Record:
     """What one rank reports, as JSON: first what it knows alone, then what the ranks find together.
 
-    The second part is None or empty in the first report.
+    The ranks find together whether they share the run folder, and how fast their groups are.
     """
 
     rank: int
     world_size: int
     host: str
-    process: int
-    first_of_node: bool  # whether it is the lowest rank of its machine
-    launcher: str  # the environment variables from which rank and world size were read
-    versions: dict[str, str]  # versions that must be the same on all ranks, by name
-    # The boot id, which differs between machines with the same host name; "" if unknown.
-    boot: str = ""
-    # The resolved configuration, by dotted key; empty if it is wrong.
-    settings: dict[str, str] = field(default_factory=dict)
-    # Fingerprints of texts and tokenizer; empty if they were not prepared.
+    device: str  # "cpu", or the GPU's name
+    # What must be equal on all ranks; empty if the configuration or the data is wrong.
+    versions: dict[str, str]
+    configuration: dict[str, str] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
     degrees: Sequence[int] = ()  # ranks along pp, dp and tp; empty if the configuration is wrong
-    device: str = "cpu"  # "cpu", or the GPU's name; "?" if naming it took too long
-    # Why torch finds no GPU although the machine has one; None otherwise.
-    unusable_gpu: str | None = None
-    # How many open files the rank needs, and how many the system allows (-1: no limit).
-    open_files: Sequence[int] = (0, -1)
-    shared_memory_bytes: int | None = None  # free bytes in /dev/shm; None if it does not exist
-    gpu_links: str | None = None  # `nvidia-smi topo -m`, of the first rank of a node with GPUs
-    # The errors of the configuration or of the corpus; None if there are none.
-    wrong_input: str | None = None
-    too_slow: Sequence[str] = ()  # steps that did not end within their limit
-    address: Sequence[Any] = ()  # host and port at which it accepts connections
-
-    clock_seconds: float | None = None  # how far its clock is ahead of rank 0's
-    folder_problem: str | None = None  # what is wrong with training.run_dir here
-    # Why the first rank of a node cannot connect to the next node: the rank at fault, and the text.
-    port_problem: Sequence[Any] | None = None
+    wrong_input: str | None = None  # the errors of the configuration or of the corpus
+    problems: dict[str, str] = field(default_factory=dict)  # check -> what is wrong on this rank
     links: Sequence[Link] = ()
-    group_problem: str | None = None  # what ended the measurement of the links
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Self:
@@ -96,58 +76,60 @@ def take_record(
 
     Each step may take up to ``seconds``.
     """
-    too_slow: list[str] = []
-
-    def limited(step: str, function: Callable[[], Result]) -> Result | None:
-        try:
-            return call_with_timeout(seconds, function)
-        except TimeoutError:
-            too_slow.append(step)
-            return None
-
     on_gpu = torch.cuda.is_available()
-    is_first = launch.local_rank == 0
-    run, corpus, wrong = None, None, None
-    try:
-        world = World(launch.world_size, launch.source, "cuda" if on_gpu else "cpu")
-        run = limited(
-            "reading the configuration", lambda: load_checked_run(config, overrides, world)
-        )
-        if run is not None:
-            data, vocabulary = run.config.data, run.config.model.vocab_size
-            corpus = limited(
-                "preparing the corpus",
-                lambda: prepare_corpus(data, vocabulary, reports_waits=is_first),
-            )
-    except (ConfigError, DataError, OSError) as error:
-        wrong = str(error)
     record = Record(
         rank=launch.rank,
         world_size=launch.world_size,
         host=socket.gethostname(),
-        boot=_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
-        process=os.getpid(),
-        first_of_node=is_first,
-        launcher=launch.source,
-        versions=limited("reading the versions", _versions) or {},
-        settings={} if run is None else {k: str(v) for k, v in leaves(run.common_json())},
-        data={} if corpus is None else _fingerprints(corpus),
-        degrees=() if run is None else (run.grid.pp, run.grid.dp, run.grid.tp),
-        open_files=(
-            open_files_of(launch.rank, launch.world_size),
-            resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # the hard limit
-        ),
-        shared_memory_bytes=limited("looking at /dev/shm", _shared_memory),
-        wrong_input=wrong,
-        too_slow=too_slow,
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
+        versions=_versions(),
     )
-    if on_gpu:
-        record.device = limited("naming the GPU", torch.cuda.get_device_name) or "a GPU"
-    else:
-        record.unusable_gpu = limited("looking for a GPU", _unusable_gpu)
-    if on_gpu and is_first:
-        record.gpu_links = limited("nvidia-smi", lambda: _nvidia_smi("topo", "-m"))
+    if (problem := _device_problem()) is not None:
+        record.problems["device"] = problem
+    if on_gpu and launch.local_world_size > 1 and _SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+        if free < _SHARED_MEMORY_BYTES:
+            record.problems["shared memory"] = (
+                f"has {GIB.named(free)} free in /dev/shm, but NCCL needs up to 1 GiB: "
+                "docker run --shm-size=8g, or in Kubernetes a volume with medium: Memory"
+            )
+    run, step = None, "reading the configuration"
+    try:
+        world = World(launch.world_size, launch.source, "cuda" if on_gpu else "cpu")
+        run = call_with_timeout(seconds, lambda: load_checked_run(config, overrides, world))
+        record.configuration = {key: str(value) for key, value in leaves(run.common_json())}
+        record.degrees = (run.grid.pp, run.grid.dp, run.grid.tp)
+        data, vocabulary = run.config.data, run.config.model.vocab_size
+        step, reports = "preparing the corpus", launch.local_rank == 0
+        record.data = _fingerprints(
+            call_with_timeout(
+                seconds, lambda: prepare_corpus(data, vocabulary, reports_waits=reports)
+            )
+        )
+    except TimeoutError:
+        record.problems["time limit"] = f"{step} took too long; --timeout SECONDS allows more"
+    except (ConfigError, DataError, OSError) as error:
+        record.wrong_input = record.problems["configuration"] = str(error)
     return record, run
+
+
+def call_with_timeout(seconds: float, function: Callable[[], Result]) -> Result:
+    """Call ``function`` in another thread, because a disk or a driver may hang.
+
+    Raises:
+        TimeoutError: it has not returned after ``seconds``. Its thread continues in the background.
+    """
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon, so that a thread that hangs does not keep the process alive.
+    Thread(target=work, daemon=True).start()
+    return future.result(timeout=seconds)
 
 
 def _versions() -> dict[str, str]:
@@ -159,7 +141,6 @@ def _versions() -> dict[str, str]:
     if torch.cuda.is_available():
         found["CUDA"] = str(torch.version.cuda)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = _driver_version()
     return found
 
 
@@ -171,34 +152,16 @@ def _fingerprints(corpus: PreparedCorpus) -> dict[str, str]:
     }
 
 
-def _unusable_gpu() -> str | None:
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # a run on the CPU is intended
-        return None
-    driver = _driver_version()
-    if driver == _UNKNOWN and not _FIRST_GPU.exists():
+def _device_problem() -> str | None:
+    """Why torch finds no GPU although the machine has one; None if it has none or a run may use
+    the CPU.
+    """
+    means_the_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if torch.cuda.is_available() or means_the_cpu or not _FIRST_GPU.exists():
         return None
     build = "the CPU only" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     return (
         f"torch finds no GPU, but the machine has one: torch {torch.__version__} is built for "
-        f"{build}, and the driver's version is {driver}. Install a torch that fits the driver, and "
-        'let the launcher give this process a GPU, or export CUDA_VISIBLE_DEVICES="" to use the CPU'
+        f"{build}. Install a torch that fits the driver (nvidia-smi), and let the launcher give "
+        'this process a GPU, or export CUDA_VISIBLE_DEVICES="" to use the CPU'
     )
-
-
-def _shared_memory() -> int | None:
-    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
-
-
-def _driver_version() -> str:
-    return _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    """Return the output of nvidia-smi; ``_UNKNOWN`` if it fails: a container may lack it."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=20
-        )
-    except (OSError, subprocess.SubprocessError):
-        return _UNKNOWN
-    return done.stdout.strip() or _UNKNOWN

@@ -133,38 +133,15 @@ def gloo_interface(launch: LaunchEnvironment, environ: Mapping[str, str]) -> dic
     then the interface of the default route is used. Set GLOO_SOCKET_IFNAME to use another one, such
     as that of a faster network.
     """
-    if "GLOO_SOCKET_IFNAME" in environ or not _on_several_nodes(launch):
+    if "GLOO_SOCKET_IFNAME" in environ or launch.world_size == launch.local_world_size:
         return {}
-    own = node_address(launch, environ)
-    if own is None or is_loopback(own):
-        return {}
+    own = _address_towards(environ.get("MASTER_ADDR", "localhost"))
+    if own is not None and ipaddress.ip_address(own).is_loopback:
+        own = next(filter(None, map(_address_towards, _DOCUMENTATION_ADDRESSES)), None)
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == own for entry in addresses):
             return {"GLOO_SOCKET_IFNAME": name}
     return {}
-
-
-def node_address(launch: LaunchEnvironment, environ: Mapping[str, str]) -> str | None:
-    """The address at which other nodes reach this one; a loopback address if there is none.
-
-    None if MASTER_ADDR cannot be resolved or reached.
-    """
-    for entry in psutil.net_if_addrs().get(environ.get("GLOO_SOCKET_IFNAME", ""), ()):
-        if entry.family in (socket.AF_INET, socket.AF_INET6):
-            return entry.address
-    own = _address_towards(environ.get("MASTER_ADDR", "localhost"))
-    if own is not None and is_loopback(own) and _on_several_nodes(launch):
-        return next(filter(None, map(_address_towards, _DOCUMENTATION_ADDRESSES)), own)
-    return own
-
-
-def is_loopback(address: str) -> bool:
-    """Whether no other machine reaches this address."""
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _on_several_nodes(launch: LaunchEnvironment) -> bool:
-    return launch.world_size > launch.local_world_size
 
 
 def _address_towards(host: str) -> str | None:

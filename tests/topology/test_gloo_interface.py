@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.process_settings import gloo_interface, node_address
+from megaspeed.topology.process_settings import gloo_interface
 
 TWO_NODES = LaunchEnvironment(
     rank=3, world_size=4, local_rank=1, local_world_size=2, source="RANK/WORLD_SIZE"
@@ -34,11 +34,6 @@ def test_a_loopback_address_leaves_the_interface_of_the_default_route(address: s
     default = [line.split()[0] for line in routes if line.split()[1] == "00000000"]
     expected = {"GLOO_SOCKET_IFNAME": default[0]} if default else {}
     assert gloo_interface(TWO_NODES, {"MASTER_ADDR": address}) == expected
-
-
-def test_the_address_of_a_node_is_that_of_the_users_interface() -> None:
-    environ = {"MASTER_ADDR": IPV4[0][1], "GLOO_SOCKET_IFNAME": "lo"}
-    assert node_address(TWO_NODES, environ) == "127.0.0.1"
 
 
 def test_the_users_choice_stays() -> None:
