@@ -41,8 +41,8 @@ FILES = {
     "checkpoint": "checkpoint",
     "import-hf": "hugging_face",
     "export-hf": "hugging_face",
-    "generate": "generate",
-    "evaluate": "evaluate",
+    "generate": "text_model",
+    "evaluate": "text_model",
     "train-tokenizer": "train_tokenizer",
     "tokenize": "tokenize",
 }

@@ -10,7 +10,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megaspeed.cli.model_options import exit_code
+from megaspeed.cli.hugging_face import exit_code
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_parser, say, write_json
 from megaspeed.files.paths import path_argument
 from megaspeed.units import counted, traffic_unit

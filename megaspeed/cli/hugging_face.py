@@ -1,6 +1,6 @@
 """``megaspeed export-hf`` and ``megaspeed import-hf``: models to and from Hugging Face's format.
 
-    megaspeed export-hf CHECKPOINT OUT [--dtype bfloat16] [--max-shard-size 2GB] [--no-verify]
+    megaspeed export-hf CHECKPOINT OUT [--dtype bfloat16] [--no-verify]
     megaspeed import-hf DIR OUT [--tokenizer PATH | --no-tokenizer] [--no-verify]
     deepspeed scripts/pretrain.py --config FILE --set model.from_hf=DIR --resume OUT
 
@@ -10,17 +10,22 @@ both implementations have computed the same logits. Both commands run on the CPU
 """
 
 import argparse
-import math
-import re
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from megaspeed.cli.model_options import add_precision, add_tokenizer, exit_code
-from megaspeed.cli.options import add_flags, add_parser, add_values, say, write_json
+from megaspeed.cli.options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    add_flags,
+    add_parser,
+    add_values,
+    say,
+    write_json,
+)
 from megaspeed.files.paths import path_argument
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def add_to(commands: Any) -> None:
@@ -39,30 +44,48 @@ def add_to(commands: Any) -> None:
     )
     text = "export a checkpoint as a Hugging Face model"
     export = add_parser(commands, "export-hf", partial(exit_code, _export), text)
-    size = "largest size of one file of weights, for example 500MB (default: 2GB)"
     add_values(
         export,
         ("checkpoint", path_argument, "CHECKPOINT", ..., "a checkpoint, or the folder of a run"),
         ("out", path_argument, "OUT", ..., "the folder to create"),
-        ("--max-shard-size", byte_count, "SIZE", "2GB", size),
     )
     add_precision(export, "precision of the weights in the files (float32, which is exact)")
     add_tokenizer(export)
     for each in (parser, export):
-        add_flags(each, ("--no-verify", "do not compare logits and tokens with transformers"))
+        add_flags(each, ("--no-verify", "do not compare logits with transformers"))
 
 
-def byte_count(text: str) -> int:
-    """Return a size on the command line.
+def add_precision(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add ``--dtype``."""
+    types = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=types, default="float32", help=text)
 
-    >>> byte_count("2GB"), byte_count("512 MiB"), byte_count("100")
-    (2000000000, 536870912, 100)
+
+def add_tokenizer(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """Add ``--tokenizer``."""
+    text = "a tokenizer.json, or a folder with one (default: the model's own)"
+    add_values(parser, ("--tokenizer", path_argument, "PATH", None, text))
+
+
+def exit_code(
+    command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace
+) -> int:
+    """Run a command that reads a model; print its error, if any.
+
+    Returns what the command returns; 0 if that is None.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
-    size = float(match[1]) * _UNITS[match[2]] if match else 0
-    if not 1 <= size < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write one such as 500MB or 2GB")
-    return int(size)
+    # Imported here, because torch takes seconds to load, and ``check`` does not need it.
+    from megaspeed.checkpoint.errors import CheckpointError
+    from megaspeed.hugging_face.weights import ComputationError, HuggingFaceError
+
+    try:
+        return command(options) or EXIT_DONE
+    except ComputationError as error:
+        say(str(error), error=True)
+        return EXIT_FAILED
+    except (CheckpointError, HuggingFaceError, FileExistsError) as error:
+        say(str(error), error=True)
+        return EXIT_WRONG_INPUT
 
 
 def _import(options: argparse.Namespace) -> None:
@@ -90,7 +113,6 @@ def _export(options: argparse.Namespace) -> None:
         options.out,
         tokenizer=options.tokenizer,
         precision=options.dtype,
-        max_shard_bytes=options.max_shard_size,
         verify=not options.no_verify,
         report=say,
     )

@@ -152,6 +152,7 @@ GPT2 = Family(
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "reorder_and_upcast_attn": (False,),
+        "add_cross_attention": (False,),
     },
     other_names={
         "hidden_size": "n_embd",

@@ -6,8 +6,7 @@
 value because our model supports only that one. If a file omits a key, transformers' default is
 used, which sometimes differs from ours. A key in no table is ignored, because it changes nothing in
 transformers' model of the family. Files of other models, such as the draft heads of speculative
-decoding, may state one of our families, too. They are refused because of their class, or because
-of a key in ``other_families.py``.
+decoding, may state one of our families, too. They are refused because of their class.
 
 Files write rotary positions in three ways:
 
@@ -30,7 +29,6 @@ from megaspeed.config.document import JsonSyntaxError, describe_value, read_json
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.families import FAMILIES, Family
 from megaspeed.config.model import DERIVED_FIELDS, ModelConfig
-from megaspeed.config.other_families import lacked_features
 from megaspeed.files.paths import expand_home, path_problem
 from megaspeed.files.reading import file_problem
 
@@ -123,21 +121,18 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         The fields, without those that are derived from others; and a sentence for each setting that
         our model does not support.
     """
-    name = family_of(keys)
-    if name is None:
-        stated = keys.get("model_type")
-        given = "missing; state that of the model" if stated is None else describe_value(stated)
-        lacks = ", ".join(lacked_features(keys))
-        given += f"; megaspeed lacks {lacks}" if lacks else ""
+    name = keys.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        given = "missing; state it" if name is None else describe_value(name)
         return {}, [f"model_type must be {_alternatives(FAMILIES)}, but it is {given}"]
     family = FAMILIES[name]
-    keys, problems = _with_first_names(keys, family.other_names)
+    keys = {family.other_names.get(key, key): value for key, value in keys.items()}
     fields: dict[str, Any] = {"architecture": name}
     for field, key in family.keys.items():
         value = keys.get(key.name, key.default)
         if value is not None or key.default is not None:
             fields[field] = value
-    problems += _unsupported_values(keys, family)
+    problems = [*_unsupported_values(keys, family)]
     if family.features["positions"] == "rotary":
         # As in transformers, the first one of these two that is stated counts.
         name = next((n for n in _ROTARY if keys.get(n)), _ROTARY[-1])
@@ -150,22 +145,6 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             factors = {key: stated[key] for key in _LLAMA3}
             fields["rope_scaling"] = {"rope_type": "llama3", **factors, _ORIGINAL: original}
     return fields, problems
-
-
-def family_of(keys: Mapping[str, Any]) -> str | None:
-    """Return the family of a config.json. None if it is not one of ours, or not known.
-
-    Old files of GPT-2 have no ``model_type``. Then the class counts, or GPT-2's own keys.
-    """
-    stated = keys.get("model_type")
-    if stated is not None:
-        return stated if isinstance(stated, str) and stated in FAMILIES else None
-    if keys.get("architectures"):
-        return next((name for name in FAMILIES if not _other_classes(keys, FAMILIES[name])), None)
-    # GPT-1, GPT-J, CodeGen, GPT-BigCode and CTRL have these keys, too, and one of `others`.
-    is_like_gpt2 = keys.keys() >= {"n_embd", "n_layer", "n_head"}
-    others = keys.keys() & {"afn", "rotary_dim", "multi_query", "dff"}
-    return "gpt2" if is_like_gpt2 and not others else None
 
 
 def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
@@ -204,20 +183,6 @@ def _config_file(place: str) -> Path:
     return path / CONFIG_FILE if os.path.isdir(path) else path
 
 
-def _with_first_names(
-    keys: Mapping[str, Any], other_names: Mapping[str, str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Rename second names of keys, because transformers accepts two names for some keys."""
-    renamed, problems = dict(keys), []
-    for other, name in other_names.items():
-        if other in renamed and renamed.setdefault(name, renamed[other]) != renamed[other]:
-            problems.append(
-                f"{name} and {other} are two names of one key, but they are "
-                f"{describe_value(renamed[name])} and {describe_value(renamed[other])}"
-            )
-    return renamed, problems
-
-
 def _other_classes(keys: Mapping[str, Any], family: Family) -> list[str]:
     """Return the classes that a file names for its model and that lack the family's blocks.
 
@@ -241,10 +206,6 @@ def _unsupported_values(keys: Mapping[str, Any], family: Family) -> Iterator[str
             f"architectures and auto_map must name {family.class_name} or a class that differs in "
             f"its head, but they name {', '.join(others)}; write {family.class_name} if it is one"
         )
-    for feature, key in lacked_features(keys).items():
-        if key is not None:
-            given = describe_value(keys[key])
-            yield f"{key} states {feature}; remove it if the model has none, but it is {given}"
     for key, allowed in family.fixed.items():
         value = keys.get(key, allowed[0])
         # Types are compared because True == 1.
@@ -287,18 +248,12 @@ def _rotary_problems(
         missing = [key for key in _LLAMA3 if stated.get(key) is None]
         if missing:
             yield f"{name} of rope_type llama3 lacks {', '.join(missing)}"
-        top, inside = keys.get(_ORIGINAL), stated.get(_ORIGINAL)
-        if top is not None and top != inside:
-            there = "is missing" if inside is None else f"is {describe_value(inside)}"
+        if (top := keys.get(_ORIGINAL)) not in (None, stated.get(_ORIGINAL)):
             yield (
-                f"{_ORIGINAL} at the top level must be omitted or equal to that in {name}, because "
-                f"versions of transformers read different ones, but it is {describe_value(top)}, "
-                f"and in {name} it {there}"
+                f"{_ORIGINAL} must be omitted at the top level or equal to that in {name}, because "
+                f"versions of transformers read different ones, but it is {describe_value(top)}"
             )
-    for place, partial in (
-        ("partial_rotary_factor", keys.get("partial_rotary_factor")),
-        (f"{name}.partial_rotary_factor", stated.get("partial_rotary_factor")),
-    ):
-        if partial not in (None, 1.0):
-            given = describe_value(partial)
-            yield f"{place} must be 1.0, but it is {given}{_RANDOM_ONLY} set it to 1.0"
+    partial = stated.get("partial_rotary_factor", keys.get("partial_rotary_factor"))
+    if partial not in (None, 1.0):
+        given = describe_value(partial)
+        yield f"partial_rotary_factor must be 1.0, but it is {given}{_RANDOM_ONLY} set it to 1.0"

@@ -11,6 +11,7 @@ To compute with a checkpoint (``text_model.py``), no folder is written: transfor
 same tensors in memory.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -39,17 +40,18 @@ from megaspeed.hugging_face.tokenizer import (
     token_ids,
 )
 from megaspeed.hugging_face.verifying import Agreement, compare, new_model_folder
-from megaspeed.hugging_face.weight_files import (
+from megaspeed.hugging_face.weights import (
     SAFETENSORS_INDEX,
     HuggingFaceError,
+    Part,
     is_finite,
+    parts_of,
 )
-from megaspeed.hugging_face.weights import Part, parts_of
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
 MAX_SHARD_BYTES = 2 * 10**9
-"""Largest size of one file of weights, unless a single tensor is larger."""
+"""Largest size of one file of weights, and about the memory needed, unless a tensor is larger."""
 
 
 def export_model(
@@ -58,7 +60,6 @@ def export_model(
     *,
     tokenizer: Path | None = None,
     precision: Precision = "float32",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     verify: bool = True,
     report: Callable[[str], None] = lambda line: None,
 ) -> Agreement | None:
@@ -69,7 +70,6 @@ def export_model(
         out: must not exist. It gets this name when it is complete, and only if nothing failed.
         tokenizer: a folder or a tokenizer.json that replaces the checkpoint's own.
         precision: dtype of the weights in the files.
-        max_shard_bytes: largest size of one file, and about the memory needed.
         verify: whether to compare with transformers before ``out`` gets its name.
         report: receives a line for each thing that was done.
 
@@ -82,11 +82,11 @@ def export_model(
         FileExistsError: ``out`` exists.
         HuggingFaceError: too little space, or a weight is not finite in this precision.
         DataError: the tokenizer cannot be read, or has more entries than the model.
-        Disagreement: transformers computes other logits or tokens.
+        Disagreement: transformers computes other logits.
     """
     refuse_existing(out)
     model = StockModel.of(checkpoint, tokenizer=tokenizer, precision=precision)
-    split = model.split(max_shard_bytes)
+    split = model.split()
     size_bytes: int = split.metadata["total_size"]
     with new_model_folder(out, model.ours, size_bytes, verify=verify) as writing:
         model.write(writing, split)
@@ -139,13 +139,13 @@ class StockModel:
                 dtype=self.dtype,
             )
 
-    def split(self, max_shard_bytes: int) -> StateDictSplit:
+    def split(self) -> StateDictSplit:
         """Decide which tensors are in which file."""
         with torch.device("meta"):
             shapes = {
                 name: torch.empty(part.shape, dtype=self.dtype) for name, part in self.parts.items()
             }
-        return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_bytes)
+        return split_torch_state_dict_into_shards(shapes, max_shard_size=MAX_SHARD_BYTES)
 
     def write(self, folder: Path, split: StateDictSplit) -> None:
         """Write all files of the model into ``folder``."""
@@ -182,20 +182,15 @@ class StockModel:
     def _refusal(self, part: Part) -> str:
         """The error message for a tensor with values that are not finite in this precision."""
         exact = self._read([part], torch.float32)[part.theirs]
-        diverged = int((~exact.isfinite()).sum())
-        if diverged:
-            return (
-                f"a model's weights must be finite, but {part.theirs} of {self.checkpoint} has "
-                f"{diverged:,} NaN or infinite values of {exact.numel():,}, because its training "
-                "diverged; use an earlier checkpoint"
-            )
-        limit, largest = torch.finfo(self.dtype).max, float(exact.abs().max())
         lost = int((~exact.to(self.dtype).isfinite()).sum())
-        wider = "bfloat16 or float32" if self.dtype == torch.float16 else "float32"
+        limit, largest = torch.finfo(self.dtype).max, float(exact.abs().max())
+        mend = "use --dtype float32"
+        if not math.isfinite(largest):
+            mend = "its training diverged, so use an earlier checkpoint"
         return (
-            f"the largest number in {str(self.dtype).removeprefix('torch.')} is {limit:,.6g}, but "
-            f"{lost:,} of the {exact.numel():,} values of {part.theirs} of {self.checkpoint} "
-            f"exceed it, the largest {largest:,.6g}; use --dtype {wider}"
+            f"{lost:,} of the {exact.numel():,} values of {part.theirs} of {self.checkpoint} are "
+            f"not finite in {str(self.dtype).removeprefix('torch.')}, whose largest number is "
+            f"{limit:,.6g}: the largest value is {largest:,.6g}; {mend}"
         )
 
 

@@ -34,12 +34,14 @@ from megaspeed.files.durable import refuse_existing
 from megaspeed.files.reading import special_files
 from megaspeed.hugging_face.tokenizer import ModelTokenizer, find_tokenizer, generation_files
 from megaspeed.hugging_face.verifying import Agreement, compare, new_model_folder
-from megaspeed.hugging_face.weight_files import (
+from megaspeed.hugging_face.weights import (
     HuggingFaceError,
+    Part,
     StoredTensor,
+    matching_tensors,
     open_tensors,
+    parts_of,
 )
-from megaspeed.hugging_face.weights import Part, matching_tensors, parts_of
 
 
 def import_model(
@@ -69,7 +71,7 @@ def import_model(
         FileExistsError: ``out`` exists.
         HuggingFaceError: the weights do not match config.json, or there is too little space.
         DataError: the tokenizer cannot be read, or has more entries than the model.
-        Disagreement: transformers computes other logits or tokens.
+        Disagreement: transformers computes other logits.
     """
     refuse_existing(out)
     model = _model_of(folder)
@@ -78,7 +80,7 @@ def import_model(
         mend = "name another with --tokenizer, or omit it with --no-tokenizer"
         vocabulary = find_tokenizer(folder, model.vocab_size, named=tokenizer, mend=mend)
     # If the user named a tokenizer, its ids replace those that the model came with.
-    generation = generation_files(folder, vocabulary.ids() if tokenizer else {}, model)
+    generation = generation_files(folder, vocabulary.ids() if tokenizer else {})
     stored = matching_tensors(model, open_tensors(folder))
     parameters = sum(map(math.prod, expected_shapes(model).values()))
     beside = {**vocabulary.files, **generation}
@@ -86,11 +88,6 @@ def import_model(
         write_checkpoint(writing, _pieces(model, stored), _state(model, folder), beside)
         agreement = compare(writing, folder) if verify else None
     report(f"{out}: {parameters:,} parameters, from {folder}")
-    rounded = [name for name, tensor in stored.items() if tensor.dtype == torch.float64]
-    if rounded:
-        report(
-            f"rounded from float64 to float32: {len(rounded):,} tensors, for example {rounded[0]}"
-        )
     report(str(vocabulary))
     report(str(agreement or "not verified"))
     return agreement

@@ -1,46 +1,41 @@
-"""A model with its tokenizer, computed by transformers, and what precedes a document.
+"""Continuations of prompts by the model of a checkpoint, which transformers computes.
 
-    checkpoint --StockModel.load--> transformers' model, in memory --+
-    Hugging Face folder --AutoModelForCausalLM-----------------------+--> TextModel
+    checkpoint --StockModel.load--> transformers' model, in memory --> TextModel
 
 The ids before a document are the same as in training, because otherwise the model predicts the text
 worse:
 
     trained here    e t o   b e e n o t ...    packing puts an end-of-text (e) between documents
-    elsewhere       b t o   b e                whatever the tokenizer's template puts before a text,
+    imported        b t o   b e                whatever the tokenizer's template puts before a text,
                                                for example Llama's begin-of-text (b)
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import GenerationConfig
 
 from megaspeed.checkpoint.inspection import checkpoint_named
-from megaspeed.checkpoint.reading import load_model
-from megaspeed.checkpoint.run_state import NOT_STATED, RunState
-from megaspeed.config.errors import ConfigError
-from megaspeed.config.model import ModelConfig
+from megaspeed.checkpoint.run_state import RunState
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.data.tokenizer import TextTokenizer, quiet_transformers
 from megaspeed.hugging_face.exporting import Precision, StockModel
-from megaspeed.hugging_face.tokenizer import has_tokenizer
-from megaspeed.hugging_face.verifying import load_transformers_model
-from megaspeed.hugging_face.weight_files import ComputationError, HuggingFaceError, has_weights
+from megaspeed.hugging_face.weights import ComputationError
 
-Report = Callable[[str], None]
+_LOWEST_TEMPERATURE = 1e-6
+"""Below it the likeliest token is taken, because logits divided by it could overflow in fp32."""
 
 
 @dataclass(frozen=True)
 class TextModel:
     """A model, and what converts text to its ids and back."""
 
-    source: Path  # the checkpoint or the Hugging Face folder with the weights
+    source: Path  # the checkpoint
     model: Any  # a causal language model of transformers, in evaluation mode
     tokenizer: TextTokenizer  # every id of it is below the model's vocabulary size
     opening: tuple[int, ...]  # the ids before each document
@@ -55,8 +50,7 @@ class TextModel:
         if not logits.isfinite().all():
             raise ComputationError(
                 f"logits must be finite, but the model of {self.source} computes others: its "
-                "weights are not finite, or they are too large for the precision; use an earlier "
-                "checkpoint, or float32"
+                "weights are too large for the precision; use an earlier checkpoint, or float32"
             )
         return logits
 
@@ -65,148 +59,40 @@ def load_text_model(
     place: Path,
     *,
     tokenizer: Path | None,
-    opening: str,
-    always_open: bool,
-    device: str | None,
     precision: Precision,
-    report: Report,
+    report: Callable[[str], None] = lambda line: None,
 ) -> TextModel:
-    """Load a model and its tokenizer.
+    """Load the model of a checkpoint and its tokenizer, on a GPU if there is one.
 
     Args:
-        place: a Hugging Face folder, a checkpoint, a folder of checkpoints, or the folder of a run.
-            Of several checkpoints, the newest complete one is used.
+        place: a checkpoint, a folder of checkpoints, or the folder of a run. Of several
+            checkpoints, the newest complete one is used.
         tokenizer: a folder or a tokenizer.json that replaces the model's own.
-        opening: what precedes a document: "end-of-text", "tokenizer" (what its template puts before
-            a text), "nothing", or "auto" (what preceded it in training).
-        always_open: whether an end-of-text precedes it if ``opening`` gives nothing.
-        device: where the model computes; if None, on a GPU if there is one.
         precision: dtype of the weights and of the computation.
-        report: receives a line for each thing that the user should know.
+        report: receives a line about each checkpoint that is not complete.
 
     Raises:
         CheckpointError: no checkpoint is complete.
+        ConfigError: transformers' class of the family cannot compute the model.
         DataError: there is no tokenizer, or it has ids that the model does not have.
-        HuggingFaceError: the model cannot be exported or loaded.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
-        raise DataError("--device cuda needs a GPU that torch can use, but there is none; use cpu")
-    is_checkpoint = not has_weights(place)
-    source = checkpoint_named(place, report) if is_checkpoint else place
-    words = _load_tokenizer(source, tokenizer)
-    if is_checkpoint:
-        state = RunState.read(source)
-        trained_here = state.imported_from is None
-        _report_other_tokenizer(state, source, tokenizer, words, report)
-        model = _load_checkpoint(source, state.model_section(), tokenizer, precision, report)
-    else:
-        trained_here = False
-        model = load_transformers_model(source, strict=False, dtype=getattr(torch, precision))
-    positions = _checked_positions(source, model, tokenizer, words)
-    ids = opening_ids(opening, words, trained_here=trained_here)
-    if always_open and not ids:
-        ids = (words.end_of_text,)
-    report(f"a document begins with {_described(ids, words)}; --opening changes this")
-    # If the user named another tokenizer, the ids in the model's own file do not apply.
-    ends = {words.end_of_text, *(() if tokenizer is not None else _end_ids(model))}
-    # Without this, generate would use settings of the model's file that the user did not state.
-    model.generation_config = GenerationConfig()
-    return TextModel(source, model.to(device), words, ids, tuple(ends), positions)
-
-
-def _load_tokenizer(source: Path, named: Path | None) -> TextTokenizer:
-    if named is not None:
-        return load_tokenizer(str(named), "--tokenizer")
-    if not has_tokenizer(source):
+    source = checkpoint_named(place, report)
+    stock = StockModel.of(source, tokenizer=tokenizer, precision=precision)
+    words = stock.tokenizer.loaded
+    if words is None:
         raise DataError(
-            f"text must be converted to tokens, but {source} has no tokenizer; name the one it was "
-            "trained with in --tokenizer"
+            f"text must be converted to tokens, but {source} has no tokenizer for it; name the one "
+            "it was trained with in --tokenizer"
         )
-    return load_tokenizer(str(source), "the tokenizer of the model")
+    trained_here = RunState.read(source).imported_from is None
+    opening = (words.end_of_text,) if trained_here else ids_before_text(words)
+    stated = stock.generation.get("eos_token_id")
+    ends = {words.end_of_text, *(stated if isinstance(stated, list) else [stated])}
+    model = stock.load().to("cuda" if torch.cuda.is_available() else "cpu")
+    return TextModel(source, model, words, opening, (*ends,), stock.ours.max_position_embeddings)
 
 
-def _report_other_tokenizer(
-    state: RunState, source: Path, named: Path | None, words: TextTokenizer, report: Report
-) -> None:
-    trained_with = NOT_STATED if state.data is None else state.data.tokenizer
-    if trained_with not in (NOT_STATED, words.fingerprint):
-        report(
-            f"note: {source} was trained with the tokenizer of fingerprint {trained_with}, but "
-            f"that of {named or source} is {words.fingerprint}"
-        )
-
-
-def _checked_positions(source: Path, model: Any, named: Path | None, words: TextTokenizer) -> int:
-    """The number of positions of a model, after its sizes are checked."""
-    if words.vocab_size > model.config.vocab_size:
-        raise DataError(
-            f"every token id must be below the model's vocab_size: that of {source} is "
-            f"{model.config.vocab_size}, but the tokenizer {named or source} has "
-            f"{words.vocab_size} entries; name the one it was trained with in --tokenizer"
-        )
-    positions: int | None = getattr(model.config, "max_position_embeddings", None)
-    if positions is None:
-        raise HuggingFaceError(
-            f"a model's config.json must state max_position_embeddings, but that of {source} does "
-            "not; add it"
-        )
-    return positions
-
-
-def _end_ids(model: Any) -> Sequence[int]:
-    """The ids that end a text according to the model's own files."""
-    ids: int | list[int] | None = model.generation_config.eos_token_id
-    return [ids] if isinstance(ids, int) else ids or ()
-
-
-def _load_checkpoint(
-    checkpoint: Path,
-    config: ModelConfig,
-    tokenizer: Path | None,
-    precision: Precision,
-    report: Report,
-) -> Any:
-    """Return transformers' model of a checkpoint; ours if transformers has no such model."""
-    try:
-        return StockModel.of(checkpoint, tokenizer=tokenizer, precision=precision).load()
-    except ConfigError as error:
-        report(f"note: megaspeed computes this model, because it cannot be exported: {error}")
-        return _OwnModel(checkpoint, config, getattr(torch, precision)).eval()
-
-
-class _OwnModel(PreTrainedModel, GenerationMixin):
-    """Our model in a class of transformers, so that ``generate`` runs it, without a cache."""
-
-    config_class = PreTrainedConfig
-
-    def __init__(self, checkpoint: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-        sizes = {"vocab_size", "num_hidden_layers", "max_position_embeddings"}
-        super().__init__(PreTrainedConfig(**config.model_dump(include=sizes)))
-        self.model = load_model(checkpoint, dtype=dtype)
-
-    def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutputWithPast:
-        """Compute logits (B, S, V) of ids (B, S)."""
-        return CausalLMOutputWithPast(logits=self.model(input_ids))
-
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, attention_mask: Tensor, **_: Any
-    ) -> dict[str, Tensor]:
-        """Pass all ids at each step, because there is no cache of earlier ones."""
-        return {"input_ids": input_ids}
-
-
-def opening_ids(opening: str, tokenizer: TextTokenizer, *, trained_here: bool) -> tuple[int, ...]:
-    """The ids before a document; empty if there are none."""
-    if opening == "auto":
-        opening = "end-of-text" if trained_here else "tokenizer"
-    if opening == "end-of-text":
-        return (tokenizer.end_of_text,)
-    return _ids_before_text(tokenizer) if opening == "tokenizer" else ()
-
-
-def _ids_before_text(tokenizer: TextTokenizer) -> tuple[int, ...]:
+def ids_before_text(tokenizer: TextTokenizer) -> tuple[int, ...]:
     """What the template puts before a text. What it puts after one is ignored.
 
     This can only be seen in an encoded text. Texts are tried until one has an id of its own.
@@ -219,8 +105,69 @@ def _ids_before_text(tokenizer: TextTokenizer) -> tuple[int, ...]:
     return ()
 
 
-def _described(ids: Sequence[int], tokenizer: TextTokenizer) -> str:
-    """Tokens with their ids; if there are none, what an empty prompt begins with."""
-    if not ids:
-        return f"nothing, but an empty prompt with {_described([tokenizer.end_of_text], tokenizer)}"
-    return ", ".join(f"{tokenizer.tokenizer.id_to_token(each)} (id {each})" for each in ids)
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    temperature: float = 0.8  # logits are divided by it; 0 takes the likeliest token
+    # only this many likeliest tokens are drawn (Fan et al. 2018); 0 for all
+    top_k: int = 50
+    max_tokens: int = 100  # the largest number of tokens of a continuation
+    seed: int = 0  # of all draws
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One sample."""
+
+    prompt: str  # the text that is continued
+    number: int  # of the sample among those of the prompt, from 1
+    text: str  # what the model wrote, without the prompt
+    ids: tuple[int, ...]  # its tokens, without the one that ends the document
+    ended: bool  # whether the model ended the document; if not, the limit of tokens did
+
+
+def continue_prompt(model: TextModel, prompt: str, number: int, sampling: Sampling) -> Continuation:
+    """Continue a prompt. The result is a function of (seed, prompt, number) up to rounding.
+
+    Of a long prompt, the model sees the last tokens, so that the continuation fits its positions.
+    If the prompt is empty and no id precedes a document, it begins with an end-of-text.
+
+    Raises:
+        ComputationError: the model computes NaN or infinite logits.
+    """
+    (text,) = model.tokenizer.encode([prompt])
+    before = [*model.opening, *text] or [model.tokenizer.end_of_text]
+    most = min(sampling.max_tokens, model.positions)
+    before = before[-(model.positions + 1 - most) :]  # the last token is drawn, but not seen
+    digest = hashlib.sha256(f"sample/{sampling.seed}/{number}/{prompt}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    how: dict[str, Any] = {"do_sample": sampling.temperature >= _LOWEST_TEMPERATURE}
+    if how["do_sample"]:
+        how |= {"temperature": sampling.temperature, "top_k": sampling.top_k}
+    seen = torch.tensor([before], device=model.model.device)
+    with quiet_transformers():
+        found = model.model.generate(
+            seen,
+            attention_mask=torch.ones_like(seen),
+            generation_config=GenerationConfig(
+                max_new_tokens=most, eos_token_id=[*model.ends], pad_token_id=model.ends[0], **how
+            ),
+            logits_processor=[model.finite],
+        )
+    drawn: list[int] = found[0, len(before) :].tolist()
+    ended = drawn[-1] in model.ends
+    if ended:
+        drawn.pop()
+    return Continuation(prompt, number, _text_after(model, before, drawn), tuple(drawn), ended)
+
+
+def _text_after(model: TextModel, before: list[int], drawn: list[int]) -> str:
+    """The text of ``drawn``, decoded after ``before``.
+
+    Some tokenizers drop the first space of a text, and the ids of one character may be in both.
+    """
+    decode = model.tokenizer.tokenizer.decode
+    prompt = decode(before, skip_special_tokens=True)
+    both = decode(before + drawn, skip_special_tokens=True)
+    return both.removeprefix(prompt) if both.startswith(prompt) else decode(drawn)

@@ -14,22 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from transformers import AutoConfig, GenerationConfig
-
 from megaspeed.checkpoint.manifest import GENERATION, TOKENIZER, read_tokenizer_files
-from megaspeed.config.document import JsonSyntaxError, describe_value, read_json_object
-from megaspeed.config.hugging_face import CONFIG_FILE, DAMAGED, hugging_face_config, read_keys
-from megaspeed.config.model import ModelConfig
+from megaspeed.config.document import JsonSyntaxError, read_json_object
+from megaspeed.config.hugging_face import DAMAGED, read_keys
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokenizer import (
-    NoEndOfText,
-    TextTokenizer,
-    load_tokenizer,
-    quiet_transformers,
-    special_tokens,
-)
-from megaspeed.hugging_face.weight_files import HuggingFaceError
+from megaspeed.data.tokenizer import NoEndOfText, TextTokenizer, load_tokenizer, special_tokens
+from megaspeed.hugging_face.weights import HuggingFaceError
 
 _OLDER = ("vocab.json", "tokenizer.model")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -42,8 +32,8 @@ class ModelTokenizer:
     """The files of a tokenizer, and its token ids that a model's config repeats."""
 
     files: Mapping[str, bytes]  # name -> content
+    loaded: TextTokenizer | None = None  # None if no token is known to end a text
     bos_token_id: int | None = None  # begins a text; None if there is no such token
-    eos_token_id: int | None = None  # ends a text; None if there is no such token
     remark: str = ""  # what the user should know about it
 
     def __str__(self) -> str:
@@ -52,12 +42,8 @@ class ModelTokenizer:
 
     def ids(self) -> dict[str, int | None]:
         """The special tokens' ids by their keys in config.json and generation_config.json."""
-        return {"bos_token_id": self.bos_token_id, "eos_token_id": self.eos_token_id}
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a tokenizer, of the current or an older format."""
-    return any((folder / name).is_file() for name in (TOKENIZER, *_OLDER))
+        eos = None if self.loaded is None else self.loaded.end_of_text
+        return {"bos_token_id": self.bos_token_id, "eos_token_id": eos}
 
 
 def find_tokenizer(
@@ -76,7 +62,7 @@ def find_tokenizer(
     """
     if named is not None:
         return _read_tokenizer(named, vocab_size, "--tokenizer")
-    if not has_tokenizer(folder):
+    if not any((folder / name).is_file() for name in (TOKENIZER, *_OLDER)):
         return ModelTokenizer({}, remark="name one with --tokenizer")
     try:
         return _read_tokenizer(folder, vocab_size, "the tokenizer beside a model")
@@ -89,70 +75,43 @@ def _read_tokenizer(source: Path, vocab_size: int, setting: str) -> ModelTokeniz
 
     If no end-of-text token is known, it is still the model's tokenizer, with a remark.
     """
-    folder = source if source.is_dir() else source.parent
-    eos, remark = None, ""
+    remark = ""
     try:
-        loaded = load_tokenizer(str(source), setting)
-        eos = loaded.end_of_text
+        loaded = words = load_tokenizer(str(source), setting)
         made = loaded.files()
     except NoEndOfText as error:
-        loaded = TextTokenizer(error.tokenizer, end_of_text=0)
-        made = {TOKENIZER: loaded.to_json()}
+        loaded, words = None, TextTokenizer(error.tokenizer, end_of_text=0)
+        made = {TOKENIZER: words.to_json()}
         remark = f"no text can be prepared with it as it is: {error}"
-    if loaded.vocab_size > vocab_size:
+    if words.vocab_size > vocab_size:
         raise DataError(
             f"every token id must be below the model's vocab_size: that is {vocab_size}, but "
-            f"{setting}, {source}, has {loaded.vocab_size} entries; remove the tokens that were "
+            f"{setting}, {source}, has {words.vocab_size} entries; remove the tokens that were "
             "added to it, or add rows for them to the model with transformers' "
             "resize_token_embeddings"
         )
+    folder = source if source.is_dir() else source.parent
     bos = next(special_tokens(folder, "bos_token"), None)
     return ModelTokenizer(
         made | (read_tokenizer_files(source) if source.is_dir() else {}),
-        bos_token_id=None if bos is None else loaded.tokenizer.token_to_id(bos),
-        eos_token_id=eos,
+        loaded=loaded,
+        bos_token_id=None if bos is None else words.tokenizer.token_to_id(bos),
         remark=remark,
     )
 
 
-def generation_files(folder: Path, ids: Keys, model: ModelConfig) -> dict[str, bytes]:
+def generation_files(folder: Path, ids: Keys) -> dict[str, bytes]:
     """Name -> content of the generation_config.json that a checkpoint of a model carries, if any.
 
     Args:
         folder: the folder of the model.
         ids: ids that replace the model's own, because the user named another tokenizer.
-        model: the model.
 
     Raises:
-        HuggingFaceError: a file of the model is damaged, or transformers refuses a value.
+        HuggingFaceError: a file of the model is damaged.
     """
-    own = read_generation(folder)
-    keys = {**token_ids(read_keys(str(folder))), **own, **token_ids(ids)}
-    reason = _refusal(keys, model)
-    if reason is None:
-        return {GENERATION: json_file(keys)} if keys else {}
-    # Name the key without which transformers accepts the others, if there is one.
-    rest = {key: {name: keys[name] for name in keys if name != key} for key in keys}
-    key = next((key for key in keys if _refusal(rest[key], model) is None), None)
-    what = "its values" if key is None else f"{key}, which is {describe_value(keys[key])}"
-    file = GENERATION if key is None or key in own else CONFIG_FILE
-    raise HuggingFaceError(
-        f"{folder / file}: transformers refuses {what} ({reason}); mend or remove it, or no export "
-        "can be loaded"
-    )
-
-
-def _refusal(keys: Keys, model: ModelConfig) -> str | None:
-    """transformers' reason to refuse a model with these settings."""
-    with quiet_transformers():
-        try:
-            GenerationConfig.from_dict(dict(keys))
-            AutoConfig.for_model(**{**hugging_face_config(model), **token_ids(keys)})
-            if model.positions == "rotary":  # only GPT-2's embedding ignores padding
-                nn.Embedding(model.vocab_size, 1, keys.get("pad_token_id"), device="meta")
-        except Exception as error:  # transformers raises many kinds
-            return " ".join(str(error).split()) or type(error).__name__
-    return None
+    keys = {**token_ids(read_keys(str(folder))), **read_generation(folder), **token_ids(ids)}
+    return {GENERATION: json_file(keys)} if keys else {}
 
 
 def read_generation(folder: Path) -> Keys:

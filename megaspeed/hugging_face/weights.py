@@ -1,4 +1,6 @@
-"""Maps each tensor of transformers to rows of one of ours, and checks a model's files against that.
+"""The tensors in the files of a Hugging Face model, and the rows of ours that each of them is.
+
+    model.safetensors   or  model.safetensors.index.json -> model-00001-of-00003.safetensors ...
 
     ours (rows, columns)                        theirs
     blocks.0.attention.qkv.weight   q rows      model.layers.0.self_attn.q_proj.weight
@@ -8,29 +10,134 @@
                                     up rows     model.layers.0.mlp.up_proj.weight
     blocks.0.mlp.up.weight          all         transformer.h.0.mlp.c_fc.weight, transposed
 
-The names are in the family's file (``config/families``), the rows in the model's table
+The names are in the family's table (``config/families.py``), the rows in the model's table
 (``model/parameters.py``). GPT-2's c_attn is one matrix of q, k and v, in the same order as ours.
+A tensor is read only when it is needed.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megaspeed.checkpoint.tensors import MOST_LISTED, WEIGHTS, Piece, key, shape_text
+from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.errors import shortened
 from megaspeed.config.families import FAMILIES, Family
+from megaspeed.config.hugging_face import DAMAGED
 from megaspeed.config.model import ModelConfig
-from megaspeed.hugging_face.weight_files import HuggingFaceError, StoredTensor
 from megaspeed.model.parameters import Parameter, Shape, parameters_of
 
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 """Their name for the output projection, if it is not the embedding."""
 
-_TIED_ROWS = 4096
-"""Number of rows of a tied head that are compared at once."""
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+_Open = Callable[[Path], Any]
+
+
+class HuggingFaceError(RuntimeError):
+    """A model cannot be imported, exported or loaded. The message states what to do."""
+
+
+class ComputationError(HuggingFaceError):
+    """A model was loaded, but what it computes is wrong or not finite."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    file: Path  # the file that contains it
+    name: str  # its name in the file
+    shape: Shape  # its full shape
+    dtype: torch.dtype | None  # in the file; None if it is not fp64, fp32, bf16 or fp16
+    open: _Open  # opens the file, or returns it if it is the file that was opened last
+
+    def read(self, *index: slice) -> Tensor:
+        """A part of it in fp32; a dim without a slice is read in full.
+
+        Raises:
+            HuggingFaceError: a value is NaN or infinite.
+        """
+        part: Tensor = self.open(self.file).get_slice(self.name)[index].to(torch.float32)
+        if part.numel() and not is_finite(part):
+            raise HuggingFaceError(
+                f"{self.name} in {self.file} has NaN or infinite values in fp32, so no model can "
+                "be trained from it; download the file again, or use an earlier state of the model"
+            )
+        return part
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has no NaN and no infinite value."""
+    # Unlike isfinite, aminmax allocates no tensor of this size. If there is a NaN, it returns NaN.
+    return all(map(math.isfinite, map(float, tensor.aminmax())))
+
+
+def open_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor, for all tensors of the model in ``folder``.
+
+    Raises:
+        HuggingFaceError: the folder has no safetensors files, or one is missing or damaged.
+    """
+    # Only one file is open at a time, because the pages of a mapped file count as used memory.
+    opened: _Open = lru_cache(maxsize=1)(lambda file: safe_open(file, framework="pt"))
+    if (folder / SAFETENSORS).is_file():
+        return _tensors_in(folder / SAFETENSORS, opened)
+    if (folder / SAFETENSORS_INDEX).is_file():
+        return _tensors_of_shards(folder / SAFETENSORS_INDEX, opened)
+    raise HuggingFaceError(
+        f"{folder} has neither {SAFETENSORS} nor {SAFETENSORS_INDEX}; name a folder with a model's "
+        "weights, or load the model with transformers and save it again with save_pretrained"
+    )
+
+
+def _tensors_of_shards(index: Path, opened: _Open) -> dict[str, StoredTensor]:
+    try:
+        weight_map = read_json_object(index)[0].get("weight_map")
+    except JsonSyntaxError as error:
+        raise HuggingFaceError(f"{error}: {DAMAGED}") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise HuggingFaceError(f"{index} has no weight_map of names and files: {DAMAGED}")
+    # Only the last part of a path is used, so an index cannot name a file outside its folder.
+    named = {name: index.parent / Path(str(file)).name for name, file in weight_map.items()}
+    missing = sorted({file.name for file in named.values() if not file.is_file()})
+    if missing:
+        raise HuggingFaceError(
+            f"{index} lists {', '.join(missing)}, but {index.parent} does not have them; download "
+            "them"
+        )
+    held = {file: _tensors_in(file, opened) for file in sorted(set(named.values()))}
+    lost = [f"{name} in {file.name}" for name, file in named.items() if name not in held[file]]
+    if lost:
+        raise HuggingFaceError(
+            f"{index} lists {len(lost)} tensors that are not in the files it names, for example "
+            f"{lost[0]}; download index and files again, from one revision"
+        )
+    return {name: held[file][name] for name, file in named.items()}
+
+
+def _tensors_in(file: Path, opened: _Open) -> dict[str, StoredTensor]:
+    try:
+        names = opened(file).keys()
+    except (SafetensorError, OSError) as error:
+        raise HuggingFaceError(f"{file} cannot be read ({error}): {DAMAGED}") from error
+    slices = {name: opened(file).get_slice(name) for name in names}
+    return {
+        name: StoredTensor(
+            file, name, tuple(each.get_shape()), _FLOATS.get(each.get_dtype()), opened
+        )
+        for name, each in slices.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -88,7 +195,7 @@ def _sections(parameter: Parameter, family: Family) -> list[tuple[str, int]]:
     if modules is None:
         raise LookupError(
             f"the module {name} has no name in {family.class_name} of transformers; add it to the "
-            "modules of the family in megaspeed/config/families"
+            "modules of the family in megaspeed/config/families.py"
         )
     heights = [row.rows] if len(modules) == 1 else list(row.sections.values())
     return list(zip(modules, heights, strict=True))
@@ -122,7 +229,12 @@ def matching_tensors(
         problems += _problems_of(parts[name], stored[name])
     embedding = next(iter(parts))
     if HEAD not in parts and {HEAD, embedding} <= stored.keys():
-        problems += _tied_problems(stored[HEAD], stored[embedding])
+        # A tied head may be stored, too, but it must be equal to the embedding.
+        head, tied = stored[HEAD], stored[embedding]
+        if head.shape != tied.shape or not torch.equal(head.read(), tied.read()):
+            problems.append(
+                f"{HEAD} differs from the embedding, but tie_word_embeddings in config.json is true"
+            )
     if problems:
         listed = "\n".join(f"  {problem}" for problem in shortened(problems, MOST_LISTED))
         raise HuggingFaceError(
@@ -140,15 +252,3 @@ def _problems_of(part: Part, tensor: StoredTensor) -> Iterator[str]:
         )
     if tensor.dtype is None:
         yield (f"{part.theirs} in {tensor.file.name} is not float64, float32, bfloat16 or float16")
-
-
-def _tied_problems(head: StoredTensor, embedding: StoredTensor) -> Iterator[str]:
-    """A tied head may be stored, too, but it must be equal to the embedding."""
-    starts = range(0, embedding.shape[0], _TIED_ROWS)
-    if head.shape != embedding.shape or not all(
-        torch.equal(
-            *(tensor.read(slice(start, start + _TIED_ROWS)) for tensor in (head, embedding))
-        )
-        for start in starts
-    ):
-        yield f"{HEAD} differs from the embedding, but tie_word_embeddings in config.json is true"

@@ -14,7 +14,7 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer import NoEndOfText, load_tokenizer
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
-from megaspeed.hugging_face.weight_files import HuggingFaceError
+from megaspeed.hugging_face.weights import HuggingFaceError
 from tests.hugging_face.models import change_config, gpt2, llama, phi3, saved, with_tokenizer
 from tests.support.command import lacking
 
@@ -178,38 +178,15 @@ def test_a_damaged_generation_config_is_reported(folder: Path) -> None:
         there_and_back(folder)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a number": ({"max_new_tokens": 0}, "max_new_tokens, which is 0 (a whole number) ("),
-    "a type": ({"max_new_tokens": "9"}, 'max_new_tokens, which is "9" (a string) ('),
-    "a combination": (
-        {"do_sample": False, "num_return_sequences": 3},
-        "num_return_sequences, which is 3 (a whole number) (",
-    ),
-    "a text for an id": ({"eos_token_id": "</s>"}, 'eos_token_id, which is "</s>" (a string) ('),
-    "an id that the model lacks": ({"pad_token_id": 999}, "pad_token_id, which is 999 (a whole"),
-    "two": ({"max_new_tokens": 0, "early_stopping": "x"}, "its values ("),
-}
-
-
-@pytest.mark.parametrize(("keys", "problem"), REFUSED.values(), ids=REFUSED.keys())
-def test_settings_that_no_export_could_have_are_refused_at_import(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any], problem: str
+def test_settings_that_transformers_refuses_are_refused_at_import(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = saved(llama(), tmp_path / "hf"), tmp_path / "out"
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, **keys}))
-    capsys.readouterr()
-    assert main(["import-hf", str(folder), str(out), "--no-verify"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"{folder}/generation_config.json: transformers refuses {problem}")
-    assert error.endswith("; mend or remove it, or no export can be loaded\n")
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 0}')
+    assert main(["import-hf", str(folder), str(out)]) == 2
+    reported = capsys.readouterr().err
+    assert lacking(reported, f"transformers cannot load {folder}", "max_new_tokens") == []
     assert not out.exists()
-
-
-def test_an_id_in_config_json_is_refused_by_the_name_of_that_file(tmp_path: Path) -> None:
-    folder = saved(llama(), tmp_path / "hf")
-    change_config(folder, pad_token_id=999)
-    with pytest.raises(HuggingFaceError, match=r"/config\.json: transformers refuses pad_token_id"):
-        import_model(folder, tmp_path / "out", verify=False)
 
 
 def test_sampling_settings_of_published_models_are_accepted(folder: Path) -> None:

@@ -16,14 +16,12 @@ from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.reading import model_config
 from megaspeed.checkpoint.tensors import LARGEST_PIECE_BYTES
 from megaspeed.cli import main
-from megaspeed.cli.hugging_face import byte_count
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
 from megaspeed.hugging_face import exporting
 from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
-from megaspeed.hugging_face.weight_files import HuggingFaceError, StoredTensor
-from megaspeed.hugging_face.weights import Part
+from megaspeed.hugging_face.weights import HuggingFaceError, Part, StoredTensor
 from megaspeed.model.gpt import SwiGluMlp
 from tests.checkpoint.written import CONFIG, write_checkpoint
 from tests.hugging_face.models import END_OF_TEXT, llama, same, saved, weights_in, with_tokenizer
@@ -65,11 +63,12 @@ def test_one_file_if_one_suffices(checkpoint: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_files_are_no_larger_than_asked_for_but_for_one_tensor(
-    checkpoint: Path, tmp_path: Path
+def test_files_are_no_larger_than_the_limit_but_for_one_tensor(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export_model(checkpoint, tmp_path / "out", max_shard_bytes=20_000)
     export_model(checkpoint, tmp_path / "whole")
+    monkeypatch.setattr(exporting, "MAX_SHARD_BYTES", 20_000)
+    export_model(checkpoint, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 4 * 34_784
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -98,7 +97,7 @@ def test_a_precision_is_the_rounded_master_weights(checkpoint: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("precision", "value", "numbers"),
     [
-        ("float16", 1e5, ["65,504", " 100,000;", "--dtype bfloat16 or float32"]),
+        ("float16", 1e5, ["65,504", " 100,000;", "--dtype float32"]),
         ("bfloat16", 3.4e38, ["3.38953e+38", " 3.4e+38;", "--dtype float32"]),
     ],
 )
@@ -119,7 +118,7 @@ def test_a_weight_beyond_a_precision_is_refused(
     assert main([*command, "--dtype", precision]) == 2
     name = f"model.embed_tokens.weight of {tmp_path / 'checkpoint'}"
     out, err = capsys.readouterr()
-    assert out == "" and lacking(err, precision, name, " 2 of the 9,632 values", *numbers) == []
+    assert out == "" and lacking(err, precision, name, "2 of the 9,632 values", *numbers) == []
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "checkpoint"}
     export_model(tmp_path / "checkpoint", tmp_path / "out", verify=False)
     assert same(weights_in(tmp_path / "out"), weights_in(tmp_path / "hf"))
@@ -146,7 +145,7 @@ def test_a_model_that_has_diverged_is_refused_in_every_precision(
     with pytest.raises(HuggingFaceError) as caught:
         export_model(diverged, tmp_path / "out", precision=precision, verify=False)
     name = f"model.layers.0.self_attn.k_proj.weight of {diverged}"
-    assert lacking(caught.value, name, "16 NaN or infinite values of 512") == []
+    assert lacking(caught.value, name, "16 of the 512 values", "use an earlier checkpoint") == []
     assert list(tmp_path.iterdir()) == [diverged]
 
 
@@ -179,7 +178,7 @@ def test_a_tokenizer_can_be_named(
     command = ["export-hf", str(run_folder), str(tmp_path / "out"), "--tokenizer", str(named)]
     assert main([*command, "--json", str(figures)]) == 0
     agreement = json.loads(figures.read_text())["agreement"]
-    assert agreement["difference"] <= agreement["tolerance"] == 1e-4
+    assert agreement["difference"] <= agreement["tolerance"] < 1e-8
     assert "tokenizer: tokenizer.json, tokenizer_config.json" in capsys.readouterr().out
     ours = AutoTokenizer.from_pretrained(tmp_path / "out")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "tokens")
@@ -251,19 +250,6 @@ def test_a_disk_that_fills_up_is_reported_and_no_file_is_left(
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(("text", "size"), [("2GB", 2 * 10**9), ("1.5 kib", 1536), ("7", 7)])
-def test_a_size_has_a_unit(text: str, size: int) -> None:
-    assert byte_count(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "0", "2TBs", "-1MB", f"{'9' * 400}GB"])
-def test_invalid_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["export-hf", "checkpoint", "out", f"--max-shard-size={text}"])
-    assert stop.value.code == 2
-    assert "write one such as 500MB or 2GB" in capsys.readouterr().err
-
-
 LARGE: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -273,14 +259,9 @@ LARGE: dict[str, Any] = {
 MEASURED = """
 import sys
 from pathlib import Path
-from typing import Any
 from transformers import LlamaConfig
-from megaspeed.hugging_face.weight_files import HuggingFaceError
-from megaspeed.hugging_face.exporting import Precision, export_model
-from megaspeed.hugging_face.importing import _rows_of, import_model
-from megaspeed.hugging_face.weight_files import StoredTensor
-from megaspeed.hugging_face.weights import Part
-from megaspeed.model.gpt import SwiGluMlp
+from megaspeed.hugging_face import exporting
+from megaspeed.hugging_face.importing import import_model
 
 def memory(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -288,10 +269,11 @@ def memory(name):
 
 folder, checkpoint, out = map(Path, sys.argv[1:4])
 LlamaConfig()  # loads modules, which stay
+exporting.MAX_SHARD_BYTES = int(sys.argv[4])
 grown = []
 for action in (
     lambda: import_model(folder, checkpoint, verify=False),
-    lambda: export_model(checkpoint, out, max_shard_bytes=int(sys.argv[4]), verify=False),
+    lambda: exporting.export_model(checkpoint, out, verify=False),
 ):
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is held now
     before = memory("VmRSS")

@@ -5,8 +5,8 @@ Every token of a document is predicted once, from all earlier tokens in its wind
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from megaspeed.data.pieces import Piece
 from megaspeed.hugging_face import perplexity
 from megaspeed.hugging_face.perplexity import Score, Window, cut_windows, evaluate
 from megaspeed.hugging_face.text_model import TextModel
-from megaspeed.hugging_face.weight_files import ComputationError
+from megaspeed.hugging_face.weights import ComputationError
 from tests.hugging_face.tiny_text import LICENSE, tiny_model
 from tests.model.tiny_gpt import gpt2, llama
 
@@ -28,7 +28,6 @@ TEXT = LICENSE.read_text()
 DOCUMENTS = [TEXT[:300], "", "Grüße, 世界 \N{SNOWMAN}!", TEXT[300:307], TEXT[1000:1400]]
 SAME = 1e-6  # relative, because both add up fp32 logits
 MODELS = {"gpt2": gpt2(), "llama": llama()}
-WINDOWS = [(24, 24), (24, 10), (7, 7)]
 
 
 def pieces(documents: Sequence[str]) -> list[Piece]:
@@ -37,29 +36,27 @@ def pieces(documents: Sequence[str]) -> list[Piece]:
 
 
 @torch.no_grad()
-def plain_nats(
-    stock: PreTrainedModel, documents: Sequence[Sequence[int]], length: int, stride: int
-) -> float:
+def plain_nats(stock: PreTrainedModel, documents: Sequence[Sequence[int]], length: int) -> float:
     """Return the nats, from one forward pass for each token over the earlier ids in its window."""
     nats = 0.0
     for ids in documents:
         row = torch.tensor([0, *ids])
         for place in range(1, len(row)):
-            window = 0 if place <= length else math.ceil((place - length) / stride)
-            logits = stock(row[None, window * stride : place]).logits[0, -1]
+            start = (place - 1) // length * length
+            logits = stock(row[None, start:place]).logits[0, -1]
             nats -= float(logits.double().log_softmax(dim=0)[row[place]])
     return nats
 
 
-@pytest.mark.parametrize(("length", "stride"), WINDOWS)
+@pytest.mark.parametrize("length", [24, 7])
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
 def test_it_is_what_one_forward_pass_for_each_token_gives(
-    config: ModelConfig, length: int, stride: int, tmp_path: Path
+    config: ModelConfig, length: int, tmp_path: Path
 ) -> None:
     model, stock = tiny_model(config, tmp_path)
     encoded = model.tokenizer.encode(DOCUMENTS)
-    score = evaluate(model, pieces(DOCUMENTS), length=length, stride=stride, batch_size=3)
-    nats = plain_nats(stock, encoded, length, stride)
+    score = evaluate(model, pieces(DOCUMENTS), length=length)
+    nats = plain_nats(stock, encoded, length)
     tokens = sum(map(len, encoded))
     size = len("".join(DOCUMENTS).encode())
     assert (score.documents, score.tokens, score.text_bytes) == (5, tokens, size)
@@ -74,19 +71,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return tiny_model(gpt2(), tmp_path_factory.mktemp("model"))[0]
 
 
-def score(model: TextModel, documents: Sequence[str], **how: Any) -> Score:
-    return evaluate(
-        model, pieces(documents), **{"length": 24, "stride": 24, "batch_size": 4, **how}
-    )
+def score(model: TextModel, documents: Sequence[str]) -> Score:
+    return evaluate(model, pieces(documents), length=24)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 100])
+@pytest.mark.parametrize("together", [1, 2, 100])
 def test_how_many_windows_are_computed_at_once_does_not_matter(
-    model: TextModel, batch_size: int
+    model: TextModel, monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
-    assert score(model, DOCUMENTS, batch_size=batch_size).nats == pytest.approx(
-        score(model, DOCUMENTS).nats, rel=SAME
-    )
+    expected = score(model, DOCUMENTS).nats
+    monkeypatch.setattr(perplexity, "WINDOWS_TOGETHER", together)
+    assert score(model, DOCUMENTS).nats == pytest.approx(expected, rel=SAME)
 
 
 def test_a_large_vocabulary_computes_fewer_windows_at_once(
@@ -102,7 +97,7 @@ def test_a_large_vocabulary_computes_fewer_windows_at_once(
         return nats(model, windows)
 
     monkeypatch.setattr(perplexity, "_nats", count)
-    score(model, [TEXT[:300]], batch_size=4)
+    score(model, [TEXT[:300]])
     assert set(computed[:-1]) == {2}
 
 
@@ -111,27 +106,24 @@ def test_documents_add_up(model: TextModel) -> None:
     assert score(model, DOCUMENTS).nats == pytest.approx(sum(alone), rel=SAME)
 
 
-def test_more_context_changes_the_loss(model: TextModel) -> None:
-    losses = {round(score(model, DOCUMENTS, stride=stride).loss, 3) for stride in (24, 12, 1)}
-    assert len(losses) == 3
-
-
 def test_a_long_document_may_come_in_pieces(model: TextModel) -> None:
     # Words do not cross these borders, so the pieces have the tokens of the complete text.
     words = ["every", " piece", " is", " a", " word"] * 20
     together = [Piece("".join(words), ends_document=True)]
     apart = [Piece(word, ends_document=False) for word in words] + [Piece("", ends_document=True)]
-    how: dict[str, Any] = {"length": 24, "stride": 24, "batch_size": 4}
-    assert evaluate(model, apart, **how) == evaluate(model, together, **how)
+    assert evaluate(model, apart, length=24) == evaluate(model, together, length=24)
 
 
 def test_the_score_so_far_is_shown_after_each_batch(model: TextModel) -> None:
     shown: list[int] = []
-    how = {"length": 24, "stride": 24, "batch_size": 1}
     whole = evaluate(
-        model, pieces([TEXT[:200]]), **how, watch=lambda so_far: shown.append(so_far.tokens)
+        model, pieces([TEXT]), length=6, watch=lambda so_far: shown.append(so_far.tokens)
     )
     assert shown == [*range(24, whole.tokens, 24), whole.tokens]
+
+
+def test_an_end_of_text_precedes_a_document_if_nothing_else_does(model: TextModel) -> None:
+    assert score(replace(model, opening=()), DOCUMENTS) == score(model, DOCUMENTS)
 
 
 def test_text_without_a_token_has_no_loss(model: TextModel) -> None:
@@ -166,29 +158,20 @@ def predictions(windows: Iterable[Window]) -> list[tuple[int, tuple[int, ...]]]:
     ]
 
 
-def test_the_two_drawings_of_the_module() -> None:
+def test_the_drawing_of_the_module() -> None:
     document = [END, *range(1, 9)]
     disjoint = [Window([END, 1, 2, 3, 4], 4), Window([4, 5, 6, 7, 8], 4)]
-    assert list(cut_windows(document, opening=1, length=4, stride=4)) == disjoint
-    overlapping = [
-        Window([END, 1, 2, 3, 4], 4),
-        Window([2, 3, 4, 5, 6], 2),
-        Window([4, 5, 6, 7, 8], 2),
-    ]
-    assert list(cut_windows(document, opening=1, length=4, stride=2)) == overlapping
+    assert list(cut_windows(document, opening=1, length=4)) == disjoint
 
 
 @given(st.data())
 def test_each_token_is_predicted_once_from_its_window(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 8), "length")
-    stride = data.draw(st.integers(1, length), "stride")
     opening = data.draw(st.integers(1, 6), "ids before the document")
     document = list(range(opening + data.draw(st.integers(0, 40), "tokens")))
-    windows = list(cut_windows(document, opening=opening, length=length, stride=stride))
+    windows = list(cut_windows(document, opening=opening, length=length))
     assert all(window.counted > 0 for window in windows)
     reported = predictions(windows)
     assert [token for token, _ in reported] == document[opening:]
     for place, (_, seen) in enumerate(reported, start=opening):
-        # A token counts in the first window that reaches it.
-        window = 0 if place <= length else -(-(place - length) // stride)
-        assert list(seen) == document[window * stride : place]
+        assert list(seen) == document[(place - 1) // length * length : place]

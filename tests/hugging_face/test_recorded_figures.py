@@ -13,37 +13,31 @@ from tests.support.command import figures
 
 SAME = 1e-5  # relative
 
-# Options -> nats per token of two parts of the license, 796 tokens.
-LOSSES = {"": 24.57690967926428, "--sequence-length 16 --stride 5": 24.331013456061857}
+LOSS = 24.57690967926428  # nats per token of two parts of the license, 796 tokens
 
-# Prompt -> 40 greedy tokens.
+# Prompt -> 16 greedy tokens.
 GREEDY = {
-    "You may": "200 107 200 200 49 21 107 200 21 200 107 200 107 49 200 107 107 107 107 26 49 49 "
-    "21 144 21 144 26 21 288 21 21 144 200 246 26 49 21 21 144 21",
-    "": "200 144 200 49 144 144 200 144 144 144 144 144 21 144 49 49 49 49 144 49 49 144 21 144 21 "
-    "144 21 144 26 144 21 144 144 246 26 49 49 144 21 144",
-    "the terms and conditions of this agreement " * 3: "144 21 144 21 49 49 21 144 200 21 144 200 "
-    "26 144 49 49 144 49 144 21 49 26 49 26 144 49 246 26 26 144 21 26 144 144 144 26 49 49 26 49",
+    "You may": "200 107 200 200 49 21 107 200 21 200 107 200 107 49 200 107",
+    "": "200 144 200 49 144 144 200 144 144 144 144 144 21 144 49 49",
 }
 
 
-@pytest.mark.parametrize("options", LOSSES)
-def test_evaluate(options: str, tmp_path: Path) -> None:
+def test_evaluate(tmp_path: Path) -> None:
     texts = []
     for number, part in enumerate((slice(0, 700), slice(2000, 2600))):
         texts.append(tmp_path / f"{number}.txt")
         texts[-1].write_text(LICENSE.read_text()[part])
     checkpoint = checkpoint_of_text(tmp_path)
-    found = figures(tmp_path, "evaluate", "--checkpoint", checkpoint, *texts, *options.split())
+    found = figures(tmp_path, "evaluate", "--checkpoint", checkpoint, *texts)
     assert (found["documents"], found["tokens"], found["bytes"]) == (2, 796, 1300)
-    assert found["loss"] == pytest.approx(LOSSES[options], rel=SAME)
+    assert found["loss"] == pytest.approx(LOSS, rel=SAME)
     bits = found["loss"] / math.log(2) * 796 / 1300
     assert found["bits_per_byte"] == pytest.approx(bits, rel=SAME)
 
 
 def test_greedy_generate(tmp_path: Path) -> None:
     prompts = [word for prompt in GREEDY for word in ("--prompt", prompt)]
-    greedy = ["--temperature", 0, "--max-tokens", 40]
+    greedy = ["--temperature", 0, "--max-tokens", 16]
     checkpoint = checkpoint_of_text(tmp_path)
     found = figures(tmp_path, "generate", "--checkpoint", checkpoint, *greedy, *prompts)
     assert {

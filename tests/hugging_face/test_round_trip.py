@@ -39,10 +39,7 @@ def test_there_and_back_is_the_same_to_the_last_bit(make: Make, tmp_path: Path) 
     folder = saved(stock, tmp_path / "hf")
     reported: list[str] = []
     import_model(folder, tmp_path / "checkpoint", report=reported.append)
-    assert reported[-1].startswith(
-        "verified: logits of 3 prompts of up to 96 tokens differ by at most"
-    )
-    assert reported[-1].endswith("and 64 greedy tokens are the same")
+    assert reported[-1].startswith("verified: the logits of 96 tokens differ by at most ")
     assert inspect(tmp_path / "checkpoint").problems == ()
     export_model(tmp_path / "checkpoint", tmp_path / "back", report=reported.append)
     assert reported[-1].startswith("verified: ")

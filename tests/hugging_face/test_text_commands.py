@@ -7,23 +7,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from megaspeed.cli import main
 from megaspeed.cli.bar_or_lines import BarOrLines
-from megaspeed.cli.evaluate import show, text_of
-from megaspeed.config.data import Source
-from megaspeed.hugging_face.perplexity import Score
 from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
 from tests.support.command import Ended
-from tests.support.text import list_files
 
 TEXT = LICENSE.read_text()[:700]
-OPENS = "a document begins with <|endoftext|> (id 0); --opening changes this\n"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +44,7 @@ def evaluate(checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 def test_generate_prints_and_writes_every_sample(generate: Command, checkpoint: Path) -> None:
     reported = generate("--prompt", "You may", "--prompt", "[bold]", "--samples", 2, "--seed", 3)
-    assert (reported.code, reported.err) == (0, OPENS)
+    assert (reported.code, reported.err) == (0, "")
     assert reported.out.startswith(f"{checkpoint}\n")
     continuations = reported.figures["continuations"]
     assert [(c["prompt"], c["number"]) for c in continuations] == [
@@ -69,7 +62,6 @@ def test_generate_prints_and_writes_every_sample(generate: Command, checkpoint: 
     assert reported.figures["sampling"] == {
         "temperature": 0.8,
         "top_k": 50,
-        "top_p": 1.0,
         "max_tokens": 12,
         "seed": 3,
     }
@@ -88,29 +80,23 @@ def test_evaluate_computes_the_same_loss_for_every_format(
     plain.write_text(TEXT)
     packed.write_bytes(gzip.compress(json.dumps({"body": TEXT}).encode()))
     one = evaluate(plain)
-    assert (one.code, one.err) == (0, OPENS)
+    assert (one.code, one.err) == (0, "")
     two = evaluate(plain, packed, "--text-field", "body")
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert two.figures[name] == pytest.approx(one.figures[name], rel=1e-6)
     for name in ("documents", "tokens", "bytes"):
         assert two.figures[name] == 2 * one.figures[name]
     assert one.figures["bytes"] == 700
-    assert {name: one.figures[name] for name in ("sequence_length", "stride", "dtype")} == {
-        "sequence_length": 24,
-        "stride": 24,
-        "dtype": "float32",
-    }
+    assert (one.figures["sequence_length"], one.figures["dtype"]) == (24, "float32")
     assert f"\nloss            {one.figures['loss']:.4f}\n" in one.out
     assert f"\nbits per byte   {one.figures['bits_per_byte']:.4f}\n" in one.out
 
 
-def test_evaluate_takes_windows_batches_and_precision(evaluate: Command, tmp_path: Path) -> None:
+def test_evaluate_takes_a_length_and_a_precision(evaluate: Command, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     plain = evaluate(tmp_path / "a.txt").figures
-    batched = evaluate(tmp_path / "a.txt", "--batch-size", 1).figures
-    assert batched["loss"] == pytest.approx(plain["loss"], rel=1e-6)
-    short = evaluate(tmp_path / "a.txt", "--sequence-length", 8, "--stride", 3).figures
-    assert (short["sequence_length"], short["stride"]) == (8, 3)
+    short = evaluate(tmp_path / "a.txt", "--sequence-length", 8).figures
+    assert short["sequence_length"] == 8
     coarse = evaluate(tmp_path / "a.txt", "--dtype", "bfloat16").figures
     assert len({plain["loss"], short["loss"], coarse["loss"]}) == 3
     assert coarse["loss"] == pytest.approx(plain["loss"], rel=0.02)
@@ -127,8 +113,7 @@ def test_wrong_input_is_reported_with_its_mend(
         (evaluate(tmp_path / "nowhere.txt"), f"there is no file {tmp_path / 'nowhere.txt'}"),
         (evaluate(), "INPUT must list at least one source"),
         (evaluate(empty), "at least one token is needed to predict"),
-        (evaluate(text, "--sequence-length", 25), "25 is more than 24; lower or"),
-        (evaluate(text, "--stride", 25), "25 is more than 24; lower or"),
+        (evaluate(text, "--sequence-length", 25), "max_position_embeddings 24; lower or omit it"),
         (evaluate(text, "--tokenizer", larger), "has 302 entries"),
         (generate("--tokenizer", larger), "has 302 entries"),
         (generate("--checkpoint", tmp_path), "must be a checkpoint, a folder of checkpoints or"),
@@ -148,15 +133,10 @@ def test_wrong_input_is_reported_with_its_mend(
         ["generate", "--checkpoint", ".", "--temperature", "-1"],
         ["generate", "--checkpoint", ".", "--temperature", "nan"],
         ["generate", "--checkpoint", ".", "--top-k", "-1"],
-        ["generate", "--checkpoint", ".", "--top-p", "0"],
-        ["generate", "--checkpoint", ".", "--top-p", "1.5"],
         ["generate", "--checkpoint", ".", "--samples", "0"],
-        ["generate", "--checkpoint", ".", "--opening", "bos"],
-        ["evaluate", "--checkpoint", ".", "a.txt", "--opening", "nothing"],
         ["evaluate", "a.txt"],
-        ["evaluate", "--checkpoint", ".", "a.txt", "--stride", "0"],
+        ["evaluate", "--checkpoint", ".", "a.txt", "--sequence-length", "0"],
         ["evaluate", "--checkpoint", ".", "a.txt", "--dtype", "int8"],
-        ["evaluate", "--checkpoint", ".", "a.txt", "--device", "tpu"],
     ],
 )
 def test_a_wrong_command_line_is_wrong_input(
@@ -208,13 +188,6 @@ def test_a_prompt_that_is_not_utf_8_is_wrong_input(checkpoint: Path) -> None:
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_asked_for_must_be_there(generate: Command) -> None:
-    reported = generate("--device", "cuda")
-    assert (reported.code, reported.out) == (2, "")
-    assert "--device cuda needs a GPU that torch can use, but there is none" in reported.err
-
-
 def test_neither_command_loads_deepspeed(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     code = (
@@ -226,27 +199,20 @@ def test_neither_command_loads_deepspeed(checkpoint: Path, tmp_path: Path) -> No
     command = [sys.executable, "-c", code, str(checkpoint), str(tmp_path / "a.txt")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert (done.returncode, done.stderr) == (0, 2 * OPENS)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-# --- how far an evaluation has come ---------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------
 
 
-def test_lines_show_the_predicted_share_and_the_loss_so_far(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, size in {"a.txt": 30, "b.txt": 10}.items():
-        (tmp_path / name).write_text("x" * size)
-    files = list_files([Source(path=f"{tmp_path}/*.txt")], "INPUT")
-    score = Score(nats=3.0, tokens=1_500, read_tokens=3_000)
+def test_lines_show_the_share_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     with BarOrLines(40, seconds_between_lines=0) as bar:
-        for piece in text_of(files, [30, 10]):
-            show(replace(score, read_bytes=piece.read_bytes), bar)
-        show(replace(score, read_bytes=40, tokens=3_000), bar)
+        for done in (15, 20, 40):
+            bar.show(done, "some text")
     first, second, last = capsys.readouterr().err.splitlines()
-    assert first == " 38%  1,500 tokens, loss 0.0020"
-    assert re.fullmatch(r" 50%  1,500 tokens, loss 0\.0020, \d:\d\d:\d\d left", second)
-    assert last == "100%  3,000 tokens, loss 0.0010"
+    assert first == " 38%  some text"
+    assert re.fullmatch(r" 50%  some text, \d:\d\d:\d\d left", second)
+    assert last == "100%  some text"
 
 
 def test_no_share_is_shown_if_the_total_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
