@@ -4,7 +4,6 @@ A run may still be training, or may have failed: both commands read what its fol
 """
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,56 +56,31 @@ def run_report(options: argparse.Namespace) -> int:
 def run_compare_runs(options: argparse.Namespace) -> int:
     """Print the first step and quantity in which two runs differ.
 
-    Compares both metrics.jsonl files from the first step of the later run to the last step of the
-    shorter run: learning rate, tokens, loss, gradient norm, skipped steps, validation. The exit
-    code is 0 if they are equal, 1 if they differ or one run lacks a step or a validation, and 2 if
-    a folder is not a run folder or the runs have no step in common.
+    Compares the steps in both metrics.jsonl files: learning rate, tokens, loss, gradient norm,
+    skipped steps, validation. The exit code is 0 if they are equal, 1 if they differ, and 2 if a
+    folder is not a run folder or the runs have no step in common.
     """
     from megaspeed.reports.run_record import compare_runs, read_run
 
-    one, two = read_run(options.runs[0]), read_run(options.runs[1])
-    found = compare_runs(one, two, options.tolerance)
+    folders = list(map(str, options.runs))
+    runs = [read_run(folder) for folder in options.runs]
+    found = compare_runs(runs[0], runs[1], options.tolerance)
+    recorded = " and ".join(f"{len(run.steps):,}" for run in runs)
     if found["common_steps"] == 0:
-        raise DataError(
-            f"{one.folder} and {two.folder} have no step in common: they recorded "
-            f"{len(one.steps):,} and {len(two.steps):,} steps"
-        )
-    for line in _differences(found, options.runs, options.tolerance):
-        say(line)
-    for run in (one, two):
-        for note in run.notes:
-            say(f"note: {run.folder}: {note}")
-    for verb, a, b in (
-        ("begin", one.steps[0], two.steps[0]),
-        ("end", one.steps[-1], two.steps[-1]),
-    ):
-        if a != b:
-            say(f"note: the runs {verb} at steps {a:,} and {b:,}")
-    runs = list(map(str, options.runs))
-    write_json(options, {"runs": runs, "tolerance": options.tolerance, **found})
-    return EXIT_DONE if found["equal"] else EXIT_FAILED
-
-
-def _differences(found: dict[str, Any], runs: list[Path], tolerance: float) -> Iterator[str]:
-    lines = []
+        both = " and ".join(folders)
+        raise DataError(f"{both} have no step in common: they recorded {recorded} steps")
+    say(f"{found['common_steps']:,} steps in common; the runs recorded {recorded}")
     for parting in found["partings"]:
         one, two = ("not finite" if value is None else value for value in parting["values"])
         relative = parting["relative"]
         by = "" if relative is None else f", relative difference {relative:.1e}"
-        lines.append((parting["step"], f"{parting['quantity']} {one} and {two}{by}"))
-    for missing in found["missing"]:
-        first, *others = missing["steps"]
-        more = f", and {len(others):,} later" if others else ""
-        lines.append((first, f"{runs[missing['run']]} lacks this {missing['quantity']}{more}"))
-    lines.sort(key=lambda line: line[0])
-    for index, (step, text) in enumerate(lines):
-        yield f"{'' if index else 'first difference at '}step {step:,}: {text}"
-    if not lines:
-        steps = f"{found['common_steps']:,} steps"
-        yield f"{steps} are equal within a relative difference of {tolerance:g}"
-    if found["largest"]:
-        largest = ", ".join(f"{name} {value:.1e}" for name, value in found["largest"].items())
-        yield f"largest relative differences: {largest}"
-    if found["config"]:
-        yield f"configuration ({runs[0]} -> {runs[1]}):"
-        yield from (f"  {key}: {before} -> {after}" for key, before, after in found["config"])
+        say(f"step {parting['step']:,}: {parting['quantity']} first differs: {one} and {two}{by}")
+    if found["equal"]:
+        say(f"equal within a relative difference of {options.tolerance:g}")
+    for key, before, after in found["config"]:
+        say(f"configuration: {key}: {before} -> {after}")
+    for run in runs:
+        for note in run.notes:
+            say(f"note: {run.folder}: {note}")
+    write_json(options, {"runs": folders, "tolerance": options.tolerance, **found})
+    return EXIT_DONE if found["equal"] else EXIT_FAILED

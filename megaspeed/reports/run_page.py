@@ -2,32 +2,59 @@
 
     heading       the runs and their colours
     summary       a column for each run
-    charts        loss, gradient norm, learning rate, throughput, memory, ...; all runs in each
-                  chart, with a dashed line at each resumption
-    predictions   bubble, traffic, peak memory
-    starts        when and on which layout a run was started and resumed
+    charts        loss, gradient norm, learning rate, throughput, memory; all runs in each chart,
+                  with a dashed line at each resumption
     configuration the keys that differ between the runs, and all keys of each run
 
 ``run_page.html`` is the template. It escapes all text from a run, and the page's content security
-policy blocks scripts.
+policy blocks scripts. matplotlib draws in black, which becomes the colour of the page's text
+(``currentColor``), so a chart can be read in dark mode too.
 """
 
+import io
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jinja2
 import numpy as np
 
-from megaspeed.config.errors import ConfigError
-from megaspeed.config.loading import parse_config
-from megaspeed.config.resolve import resolve_recorded
-from megaspeed.planning.costs.traffic import axis_totals
-from megaspeed.planning.prediction import ideal_bubble, predict, predict_peaks
-from megaspeed.reports.run_charts import COLOURS, draw_charts
 from megaspeed.reports.run_record import RunRecord, config_differences
-from megaspeed.units import readable_memory, traffic_unit
+from megaspeed.units import readable_memory
+
+# Readable on white and on black.
+COLOURS = ("#3b82f6", "#f07818", "#16a34a", "#d946ef", "#0ea5b7", "#ef4444", "#8b7cf6", "#a08000")
+_MOST_DRAWN = 800
+
+
+class Chart(NamedTuple):
+    """The curves of one picture, and what is written around them."""
+
+    title: str
+    unit: str
+    curves: tuple[str, ...]  # how the names of its curves begin
+    scale: float = 1.0  # a value of 1 in the unit of the chart
+    logarithmic: bool = False
+
+
+CHARTS = (
+    Chart("Loss (dots: validation)", "nats per token", ("loss", "validation_loss")),
+    Chart("Gradient norm", "before clipping", ("grad_norm",), logarithmic=True),
+    Chart("Learning rate", "", ("learning_rate",)),
+    Chart("Throughput", "tokens/s, all ranks", ("tokens_per_second",)),
+    Chart("Peak memory by pipeline stage", "MiB", ("peak_memory_bytes/",), scale=2.0**-20),
+)
+
+
+class Line(NamedTuple):
+    """One line of a chart."""
+
+    curve: str
+    colour: str
+    steps: np.ndarray  # of finite values, at least one
+    values: np.ndarray
 
 
 def page(records: Sequence[RunRecord]) -> str:
@@ -37,14 +64,14 @@ def page(records: Sequence[RunRecord]) -> str:
         names = [str(run.folder) for run in records]
     runs = dict(zip(names, records, strict=True))
     figures = [_figures(run) for run in records]
+    restarts = sorted({step for run in records for step in run.resumptions})
+    drawn = ((chart, list(_lines(chart, records))) for chart in CHARTS)
     template = Path(__file__).with_name("run_page.html").read_text(encoding="utf-8")
     return jinja2.Template(template, autoescape=True, trim_blocks=True).render(
         runs=runs,
         colours=COLOURS,
         summary=[(name, *(column[name] for column in figures)) for name in figures[0]],
-        charts=list(draw_charts(runs)),
-        predictions=[row for name, run in runs.items() for row in _predictions(name, run)],
-        starts=[row for name, run in runs.items() for row in _starts(name, run)],
+        charts=[(chart.title, draw(chart, lines, restarts)) for chart, lines in drawn if lines],
         differences=[(key, *values) for key, values in config_differences(records)],
         configurations={name: json.dumps(run.config, indent=2) for name, run in runs.items()},
     )
@@ -59,13 +86,9 @@ def _figures(run: RunRecord) -> dict[str, str]:
         return format(value, form) if np.isfinite(value) else "-"
 
     planned = run.settings.get("training.steps")
-    progress = f"{run.last_step:,}"
-    if isinstance(planned, int):
-        ended = "" if run.last_step >= planned else ", under way or interrupted"
-        progress = f"{run.last_step:,} of {planned:,}{ended}"
     peaks = [_last(run.curves[name].values) for name in run.names_of("peak_memory_bytes/")]
     return {
-        "step": progress,
+        "step": f"{run.last_step:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""),
         "loss": figure("loss", ".4f"),
         "validation loss": figure("validation_loss", ".4f"),
         "tokens": figure("tokens", ",.0f"),
@@ -83,29 +106,58 @@ def _last(values: np.ndarray) -> float:
     return float(values[-1])
 
 
-def _predictions(name: str, recorded: RunRecord) -> Iterator[tuple[str, ...]]:
-    """Yield the row of a run, unless this version does not accept its configuration."""
-    try:
-        config = parse_config(recorded.config)
-        run = resolve_recorded(config, name=name, source="config.json", device_type="cuda")
-    except (ConfigError, OSError):
-        run = None
-    if run is None:
-        return
-    totals = axis_totals(predict(run).busiest.traffic)
-    sent = [f"{axis} {traffic_unit((total,)).named(total)}" for axis, total in totals.items()]
-    peaks = [readable_memory(peak) for peak in predict_peaks(run)]
-    yield (
-        name,
-        f"{run.grid}, ZeRO-{run.zero_stage}, {run.precision}",
-        f"{ideal_bubble(run):.1%}",
-        ", ".join(sent) or "nothing",
-        ", ".join(peaks[:8]) + (", ..." if len(peaks) > 8 else ""),
-    )
+def _lines(chart: Chart, runs: Sequence[RunRecord]) -> Iterator[Line]:
+    """Yield the lines of a chart. If it shows one run, each line has its own colour."""
+    for place, run in enumerate(runs):
+        for index, curve in enumerate(run.names_of(*chart.curves)):
+            steps, values = run.curves[curve]
+            drawable = np.isfinite(values) & ((values > 0) | (not chart.logarithmic))
+            if drawable.any():
+                colour = COLOURS[(index if len(runs) == 1 else place) % len(COLOURS)]
+                yield Line(curve, colour, steps[drawable], values[drawable] * chart.scale)
 
 
-def _starts(name: str, run: RunRecord) -> Iterator[tuple[Any, ...]]:
-    for start in run.starts:
-        degrees = " x ".join(f"{axis} {start.get(axis, '?')}" for axis in ("pp", "dp", "tp"))
-        time = str(start.get("time", "")).replace("T", " ")
-        yield name, f"{start['step']:,}", time, f"{degrees}, ZeRO-{start.get('zero_stage', '?')}"
+def draw(chart: Chart, lines: Sequence[Line], restarts: Sequence[int] = ()) -> str:
+    """Return the ``<svg>`` element of a chart, with a dashed line at each step of ``restarts``."""
+    # Imported here: matplotlib takes long to import, and other commands do not need it.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    # Text stays text, and the same chart has the same ids.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megaspeed", "font.size": 9}):
+        figure = Figure(figsize=(5.2, 2.9), layout="constrained")
+        axes = figure.add_subplot(xlabel="step", ylabel=chart.unit)
+        axes.patch.set_visible(False)
+        for line in lines:
+            steps, values = _thinned(line.steps), _thinned(line.values)
+            has_dots = len(steps) == 1 or line.curve == "validation_loss"
+            axes.plot(steps, values, color=line.colour, lw=1.3, marker="o" if has_dots else None)
+        if len(lines) > 1 and len({line.curve for line in lines}) == len(lines):
+            labels = [line.curve.replace("peak_memory_bytes/", "stage ") for line in lines]
+            figure.legend(axes.lines, labels, loc="outside lower center", ncols=4, frameon=False)
+        for step in restarts:
+            axes.axvline(step, color="black", lw=0.8, ls=(0, (2, 3)), alpha=0.6)
+        if chart.logarithmic:
+            axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            decades = LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,))
+            axes.yaxis.set_major_locator(MaxNLocator(5) if high < 10 * low else decades)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.grid(color="black", alpha=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", transparent=True)
+    svg = written.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r' id="[a-z_]+_\d+"', "", svg)  # one page holds several charts
+    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg role="img" viewBox="\1">', svg)
+    return svg.replace("#000000", "currentColor")
+
+
+def _thinned(numbers: np.ndarray) -> np.ndarray:
+    """Return at most ``_MOST_DRAWN`` numbers, each the mean of equally many neighbours."""
+    size = -(-len(numbers) // _MOST_DRAWN)
+    groups = np.split(numbers, range(size, len(numbers), size))
+    return np.array([group.mean() for group in groups])

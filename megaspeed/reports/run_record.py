@@ -22,14 +22,13 @@ import numpy as np
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
 from megaspeed.files.json_values import leaves, read_records
-from megaspeed.topology.activity import PARTS
 from megaspeed.training import run_folder
 
 _LARGEST, _LARGEST_STEP = 1e100, 10**12
 """A larger value is treated as damaged, because sums and axes would overflow."""
 
 _COMPARED = ("tokens", "learning_rate", "loss", "grad_norm", "skipped")
-_OF_STEPS = (*_COMPARED, "step_time_seconds", "tokens_per_second", "tflops_per_rank", "mfu")
+_OF_STEPS = (*_COMPARED, "step_time_seconds", "tokens_per_second")
 _OF_VALIDATIONS = ("validation_loss", "validation_perplexity")
 
 QUANTITIES = (*_COMPARED, *_OF_VALIDATIONS)
@@ -56,8 +55,7 @@ class RunRecord:
     """One run."""
 
     folder: Path
-    # By name. Lists and objects have a curve for each of their numbers: "peak_memory_bytes/0" for
-    # pipeline stage 0, "parts_seconds/compute".
+    # By name. A list has a curve for each number: "peak_memory_bytes/0" for pipeline stage 0.
     curves: Mapping[str, Curve]
     starts: Sequence[Mapping[str, Any]]  # the lines of starts.jsonl, in order of time
     config: Mapping[str, Any]  # the resolved configuration; empty if it cannot be read
@@ -106,11 +104,10 @@ def read_run(folder: Path) -> RunRecord:
     config: dict[str, Any] = {}
     points: dict[str, tuple[array[int], array[float]]]
     points = defaultdict(lambda: (array("q"), array("d")))
-    for path in (file, folder / run_folder.PARTS):
-        for step, record in _records(path, notes):
-            for name, value in _values(record):
-                points[name][0].append(step)
-                points[name][1].append(_number(value))
+    for step, record in _records(file, notes):
+        for name, value in _values(record):
+            points[name][0].append(step)
+            points[name][1].append(_number(value))
     starts = [start for _, start in _records(folder / run_folder.STARTS, notes, first_step=0)]
     try:
         config, _ = read_json_object(folder / run_folder.CONFIG)
@@ -144,10 +141,8 @@ def _records(
 
 def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values of a record by the name of their curve."""
-    parts, peaks = record.get("parts_seconds"), record.get("peak_memory_bytes")
-    if isinstance(parts, dict):
-        yield from ((f"parts_seconds/{part}", parts[part]) for part in PARTS if part in parts)
-    elif "validation_loss" in record:
+    peaks = record.get("peak_memory_bytes")
+    if "validation_loss" in record:
         yield from ((name, record.get(name)) for name in _OF_VALIDATIONS)
     else:
         yield from ((name, record.get(name)) for name in _OF_STEPS)
@@ -176,24 +171,17 @@ def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> dict[str, 
     Returns:
         What ``compare-runs --json`` writes:
 
-        equal         whether no quantity differs and nothing is missing
+        equal         whether no quantity differs
         common_steps  number of steps that both recorded
-        missing       steps and validations that only one recorded, between the first step of the
-                      later run and the last step of the shorter run: a list of {"run" (0 or 1, the
-                      one without them), "quantity" ("step" or "validation"), "steps"}
         partings      the first difference of each quantity that differs, in the order of steps: a
                       list of {"step", "quantity", "values" (of both), "relative"}. A value is None
                       if it is not a finite number, and then the relative difference is None, too
-        largest       quantity -> largest relative difference over the common steps
         config        keys with different values: a list of [key, value in one, value in two]
     """
     partings = []
-    largest = {}
     for name in QUANTITIES:
         steps, a, b = _differing(one.curves[name], two.curves[name])
         relative = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
-        if np.isfinite(relative).any():
-            largest[name] = float(np.nanmax(relative))
         is_within = relative <= (0.0 if name in _EXACT else tolerance)  # false for NaN
         for first in np.flatnonzero(~is_within)[:1]:
             partings.append(
@@ -204,14 +192,11 @@ def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> dict[str, 
                     "relative": _recorded("", relative[first]),
                 }
             )
-    missing = list(_missing(one, two))
     return {
-        "equal": not partings and not missing,
+        "equal": not partings,
         "common_steps": len(np.intersect1d(one.steps, two.steps)),
-        "missing": missing,
         # sorted is stable, so within a step the order of QUANTITIES is kept.
         "partings": sorted(partings, key=lambda parting: parting["step"]),
-        "largest": largest,
         "config": [[key, *values] for key, values in config_differences([one, two])],
     }
 
@@ -227,22 +212,6 @@ def _differing(one: Curve, two: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarr
 def _recorded(name: str, value: float) -> Any:
     """Return a value as metrics.jsonl has it."""
     return None if np.isnan(value) else _EXACT.get(name, float)(value)
-
-
-def _missing(one: RunRecord, two: RunRecord) -> Iterator[dict[str, Any]]:
-    begin = max(run.steps.min(initial=_LARGEST_STEP) for run in (one, two))
-    end = min(one.last_step, two.last_step)
-    # A run validates at its end, so only a run that has ended has a validation at its last step.
-    end_of_validations = end if one.last_step == two.last_step else end - 1
-    for run, (lacking, having) in enumerate(((one, two), (two, one))):
-        for quantity, name, last in (
-            ("step", "loss", end),
-            ("validation", "validation_loss", end_of_validations),
-        ):
-            steps = np.setdiff1d(having.curves[name].steps, lacking.curves[name].steps)
-            steps = steps[(begin <= steps) & (steps <= last)]
-            if len(steps):
-                yield {"run": run, "quantity": quantity, "steps": steps.tolist()}
 
 
 def config_differences(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:

@@ -74,12 +74,8 @@ def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
     folder = written_run(tmp_path / "run", steps=2)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "loss": 9.0}\n')
-    seconds = [{"compute": 1.0}, {"compute": 2.0}]
-    lines = [json.dumps({"step": 10, "parts_seconds": each}) for each in seconds]
-    (folder / "parts.jsonl").write_text("\n".join(lines))
     run = read_run(folder)
     assert run.steps.tolist() == [1, 2] and run.curves["loss"].values[0] == 9.0
-    assert [each.tolist() for each in run.curves["parts_seconds/compute"]] == [[10], [2.0]]
 
 
 def test_a_step_takes_less_than_half_a_kilobyte_of_memory(tmp_path: Path) -> None:
