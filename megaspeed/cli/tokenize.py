@@ -20,18 +20,15 @@ from megaspeed.cli.options import (
     add_flags,
     add_parser,
     add_values,
-    positive,
     say,
     write_json,
 )
 from megaspeed.cli.text_options import add_text_options, text_files
-from megaspeed.data.encode import WorkerDied
 from megaspeed.data.pieces import BadRecord
 from megaspeed.data.token_folder import Progress
-from megaspeed.data.tokenize import DEFAULT_SHARD_TOKENS, tokenize
+from megaspeed.data.tokenize import tokenize
 from megaspeed.data.tokenizer import load_tokenizer
 from megaspeed.files.paths import path_argument
-from megaspeed.topology.launch import usable_processors
 
 _RECORDS_SHOWN = 10
 
@@ -93,13 +90,10 @@ def add_to(commands: Any) -> None:
     """Add the command and its options."""
     parser = add_parser(commands, "tokenize", run, "write text as a folder of token files")
     add_text_options(parser)
-    size = "a file ends with the document that brings it to this number of tokens (%(default)s)"
     add_values(
         parser,
         ("--tokenizer", path_argument, "T", ..., "a folder with a tokenizer, or its JSON"),
         ("--output", path_argument, "DIR", ..., "a new folder for the tokens"),
-        ("--processes", positive, "N", usable_processors(), "encoders (cores here: %(default)s)"),
-        ("--shard-size", positive, "TOKENS", DEFAULT_SHARD_TOKENS, size),
     )
     add_flags(
         parser,
@@ -120,14 +114,9 @@ def run(options: argparse.Namespace) -> int:
                 tokenizer,
                 options.output,
                 display.report,
-                processes=options.processes,
-                shard_tokens=options.shard_size,
                 skip=display.skip if options.skip_bad else None,
                 fresh=options.fresh,
             )
-    except WorkerDied as error:
-        say(f"{error}; {_CONTINUES}. With fewer --processes it needs less memory", error=True)
-        return EXIT_FAILED
     except OSError as error:
         say(_cannot_continue(error, options.output), error=True)
         return EXIT_FAILED

@@ -14,8 +14,7 @@ Data flows from top to bottom, and a file imports only from files above it:
     encode          documents -> ids, in threads or in several processes
     token_folder    the folder that ``tokenize`` writes: its writer and its reader
     tokenize        files -> a token folder
-    foreign_tokens  nanoGPT's and Megatron-LM's token files
-    token_sources   sources that are token files already
+    token_sources   sources that are token ids already
     hold_out        documents and token files -> training | validation
     selection       a ``data`` section -> its files, checked; its tokenizer
     text_cache      files of text -> token folders and a tokenizer in the cache

@@ -22,7 +22,6 @@ import numpy as np
 
 from megaspeed.data.documents import Document, described_files
 from megaspeed.data.errors import DataError, raise_any
-from megaspeed.data.foreign_tokens import MegatronIndex
 from megaspeed.data.token_file import TokenFile, document_ends
 
 _SHORT_OF = 0.1
@@ -244,9 +243,6 @@ def _inside(file: TokenFile, wanted: int) -> int:
 
 def _end_near(file: TokenFile, token: int, slack: int) -> int:
     """Return the first end of a document in [token, token + slack]; if there is none, ``token``."""
-    if file.megatron_index is not None:
-        end = MegatronIndex.read(file.megatron_index.with_suffix("")).document_end_from(token)
-        return end if end <= min(token + slack, file.index.tokens - 1) else token
     if file.index.end_of_text is None:
         return token
     near = file.map()[token - 1 : token + slack]

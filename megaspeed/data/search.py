@@ -1,4 +1,4 @@
-"""Find what sources name: a file, a folder, a prefix of token files, or the matches of a glob.
+"""Find what sources name: a file, a folder, or the matches of a glob.
 
 ``!books/drafts`` or ``!README*`` excludes files from the sources before it.
 """
@@ -54,12 +54,12 @@ def find(sources: Sequence[Source], setting: str, report: bool = False) -> list[
 
 
 def paths_at(text: str, report: bool = False) -> list[Path]:
-    """Return the absolute paths that a path, a prefix of token files or a glob names, sorted.
+    """Return the absolute paths that a path or a glob names, sorted.
 
     If ``report``, a search that takes long is reported once on standard error.
     """
     path = expand_home(text)
-    if os.path.exists(path) or os.path.isfile(f"{path}.idx"):  # its name may look like a glob
+    if os.path.exists(path):  # its name may look like a glob
         return [path.absolute()]
     found: set[Path] = set()
     report_at = time.monotonic() + _REPORTED_AFTER_SECONDS if report else float("inf")

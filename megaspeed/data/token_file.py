@@ -17,11 +17,8 @@ from numpy.typing import NDArray
 
 from megaspeed.data.errors import DataError
 
-TokenDtype = Literal["<u1", "<i1", "<u2", "<i2", "<i4", "<u4", "<i8"]
-"""How an id is written, in numpy's notation: little-endian, unsigned or signed, bytes."""
-
 IdType = Literal["<u2", "<u4"]
-"""The types of ids that megaspeed writes."""
+"""How an id is written, in numpy's notation: little-endian, unsigned, 2 or 4 bytes."""
 
 _BLOCK_TOKENS = 1 << 22
 
@@ -61,7 +58,7 @@ class TokenIndex:
 
     tokens: int
     documents: int | None
-    dtype: TokenDtype
+    dtype: IdType
     largest_id: int
     vocab_size: int | None
     end_of_text: int | None
@@ -77,13 +74,11 @@ class TokenFile:
         path: the file.
         index: what is known about the file, or about the part.
         first_token: the index of the part's first token in the file.
-        megatron_index: the .idx with the ends of documents, if it is a file of Megatron-LM.
     """
 
     path: Path
     index: TokenIndex
     first_token: int = 0
-    megatron_index: Path | None = None
 
     def map(self) -> NDArray[np.integer]:
         """Return the ids, shape (tokens,), read from the disk as they are used.

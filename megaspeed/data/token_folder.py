@@ -69,7 +69,6 @@ class TokenFolderIndex(TokenIndex):
         shards: in order.
     """
 
-    dtype: IdType
     documents: int
     vocab_size: int
     end_of_text: int

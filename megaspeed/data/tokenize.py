@@ -1,7 +1,7 @@
 """``megaspeed tokenize``: convert text of any size to a folder of token files.
 
     DIR/plan.json                                input, settings and progress
-    DIR/tokenizer.json, tokenizer_config.json    for the worker processes, and for training
+    DIR/tokenizer.json, tokenizer_config.json    the tokenizer, for training
     DIR/tokens-00000.bin ...                     the ids, in shards that end with a document
     DIR/documents.jsonl                          a line for each document, for the fingerprint
     DIR/skipped.jsonl                            a line for each bad record
@@ -23,7 +23,7 @@ import tokenizers
 from pydantic import TypeAdapter
 
 from megaspeed.data.documents import DocumentHash, changed_while_read, no_text
-from megaspeed.data.encode import encoder
+from megaspeed.data.encode import encode
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import CUT_RULE, BadRecord, OnBad, Piece, refuse
 from megaspeed.data.sources import SourceFile
@@ -54,8 +54,7 @@ _LOCK = ".lock"
 _PROGRESS = "progress"
 _TEMPORARY_FILES = (PLAN, DOCUMENTS)
 _ALL = (INDEX, *_TEMPORARY_FILES, SKIPPED, SHARDS, TOKENIZER_FILE, CONFIG_FILE)
-# The plan is saved after input files of at least this size, because saving makes the processes
-# idle.
+# The plan is saved after input files of at least this size, because saving flushes all files.
 _SAVED_AT_ONCE_BYTES = 1 << 26
 _OR_SKIP = ", or skip bad records with --skip-bad"
 
@@ -66,7 +65,6 @@ def tokenize(
     folder: Path,
     report: Callable[[Progress], None],
     *,
-    processes: int | None = None,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     skip: OnBad | None = None,
     fresh: bool = False,
@@ -78,8 +76,6 @@ def tokenize(
         tokenizer: the tokenizer, which is also saved in the folder.
         folder: a folder that is new, empty, or was written by an interrupted call.
         report: called with the progress, first with that of earlier calls, then after each batch.
-        processes: number of processes that encode; None for the threads of this process. The files
-            do not depend on it.
         shard_tokens: a shard ends with the document that makes it at least this long.
         skip: called with every bad record, which is skipped. If None, the first one raises
             DataError.
@@ -88,7 +84,6 @@ def tokenize(
     Raises:
         DataError: a record is bad; or the folder is finished, in use, or contains other files, such
             as those of a call with another input or tokenizer.
-        WorkerDied: a process was killed.
         OSError: a file cannot be read or written.
     """
     with _lock_folder(folder):
@@ -101,16 +96,15 @@ def tokenize(
         _save(folder, plan, progress)
         tokenizer.save(folder)
         writer = TokenFolderWriter(folder, shard_tokens, progress)
-        with encoder(tokenizer, folder, processes) as encode:
-            report(progress)
-            for group in _groups(states, progress.files):
-                pieces = _read(files[group], states[group], writer, skip)
-                for packed in encode(pieces):
-                    writer.write(packed)
-                    report(progress)
-                progress.files = group.stop
-                writer.flush()
-                _save(folder, plan, progress)
+        report(progress)
+        for group in _groups(states, progress.files):
+            pieces = _read(files[group], states[group], writer, skip)
+            for packed in encode(pieces, tokenizer):
+                writer.write(packed)
+                report(progress)
+            progress.files = group.stop
+            writer.flush()
+            _save(folder, plan, progress)
         if not progress.tokens:
             raise no_text(files)
         for file, state in zip(files, states, strict=True):

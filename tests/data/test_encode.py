@@ -1,16 +1,12 @@
 """Pieces become ids in order, with one end for each document. The index describes the file."""
 
-import errno
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
 from megaspeed.data.documents import read_documents, read_pieces
-from megaspeed.data.encode import encode, encode_in_processes, read_batches
+from megaspeed.data.encode import encode
 from megaspeed.data.pieces import PIECE_BYTES, Piece
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.tokenizer import TextTokenizer, train_tokenizer
@@ -31,24 +27,6 @@ def tokenizer(tmp_path: Path) -> TextTokenizer:
     return train_tokenizer(read_documents(write_texts(tmp_path)), 280)
 
 
-def whole(*texts: str) -> list[Piece]:
-    return [Piece(text, ends_document=True) for text in texts]
-
-
-def test_a_batch_ends_with_the_piece_that_fills_it() -> None:
-    pieces = whole("a" * 60, "b" * 40, "c" * 300, "d" * 99)
-    batches = list(read_batches(pieces, characters=100))
-    assert [[piece.text for piece in batch] for batch, _ in batches] == [
-        ["a" * 60, "b" * 40], ["c" * 300], ["d" * 99],
-    ]  # fmt: skip
-
-
-def test_a_batch_knows_whether_it_continues_a_document() -> None:
-    long = [Piece("a" * 100, ends_document=False), Piece("b" * 20, ends_document=True)]
-    batches = list(read_batches([*long, *whole("c" * 90), *long], characters=100))
-    assert [is_continued for _, is_continued in batches] == [False, True, False, True]
-
-
 def test_a_document_of_many_pieces_ends_once(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     path = tmp_path / "long.txt"
     path.write_text("words and words " * (5 * PIECE_BYTES // 32))
@@ -62,7 +40,7 @@ def test_ids_above_65535_take_four_bytes(tokenizer: TextTokenizer) -> None:
     tokenizer.tokenizer.add_tokens([f"<unused {i}>" for i in range(70_000)])
     tokenizer.tokenizer.add_tokens(["words"])
     wide = TextTokenizer(tokenizer.tokenizer, tokenizer.end_of_text)
-    (packed,) = encode(whole(*TEXTS), wide)
+    (packed,) = encode([Piece(text, ends_document=True) for text in TEXTS], wide)
     largest = tokenizer.tokenizer.token_to_id("words")
     assert largest is not None and largest > 65_535
     assert packed.ids.dtype == np.uint32
@@ -77,28 +55,3 @@ def test_an_id_beyond_the_vocabulary_names_the_file_and_the_offset(tmp_path: Pat
     assert f"{file.path} has id 700 at token 700 (byte 2800)" in problem
     assert "below model.vocab_size (700)" in problem
     assert "at least 1000" in problem
-
-
-@pytest.mark.parametrize("reason", [OSError(errno.EBADF, "Bad file descriptor"), OSError("closed")])
-def test_a_worker_that_dies_while_a_batch_is_submitted_is_named(
-    reason: OSError, tmp_path: Path
-) -> None:
-    """The message was "Bad file descriptor", because the pool had closed the pipe to the worker."""
-
-    class Dying(ProcessPoolExecutor):
-        def submit(self, *args: Any, **kwargs: Any) -> NoReturn:
-            raise reason
-
-    with pytest.raises(BrokenProcessPool):
-        piece = Piece("text", ends_document=True)
-        next(encode_in_processes([piece], tmp_path, Dying(1), processes=1))
-
-
-def test_a_process_that_cannot_be_started_is_no_dead_worker(tmp_path: Path) -> None:
-    class Full(ProcessPoolExecutor):
-        def submit(self, *args: Any, **kwargs: Any) -> NoReturn:
-            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    with pytest.raises(OSError, match="Resource"):
-        piece = Piece("text", ends_document=True)
-        next(encode_in_processes([piece], tmp_path, Full(1), processes=1))

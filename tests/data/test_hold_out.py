@@ -7,12 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
 from megaspeed.data.hold_out import document_span, hold_out_tokens
 from megaspeed.data.token_file import TokenFile, TokenIndex
-from tests.data.foreign_tokens import write_megatron
-from tests.data.token_folders import open_all
 
 END = 0
 
@@ -100,17 +97,6 @@ def test_an_id_beyond_the_vocabulary_is_reported_for_the_side_that_has_it(tmp_pa
     first, second = file.stretch(0, 5), file.stretch(5, 20)
     assert first.large_id(10) is None  # the largest id of the file, 24, is in the other part
     assert "has id 10 at token 9 (byte 18)" in str(second.large_id(10))
-
-
-def test_megatrons_documents_bound_blocks_too(tmp_path: Path) -> None:
-    documents = [[[7] * (50 + i % 9)] for i in range(4000)]
-    prefix = write_megatron(tmp_path / "corpus", documents)
-    (file,) = open_all(prefix, Cache(tmp_path / "cache"))
-    ends = set(np.cumsum([len(sequences[0]) for sequences in documents]).tolist()) | {0}
-    held_out, share = sides(file, 0.05)
-    assert share == pytest.approx(0.05, rel=0.021)
-    for part in held_out:
-        assert {part.first_token, part.first_token + part.index.tokens} <= ends
 
 
 @given(

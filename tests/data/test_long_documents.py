@@ -129,7 +129,6 @@ def test_a_tokenizer_that_removes_spaces_before_a_text_keeps_those_between_words
 
 @pytest.mark.parametrize("name", ["prepended", "metaspace first", "byte level"])
 def test_the_cuts_of_a_long_document_do_not_show(tmp_path: Path, name: str) -> None:
-    """This holds in the threads of one process and in worker processes."""
     tokenizer = trained(TOKENIZERS[name]())
     long = " ".join(documents(4 * cutting.PIECE_BYTES))
     text = tmp_path / "long.txt"
@@ -145,6 +144,6 @@ def test_the_cuts_of_a_long_document_do_not_show(tmp_path: Path, name: str) -> N
     pieces = read_pieces(read_documents(files))
     directly = np.concatenate([packed.ids for packed in encode(pieces, tokenizer)])
     np.testing.assert_array_equal(directly, expected)
-    tokenize(files, tokenizer, tmp_path / "out", Record(), processes=1)
+    tokenize(files, tokenizer, tmp_path / "out", Record())
     (file,) = open_token_folder(tmp_path / "out", Cache(tmp_path / "cache"))
     np.testing.assert_array_equal(file.map(), expected)

@@ -19,12 +19,15 @@ import datasets
 import pytest
 
 from megaspeed.cli import main
-from megaspeed.config.data import DataConfig
+from megaspeed.config.data import DataConfig, Source
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.mixture import Mixture
 from megaspeed.data.sampler import Rows, TrainingOrder, ValidationOrder
-from tests.data.foreign_tokens import write_megatron, write_nanogpt
+from megaspeed.data.tokenize import tokenize
+from megaspeed.data.tokenizer import load_tokenizer
+from tests.data.token_folders import write_nanogpt
 from tests.data.written_formats import FORMATS
+from tests.support.text import list_files
 
 pytestmark = pytest.mark.slow
 
@@ -66,26 +69,18 @@ def write_sources(folder: Path) -> None:
     (long / "neither.txt").write_text("日本語" * 40_000 + neither, encoding="utf-8")
     generator = random.Random(9)
     write_nanogpt(folder / "ids.bin", [generator.randrange(300) for _ in range(70_000)])
-    ends = [
-        [[generator.randrange(1, 300) for _ in range(generator.randint(1, 90))] for _ in range(2)]
-        for _ in range(200)
-    ]
-    for document in ends:
-        document[-1].append(0)
-    write_megatron(folder / "indexed", ends, "i4")
     first, *others = str(folder / "jsonl" / "a.jsonl"), str(folder / "many" / "*.txt")
     tokenizer = str(folder / "tokenizer")
     assert main(["train-tokenizer", first, "--vocab-size", "300", "--output", tokenizer]) == 0
-    for name, options in TOKENIZED.items():
-        made = ["--tokenizer", tokenizer, "--output", str(folder / name), *options]
-        assert main(["tokenize", first, *others, *made]) == 0
+    options = ["--tokenizer", tokenizer, "--output", str(folder / "tokens")]
+    assert main(["tokenize", first, *others, *options]) == 0
+    files = list_files([Source(path=path) for path in (first, *others)], "INPUT")
+    loaded = load_tokenizer(tokenizer)
+    tokenize(files, loaded, folder / "shards", lambda _: None, shard_tokens=9000)
 
 
-TOKENIZED = {
-    "tokens": ["--processes", "1"],
-    "shards": ["--processes", "3", "--shard-size", "9000"],
-}
-"""Token folders of the same text, and the options with which they are made."""
+TOKENIZED = ("tokens", "shards")
+"""Token folders of the same text, with one shard and with several."""
 
 
 def configurations(folder: Path) -> dict[str, dict[str, Any]]:
@@ -121,7 +116,6 @@ def configurations(folder: Path) -> dict[str, dict[str, Any]]:
         "several shards": {"train": [shards], "validation_fraction": 0.3},
         "text and a token folder": {"train": [txt, tokens], "tokenizer": tokens},
         "nanoGPT": {"train": [path("ids.bin")]},
-        "Megatron": {"train": [path("indexed")]},
         "weights and tokens": {
             "train": [{"path": path("many/*.txt"), "weight": 1}, {"path": tokens, "weight": 2}]
         },
@@ -131,7 +125,6 @@ def configurations(folder: Path) -> dict[str, dict[str, Any]]:
                 {"path": path("parquet/a.parquet"), "weight": 1},
                 {"path": shards, "weight": 0.1},
                 {"path": path("ids.bin"), "weight": 4},
-                {"path": path("indexed"), "weight": 1},
             ],
             "tokenizer": tokens,
         },

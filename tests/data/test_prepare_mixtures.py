@@ -15,8 +15,7 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.selection import find_problems
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-from tests.data.foreign_tokens import write_nanogpt
-from tests.data.token_folders import write_token_folder
+from tests.data.token_folders import write_nanogpt, write_token_folder
 from tests.data.written_formats import (
     FORMATS,
     json_lines,

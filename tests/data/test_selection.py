@@ -13,8 +13,7 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.selection import Selection, find_problems, select_files
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.tokenizer import TextTokenizer, train_tokenizer
-from tests.data.foreign_tokens import write_nanogpt
-from tests.data.token_folders import write_token_folder
+from tests.data.token_folders import write_nanogpt, write_token_folder
 from tests.data.written_formats import json_lines, saved_splits, write_table
 
 

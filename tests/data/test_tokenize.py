@@ -1,4 +1,4 @@
-"""A token folder has the ids of a plain loop, for every format and number of processes."""
+"""A token folder has the ids of a plain loop, for every format and size of batches."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def files(tmp_path: Path) -> list[SourceFile]:
 def tokenized(
     files: list[SourceFile], tokenizer: TextTokenizer, folder: Path, **how: Any
 ) -> TokenFolderIndex:
-    return tokenize(files, tokenizer, folder, Record(), **{"processes": 1, **how})
+    return tokenize(files, tokenizer, folder, Record(), **how)
 
 
 def opened(folder: Path) -> tuple[TokenFile, ...]:
@@ -89,11 +89,15 @@ def test_the_ids_are_those_of_a_plain_loop_over_the_tokenizer(
     }
 
 
-def test_any_number_of_processes_writes_the_same_bytes(
-    tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
+def test_batches_of_any_size_write_the_same_bytes(
+    tmp_path: Path,
+    files: list[SourceFile],
+    tokenizer: TextTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = tokenized(files, tokenizer, tmp_path / "1", shard_tokens=1000)
-    tokenized(files, tokenizer, tmp_path / "3", shard_tokens=1000, processes=3)
+    monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", 30_000)
+    tokenized(files, tokenizer, tmp_path / "3", shard_tokens=1000)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
     assert len(alone.shards) > 2
     for file in opened(tmp_path / "1"):
@@ -157,23 +161,6 @@ def test_a_path_that_cannot_be_a_folder_is_reported(
     assert (tmp_path / "a.txt").read_text() == "kept"
 
 
-def test_a_folder_named_like_a_home_uses_its_own_tokenizer(
-    tmp_path: Path,
-    files: list[SourceFile],
-    tokenizer: TextTokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its workers load the tokenizer that is saved there, not one in ~/out."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "~").mkdir()
-    (tmp_path / "home" / "out").mkdir(parents=True)
-    (tmp_path / "home" / "out" / "tokenizer.json").write_text("no tokenizer")
-    monkeypatch.chdir(tmp_path)
-    assert tokenized(files, tokenizer, Path("~/out")) == tokenized(
-        files, tokenizer, tmp_path / "plain"
-    )
-
-
 def test_empty_text_is_not_a_corpus(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
@@ -202,7 +189,7 @@ def test_input_that_changes_during_the_work_is_refused(
                 stream.write("more")
 
     with pytest.raises(DataError, match=r"must not change while it is read, but .* did"):
-        tokenize(files, tokenizer, tmp_path / "out", Append(), processes=1)
+        tokenize(files, tokenizer, tmp_path / "out", Append())
     assert not (tmp_path / "out" / "index.json").exists()
 
 

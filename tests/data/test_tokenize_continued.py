@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megaspeed.cli import main
@@ -47,7 +46,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[SourceFile]:
 def tokenized(
     files: list[SourceFile], tokenizer: TextTokenizer, folder: Path, watch: Record
 ) -> None:
-    tokenize(files, tokenizer, folder, watch, processes=1, shard_tokens=SHARD_TOKENS)
+    tokenize(files, tokenizer, folder, watch, shard_tokens=SHARD_TOKENS)
 
 
 def tokenize_command(text: Path, tokenizer: Path) -> list[str | Path]:
@@ -56,7 +55,6 @@ def tokenize_command(text: Path, tokenizer: Path) -> list[str | Path]:
         "from megaspeed.cli import main; from megaspeed.data import tokenize; "
         "tokenize._SAVED_AT_ONCE_BYTES = 0; raise SystemExit(main())"
     )
-    shards = ["--shard-size", "100000", "--processes", "2"]
     return [
         sys.executable,
         "-c",
@@ -65,7 +63,6 @@ def tokenize_command(text: Path, tokenizer: Path) -> list[str | Path]:
         text / "*.jsonl",
         "--tokenizer",
         tokenizer,
-        *shards,
     ]
 
 
@@ -111,7 +108,7 @@ def wait_for(process: "subprocess.Popen[str]", moment: Callable[[], bool]) -> No
 def test_killed_at_any_moment_it_ends_with_the_same_bytes(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
-    """It is killed at its start, after its first file, and later. Its workers end, too."""
+    """It is killed at its start, after its first file, and later."""
     command = tokenize_command(write_many(tmp_path / "text", 10_000_000), tokenizer_folder)
     assert run([*command, "--output", tmp_path / "whole"]).returncode == 0
     whole = contents(tmp_path / "whole")
@@ -125,10 +122,8 @@ def test_killed_at_any_moment_it_ends_with_the_same_bytes(
             process,
             (out / "plan.json").exists if share is None else partial(has_done, out, share * tokens),
         )
-        workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.communicate()
-        assert psutil.wait_procs(workers, timeout=60)[1] == []
         reached.append(done(out))
     assert reached[0] < reached[1] < reached[2] < tokens
     ended = run([*command, "--output", out])
@@ -138,41 +133,14 @@ def test_killed_at_any_moment_it_ends_with_the_same_bytes(
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_that_is_killed_ends_the_work_and_it_can_continue(
+def test_ctrl_c_keeps_complete_files_and_shows_no_stack(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
     out = tmp_path / "out"
-    text = write_many(tmp_path / "text", 10_000_000)
-    command = [*tokenize_command(text, tokenizer_folder), "--output", out]
-    process = start(command)
-    wait_for(process, lambda: done(out) > 0)
-    worker = max(psutil.Process(process.pid).children(), key=lambda child: child.memory_info().rss)
-    worker.send_signal(signal.SIGKILL)
-    _, printed = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "one of 2 worker processes died" in printed
-    assert "the same command continues after them. With fewer --processes" in printed
-    before = done(out)
-    ended = run(command)
-    assert ended.returncode == 0
-    assert f"continuing after {before:,} tokens" in ended.stderr
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("moment", ["while workers start", "later"])
-def test_ctrl_c_keeps_complete_files_and_shows_no_stack(
-    tmp_path: Path, tokenizer_folder: Path, moment: str
-) -> None:
-    """A terminal sends the signal to every process."""
-    out = tmp_path / "out"
     text = write_many(tmp_path / "text", 60_000_000)
     process = start([*tokenize_command(text, tokenizer_folder), "--output", out])
-    if moment == "later":
-        wait_for(process, lambda: done(out) > 0)
-    else:  # one of the first two children keeps account of semaphores
-        wait_for(process, lambda: len(psutil.Process(process.pid).children()) >= 2)
-        time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGINT)
+    wait_for(process, lambda: done(out) > 0)
+    process.send_signal(signal.SIGINT)
     _, printed = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "Traceback" not in printed
@@ -180,7 +148,7 @@ def test_ctrl_c_keeps_complete_files_and_shows_no_stack(
         "megaspeed tokenize: stopped; complete input files are kept, and the same command "
         "continues after them\n"
     )
-    assert done(out) > 0 or moment != "later"
+    assert done(out) > 0
 
 
 def test_ctrl_c_while_the_command_is_imported_shows_no_stack() -> None:
@@ -206,7 +174,7 @@ def test_a_full_disk_keeps_complete_files_and_the_same_command_continues(
 ) -> None:
     """A shard takes 200 kB, and files may grow to 150 kB only; an input file has 70 kB of ids."""
     text = write_many(tmp_path / "text", 4_000_000)
-    command = [*tokenize_command(text, tokenizer_folder), "--processes", "1"]
+    command = tokenize_command(text, tokenizer_folder)
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert run([*command, "--output", whole]).returncode == 0
     full = subprocess.run(
@@ -246,7 +214,7 @@ def test_bad_records_of_complete_files_are_not_hidden_later(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
     files[0].path.write_text("bad\n" + files[0].path.read_text())
-    options: dict[str, Any] = {"processes": 1, "shard_tokens": SHARD_TOKENS}
+    options: dict[str, Any] = {"shard_tokens": SHARD_TOKENS}
     tokenize(files, tokenizer, tmp_path / "whole", Record(), skip=lambda record: None, **options)
     with pytest.raises(KeyboardInterrupt):
         tokenize(files, tokenizer, tmp_path / "out", Stop(15), skip=lambda record: None, **options)
@@ -304,7 +272,7 @@ def test_it_continues_only_as_it_was_started(
     elif change == "other cuts":
         monkeypatch.setattr(module, "CUT_RULE", "at every thousandth byte")
     with pytest.raises(DataError) as caught:
-        tokenize(files, tokenizer, out, Record(), processes=1, shard_tokens=shard_tokens)
+        tokenize(files, tokenizer, out, Record(), shard_tokens=shard_tokens)
     assert f"can only be continued as it was started, but its {problem} differed then;" in str(
         caught.value
     )
@@ -319,7 +287,7 @@ def test_another_tokenizer_does_not_continue(
         tokenized(files, tokenizer, out, Stop(15))
     text = [str(file.path) for file in files]
     assert main(["train-tokenizer", *text, "--vocab-size", "300", "--output", str(other)]) == 0
-    command = ["tokenize", *text, "--output", str(out), "--processes", "1", "--shard-size", "500"]
+    command = ["tokenize", *text, "--output", str(out)]
     assert main([*command, "--tokenizer", str(other)]) == 2
     assert main([*command, "--tokenizer", str(other), "--fresh"]) == 0
     assert (out / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
@@ -358,5 +326,5 @@ def test_a_folder_that_an_earlier_version_did_not_finish_is_replaced_only_with_f
     (out / "tokens-00000.bin").write_bytes(b"12")
     with pytest.raises(DataError, match=r"as it was started, but its format and .* --fresh"):
         tokenized(files, tokenizer, out, Record())
-    tokenize(files, tokenizer, out, Record(), processes=1, shard_tokens=SHARD_TOKENS, fresh=True)
+    tokenize(files, tokenizer, out, Record(), shard_tokens=SHARD_TOKENS, fresh=True)
     assert "index.json" in contents(out)

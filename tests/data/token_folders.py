@@ -1,6 +1,8 @@
-"""Token folders of real text, and opened token sources."""
+"""Token folders of real text, files of ids, and opened token sources."""
 
 from pathlib import Path
+
+import numpy as np
 
 from megaspeed.data.cache import Cache
 from megaspeed.data.search import paths_at
@@ -15,6 +17,12 @@ def write_token_folder(folder: Path, text: Path, tokenizer: TextTokenizer) -> Pa
     """Write the documents of one text file, in one shard."""
     tokenize([SourceFile(text.name, text)], tokenizer, folder, lambda _: None)
     return folder
+
+
+def write_nanogpt(path: Path, ids: list[int]) -> Path:
+    """Write 16-bit ids as nanoGPT's data/*/prepare.py does, with numpy's ``tofile``."""
+    np.array(ids, dtype=np.uint16).tofile(path)
+    return path
 
 
 def open_all(path: Path | str, cache: Cache) -> tuple[TokenFile, ...]:
