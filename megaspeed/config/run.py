@@ -113,7 +113,7 @@ class ProfileConfig(Section):
     ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None, min_length=1, strict=False
     )
-    """The ranks in the trace. If omitted: all ranks, up to 16; in a larger run those of data rank
+    """The ranks with a trace. If omitted: all ranks, up to 16; in a larger run those of data rank
     0; if these are more than 16, the first rank of each pipeline stage."""
 
 
@@ -163,7 +163,7 @@ class TrainingConfig(Section):
     """How many times the ranks are started again after a failure, under deepspeed, srun, mpirun or
     plain python. torchrun does this by itself (--max-restarts)."""
     profile: ProfileConfig | None = None
-    """Steps to record with torch.profiler, such as {"start_step": 10}: a trace for Perfetto and a
+    """Steps to record with torch.profiler, such as {"start_step": 10}: traces for Perfetto and a
     table of where the time went, in profile/ of the run folder. These steps take longer."""
     check_replicas_interval: int = Field(default=0, ge=0)
     """Steps between two comparisons, bit by bit, of the copies that several ranks hold. They are

@@ -1,27 +1,20 @@
-"""Profile some steps: one trace with a process for each rank, and a table of where the time went.
+"""Profile some steps: a trace of each rank, and a table of where the time went.
 
     step         9          10  11  12            13
                  warm-up    recorded, all timed   the times of step 12 arrive: the table is written
 
-    profile/steps-10-12.json.gz    the trace, for https://ui.perfetto.dev
-    profile/steps-10-12.txt        the table
+    profile/steps-10-12.rank-0.json.gz    the trace of rank 0, for https://ui.perfetto.dev
+    profile/steps-10-12.txt               the table
 
-Each recorded rank writes its events to the run folder, and rank 0 joins them. A rank that fails to
-record or to write is missing from the trace, and the run continues. The table does not need the
-trace: it has the times of ``Timeline`` on all ranks.
+If a rank fails to record or to write, it has no trace, and the run continues. The table does not
+need the traces: it has the times of ``Timeline`` on all ranks.
 """
 
 import contextlib
-import gzip
-import json
 import os
-import shutil
-import socket
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
@@ -37,18 +30,13 @@ from megaspeed.topology.activity import OWN_WORK, PARTS, Part
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.training.metrics import own_work
-from megaspeed.training.run_folder import PROFILE, appears
-
-T = TypeVar("T")
+from megaspeed.training.run_folder import PROFILE
 
 MOST_RANKS = 16
-"""How many ranks a trace has by default. A step of one rank may have 100,000 events of 200 bytes,
-and Perfetto opens a few gigabytes."""
+"""How many ranks write a trace by default. A step may have 100,000 events of 200 bytes."""
 
 _MOST_PROBLEMS_NAMED = 2
-_PROCESSES_OF_A_RANK = 64  # the host, and the GPUs that it uses
 _SILENT = "99"  # above all log levels of torch's profiler, which prints two lines for each profile
-_WORLD: Part = "world"
 
 _LABELS: Mapping[Part, str] = {
     "compute": "compute",
@@ -62,17 +50,8 @@ _LABELS: Mapping[Part, str] = {
 }
 
 
-class Clock(NamedTuple):
-    """How the times in the trace of one rank compare with those of other ranks."""
-
-    host: str
-    base_ns: int  # the moment of time 0 of the trace
-    start: float  # of the first step, in us after the base
-    ends: list[float]  # of each all-reduce among all ranks, in us after the base
-
-
 def profiled_ranks(grid: Grid, stated: Sequence[int] | None = None) -> list[int]:
-    """Return the ranks in the trace; by default all, or one replica, or a rank of each stage."""
+    """Return the ranks with a trace; by default all, or one replica, or a rank of each stage."""
     ranks = list(range(grid.world_size))
     if stated is not None:
         return [rank for rank in ranks if rank in stated]
@@ -97,11 +76,9 @@ class Profile:
             self._records = context.rank in profiled_ranks(run.grid, stated.ranks)
         self._profiler: TorchProfiler | None = None
         self._problem: str | None = None  # why this rank does not record
-        self._problems: dict[int, str] = {}  # by rank
-        self._events: list[dict[str, Any]] = []
         self._times: list[Sequence[Sequence[float]]] = []
         self.trace = "no trace"
-        """A line about the trace: where it is, and which ranks it has or lacks."""
+        """A line about the traces: where they are, and which ranks have none."""
 
     def covers(self, step: int) -> bool:
         """Return whether the step is profiled."""
@@ -126,18 +103,23 @@ class Profile:
         return step in self._steps and (stops or step + 1 not in self._steps)
 
     def write(self, last: int) -> str:
-        """Write the trace of the steps up to ``last``, and return ``trace``.
+        """Write the traces of the steps up to ``last``, and return ``trace``.
 
-        All ranks call this together, and return when rank 0 has written.
+        All ranks call this together, and return when all have written.
         """
         self._steps = range(self._steps.start, last + 1)
-        clocks = self._exchange(self._stop)
-        parts = self._exchange(lambda: self._write_part(clocks))
-        sizes = self._exchange(lambda: self._join(list(parts.values())))
-        if sizes:
-            ranks = f"{len(parts)} of {self._run.grid.world_size} ranks"
-            self.trace = f"{self._file('.json.gz')} ({ranks}, {sizes[0] / 1e6:,.1f} MB)"
-        lines = [f"rank {rank}: {why}" for rank, why in sorted(self._problems.items())]
+        self._context.timeline.annotate = None
+        try:
+            own = self._problem, self._export()
+        except Exception as error:
+            own = describe(error), False
+        ranks = [own] * self._run.grid.world_size
+        dist.all_gather_object(ranks, own, self._context.world_group)
+        written = sum(has_written for _, has_written in ranks)
+        if written:
+            named = f"{written} of {len(ranks)} ranks"
+            self.trace = f"{self._file('.rank-*.json.gz')} ({named})"
+        lines = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(ranks) if why is not None]
         self.trace = "; ".join([self.trace, *shortened(lines, _MOST_PROBLEMS_NAMED)])
         return self.trace
 
@@ -176,124 +158,20 @@ class Profile:
             self._profiler.start_trace()
             self._context.timeline.annotate = record_function
 
-    def _stop(self) -> Clock | None:
-        """End the recording and read the events of this rank."""
-        self._context.timeline.annotate = None
-        if self._problem is not None:
-            raise RuntimeError(self._problem)
-        if self._profiler is None:
-            return None
+    def _export(self) -> bool:
+        """End the recording and write the trace of this rank. Returns whether there is one."""
+        if self._profiler is None or self._problem is not None:
+            return False
         profiler, self._profiler, self._records = self._profiler, None, False
         profiler.stop_trace()
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(file))
-            trace = json.loads(file.read_bytes())
-        spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-        used = {event["pid"] for event in spans if isinstance(event["pid"], int)}
-        self._events = [event for event in trace["traceEvents"] if event["pid"] in used]
-        parts = [event for event in spans if event.get("cat") == "user_annotation"]
-        return Clock(
-            host=socket.gethostname(),
-            base_ns=trace["baseTimeNanoseconds"],
-            start=min(event["ts"] for event in parts),
-            ends=[event["ts"] + event["dur"] for event in parts if event["name"] == _WORLD],
-        )
-
-    def _write_part(self, clocks: Mapping[int, Clock]) -> Path | None:
-        """Write this rank's events for rank 0. Returns the path."""
-        rank, at = self._context.rank, self._context.coordinates
-        if rank not in clocks:
-            return None
-        name = f"pp {at.pp} dp {at.dp} tp {at.tp} (rank {rank})"
-        _place(self._events, rank, self._run.grid.world_size, name, placements(clocks)[rank])
-        part = self._file(f".rank-{rank}")
-        part.parent.mkdir(parents=True, exist_ok=True)
-        with gzip.open(part, "wt", compresslevel=1) as stream:
-            stream.write(json.dumps(self._events, separators=(",", ":"))[1:-1])
-        self._events = []
-        return part
-
-    def _join(self, parts: Sequence[Path]) -> int | None:
-        """Join the files of all ranks and remove them. Returns the size of the trace in bytes."""
-        if self._context.rank != 0 or not parts:
-            return None
-        trace = self._file(".json.gz")
-
-        def fill(target: Any) -> None:
-            with gzip.open(target, "wb", compresslevel=1) as stream:
-                for index, part in enumerate(parts):
-                    stream.write(b"," if index else b'{"traceEvents":[')
-                    if not appears(part):
-                        raise OSError(f"{part} does not exist; all nodes must share this folder")
-                    with gzip.open(part) as events:
-                        shutil.copyfileobj(events, stream)
-                stream.write(b"]}")
-
-        try:
-            write_file(trace, fill)
-        finally:
-            for part in parts:
-                part.unlink(missing_ok=True)
-        return trace.stat().st_size
+        file = self._file(f".rank-{self._context.rank}.json.gz")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(file))
+        return True
 
     def _file(self, suffix: str) -> Path:
         first, last = self._steps[0], self._steps[-1]
         return self._run.run_dir / PROFILE / f"steps-{first}-{last}{suffix}"
-
-    def _exchange(self, make: Callable[[], T | None]) -> dict[int, T]:
-        """Return the results of all ranks by rank, without None, and note the errors."""
-        try:
-            own: tuple[T | None, str | None] = make(), None
-        except Exception as error:
-            own = None, describe(error)
-        answers = [own] * self._run.grid.world_size
-        dist.all_gather_object(answers, own, self._context.world_group)
-        self._problems |= {rank: why for rank, (_, why) in enumerate(answers) if why is not None}
-        return {rank: made for rank, (made, _) in enumerate(answers) if made is not None}
-
-
-def placements(clocks: Mapping[int, Clock]) -> dict[int, float]:
-    """Return what to add to the times of each rank, in us: the first span of all starts at 0.
-
-    Ranks of one host have one clock. Another host's clock may differ. An all-reduce among all ranks
-    ends on all of them within its latency, so the median difference of these ends is removed.
-    """
-    first = clocks[min(clocks)]
-
-    def after_first(clock: Clock) -> float:
-        return (clock.base_ns - first.base_ns) / 1000
-
-    differences = {first.host: [0.0]}
-    for clock in clocks.values():
-        if clock.host != first.host:
-            differences.setdefault(clock.host, []).extend(
-                theirs - own - after_first(clock)
-                for theirs, own in zip(first.ends, clock.ends, strict=False)
-            )
-    added = {
-        rank: after_first(clock) + statistics.median(differences[clock.host] or [0.0])
-        for rank, clock in clocks.items()
-    }
-    begin = min(added[rank] + clock.start for rank, clock in clocks.items())
-    return {rank: shift - begin for rank, shift in added.items()}
-
-
-def _place(
-    events: Sequence[dict[str, Any]], rank: int, world_size: int, name: str, shift: float
-) -> None:
-    """Name the processes of a rank, shift its times, and make its numbers unique among ranks."""
-    for event in events:
-        is_host = event["pid"] == os.getpid()  # else a GPU, by its index
-        event["pid"] = rank * _PROCESSES_OF_A_RANK + (1 if is_host else 2 + event["pid"])
-        if event["name"] == "process_name":
-            event["args"]["name"] = name if is_host else f"{name} GPU"
-        elif event["name"] == "process_sort_index":
-            event["args"]["sort_index"] = event["pid"]
-        if "ts" in event:
-            event["ts"] = round(event["ts"] + shift, 3)
-        if "id" in event:  # of an arrow
-            event["id"] = event["id"] * world_size + rank
 
 
 def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid, bubble: float) -> str:
