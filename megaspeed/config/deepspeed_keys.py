@@ -259,8 +259,6 @@ SchedulerConfig = Annotated[
     Decay | Constant | WarmupLR | WarmupDecayLR | WarmupCosineLR, Field(discriminator="type")
 ]
 
-SCHEDULER_TYPES = ("cosine", "linear", "constant", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-
 
 class DeepSpeedKeys(Section):
     """The top level of the JSON, without megaspeed's sections."""

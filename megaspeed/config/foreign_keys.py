@@ -1,15 +1,26 @@
-"""Keys in DeepSpeed's files that megaspeed does not have.
+"""Read DeepSpeed's files as they are: keys that megaspeed does not have, and "auto".
+
+    values of the JSON -> ``accept`` -> values of megaspeed's keys, problems, notes
 
     RENAMED       an old name, or a section that asks for what megaspeed has under another name
     NO_EFFECT     a key for tuning, saving or logging: the run is the same without it
     REFUSED       a key that would change what is trained, or that asks for what megaspeed does not
                   do; accepted if its value switches it off
 
-``deepspeed_keys.py`` has the keys of DeepSpeed 0.19.8 that work, ``acceptance.py`` reads a file.
+A note names each key that is accepted without its effect. ``deepspeed_keys.py`` has the keys of
+DeepSpeed 0.19.8 that work.
 """
 
-from collections.abc import Mapping
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+from megaspeed.config.document import describe_value, paths_in
+from megaspeed.config.errors import KeyPath, Problem, dotted
 
 SERVICES = ("tensorboard", "wandb")
 """Sections that are read as entries of training.report_to if they are enabled."""
@@ -38,17 +49,15 @@ def _by_key(table: Mapping[str, str], section: str = "") -> dict[str, str]:
 
 
 _NVME = "nvme_path buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init"
+_ADAMW = "the optimizer is torch's AdamW"
 
 NO_EFFECT: Mapping[str, str] = {
     **_by_key(
         {
-            "training.log_interval sets how often a line is printed": "steps_per_print",
-            "training.profile shows where the time of a step goes, and its collectives": (
-                "wall_clock_breakdown flops_profiler comms_logger"
-            ),
-            "config.json in the run folder has every value": "dump_state",
-            "metrics.jsonl has step time, throughput and memory": (
-                "memory_breakdown timers csv_monitor"
+            "see training.log_interval": "steps_per_print",
+            "see training.profile": "wall_clock_breakdown flops_profiler comms_logger",
+            "the run folder has config.json and metrics.jsonl": (
+                "dump_state memory_breakdown timers csv_monitor"
             ),
             "see parallel.activation_checkpointing": "activation_checkpointing",
             "see training.save_interval; a checkpoint fits every layout": "checkpoint datastates",
@@ -56,9 +65,8 @@ NO_EFFECT: Mapping[str, str] = {
             "the gradient is the mean over the batch at every layout": (
                 "prescale_gradients gradient_predivide_factor"
             ),
-            "gradients of embeddings are dense": "sparse_gradients",
-            "gradients are added to their sum after each micro-batch": (
-                "bf16.immediate_grad_update"
+            "gradients are dense, and added to their sum after each micro-batch": (
+                "sparse_gradients bf16.immediate_grad_update"
             ),
             "inputs are token ids, which have no precision": "fp16.auto_cast bf16.auto_cast",
             "bf16 needs no loss scale": (
@@ -68,9 +76,9 @@ NO_EFFECT: Mapping[str, str] = {
             "updated parameters are always gathered": "disable_allgather",
             "megaspeed reads the data itself; see data": "dataloader_drop_last",
             "state is never moved to NVMe": "aio",
-            "torch's AdamW is used": (
+            _ADAMW: (
                 "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-                "optimizer.params.torch_adam"
+                "optimizer.params.torch_adam zero_optimization.offload_optimizer.cpuadam_cores_perc"
             ),
             "see model.vocab_size": "vocabulary_size",
         }
@@ -85,21 +93,17 @@ NO_EFFECT: Mapping[str, str] = {
                 "stage3_max_reuse_distance max_reuse_distance stage3_module_granularity_threshold "
                 "module_granularity_threshold stage3_allgather_sequential allgather_sequential "
                 "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params "
-                "log_trace_cache_warnings"
+                "log_trace_cache_warnings memory_efficient_linear override_module_apply "
+                "zero_quantized_nontrainable_weights"
             ),
             "gradients are reduced in contiguous buckets, each part to the rank that owns it": (
                 "contiguous_gradients round_robin_gradients parameter_alignment legacy_stage1 "
-                "ignore_unused_parameters"
+                "ignore_unused_parameters compute_grad_norm"
             ),
             "see pin_memory of offload_optimizer and offload_param": "cpu_offload_use_pin_memory",
-            "every step computes the gradient norm": "compute_grad_norm",
             "checkpoints have fp32 weights and fit every layout": (
                 "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"
             ),
-            "DeepSpeed's engine does not run the step": (
-                "memory_efficient_linear override_module_apply zero_quantized_nontrainable_weights"
-            ),
-            "torch's AdamW is used": "offload_optimizer.cpuadam_cores_perc",
             "state is never moved to NVMe": "save_muon_momentum_buffer_in_memory",
         },
         "zero_optimization.",
@@ -109,84 +113,51 @@ NO_EFFECT: Mapping[str, str] = {
 }
 """Key without effect -> why."""
 
-EFFECTIVE_STAGES: Mapping[str, tuple[int, ...]] = {
-    "reduce_scatter": (1, 2, 3),
-    "use_multi_rank_bucket_allreduce": (1, 2),
-    "allgather_partitions": (1, 2),
-    "allgather_bucket_size": (1, 2),
-    "offload_optimizer": (1, 2, 3),
-    "offload_param": (3,),
-    "sub_group_size": (3,),
-    "stage3_prefetch_bucket_size": (3,),
-    "stage3_param_persistence_threshold": (3,),
-    "stage3_model_persistence_threshold": (3,),
-    "stage3_max_live_parameters": (3,),
-}
-"""Key of zero_optimization -> the ZeRO stages at which it has an effect; the others: all stages."""
-
-_WRONG_GROUPS = "it would replace megaspeed's process groups; set parallel."
-
 REFUSED: Mapping[str, str] = _by_key(
     {
         "DeepSpeed 0.19 no longer supports it; remove it": (
             "nebula sparse_attention eigenvalue quantize_training compression_training "
-            "progressive_layer_drop curriculum_learning graph_harvesting "
+            "progressive_layer_drop curriculum_learning graph_harvesting elasticity "
             "zero_optimization.zeropp_loco_param zero_optimization.mics_shard_size "
             "zero_optimization.mics_hierarchical_params_gather"
         ),
-        "DeepSpeed 0.19 no longer supports it; remove it and use bf16": "amp",
-        "DeepSpeed 0.19 has removed it; state train_batch_size, which stays the same at every "
-        "world size": "elasticity",
+        "the model computes in one type; set bf16.enabled or fp16.enabled": (
+            "amp torch_autocast data_types.param_dtype data_types.buffer_dtype "
+            "data_types.keep_in_fp32_modules"
+        ),
+        "master weights and optimizer states are kept in fp32; remove it": (
+            "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "
+            "fp16.fp16_master_weights_and_grads"
+        ),
         "megaspeed has its own pipeline; set parallel.pipeline": "pipeline",
-        f"{_WRONG_GROUPS}tensor": "tensor_parallel",
-        f"{_WRONG_GROUPS}sequence_parallel": "sequence_parallel_size",
-        f"{_WRONG_GROUPS}data": "data_parallel_size",
-        "it is for another kind of sequence parallelism; see parallel.sequence_parallel": (
+        "it would replace megaspeed's process groups; set parallel.tensor, parallel.data or "
+        "parallel.sequence_parallel": (
+            "tensor_parallel sequence_parallel_size data_parallel_size "
             "seq_parallel_communication_data_type"
         ),
         "no model here has a mixture of experts; remove it": (
             "expert_parallel use_data_before_expert_parallelism zero_optimization.leaf_module"
         ),
-        "megaspeed reads and orders the data itself, the same at every layout; see `data`": (
-            "data_efficiency"
-        ),
-        "DeepSpeed recognises torch's own linear layers only, not tensor-parallel ones; use bf16": (
-            "torch_autocast"
-        ),
+        "megaspeed orders the data itself, the same at every layout; see `data`": "data_efficiency",
         "it is not for pretraining; remove it": "weight_quantization hybrid_engine",
         "DeepSpeed's compiler needs the complete model in one graph; set training.compile": (
             "compile"
         ),
         "the loss and its gradient are means over the complete batch at every layout; remove it": (
-            "gradient_allreduce_op"
+            "gradient_allreduce_op managed_gradient_accumulation"
         ),
-        "the pipeline schedule decides when gradients are added and when a step ends; remove it": (
-            "managed_gradient_accumulation"
-        ),
-        "it is for optimizers that DeepSpeed compiles, but torch's AdamW is used; remove it": (
-            "zero_optimization.offload_optimizer.super_offload optimizer.legacy_fusion"
-        ),
-        "weight decay is decoupled from the gradient in both Adam and AdamW; remove it": (
-            "optimizer.params.adam_w_mode"
-        ),
-        "torch's AdamW corrects the bias of its running means, and has no AMSGrad; remove it": (
-            "optimizer.params.bias_correction optimizer.params.amsgrad"
+        f"{_ADAMW}, which corrects the bias of its running means and decouples weight decay; "
+        "remove it": (
+            "optimizer.params.adam_w_mode optimizer.params.bias_correction "
+            "optimizer.params.amsgrad optimizer.legacy_fusion "
+            "zero_optimization.offload_optimizer.super_offload"
         ),
         "a resumed run continues its schedule by itself; remove it": (
             "scheduler.params.last_batch_iteration"
         ),
         "set gradient_clipping": "optimizer.params.max_grad_norm",
         'set communication_data_type to "fp32"': "fp32_allreduce",
-        'Comet is not supported; set training.report_to: ["tensorboard", "wandb"], or remove it '
-        "and read metrics.jsonl, which has every number of every step": "comet",
-        "set bf16.enabled or fp16.enabled": "data_types.param_dtype",
-        "every module and buffer has the type of the model; remove it": (
-            "data_types.buffer_dtype data_types.keep_in_fp32_modules"
-        ),
-        "master weights and optimizer states are kept in fp32; remove it": (
-            "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "
-            "fp16.fp16_master_weights_and_grads"
-        ),
+        'set training.report_to: ["tensorboard", "wandb"], or read metrics.jsonl': "comet",
         "DeepSpeed compares over all ranks, but other pipeline stages wait for activations "
         "meanwhile: a deadlock; remove it": "zero_optimization.enable_sanity_checks",
         "DeepSpeed forms its groups from consecutive ranks, which is wrong with pipeline or tensor "
@@ -203,7 +174,7 @@ REFUSED: Mapping[str, str] = _by_key(
 )
 """Refused key -> reason and fix."""
 
-OFF: Mapping[str, tuple[Any, ...]] = {
+_OFF: Mapping[str, tuple[Any, ...]] = {
     "zero_optimization.mics_shard_size": (-1,),
     "zero_optimization.zero_hpz_partition_size": (0, 1),
     "zero_optimization.offload_optimizer.ratio": (1,),
@@ -216,8 +187,157 @@ OFF: Mapping[str, tuple[Any, ...]] = {
 }
 """Refused key -> the values that switch it off; for all other keys: false."""
 
-DISABLED_BY_DEFAULT = (
+_DISABLED_BY_DEFAULT = (
     *("amp", "nebula", "eigenvalue", "elasticity", "curriculum_learning", "progressive_layer_drop"),
-    *("data_efficiency", "torch_autocast", "hybrid_engine", "comet", "expert_parallel"),
+    *("data_efficiency", "torch_autocast", "hybrid_engine", "comet", "expert_parallel", *SERVICES),
 )
 """Sections of DeepSpeed whose ``enabled`` is false if it is omitted."""
+
+_OWN = ("model", "parallel", "data", "training")
+_ADAM = {"adam": "Adam", "adamw": "AdamW"}
+
+_SIZES = ("zero_optimization.sub_group_size", "zero_optimization.reduce_bucket_size")
+"""Keys for which 0 would mean that each parameter is sent or updated separately."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The values of megaspeed's keys, and what was found about the others.
+
+    Attributes:
+        values: the JSON without keys that megaspeed does not have.
+        problems: one for each key that is refused.
+        notes: a sentence for each group of keys that have another name or no effect.
+        auto: megaspeed's keys that are "auto", which ``values`` does not have.
+    """
+
+    values: dict[str, Any]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    auto: tuple[KeyPath, ...]
+
+    def all_notes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the notes, and one with the values of ``config`` for the keys that are "auto"."""
+        auto = ", ".join(f"{dotted(path)} {json.dumps(_at(config, path))}" for path in self.auto)
+        return (f'"auto" means omitted here: {auto}', *self.notes) if auto else self.notes
+
+
+def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
+    """Separate megaspeed's keys from DeepSpeed's others.
+
+    Args:
+        values: the JSON, which is not changed.
+        known: megaspeed's keys as dotted paths. An unknown key stays, and is refused later.
+    """
+    tree = copy.deepcopy(dict(values))
+    notes: list[str] = []
+    problems: list[Problem] = []
+    _rename(tree, notes, problems)
+    _refuse_other_optimizers(tree, problems)
+    dropped: dict[str, list[KeyPath]] = defaultdict(list)
+    auto: list[KeyPath] = []
+    for path in (path for path in paths_in(tree) if path[0] not in _OWN):
+        name, value = dotted(path), _at(tree, path)
+        if str(path[-1]).startswith("_"):
+            dropped["the name of a comment begins with _"].append(path)
+        elif value == "auto" and name in known:
+            auto.append(path)
+        elif name in _SIZES and value == 0:
+            dropped["0 stands for the default"].append(path)
+        elif name in NO_EFFECT:
+            dropped[NO_EFFECT[name]].append(path)
+        elif name in REFUSED and _is_off(name, value):
+            dropped["this value changes nothing"].append(path)
+        elif name in REFUSED:
+            problems.append(Problem(path, f"{name} cannot be used here: {REFUSED[name]}"))
+    for path in chain(auto, *dropped.values(), (problem.path for problem in problems)):
+        remove(tree, path)
+    notes += (
+        f"no effect here: {', '.join(map(dotted, paths))}: {reason}"
+        for reason, paths in dropped.items()
+    )
+    return Accepted(tree, tuple(problems), tuple(notes), tuple(auto))
+
+
+def remove(tree: dict[str, Any], path: KeyPath) -> None:
+    """Remove the value at a path, if it exists, and the objects that are empty without it."""
+    *section, name = path
+    owner = _at(tree, tuple(section))
+    if isinstance(owner, dict):
+        owner.pop(name, None)
+        if section and not owner:
+            remove(tree, tuple(section))
+
+
+def _rename(tree: dict[str, Any], notes: list[str], problems: list[Problem]) -> None:
+    """Give old names in ``tree`` their new ones."""
+    zero = tree.get("zero_optimization")
+    if isinstance(zero, bool):
+        tree["zero_optimization"] = {"stage": int(zero)}
+        notes.append(f"zero_optimization is read as zero_optimization.stage {int(zero)}")
+    for old, new in RENAMED.items():
+        path = tuple(old.split("."))
+        value = _at(tree, path)
+        remove(tree, path)
+        is_off = new == "parallel.tensor" and value == 0
+        if value in (None, "auto") or value is False or is_off:
+            continue
+        if value is True and "offload" in old:
+            value = {"device": "cpu"}
+        *section, key = new.split(".")
+        owner = tree.setdefault(section[0], {}) if section else tree
+        if not isinstance(owner, dict):
+            continue  # its type is a mistake that is found later
+        if owner.setdefault(key, value) == value:
+            notes.append(f"{old} is read as {new}")
+        else:
+            message = f"{old} means {new}, which is also stated, with another value; remove it"
+            problems.append(Problem(path, message))
+    for service in SERVICES:
+        section, training = tree.pop(service, None), tree.get("training")
+        if (
+            isinstance(section, dict)
+            and isinstance(training, dict)
+            and not _is_off(service, section)
+        ):
+            reported = training.get("report_to") or []
+            if isinstance(reported, list) and service not in reported:
+                training["report_to"] = [*reported, service]
+            notes.append(
+                f'{service} is read as training.report_to ["{service}"], which has no other keys'
+            )
+
+
+def _refuse_other_optimizers(tree: dict[str, Any], problems: list[Problem]) -> None:
+    """Refuse another optimizer once, and remove its section, with all its parameters.
+
+    As in DeepSpeed, capital letters do not matter.
+    """
+    kind = _at(tree, ("optimizer", "type"))
+    if isinstance(kind, str) and kind.lower() in _ADAM:
+        tree["optimizer"]["type"] = _ADAM[kind.lower()]
+    elif isinstance(kind, str) and kind != "auto":
+        del tree["optimizer"]
+        message = (
+            f'optimizer.type {describe_value(kind)} is not available; write "AdamW" (or "Adam", '
+            "which means the same here) with the params lr, betas, eps and weight_decay"
+        )
+        problems.append(Problem(("optimizer",), message))
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Return whether a value switches its key off. A section is off if each of its parts is."""
+    if not isinstance(value, dict):
+        return value in (None, "auto", *_OFF.get(name, (False,)))
+    if "shared_parameters" in value:  # of a method of compression_training
+        return _is_off("", value["shared_parameters"])
+    if "enabled" in value or name in _DISABLED_BY_DEFAULT:
+        return value.get("enabled") in (None, False, "auto")
+    return all(_is_off("", part) for part in value.values())
+
+
+def _at(tree: Any, path: KeyPath) -> Any:
+    """Return the value at a path of keys; None if there is none."""
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree

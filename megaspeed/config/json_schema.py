@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megaspeed.config.foreign_keys import EFFECTIVE_STAGES, NO_EFFECT, REFUSED, RENAMED, SERVICES
+from megaspeed.config.foreign_keys import NO_EFFECT, REFUSED, RENAMED, SERVICES
 from megaspeed.config.run import RunConfig
 from megaspeed.config.section import Section
 
@@ -88,12 +88,8 @@ def _foreign_keys() -> str:
         for key, reason in table.items():
             by_reason.setdefault(reason, []).append(f"`{key}`")
         rows += [f"| {', '.join(keys)} | {title}: {why} |" for why, keys in by_reason.items()]
-    stages = (
-        f"| `zero_optimization.{key}` | effect at stage {', '.join(map(str, stages))} only |"
-        for key, stages in EFFECTIVE_STAGES.items()
-    )
     head = ["### Other keys of DeepSpeed", "", "| key | here |", "|---|---|"]
-    return "\n".join([*head, *rows, *stages, ""])
+    return "\n".join([*head, *rows, ""])
 
 
 def _subclasses(section: type[Section]) -> Iterator[type[Section]]:

@@ -5,6 +5,7 @@ rules). Both are in one report: keys that are wrong are absent when the rules ar
 that reads one is skipped, and all others apply.
 """
 
+import copy
 import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
@@ -16,9 +17,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megaspeed.config.acceptance import accept, without
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
+from megaspeed.config.foreign_keys import accept, remove
 from megaspeed.config.hugging_face import fill_from_hugging_face
 from megaspeed.config.layout import World, violations
 from megaspeed.config.resolve import Run, resolve_run
@@ -104,15 +105,17 @@ def check_document(document: Document, world: World | None = None) -> Checked:
     messages = [*(problem.message for problem in of_keys), *violations(correct, world)]
     if config is None or messages:
         return Checked(tuple(dict.fromkeys(messages)), correct)
-    resolved = None if world is None else resolve_run(config, world, name="run").as_json()
-    return Checked((), config, config, accepted.all_notes(config.to_json(), resolved))
+    found_values = config if world is None else resolve_run(config, world, name="run").config
+    return Checked((), config, config, accepted.all_notes(found_values.to_json()))
 
 
 def _correct_part(values: Mapping[str, Any], wrong: Set[KeyPath]) -> RunConfig:
     """Return a config in which keys that are wrong are absent, so that no rule can read them."""
     if ("model", "hidden_size") in wrong:
         wrong |= {("model", "intermediate_size")}  # it is computed from the other if omitted
-    kept = without(values, wrong)
+    kept = copy.deepcopy(dict(values))
+    for path in wrong:
+        remove(kept, path)
     config = RunConfig.model_construct()
     for name, field in RunConfig.model_fields.items():
         vars(config).pop(name, None)

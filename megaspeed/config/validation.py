@@ -1,63 +1,18 @@
 """Convert pydantic's errors about single keys to messages, with the nearest known keys."""
 
 import difflib
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
-from math import isfinite
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megaspeed.config.deepspeed_keys import SCHEDULER_TYPES
 from megaspeed.config.document import describe_value
 from megaspeed.config.errors import MOST_LISTED, KeyPath, Problem, dotted
 from megaspeed.config.model import PRESETS
 from megaspeed.config.run import RunConfig
-
-_OTHER_NAMES = {
-    "model.architecture": "model_type",
-    "model.hidden_size": "n_embd d_model",
-    "model.num_hidden_layers": "n_layer num_layers",
-    "model.num_attention_heads": "n_head num_heads",
-    "model.max_position_embeddings": "n_positions n_ctx",
-    "model.intermediate_size": "n_inner ffn_hidden_size",
-    "model.embedding_dropout": "embd_pdrop",
-    "model.attention_dropout": "attn_pdrop",
-    "model.residual_dropout": "resid_pdrop",
-    "parallel.tensor": "tp tensor_parallel tensor_parallel_size tp_size tensor_model_parallel_size",
-    "parallel.pipeline": "pp pipeline_parallel pipeline_parallel_size pp_size "
-    "pipeline_model_parallel_size",
-    "parallel.data": "dp data_parallel data_parallel_size dp_size",
-    "data.sequence_length": "seq_length seq_len block_size",
-    "training.steps": "train_iters max_steps",
-    "train_batch_size": "global_batch_size batch_size",
-    "train_micro_batch_size_per_gpu": "micro_batch_size train_micro_batch_size",
-    "optimizer.params.lr": "learning_rate",
-    "gradient_clipping": "max_grad_norm grad_clip",
-    "zero_optimization.stage": "zero_stage",
-    "bf16.enabled": "precision dtype torch_dtype mixed_precision",
-}
-OTHER_NAMES: Mapping[str, str] = {
-    other: key for key, others in _OTHER_NAMES.items() for other in others.split()
-}
-"""Names in the configs of GPT-2, Megatron and nanoGPT -> the keys here."""
-
-_NOT_BUILT: Mapping[str, str] = {
-    "fp8": "training in fp8 is not built; set bf16.enabled",
-    "expert": "a mixture of experts is not built; remove it",
-    "context": "context parallelism is not built; see parallel.sequence_parallel",
-    "virtual_stages": "an interleaved schedule is not built; see parallel.schedule",
-}
-"""Beginning of an unknown key -> what is not built, and what to write instead."""
-
-_TYPES: Mapping[str, tuple[str, ...]] = {
-    "scheduler": SCHEDULER_TYPES,
-    "parallel.gradient_compression": ("int8", "powersgd"),
-}
-"""Key of a section that has several types -> their names."""
 
 _WANTED: Mapping[str, str] = {
     "int_type": "a whole number",
@@ -135,26 +90,19 @@ def _path_in_json(detail: ErrorDetails, values: Mapping[str, Any]) -> KeyPath:
 
 
 def _message(path: KeyPath, details: list[ErrorDetails]) -> str:
+    by_kind = {detail["type"]: detail for detail in details}
     kind, last, given = details[0]["type"], details[0]["loc"][-1], details[0]["input"]
     if kind == "missing" and not isinstance(last, int):
         return _missing_key(path)
-    if {each["type"] for each in details} & {"union_tag_invalid", "union_tag_not_found"}:
-        known = _known_types(path)
-        if not isinstance(given, dict) or given.get("type") is None:
-            return f"{dotted(path)}.type is missing, wanted {known}"
-        return f"{dotted((*path, 'type'))}: given {describe_value(given['type'])}, wanted {known}"
+    if "union_tag_not_found" in by_kind:
+        return _missing_key((*path, "type"))
+    if "union_tag_invalid" in by_kind:
+        details = [by_kind["union_tag_invalid"]]
+        path, given = (*path, "type"), given["type"]
     # A list that is too short has an error for each missing entry; the last one gives the length.
     relevant = details[-1:] if kind == "missing" else details
     wanted = " or ".join(dict.fromkeys(map(_wanted, relevant)))
-    if wanted.endswith("an object") and dotted(path) in _TYPES:
-        wanted += f" with the type {_known_types(path)}"
-    fix = _fix(path, given, details)
-    return f"{dotted(path)}: given {describe_value(given)}, wanted {wanted}{fix}"
-
-
-def _known_types(path: KeyPath) -> str:
-    """Return the types of the section at ``path``, which has several."""
-    return " or ".join(f'"{name}"' for name in _TYPES[dotted(path)])
+    return f"{dotted(path)}: given {describe_value(given)}, wanted {wanted}"
 
 
 def _missing_key(path: KeyPath) -> str:
@@ -167,49 +115,15 @@ def _missing_key(path: KeyPath) -> str:
 
 def _wanted(detail: ErrorDetails) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
-    if kind == "literal_error":  # pydantic writes Python: 'gpipe' or '1f1b', True
-        expected = str(context["expected"]).replace("'", '"')
-        return expected.replace("True", "true").replace("False", "false")
+    choices = context.get("expected", context.get("expected_tags"))
+    if choices is not None:  # pydantic writes Python: 'gpipe' or '1f1b', True
+        return str(choices).replace("'", '"').replace("True", "true").replace("False", "false")
     if kind == "value_error":
         return str(context["error"])
     if kind == "missing":
         return f"a list of {int(detail['loc'][-1]) + 1}"
     template = _WANTED.get(kind)
     return template.format(**context) if template else detail["msg"]
-
-
-def _fix(path: KeyPath, given: Any, details: list[ErrorDetails]) -> str:
-    kinds = {detail["type"] for detail in details}
-    if "string_type" in kinds and isinstance(given, int | float):
-        return f'; write "{given}" in quotes'
-    if isinstance(given, bool) and "enabled" in keys_at(path):
-        return f'; write {{"enabled": {str(given).lower()}}}'
-    if not isinstance(given, str):
-        return ""
-    if given == "auto":
-        return "; omit the key or write a value"
-    if given.lower() in ("adam", "adamw") or given in SCHEDULER_TYPES:
-        return f'; write {{"type": "{given}"}}'
-    if given == "nvme":
-        return '; state can only move to host memory, so write "cpu"'
-    if kinds & {"int_type", "float_type"} and _is_number(given):
-        return f"; write {given} without quotes"
-    if "bool_type" in kinds and given.lower() in ("true", "false"):
-        return f"; write {given.lower()} without quotes"
-    if kinds == {"tuple_type"}:
-        return f"; write [{describe_value(given).rpartition(' (')[0]}]"
-    if kinds == {"literal_error"}:
-        choices = re.findall(r"'([^']*)'", str(details[0]["ctx"]["expected"]))
-        nearest = difflib.get_close_matches(given, choices, n=1)
-        return f'; the nearest is "{nearest[0]}"' if nearest else ""
-    return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
@@ -221,15 +135,8 @@ def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
     if not siblings:
         return Problem(path, f"{name} is an unknown key")
     if name in all_key_paths():
-        owner = next((each for each in _TYPES if name.startswith(f"{each}.")), path[0])
-        return Problem(
-            path,
-            f"{name} belongs to another {owner}.type than this one; remove it (null removes an "
-            "inherited key)",
-        )
-    for part, message in _NOT_BUILT.items():
-        if str(path[-1]).startswith(part):
-            return Problem(path, f"{name} is an unknown key: {message}")
+        message = f"{name} belongs to another type of {dotted(path[:-1])} than this one; remove it"
+        return Problem(path, message)
     nearest = _nearest(path, siblings)
     if nearest is not None:
         message = f"{name} is an unknown key; the nearest known key is {nearest}"
@@ -254,17 +161,11 @@ def all_key_paths() -> tuple[str, ...]:
 
 
 def _nearest(path: KeyPath, siblings: list[str]) -> str | None:
-    section, name = path[:-1], str(path[-1])
-    if name in OTHER_NAMES:
-        return OTHER_NAMES[name]
-    elsewhere = [known for known in all_key_paths() if known.rpartition(".")[2] == name]
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6 if section else 0.5)
-    is_typo = close and difflib.SequenceMatcher(None, name, close[0]).ratio() > 0.9
-    if elsewhere and not is_typo:
-        return elsewhere[0]
-    if close:
-        return dotted((*section, close[0]))
+    """Return the key of this name elsewhere; otherwise the nearest of the section, or of all."""
+    name = str(path[-1])
     leaves = {known.rpartition(".")[2]: known for known in reversed(all_key_paths())}
+    if name not in leaves and (close := difflib.get_close_matches(name, siblings, n=1)):
+        return dotted((*path[:-1], close[0]))
     far = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)
     return leaves[far[0]] if far else None
 

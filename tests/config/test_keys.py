@@ -1,19 +1,13 @@
 """The names of keys. ``mistakes.txt`` lists unknown keys with the keys that were meant."""
 
 from megaspeed.config.errors import dotted
-from megaspeed.config.validation import OTHER_NAMES, all_key_paths, keys_at
+from megaspeed.config.validation import keys_at
 from tests.config.small import problems
 
 
 def test_unknown_keys_are_reported_all_at_once() -> None:
     found = problems(aa=1, model={"bb": 1, "cc": 1}, optimizer={"params": {"dd": 1}})
     assert len(found) == 4
-
-
-def test_other_names_lead_to_keys_that_exist_and_are_not_keys() -> None:
-    assert set(OTHER_NAMES.values()) <= set(all_key_paths())
-    leaves = {path.rpartition(".")[2] for path in all_key_paths()}
-    assert not leaves & set(OTHER_NAMES)
 
 
 def test_the_keys_of_a_section_do_not_depend_on_where_it_stands_in_a_list() -> None:
