@@ -33,7 +33,6 @@ from megaspeed.topology.launch import LaunchError, read_launch_environment
 # connection to the store when a job ends.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-_NEVER_SECONDS = 10**9
 _STOPPED = "MEGASPEED_STOPPED"
 """The variable with the stop signal after which torch's launcher must not restart ranks."""
 _STARTER = "MEGASPEED_STARTER"
@@ -163,8 +162,6 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
         logs_specs=DefaultLogsSpecs(log_dir=logs.name),
         signals_to_handle="SIGQUIT",  # by default it would end the ranks 30 s after a stop signal
     )
-    # Set after `config` has read it. A rank reads it to warn if its launcher may kill it in a save.
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_NEVER_SECONDS)
     os.environ[_STARTER] = str(os.getpid())
     command = ("-u", "-m", "megaspeed.cli", "train", *arguments)
     try:

@@ -20,7 +20,6 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 _RESOLVE_SECONDS = 5.0
@@ -240,15 +239,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def usable_numa_nodes() -> int:
-    """The number of NUMA nodes on which this process may run; 0 if the system lists none."""
-    nodes = Path("/sys/devices/system/node").glob("node[0-9]*")
-    return sum(
-        any((node / f"cpu{number}").exists() for number in os.sched_getaffinity(0))
-        for node in nodes
-    )
 
 
 def usable_processors() -> int:

@@ -5,18 +5,13 @@ gets only the lines, without control characters. Its steps end with the time sin
 began and the time that is left.
 """
 
-import math
-import os
 import signal
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Self
 
-import psutil
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -35,15 +30,6 @@ from megaspeed.topology.launch import usable_processors
 from megaspeed.training.metrics import Metrics, PartMetrics, Record, StepMetrics, ValidationMetrics
 from megaspeed.training.resume import MOST_CHANGES, Start
 from megaspeed.training.trainer import Observer, TrainingSummary
-
-WORSE_BY_NATS = 0.5
-"""A resume warns if the loss has risen by more than this since the save.
-
-Each step has different samples, so losses of neighbouring steps differ by a few tenths.
-"""
-
-_GRACE_SECONDS = 30.0
-"""How long torchrun and DeepSpeed's launcher wait by default between SIGTERM and SIGKILL."""
 
 SLOW = 1.5
 """A rank is reported as slow if it works this many times as long as the median rank."""
@@ -68,13 +54,10 @@ def print_warning(console: Console, text: str) -> None:
     print_line(console, f"[yellow]warning:[/yellow] {escape(text)}")
 
 
-def print_folded(console: Console, part: str | Table) -> None:
-    """Print text or a table in 80 columns. A longer word, such as a path, stays in one piece."""
-    if isinstance(part, str):
-        fold = textwrap.TextWrapper(COLUMNS, subsequent_indent="  ", break_long_words=False).fill
-        print_line(console, Text(fold(part)))
-    else:
-        console.print(part, width=COLUMNS)
+def print_folded(console: Console, text: str) -> None:
+    """Print text in 80 columns. A longer word, such as a path, stays in one piece."""
+    fold = textwrap.TextWrapper(COLUMNS, subsequent_indent="  ", break_long_words=False).fill
+    print_line(console, Text(fold(text)))
 
 
 def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
@@ -120,26 +103,6 @@ def describe_start(start: Start, run: Run) -> list[str]:
     return lines
 
 
-def describe_start_up(phases: Mapping[str, float]) -> str:
-    """Describe how long the start of this process took, in total and by phase.
-
-    Time outside of all phases is imports and the meeting of the ranks. Phases under 0.1 s are not
-    listed.
-    """
-    total = _seconds_of_this_process()
-    parts = {"imports and meeting": total - sum(phases.values()), **phases}
-    named = [f"{phase} {seconds:.1f}" for phase, seconds in parts.items() if seconds >= 0.1]
-    return f"start-up took {total:.1f} s: {', '.join(named)}"
-
-
-def _seconds_of_this_process() -> float:
-    if sys.platform != "linux":
-        return float(time.time() - psutil.Process().create_time())
-    # On Linux, psutil can be wrong by a second. The system counts ticks since the machine started.
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
 def describe_spare_ranks(run: Run) -> str:
     """Describe which ranks are spare (not in the grid), and why."""
     first, world = run.grid.world_size, run.grid.world_size + run.spare_ranks
@@ -166,21 +129,11 @@ def describe_step(metrics: StepMetrics) -> str:
 
 
 def describe_resumed(begin: Progress, first: StepMetrics) -> str:
-    """Return a line, with markup: the first loss after a resume, and the last before the save."""
-    if begin.loss is None:
-        before, is_worse = "not finite", False
-    else:
-        before = f"{begin.loss:.4f}"
-        is_worse = not first.loss - begin.loss <= WORSE_BY_NATS  # true for NaN
-    line = (
+    """Return a line: the first loss after a resume, and the last before the save."""
+    before = "not finite" if begin.loss is None else f"{begin.loss:.4f}"
+    return (
         f"resumed at step {first.step}: loss {first.loss:.4f}; {before} when saved "
         f"(step {begin.step})"
-    )
-    if not is_worse:
-        return line
-    return (
-        f"[yellow]{line}. It is more than {WORSE_BY_NATS} nats higher: "
-        "check that the data and the learning rate are those of the saved run[/yellow]"
     )
 
 
@@ -196,24 +149,6 @@ def crowding(device_type: str, ranks: int) -> float:
     """Return how many threads of this machine's ranks share a processor; 1 if each has its own."""
     threads = ranks * torch.get_num_threads()
     return max(1.0, threads / usable_processors()) if device_type == "cpu" else 1.0
-
-
-def describe_late_save(save_seconds: float | None, environ: Mapping[str, str]) -> str | None:
-    """Return a warning, with markup, if the launcher may kill the run during its last save.
-
-    ``save_seconds`` is how long the previous save took; None if none has ended yet.
-    """
-    stated = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-    by_torchrun = "TORCHELASTIC_RUN_ID" in environ
-    grace = float(stated) if by_torchrun and stated.isdecimal() else _GRACE_SECONDS
-    if save_seconds is None or save_seconds <= grace:
-        return None
-    longer = ", or raise TORCH_ELASTIC_SHUTDOWN_TIMEOUT" if by_torchrun else ""
-    return (
-        f"[yellow]the previous save took {save_seconds:.0f} s, and a launcher that is stopped "
-        f"kills its ranks after {grace:.0f} s. If this save is cut off, the run resumes from an "
-        f"earlier checkpoint. To save in time, send SIGUSR1 to a rank earlier{longer}[/yellow]"
-    )
 
 
 def describe_save(report: SaveReport) -> str:
@@ -243,7 +178,6 @@ class ConsoleObserver(Observer):
     ) -> None:
         self._run = run
         self._crowding = crowding
-        self._has_noted_crowding = False
         self._check_folder = check_folder
         self._parts = parts
         self._log_interval = run.config.training.log_interval
@@ -292,16 +226,13 @@ class ConsoleObserver(Observer):
     def parts(self, metrics: PartMetrics) -> None:
         """Record the parts, and print a line if one rank is much slower than the median rank.
 
-        If ranks share processors, the system's turns make some of them slower. This is noted once.
+        If ranks share processors, the system's turns make some of them slower.
         """
         if self._parts is not None:
             self._parts.write(metrics)
         slower = metrics.slowest_rank_seconds / max(metrics.median_rank_seconds, 1e-9)
         if slower > SLOW * self._crowding:
             self._print(describe_slow_rank(metrics, self._run.grid))
-        elif slower > SLOW and not self._has_noted_crowding:
-            self._has_noted_crowding = True
-            self._print(f"step {metrics.step:>6}  ranks share processors, so some are slower")
 
     def profiled(self, step: int, trace: str) -> None:
         """Print where the trace of the profiled steps is."""
@@ -315,14 +246,11 @@ class ConsoleObserver(Observer):
             f"perplexity {metrics.validation_perplexity:.2f}"
         )
 
-    def stopping(self, stopped_by: signal.Signals, step: int, save_seconds: float | None) -> None:
-        """Print why the run ends early, and a warning if its last save may take too long."""
+    def stopping(self, stopped_by: signal.Signals, step: int) -> None:
+        """Print why the run ends early."""
         self._print(
             f"step {step:>6}  stopped by {stopped_by.name} after {step} of {self._steps} steps"
         )
-        warning = describe_late_save(save_seconds, os.environ)
-        if stopped_by is not signal.SIGUSR1 and warning is not None:  # no launcher sends SIGUSR1
-            self._print(warning)
 
     def saving(self) -> None:
         """Check the run folder, as before each record."""
@@ -350,18 +278,12 @@ class ConsoleObserver(Observer):
 
 def summary_table(run: Run, summary: TrainingSummary, device_type: str) -> Table:
     """Return the final figures of the run."""
-    last = summary.last_step
+    last, validation = summary.last_step, summary.last_validation
     title = f"{escape(run.name)}: {last.step} steps"
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_row("training loss (last step)", f"{last.loss:.4f}")
-    if summary.last_validation is not None:
-        table.add_row("validation loss", f"{summary.last_validation.validation_loss:.4f}")
-        perplexity = summary.last_validation.validation_perplexity
-        table.add_row("validation perplexity", f"{perplexity:.2f}")
-        vocabulary = run.config.model.vocab_size
-        table.add_row(
-            "perplexity of guessing evenly", f"{vocabulary:,} (loss {math.log(vocabulary):.4f})"
-        )
+    if validation is not None:
+        table.add_row("validation loss", f"{validation.validation_loss:.4f}")
     table.add_row("tokens", f"{last.tokens:,}")
     table.add_row("time", f"{summary.seconds:.1f} s")
     table.add_row("tokens/s", f"{summary.tokens / summary.seconds:,.0f}")

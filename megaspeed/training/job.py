@@ -39,7 +39,6 @@ from megaspeed.training.console import (
     describe_corpus,
     describe_save,
     describe_start,
-    describe_start_up,
     print_folded,
     print_line,
     print_warning,
@@ -133,7 +132,6 @@ class Job:
     make_checkpointing: MakeCheckpointing = Checkpointing  # a benchmark's saves nothing
     log: RankLog = field(init=False)  # this rank's log file
     watch: Watch = field(init=False)  # watches the other ranks
-    _seconds: dict[str, float] = field(init=False, default_factory=dict)  # of start-up's phases
 
     def __post_init__(self) -> None:
         self.log = RankLog(self.run.run_dir, self.meeting.launch.rank)
@@ -153,7 +151,7 @@ class Job:
         Returns how the run ended; None if nothing was left to train. Then no file has changed. An
         exception that is not in ``EXPECTED`` is reported before it propagates.
         """
-        run, during = self.run, self._during
+        run, during = self.run, self.activity.during
         with during("preparing the corpus", timeouts=math.inf):
             start = time.perf_counter()
             with self.console.status("preparing the corpus"):
@@ -182,7 +180,7 @@ class Job:
         return summary
 
     def _train_in(self, context: ParallelContext, corpus: PreparedCorpus) -> TrainingSummary | None:
-        run, during, group = self.run, self._during, context.checkpoint_group
+        run, during, group = self.run, self.activity.during, context.checkpoint_group
         restarts = Restarts(self.meeting)
         with during("comparing the ranks", timeouts=START_UP_TIMEOUTS):
             check_agreement(corpus, context)
@@ -228,14 +226,6 @@ class Job:
                 return self._train_from(begin, worker, corpus, checkpointing, check_folder)
 
     @contextmanager
-    def _during(self, phase: str, *, timeouts: float) -> Iterator[None]:
-        """A phase of the start-up. Its duration is reported when training begins."""
-        start = time.perf_counter()
-        with self.activity.during(phase, timeouts=timeouts):
-            yield
-        self._seconds[phase] = time.perf_counter() - start
-
-    @contextmanager
     def _memory_explained(
         self, context: ParallelContext, engine: ZeroEngine | None
     ) -> Iterator[None]:
@@ -259,7 +249,7 @@ class Job:
         """Load the checkpoint, if there is one, and opens the run folder."""
         begin = Progress()
         if start.checkpoint is not None:
-            with self._during(f"loading {start.checkpoint}", timeouts=SAVE_TIMEOUTS):
+            with self.activity.during(f"loading {start.checkpoint}", timeouts=SAVE_TIMEOUTS):
                 allowed = options.allow_data_change
                 begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
         broadcast(
@@ -267,7 +257,7 @@ class Job:
         )
         if start.checkpoint is not None and not start.in_place:
             # Otherwise a run that fails before its first save would restart at step 0.
-            with self._during("saving the first checkpoint", timeouts=SAVE_TIMEOUTS):
+            with self.activity.during("saving the first checkpoint", timeouts=SAVE_TIMEOUTS):
                 checkpointing.save(begin)
                 for report in checkpointing.close():
                     print_line(self.console, describe_save(report))
@@ -292,7 +282,6 @@ class Job:
         check_folder: Callable[[], object],
     ) -> TrainingSummary:
         run, stop = self.run, self.stop
-        print_folded(self.console, describe_start_up(self._seconds))
         if worker.context.rank != 0:
             return Trainer(worker, corpus, checkpointing, stop, Observer()).train(begin)
         crowded = crowding(worker.context.device.type, self.meeting.launch.local_world_size)

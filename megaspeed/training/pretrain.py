@@ -39,7 +39,6 @@ from megaspeed.topology.launch import (
     LaunchEnvironment,
     LaunchError,
     read_launch_environment,
-    usable_numa_nodes,
 )
 from megaspeed.topology.process_settings import set_defaults
 from megaspeed.topology.store import GroupError, print_error
@@ -173,7 +172,6 @@ def _print_warnings(run: Run, launch: LaunchEnvironment, console: Console) -> No
         has_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(False),
         processors=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
-        numa_nodes=usable_numa_nodes(),
         torchrun_restarts=int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) if by_torchrun else None,
     ):
         print_warning(console, warning)

@@ -62,11 +62,8 @@ class Observer:
     def validation(self, metrics: ValidationMetrics) -> None:
         """Called after each evaluation."""
 
-    def stopping(self, stopped_by: signal.Signals, step: int, save_seconds: float | None) -> None:
-        """Called if the run stops early, after this step.
-
-        ``save_seconds`` is how long the previous save took; None if no save has ended yet.
-        """
+    def stopping(self, stopped_by: signal.Signals, step: int) -> None:
+        """Called if the run stops early, after this step."""
 
     def saving(self) -> None:
         """Called before each save. An exception ends the run."""
@@ -162,8 +159,7 @@ class Trainer:
                     validation = self._validate(step)
             with activity.during(f"saving after step {step}", timeouts=SAVE_TIMEOUTS):
                 if stopped_by is not None:
-                    before = None if self._last_save is None else self._last_save.seconds
-                    self._observer.stopping(stopped_by, step, before)
+                    self._observer.stopping(stopped_by, step)
                 if saves:
                     self._observer.saving()
                     self._checkpointing.save(progress)

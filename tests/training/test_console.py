@@ -27,12 +27,10 @@ from megaspeed.training.console import (
     ConsoleObserver,
     crowding,
     describe_corpus,
-    describe_late_save,
     describe_resumed,
     describe_save,
     describe_slow_rank,
     describe_start,
-    describe_start_up,
     describe_step,
     summary_table,
 )
@@ -129,11 +127,6 @@ def test_a_line_has_its_words_and_numbers_in_this_order(line: str, words: str) -
     assert re.search(".*".join(map(re.escape, words.split("|"))), shown(line)), line
 
 
-def test_a_start_up_is_divided_into_its_phases() -> None:
-    line = describe_start_up({"creating the process groups": 0.02, "loading [b]/x": 0.5})
-    assert re.fullmatch(r"start-up took [0-9.]+ s: .+ [0-9.]+, loading \[b\]/x 0\.5", line), line
-
-
 @pytest.mark.parametrize("mfu", [None, 0.4217])
 @pytest.mark.parametrize("tokens_per_second", [999_999.4, 99_999_999.0])
 def test_the_lines_of_a_step_fit_80_columns(mfu: float | None, tokens_per_second: float) -> None:
@@ -163,29 +156,6 @@ def test_a_start_states_its_checkpoint_and_what_was_skipped() -> None:
     (line,) = map(shown, describe_start(end, run))
     assert "run [a]/checkpoints/step-00000010 has step 10, and training.steps is 10" in line
     assert "--fresh" in line and "--resume" in line
-
-
-@pytest.mark.parametrize(
-    ("loss", "warned"), [(3.0, False), (4.5, False), (4.51, True), (math.nan, True)]
-)
-def test_a_loss_that_is_half_a_nat_worse_is_warned_of(loss: float, warned: bool) -> None:
-    line = describe_resumed(Progress(step=6, loss=4.0), step_metrics(loss=loss))
-    assert line.startswith("[yellow]") is warned
-    assert ("more than 0.5 nats higher" in line) is warned
-
-
-def test_a_save_that_may_outlast_the_launchers_patience_is_warned_of() -> None:
-    torchrun = {"TORCHELASTIC_RUN_ID": "none"}
-    line = describe_late_save(45.0, {}) or ""
-    assert line.startswith("[yellow]the previous save took 45 s, and a launcher that is stopped")
-    assert "kills its ranks after 30 s" in line and line.endswith("to a rank earlier[/yellow]")
-    assert describe_late_save(29.0, {}) is describe_late_save(None, {}) is None
-    longer = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
-    assert describe_late_save(45.0, longer) == line, "only torchrun reads it"
-    assert describe_late_save(45.0, torchrun | longer) is None
-    line = describe_late_save(61.0, torchrun | longer) or ""
-    assert "kills its ranks after 60 s" in line
-    assert line.endswith("or raise TORCH_ELASTIC_SHUTDOWN_TIMEOUT[/yellow]")
 
 
 def observed(
@@ -242,7 +212,7 @@ def test_a_log_has_the_elapsed_and_the_remaining_time_in_each_step() -> None:
     ]
 
 
-def test_ranks_that_share_processors_get_one_remark_unless_a_rank_is_much_slower() -> None:
+def test_of_ranks_that_share_processors_only_a_much_slower_one_is_named() -> None:
     run, slow = tiny_run(TEXT, dp=2), [parts(1, 1.4), parts(2, 1.6), parts(3, 5.9), parts(4, 6.1)]
     said = []
     for crowded in (4.0, 1.0):
@@ -252,7 +222,7 @@ def test_ranks_that_share_processors_get_one_remark_unless_a_rank_is_much_slower
             for each in slow:
                 observer.parts(each)
         said.append([line[:19] for line in output.getvalue().splitlines()])
-    assert said[0] == ["step      2  ranks ", "step      4  slowes"]
+    assert said[0] == ["step      4  slowes"]
     assert said[1] == ["step      2  slowes", "step      3  slowes", "step      4  slowes"]
 
 
@@ -270,7 +240,7 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one()
     with observed(run, Console(file=output, width=200), begin=begin) as observer:
         for step in (7, 8):
             observer.step(step_metrics(step=step))
-        observer.stopping(signal.SIGTERM, 8, 45.0)
+        observer.stopping(signal.SIGTERM, 8)
         observer.saved(SAVE)
     said = [line.strip() for line in output.getvalue().splitlines() if "step" in line]
     assert said == [
@@ -279,7 +249,6 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one()
         "step      8  stopped by SIGTERM after 8 of 10 steps",
         describe_save(SAVE),
     ]
-    assert "the previous save took 45 s, and a launcher" in output.getvalue()
 
 
 def test_the_stages_parameters_add_up_to_the_model_whatever_the_layout() -> None:
@@ -316,8 +285,6 @@ def test_the_summary_gives_the_last_figures() -> None:
     assert figures == {
         "training loss (last step)": "2.5000",
         "validation loss": "3.0000",
-        "validation perplexity": "20.09",
-        "perplexity of guessing evenly": "301 (loss 5.7071)",
         "tokens": "1,920",
         "time": "4.0 s",
         "tokens/s": "240",  # from the second half of the run, which this process trained

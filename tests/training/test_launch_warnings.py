@@ -1,15 +1,12 @@
 """A launch that costs speed causes a warning with its remedy. No other launch causes one."""
 
-import os
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.run import get_args_parser
 
-from megaspeed.topology.launch import LaunchEnvironment, usable_numa_nodes
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.banner import launch_warnings
 from tests.zero.one_rank import OFFLOAD, small_run
 
@@ -54,26 +51,6 @@ def test_an_offloaded_optimizer_with_one_thread_is_slow() -> None:
     assert "1 thread a rank" in warning and "OMP_NUM_THREADS=12" in warning
     assert warnings(BY_TORCHRUN, OFFLOADED, threads=12) == []
     assert warnings(BY_TORCHRUN, OFFLOADED, threads=1, processors=8) == [], "one for each rank"
-
-
-def test_an_offloaded_optimizer_on_any_numa_node_is_slow() -> None:
-    """torch 2.13's torchrun binds a rank to the NUMA node of its GPU only if it is asked to."""
-    two_ranks = {**OFFLOADED, "dp": 2}
-    (warning,) = warnings(BY_TORCHRUN, two_ranks, numa_nodes=2)
-    (option,) = re.findall("torchrun (--.*) node$", warning)
-    assert option in get_args_parser().format_help()
-    assert warnings(BY_TORCHRUN, two_ranks, numa_nodes=1) == []
-    assert warnings(BY_TORCHRUN, {"dp": 2}, numa_nodes=2) == [], "nothing is kept on the CPU"
-    assert warnings(BY_TORCHRUN, OFFLOADED, numa_nodes=2) == [], "one rank may use all processors"
-
-
-def test_a_process_that_is_bound_to_a_processor_runs_on_one_numa_node() -> None:
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    try:
-        assert usable_numa_nodes() <= 1
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def test_a_gpu_with_bf16_and_no_stated_precision_is_slow() -> None:

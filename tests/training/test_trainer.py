@@ -69,7 +69,7 @@ class Record(Observer):
         self.validations.append(metrics)
         self.events.append(("validation", metrics.step))
 
-    def stopping(self, stopped_by: signal.Signals, step: int, save_seconds: float | None) -> None:
+    def stopping(self, stopped_by: signal.Signals, step: int) -> None:
         self.events.append((stopped_by.name, step))
 
     def saved(self, report: SaveReport) -> None:
