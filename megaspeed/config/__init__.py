@@ -6,6 +6,6 @@
 
 A value passes through these files:
 
-    document (reading, extends, --set) -> acceptance -> hugging_face (from_hf)
+    document (reading, extends, --set) -> foreign_keys -> hugging_face (from_hf)
         -> validation (each key) -> rules, layout (keys together) -> resolve
 """

@@ -22,6 +22,6 @@ def test_all_mistakes_are_listed_at_once() -> None:
     assert len(error.value.problems) == 3
     text = str(error.value)
     assert "nics is an unknown key; the keys of a cluster are device, nodes" in text
-    assert "nodes: given 0" in text and "write 8 without quotes" in text
+    assert "nodes: given 0" in text and 'gpus_per_node: given "8"' in text
     with pytest.raises(ConfigError, match="no device called 'h100'; the nearest is h100-"):
         read_cluster({"device": "h100"})
