@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from threading import Thread
 
 from megaspeed.config.data import DataConfig
 from megaspeed.config.document import read_document
@@ -17,7 +18,6 @@ from megaspeed.config.loading import check_document, load_run
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import RunConfig
 from megaspeed.data.selection import find_problems
-from megaspeed.files.reading import at_most
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +54,10 @@ def find_data_problems(correct: RunConfig) -> list[str]:
     # No tokenizer exceeds the size that stands for one which is not known.
     vocab_size = getattr(model, "vocab_size", sys.maxsize)
     problems: list[str] = []
-    is_complete = False
-    with at_most(_LONGEST_SECONDS):
-        problems.extend(find_problems(data, vocab_size))
-        is_complete = True
-    if not is_complete:
+    search = Thread(target=lambda: problems.extend(find_problems(data, vocab_size)), daemon=True)
+    search.start()
+    search.join(_LONGEST_SECONDS)
+    if search.is_alive():
         logger.warning(
             "data: after %g s, some files are not examined yet, because they are many or slow to "
             "find; a run examines all of them when it starts",

@@ -19,7 +19,7 @@ from pathlib import Path
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, size_problems
 from megaspeed.files.durable import TEMPORARY, flush_folder
-from megaspeed.files.reading import file_problem
+from megaspeed.files.paths import file_problem
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run's folder."""

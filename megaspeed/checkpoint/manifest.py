@@ -6,8 +6,6 @@
 A folder without a manifest is a save that did not end. The manifest reveals every changed byte.
 """
 
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from operator import methodcaller
@@ -19,7 +17,7 @@ import xxhash
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.files.durable import write_file
 from megaspeed.files.json_values import unsealed, write_sealed
-from megaspeed.files.reading import read_file
+from megaspeed.files.paths import file_problem, read_file
 
 MANIFEST = "manifest.json"
 
@@ -147,19 +145,10 @@ def size_problems(folder: Path, files: Mapping[str, FileDigest]) -> dict[str, st
 
 
 def _size_problem(path: Path, size_bytes: int) -> str | None:
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    if not stat.S_ISREG(found.st_mode):
-        return "is not a file"
-    if found.st_size < size_bytes:
-        return f"is cut short: {found.st_size:,} bytes of the {size_bytes:,} written"
-    if found.st_size > size_bytes:
-        return f"has grown: {found.st_size:,} bytes, but {size_bytes:,} were written"
-    return None
+    problem = file_problem(path)
+    if problem is None and (found_bytes := path.stat().st_size) != size_bytes:
+        return f"has {found_bytes:,} bytes, but {size_bytes:,} were written"
+    return problem
 
 
 def _digest(name: str, facts: Any) -> FileDigest:

@@ -15,7 +15,7 @@ from megaspeed.checkpoint.tensors import KINDS, WEIGHTS, compression_tensors
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Compression
 from megaspeed.config.section import Section
-from megaspeed.files.reading import read_file
+from megaspeed.files.paths import read_file
 from megaspeed.model.parameters import Shape
 
 RUN_STATE = "run_state.json"

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megaspeed.config.document import add_config_options
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
 from megaspeed.files.durable import write_file
-from megaspeed.files.paths import path_argument
-from megaspeed.files.reading import file_problem
+from megaspeed.files.paths import file_problem, path_argument
 
 if TYPE_CHECKING:
     from rich.console import Console

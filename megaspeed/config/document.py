@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megaspeed.config.errors import KeyPath, Problem, dotted
-from megaspeed.files.paths import path_argument, path_problem
-from megaspeed.files.reading import file_problem, read_file
+from megaspeed.files.paths import file_problem, path_argument, path_problem, read_file
 
 _MOST_KEYS = 16
 _SHOWN_CHARACTERS = 200

@@ -29,8 +29,7 @@ from megaspeed.config.document import JsonSyntaxError, describe_value, read_json
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.families import FAMILIES, Family
 from megaspeed.config.model import DERIVED_FIELDS, ModelConfig
-from megaspeed.files.paths import expand_home, path_problem
-from megaspeed.files.reading import file_problem
+from megaspeed.files.paths import expand_home, file_problem, path_problem
 
 CONFIG_FILE = "config.json"
 DAMAGED = "incomplete or damaged; fetch it again"

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.data.errors import DataError
+from megaspeed.files.durable import Locked, lock
 from megaspeed.files.json_values import Facts, read_sealed, write_sealed
-from megaspeed.files.lock import lock
-from megaspeed.files.paths import expand_home
-from megaspeed.files.reading import are_settled, state_of
+from megaspeed.files.paths import are_settled, expand_home, state_of
 
 logger = logging.getLogger(__name__)
 
+_SECONDS_BEFORE_REPORT = 10.0
 CACHE_VARIABLE = "MEGASPEED_CACHE"
 _KEY_DIGITS = 32
 # Part of the key of facts about files. Increment it if the same file gives other facts.
@@ -70,20 +70,21 @@ class Cache:
         Raises:
             DataError: the folder cannot be created or written to.
         """
+        file = self.root / "write.lock"
         with ExitStack() as stack:
-            try:
-                held = lock(
-                    self.root / "write.lock",
-                    wait_seconds=math.inf,
-                    on_wait=self._report_wait if self.reports_waits else None,
-                    reentrant=True,
-                )
-                stack.enter_context(held)
-            except OSError as error:
-                raise cannot_write(self.root, error) from error
+            for patience in (_SECONDS_BEFORE_REPORT, math.inf):
+                try:
+                    stack.enter_context(lock(file, wait_seconds=patience, reentrant=True))
+                    break
+                except Locked as error:
+                    self._report_wait(error.holder)
+                except OSError as error:
+                    raise cannot_write(self.root, error) from error
             yield
 
     def _report_wait(self, holder: str | None) -> None:
+        if not self.reports_waits:
+            return
         sys.stderr.write(
             f"another process{f' ({holder})' if holder else ''} is preparing data in {self.root}; "
             f"waiting until it is done. To prepare it elsewhere, set {CACHE_VARIABLE} to another "

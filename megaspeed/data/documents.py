@@ -17,7 +17,7 @@ from pathlib import Path
 from megaspeed.data.errors import DataError, for_each
 from megaspeed.data.pieces import OnBad, Piece, TextFormat, refuse
 from megaspeed.data.sources import SourceFile
-from megaspeed.files.reading import FileState
+from megaspeed.files.paths import FileState
 
 
 @dataclass(frozen=True, slots=True)

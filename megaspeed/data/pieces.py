@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megaspeed.data.errors import DataError
-from megaspeed.files.reading import FileState, state_of
+from megaspeed.files.paths import FileState, state_of
 
 PIECE_BYTES = 1 << 18
 _CUT_WINDOW_BYTES = 1 << 16

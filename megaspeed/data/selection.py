@@ -36,8 +36,7 @@ from megaspeed.data.tokenizer import (
     load_tokenizer,
     tokenizer_files,
 )
-from megaspeed.files.paths import expand_home
-from megaspeed.files.reading import COARSEST_TICK_SECONDS, FileState, are_settled
+from megaspeed.files.paths import COARSEST_TICK_SECONDS, FileState, are_settled, expand_home
 
 
 @dataclass(frozen=True)

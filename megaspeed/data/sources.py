@@ -31,8 +31,7 @@ from megaspeed.data.pieces import OnBad, Piece, TextFormat, refuse
 from megaspeed.data.search import Found, fixed_part, matches
 from megaspeed.data.tables import NamedDataset, SavedDataset, Table, is_saved_dataset
 from megaspeed.data.text_files import ARCHIVES, JsonLines, PlainText
-from megaspeed.files.paths import expand_home
-from megaspeed.files.reading import FileState, file_problem
+from megaspeed.files.paths import FileState, expand_home, file_problem
 
 _EXTRACT = "extract its text into .txt or .jsonl files"
 _UNPACK = "unpack it, or pack each file alone as .gz or .zst"

@@ -28,7 +28,7 @@ from megaspeed.data.pieces import (
     pieces_of,
     what_is_wrong,
 )
-from megaspeed.files.reading import FileState, special_files, state_of
+from megaspeed.files.paths import FileState, special_files, state_of
 
 # datasets and pyarrow are slow to import and rarely needed, so they are imported where used.
 

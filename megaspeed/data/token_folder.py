@@ -27,7 +27,7 @@ from megaspeed.data.errors import DataError, raise_any
 from megaspeed.data.pieces import BadRecord
 from megaspeed.data.token_file import IdType, TokenFile, TokenIndex
 from megaspeed.files.json_values import read_sealed, write_sealed
-from megaspeed.files.reading import sha256_of
+from megaspeed.files.paths import sha256_of
 
 INDEX = "index.json"
 PLAN = "plan.json"

@@ -20,7 +20,7 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.token_file import TokenFile, TokenIndex, in_blocks
 from megaspeed.data.token_folder import INDEX, SHARDS, is_token_folder, open_token_folder
 from megaspeed.files.json_values import Facts
-from megaspeed.files.reading import special_among
+from megaspeed.files.paths import special_among
 
 _RAW_DTYPE: Final = "<u2"
 _LOOKED_AT_IDS = 1 << 16

@@ -40,10 +40,9 @@ from megaspeed.data.token_folder import (
     write_index,
 )
 from megaspeed.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, TextTokenizer
-from megaspeed.files.durable import TEMPORARY, flush_folder
+from megaspeed.files.durable import TEMPORARY, Locked, flush_folder, lock
 from megaspeed.files.json_values import Facts, read_sealed, write_sealed
-from megaspeed.files.lock import Locked, lock
-from megaspeed.files.reading import FileState, sha256_of
+from megaspeed.files.paths import FileState, sha256_of
 
 DEFAULT_SHARD_TOKENS = 1 << 29
 """1 GiB of ids of 2 bytes."""

@@ -26,7 +26,7 @@ from megaspeed.data.documents import Document, read_pieces
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import PIECE_BYTES
 from megaspeed.files.durable import write_file
-from megaspeed.files.reading import special_among
+from megaspeed.files.paths import special_among
 
 TRAIN = "train"
 END_OF_TEXT = "<|endoftext|>"

@@ -5,22 +5,26 @@
               OUT.writing/...             filled, then renamed to OUT; the lock is removed last
 
 A rename replaces the name in one step. A process that has the old file open or mapped keeps it.
-After a loss of power, the new name exists only if its folder was flushed too.
+After a loss of power, the new name exists only if its folder was flushed too. A lock on a file lets
+one process at a time do something.
 """
 
+import errno
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from megaspeed.files.lock import Locked, lock
+from filelock import FileLock, SoftFileLock, Timeout
 
 TEMPORARY = ".writing"
 """The end of the name of a file or folder that is being written."""
 
 _UNFINISHED = ".unfinished"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 T = TypeVar("T")
 
@@ -116,3 +120,85 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(entry)
         elif entry.name != _UNFINISHED:
             entry.unlink()
+
+
+class Locked(Exception):
+    """Another process holds the lock.
+
+    Attributes:
+        holder: that process, such as "process 4711 on node3"; None if it is not known.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.holder = _holder(path)
+        super().__init__(f"{self.holder or 'another process'} holds the lock {path}")
+
+
+@contextmanager
+def lock(
+    path: Path, *, wait_seconds: float = 0.0, reentrant: bool = False, required: bool = True
+) -> Iterator[None]:
+    """Hold the lock on the file ``path`` inside the ``with`` block; one process at a time can.
+
+    The file and its folder are created if needed. The kernel releases the lock when the process
+    ends, even if it is killed. While the lock is held, the file contains the process that holds it,
+    as "host pid". Afterwards the file stays, empty.
+
+    Args:
+        path: the lock file.
+        wait_seconds: how long to wait for another process; ``math.inf`` waits without a limit.
+        reentrant: whether a thread that holds the lock may enter it again.
+        required: what happens on a network file system without locks. If True, a marker file
+            replaces the lock. If a process is killed on another host, its marker file remains. If
+            False, the block runs without a lock.
+
+    Raises:
+        Locked: another process held the lock for ``wait_seconds``.
+        OSError: the file cannot be created.
+    """
+    file_lock = FileLock(path, is_singleton=reentrant, fallback_to_soft=required)
+    try:
+        file_lock.acquire(timeout=wait_seconds)
+    except Timeout as error:
+        raise Locked(path) from error
+    except OSError as error:
+        if required or error.errno not in _NO_LOCKS:
+            raise
+    held = identity(path)
+    # filelock writes the content of a marker file itself.
+    names_holder = file_lock.lock_counter == 1 and not isinstance(file_lock, SoftFileLock)
+    try:
+        if names_holder:
+            _write_holder(path, f"{socket.gethostname()} {os.getpid()}\n")
+        yield
+    finally:
+        if names_holder and identity(path) == held:
+            _write_holder(path, "")  # another process may get the same number later
+        file_lock.release()
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """The device and the inode of what is at ``path``; None if nothing is there.
+
+    If they change while a lock on ``path`` is held, another process can lock the path, too.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _write_holder(path: Path, text: str) -> None:
+    # Only for people and messages. The disk may be full, or the folder may have a new name.
+    with suppress(OSError), path.open("r+") as file:
+        file.truncate(0)
+        file.write(text)
+
+
+def _holder(path: Path) -> str | None:
+    try:
+        host, process = path.read_text(errors="replace").split()
+    except (OSError, ValueError):
+        return None
+    return f"process {process} on {host}" if process.isdigit() else None

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.files.durable import write_file
-from megaspeed.files.reading import read_file
+from megaspeed.files.paths import read_file
 
 Facts = dict[str, Any]
 """The content of a file with a hash: plain JSON values."""
 
 _SEAL = "index_hash"
-_LONGEST_LINE = 1 << 20
-"""In bytes. A longer line is not a record: even 10,000 pipeline stages need only 150 kB."""
 
 
 def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -91,20 +89,12 @@ def _hash_of(facts: Facts) -> str:
 def read_records(file: Path) -> Iterator[dict[str, Any] | None]:
     """The object of each line of a metrics file; None for a line that is not an object.
 
-    A run that was killed may have left an incomplete line. A damaged file may have a line of any
-    length, so at most 1 MiB of a line is in memory. Reading stops at 1 MiB of zeros: it is a hole
-    in a sparse file, which may be larger than any disk.
+    A run that was killed may have left an incomplete line.
     """
     with file.open("rb") as stream:
-        while line := stream.readline(_LONGEST_LINE):
-            is_complete = True
-            while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
-                is_complete = False
-                line = stream.readline(_LONGEST_LINE) if any(line) else b""
+        for line in stream:
             try:
-                record = json.loads(line) if is_complete else None
+                record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
             yield record if isinstance(record, dict) else None
-            if not line:
-                return

@@ -31,7 +31,7 @@ from megaspeed.config.hugging_face import read_keys
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.files.durable import refuse_existing
-from megaspeed.files.reading import special_files
+from megaspeed.files.paths import special_files
 from megaspeed.hugging_face.tokenizer import ModelTokenizer, find_tokenizer, generation_files
 from megaspeed.hugging_face.verifying import Agreement, compare, new_model_folder
 from megaspeed.hugging_face.weights import (

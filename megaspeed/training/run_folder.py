@@ -35,8 +35,7 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, step_named
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
-from megaspeed.files.durable import flush_folder, write_file
-from megaspeed.files.lock import Locked, identity, lock
+from megaspeed.files.durable import Locked, flush_folder, identity, lock, write_file
 from megaspeed.files.paths import folder_problem
 from megaspeed.supervision.answers import broadcast, gather
 from megaspeed.supervision.meeting import RanksDisagree

@@ -50,7 +50,7 @@ def test_show_skips_a_broken_checkpoint_and_reports_why(
     os.truncate(folder.path(200) / TENSORS, 5)
     shown = Ended(capsys, tmp_path, "checkpoint", "show", folder.root)
     assert shown.code == 0 and shown.out.startswith(f"{folder.path(100)}: ")
-    assert shown.err.startswith(f"step-00000200  BROKEN\n  {TENSORS} is cut short: 5 bytes of the")
+    assert shown.err.startswith(f"step-00000200  BROKEN\n  {TENSORS} has 5 bytes, but ")
     shown = Ended(capsys, tmp_path, "checkpoint", "show", folder.path(200))
     assert (shown.code, shown.out, shown.figures) == (1, "", None)
     assert shown.err.endswith("has no complete checkpoint\n")
@@ -78,8 +78,8 @@ def test_verify_names_every_problem_and_leftover(
     lines = shown.out.splitlines()
     assert lines[0] == "step-00000200  BROKEN"
     # The manifest's order is by name.
-    assert lines[1].startswith("  .metadata is cut short: 1,000 bytes of the ")
-    assert lines[2] == f"  {TENSORS} is missing"
+    assert lines[1].startswith("  .metadata has 1,000 bytes, but ")
+    assert lines[2] == f"  {TENSORS} does not exist"
     assert lines[3].startswith("step-00000100  complete (")
     assert lines[4].startswith("step-00000300.writing  not a checkpoint: ")
     newest, older = shown.figures["checkpoints"]

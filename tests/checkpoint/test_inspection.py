@@ -61,9 +61,9 @@ def test_a_complete_checkpoint_has_no_problem(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (Path.unlink, "is missing"),
-        (lambda file: os.truncate(file, file.stat().st_size - 1), "is cut short: "),
-        (lambda file: os.truncate(file, 0), "is cut short: 0 bytes of the "),
+        (Path.unlink, "does not exist"),
+        (lambda file: os.truncate(file, file.stat().st_size - 1), "has "),
+        (lambda file: os.truncate(file, 0), "has 0 bytes, but "),
         (lambda file: flip(file, file.stat().st_size // 2), "has changed since it was written"),
     ],
     ids=["missing", "cut", "empty", "flipped"],

@@ -23,4 +23,4 @@ def tokenizer(tokenizer_folder: Path) -> TextTokenizer:
 @pytest.fixture(autouse=True)
 def _fine_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests train on text that they have just written, without a wait of two seconds."""
-    monkeypatch.setattr("megaspeed.files.reading.COARSEST_TICK_SECONDS", 0.0)
+    monkeypatch.setattr("megaspeed.files.paths.COARSEST_TICK_SECONDS", 0.0)

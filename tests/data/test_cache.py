@@ -8,7 +8,7 @@ from threading import Timer
 
 import pytest
 
-import megaspeed.files.lock
+import megaspeed.data.cache
 from megaspeed.data.cache import Cache, default_cache_dir
 from megaspeed.data.errors import DataError
 
@@ -41,7 +41,7 @@ with Cache(Path(sys.argv[1])).lock():
 def test_a_long_wait_for_another_process_is_reported_once_with_its_number(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], speaks: bool
 ) -> None:
-    monkeypatch.setattr(megaspeed.files.lock, "_SECONDS_BEFORE_REPORT", 0.2)
+    monkeypatch.setattr(megaspeed.data.cache, "_SECONDS_BEFORE_REPORT", 0.2)
     command = [sys.executable, "-c", HOLD, str(cache.root)]
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
         assert other.stdin is not None and other.stdout is not None

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.files.durable import new_folder
-from megaspeed.files.lock import lock
+from megaspeed.files.durable import lock, new_folder
 
 
 def test_it_has_its_name_once_it_is_filled(tmp_path: Path) -> None:
@@ -65,7 +64,7 @@ def test_a_folder_that_another_process_finishes_meanwhile_stays_as_it_is(
     other = new_folder(tmp_path / "out")
     (other.__enter__() / "first").touch()
 
-    def late_lock(path: Path) -> AbstractContextManager[bool]:
+    def late_lock(path: Path) -> AbstractContextManager[None]:
         other.__exit__(None, None, None)
         return lock(path)
 

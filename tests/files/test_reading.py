@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.files.paths import folder_problem, path_problem
-from megaspeed.files.reading import (
+from megaspeed.files.paths import (
     are_settled,
     file_problem,
+    folder_problem,
+    path_problem,
     read_file,
     sha256_of,
     special_files,
