@@ -42,7 +42,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
-from megaspeed.measurement.timed_steps import WARM_UP_STEPS
+from megaspeed.measurement.turns import WARM_UP_STEPS
 from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import forecast
@@ -408,7 +408,7 @@ def bench_sections(
             title,
             [MEGASPEED, "bench", "--config", labels["file"]],
             ["--world-size", str(layout.world_size), "--peers", "hf-deepspeed"],
-            ["--omit", "host-bound", "--turns", "1", "--steps", str(TIMED_STEPS)],
+            ["--turns", "1", "--steps", str(TIMED_STEPS)],
             ["--output", options.out / file_name(title), "--set", *settings],
             out=options.out,
             labels={**labels, "row": f"ZeRO-{stage}", "run": run},
@@ -422,8 +422,8 @@ def bench_sections(
 
 def contestants(section: Section) -> list[dict[str, Any]]:
     """Return what a bench measured, with a row for each of a peer's settings."""
-    run = (section.figures or {}).get("workloads", {}).get("run", {})
-    return [*run.get("contestants", []), *run.get("other_settings", [])]
+    rows: list[dict[str, Any]] = (section.figures or {}).get("contestants", [])
+    return rows
 
 
 def expected_seconds(run: Run, machine: Machine, launches: int, steps: float) -> float:
@@ -675,31 +675,26 @@ def timing_rows(section: Section, flops: float, peak: float | None) -> Iterator[
 
     if found is None:
         yield (*head, labels.get("row", ""), run.batch.micro_batch_size, ending(section))
-    elif "rows" in found:
+    elif "pipeline_stages" in found:
         for each in found["rows"]:
-            if each["status"] != "done":
-                reason = f"{each['status']}: {each['reason']}"
-                yield (*head, each["label"], run.batch.micro_batch_size, reason)
-                continue
-            if not each["pipeline_stages"]:  # its memory could not be counted
-                yield row(each["label"], each, None, each["peak_bytes"])
-                continue
-            stage = max(each["pipeline_stages"], key=measured_peak)
-            predicted = stage["peak_bytes"]["predicted"]["total"]
-            yield row(each["label"], each, predicted, measured_peak(stage))
+            stages = (s for s in found["pipeline_stages"] if s["label"] == each["label"])
+            fullest = max(
+                (stage["peak_bytes"] for stage in stages),
+                key=lambda size: size["measured"]["total"],
+                default=None,  # its memory could not be counted
+            )
+            predicted = None if fullest is None else fullest["predicted"]["total"]
+            yield row(each["label"], each, predicted, each["peak_bytes"])
+        for label, reason in found["failures"].items():
+            yield (*head, label, run.batch.micro_batch_size, reason)
     else:
         if not contestants(section):
             yield (*head, labels["row"], run.batch.micro_batch_size, ending(section))
         for each in contestants(section):
             figures = {**each, "step_time_seconds": each["step_seconds"]["median"]}
-            on_gpu = found["device"]["name"] != "CPU"
+            on_gpu = found["device"] != "CPU"
             head = (f"{ENGINES[each['name']]}{each['settings'] or ''}", labels["layout"])
             yield row(labels["row"], figures, None, each["peak_bytes"] if on_gpu else None)
-
-
-def measured_peak(stage: dict[str, Any]) -> int:
-    """Return the peak of the CUDA allocator, or on a CPU that of the tensors."""
-    return int(stage["allocator_peak_bytes"] or stage["peak_bytes"]["measured"]["total"])
 
 
 def memory_cells(predicted: float | None, measured: float | None) -> tuple[str, str, str]:

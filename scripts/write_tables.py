@@ -27,7 +27,7 @@ from typing import Any
 
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
-from megaspeed.measurement.compare.rows import zero_rows
+from megaspeed.measurement.compare import zero_rows
 from megaspeed.planning.prediction import Prediction, predict
 from megaspeed.units import GB, GIB, MIB
 
@@ -62,7 +62,9 @@ def read(name: str, results: Sequence[Any]) -> None:
             cells[1:] = [bench_cell(found, column) for column in figures["columns"].split()]
     else:
         for cells, row in zip(rows, results[0]["rows"], strict=True):
-            cells[2], *cells[4:] = compare_cells(row["pipeline_stages"])
+            stages = results[0]["pipeline_stages"]
+            own = [stage for stage in stages if stage["label"] == row["label"]]
+            cells[2], *cells[4:] = compare_cells(own)
     commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
     figures["measured"] = f"{datetime.now(UTC):%Y-%m-%d} at commit {done}"
@@ -72,19 +74,13 @@ def read(name: str, results: Sequence[Any]) -> None:
 
 
 def bench_cell(found: Any, column: str) -> str:
-    """Return a cell. ms or s: megaspeed's step time. share:NAME: the share of the matmul. NAME: a
-    peer's ratio.
-    """
-    run = found["workloads"]["run"]
-    rows = {row["name"]: row for row in run["contestants"]}
+    """Return a cell. ms or s: megaspeed's step time. NAME: a peer's ratio."""
     if column in ("ms", "s"):
         scale, digits = (1e3, 0) if column == "ms" else (1, 1)
-        step = rows["megaspeed"]["step_seconds"]
-        return spread({key: scale * value for key, value in step.items()}, digits)
-    if column.startswith("share:"):
-        return f"{rows[column.removeprefix('share:')]['share_of_peak']:.0%}"
-    row = rows[column]
-    others = [each for each in run["other_settings"] if each["name"] == column]
+        (own,) = (row for row in found["contestants"] if row["name"] == "megaspeed")
+        return spread({key: scale * value for key, value in own["step_seconds"].items()}, digits)
+    rows = [row for row in found["contestants"] if row["name"] == column]
+    row, *others = sorted(rows, key=lambda row: not row["counts"])
     text = spread(row["ratio"], 2) + (f", {row['settings']}" if others else "")
     return text + "".join(f"; {each['settings']} {each['ratio']['median']:.2f}" for each in others)
 
@@ -98,7 +94,7 @@ def compare_cells(stages: Any) -> list[str]:
     dp.
     """
     peak = max(stage["peak_bytes"]["measured"]["total"] for stage in stages)
-    sent = max((stage["traffic_bytes"]["counted"] for stage in stages), key=lambda t: t["total"])
+    sent = max((stage["traffic_bytes"]["measured"] for stage in stages), key=lambda t: t["total"])
     return [MIB.of(size) for size in (peak, sent["total"], sum(sent["dp"].values()))]
 
 

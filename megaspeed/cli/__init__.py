@@ -1,7 +1,7 @@
 """The ``megaspeed`` command. ``megaspeed --help`` lists its subcommands.
 
 The file of a command is imported when the command is called, so every command, and every rank,
-loads only what it needs. Its function ``add_to`` adds one command or two.
+loads only what it needs. Its function ``add_to`` adds its commands.
 Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong, 3 the run hung,
 128 + the number of the signal that stopped the command (Ctrl-C: 130).
 """
@@ -29,9 +29,9 @@ FILES = {
     "train": "train",
     "check": "check",
     "verify": "verify",
-    "compare": "compare",
-    "bench": "bench",
-    "scaling": "scaling",
+    "compare": "measuring",
+    "bench": "measuring",
+    "scaling": "measuring",
     "report": "report",
     "compare-runs": "report",
     "plan": "plan",

@@ -1,13 +1,29 @@
-"""What the commands that train on ranks of this machine share: options, folder, turns, results."""
+"""``megaspeed compare``, ``bench`` and ``scaling``: rows take turns on ranks of this machine."""
 
 import argparse
+import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaspeed.checked_run import load_checked_run
 from megaspeed.cli.bar_or_lines import BarOrLines
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_values, positive, say, write_json
+from megaspeed.cli.options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    add_command,
+    add_parser,
+    add_values,
+    load,
+    positive,
+    say,
+    world_size,
+    write_json,
+)
+from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.files.paths import folder_problem, path_argument
 
@@ -16,29 +32,70 @@ if TYPE_CHECKING:
     from megaspeed.measurement.report import Report
     from megaspeed.measurement.turns import AnyRow
 
+_PEERS = ("plain", "hf-deepspeed", "fsdp2", "ddp", "deepspeed-pipeline")
+_SIZES = "--world-sizes"
 
-def add_measuring_options(
-    parser: argparse.ArgumentParser,
-    command: str,
-    *,
-    turns: int | None,
-    steps: int,
-    option: str = "--output",
-) -> None:
-    """Add the options for turns, steps, the folder of the results, and the time limit of a turn.
 
-    If ``turns`` is None, each row takes one turn. The other numbers are defaults.
-    """
+def add_to(commands: Any) -> None:
+    """Add the commands and their options."""
+    text = "train each ZeRO stage and compare memory, traffic and time"
+    parser = add_command(commands, "compare", compare, text)
+    _add_choices(parser, "--stages", (0, 1, 2, 3), [0, 1, 2, 3], "ZeRO stages (0 1 2 3)")
+    text = "also train with torch's own ddp or fsdp; pipeline and tensor must be 1"
+    _add_choices(parser, "--baselines", ("ddp", "fsdp"), [], text)
+    _add_shared(parser, turns=3, steps=4)
+
+    parser = add_command(commands, "bench", bench, "step time beside other libraries, in turns")
+    text = f"{', '.join(_PEERS)} (all that can train the run)"
+    _add_choices(parser, "--peers", _PEERS, None, text)
+    _add_shared(parser, turns=5, steps=10)
+
+    text = "tokens/s and efficiency at several numbers of ranks"
+    parser = add_parser(commands, "scaling", scaling, text)
+    add_config_options(parser)
+    parser.add_argument(
+        _SIZES,
+        type=world_size,
+        nargs="+",
+        required=True,
+        metavar="N",
+        help="numbers of processes; the others are compared with the smallest",
+    )
+    parser.add_argument(
+        "--weak",
+        action="store_true",
+        help="each data rank keeps its micro-batches: train_batch_size grows (it stays otherwise)",
+    )
     parser.set_defaults(turns=1)
+    _add_shared(parser, turns=None, steps=10)
+
+
+def _add_choices(
+    parser: argparse.ArgumentParser, option: str, choices: Sequence[Any], default: Any, text: str
+) -> None:
+    name = option.strip("-").rstrip("s").upper()
+    parser.add_argument(
+        option,
+        type=type(choices[0]),
+        nargs="+",
+        choices=choices,
+        default=default,
+        metavar=name,
+        help=text,
+    )
+
+
+def _add_shared(parser: argparse.ArgumentParser, *, turns: int | None, steps: int) -> None:
+    """Add the options of all three. The numbers are defaults."""
     if turns is not None:
         add_values(parser, ("--turns", positive, "N", turns, f"turns of each row ({turns})"))
+    text = "folder for the results (runs/<name>-<command>)"
     add_values(
         parser,
         ("--steps", positive, "N", steps, f"timed steps of each turn ({steps})"),
         ("--timeout", positive, "SECONDS", 1800, "time limit of each turn (1800)"),
+        ("--output", path_argument, "DIR", None, text),
     )
-    text = f"folder for the results (runs/<name>-{command})"
-    parser.add_argument(option, dest="output", type=path_argument, metavar="DIR", help=text)
 
 
 def device_type_here() -> "DeviceType":
@@ -49,66 +106,129 @@ def device_type_here() -> "DeviceType":
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def results_folder(
+def compare(options: argparse.Namespace) -> int:
+    """Train every row, then show and write the figures."""
+    from megaspeed.measurement.compare import (
+        ComparisonResult,
+        baseline_rows,
+        part_of_turn,
+        report,
+        zero_rows,
+    )
+    from megaspeed.measurement.turns import Steps
+
+    device_type = device_type_here()
+    run = load(options, device_type)
+    rows = zero_rows(run, options.stages, device_type)
+    rows += baseline_rows(run, options.baselines, device_type)
+    steps = Steps(warm_up=1, timed=options.steps, timeout_seconds=options.timeout)
+    return _measure(
+        options,
+        run,
+        rows,
+        lambda corpus: partial(part_of_turn, corpus, steps),
+        lambda **measured: report(ComparisonResult(run=run, **measured)),
+    )
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Let the contestants take their turns, then show and write the figures."""
+    from megaspeed.measurement.bench import (
+        BenchResult,
+        choose_peers,
+        contestants_of,
+        part_of_turn,
+        report,
+    )
+    from megaspeed.measurement.turns import WARM_UP_STEPS, Steps
+
+    run = load(options, device_type_here())
+    reasons = choose_peers(run, options.peers)
+    not_run = {peer: reason for peer, reason in reasons.items() if reason is not None}
+    steps = Steps(warm_up=WARM_UP_STEPS, timed=options.steps, timeout_seconds=options.timeout)
+    rows = contestants_of(run, [peer for peer in reasons if peer not in not_run], steps)
+    with tempfile.TemporaryDirectory(prefix="megaspeed-bench-") as name:
+        return _measure(
+            options,
+            run,
+            rows,
+            lambda corpus: partial(part_of_turn, Path(name), corpus, steps),
+            lambda **measured: report(BenchResult(run=run, not_run=not_run, **measured)),
+        )
+
+
+def scaling(options: argparse.Namespace) -> int:
+    """Train every number of ranks, then show and write the figures."""
+    from megaspeed.measurement.scaling import ScalingResult, part_of_turn, report, scaled_rows
+    from megaspeed.measurement.turns import WARM_UP_STEPS, Steps
+
+    sizes, device_type = sorted(set(options.world_sizes)), device_type_here()
+    overrides = [*options.overrides, "parallel.spare_ranks=false"]
+    base = load_checked_run(options.config, overrides, World(sizes[0], _SIZES, device_type))
+    rows = scaled_rows(base, sizes, device_type, weak=options.weak)
+    steps = Steps(
+        warm_up=WARM_UP_STEPS, timed=options.steps, timeout_seconds=options.timeout, extra="parts"
+    )
+    return _measure(
+        options,
+        rows[-1].run,
+        rows,
+        lambda corpus: partial(part_of_turn, corpus, steps),
+        lambda **measured: report(ScalingResult(weak=options.weak, **measured)),
+        size_option=_SIZES,
+    )
+
+
+def _measure(
     options: argparse.Namespace,
-    run: Run,
-    *,
-    option: str = "--output",
-    size_option: str = "--world-size",
-) -> Path:
-    """Return the folder for the results of a command. It need not exist.
-
-    Raises:
-        ConfigError: the folder cannot be written, or this machine cannot run the ranks of ``run``.
-    """
-    from megaspeed.measurement.local_ranks import too_many_ranks
-
-    command: str = options.command
-    folder: Path = options.output or Path("runs") / f"{run.name}-{command}"
-    problem = folder_problem(option, folder)
-    problems = [] if problem is None else [problem]
-    problems += too_many_ranks(run.grid.world_size, device_type_here(), size_option)
-    if problems:
-        raise ConfigError(problems, where=f"{command} of {options.config}")
-    return folder
-
-
-def measure(
-    options: argparse.Namespace,
-    folder: Path,
+    largest: Run,
     rows: "Sequence[AnyRow]",
-    part_of_turn: "Callable[[AnyRow, int], tuple[Any, ...]]",
+    part_with: "Callable[[Any], Callable[[AnyRow, int], tuple[Any, ...]]]",
     report_of: "Callable[..., Report]",
+    *,
+    size_option: str = "--world-size",
 ) -> int:
     """Let the rows take their turns, then show and write the report. Return the exit code.
 
-    ``report_of`` gets the fields of ``Result``.
-    """
-    from megaspeed.measurement.turns import share_of_others, take_turns
+    Args:
+        options: of the command.
+        largest: the run with the most ranks.
+        rows: of the command.
+        part_with: corpus -> the function that ``take_turns`` needs.
+        report_of: gets the fields of ``Result``.
+        size_option: the option that states the number of ranks.
 
+    Raises:
+        ConfigError: the folder cannot be written, or this machine cannot run as many ranks.
+    """
+    from megaspeed.data.corpus import prepare_corpus
+    from megaspeed.measurement.local_ranks import too_many_ranks
+    from megaspeed.measurement.turns import take_turns
+
+    device_type = device_type_here()
+    folder: Path = options.output or Path("runs") / f"{largest.name}-{options.command}"
+    problem = folder_problem("--output", folder)
+    problems = [] if problem is None else [problem]
+    problems += too_many_ranks(largest.grid.world_size, device_type, size_option)
+    if problems:
+        raise ConfigError(problems, where=f"{options.command} of {options.config}")
+    corpus = prepare_corpus(largest.config.data, largest.config.model.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
-    share = share_of_others()
     with BarOrLines(options.turns * len(rows)) as bar:
         done, stopped = take_turns(
             rows,
             options.turns,
-            part_of_turn,
-            device_type=device_type_here(),
+            part_with(corpus),
+            device_type=device_type,
             folder=folder,
             timeout_seconds=options.timeout,
             on_turn=bar.show,
         )
-    report = report_of(
-        rows=done,
-        turns=options.turns,
-        steps=options.steps,
-        stopped=stopped,
-        share_of_others=max(share, share_of_others()),
-    )
+    report = report_of(rows=done, turns=options.turns, steps=options.steps, stopped=stopped)
     files = report.write(folder, options.command)
-    say(report.on_screen)
+    say(report.text)
     write_json(options, report.figures)
     say(f"\nwrote {', '.join(map(str, files))}")
     if stopped:
         say("stopped before the last turn; all ranks have ended", error=True)
-    return EXIT_DONE if report.succeeded else EXIT_FAILED
+    return EXIT_DONE if report.result.succeeded else EXIT_FAILED

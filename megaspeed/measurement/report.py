@@ -1,15 +1,15 @@
 """The report of a measurement: text for the terminal, Markdown, JSON and one picture.
 
-    parts    str                a paragraph, or a heading if it begins with "#"
+    parts    str                a paragraph
              list of str        bullets
-             Table              a Markdown table
+             Table              its columns are functions of a row, for the text and for JSON
 
-Every line but a heading fits 80 columns.
+Every line but a table's fits 80 columns.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 
 from megaspeed.config.resolve import Run
 from megaspeed.files.durable import write_file
-from megaspeed.measurement.turns import Device
+from megaspeed.measurement.turns import Device, Result
 from megaspeed.model.parameters import parameters_of
 from megaspeed.units import markdown_table, wrapped
 
@@ -32,28 +32,38 @@ _COLOURS = (
 
 
 @dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    key: str  # in the JSON file
+    value: Callable[[Any], Any]  # of a row, for JSON; None if it is not known
+    heading: str = ""  # if omitted, the column is only in the JSON file
+    text: Callable[[Any], str] = str  # of a value
+
+
+@dataclass(frozen=True)
 class Table:
     """A table whose first column holds words."""
 
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    key: str  # in the JSON file
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+
+    def lines(self) -> list[str]:
+        """Return the lines of the table in Markdown."""
+        shown = [column for column in self.columns if column.heading]
+        cells = [
+            [NOTHING if (value := each.value(row)) is None else each.text(value) for each in shown]
+            for row in self.rows
+        ]
+        return list(markdown_table([column.heading for column in shown], cells))
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return the rows as JSON values."""
+        return [{each.key: each.value(row) for each in self.columns} for row in self.rows]
 
 
 Part = str | list[str] | Table
-
-
-def markdown(parts: Iterable[Part]) -> str:
-    """The parts with empty lines between them."""
-    blocks = []
-    for part in parts:
-        if isinstance(part, Table):
-            lines = list(markdown_table(part.headings, part.rows))
-        elif isinstance(part, list):
-            lines = [line for text in part for line in wrapped(f"- {text}", indent="  ")]
-        else:
-            lines = [part] if part.startswith("#") else wrapped(part)
-        blocks.append("\n".join(lines))
-    return "\n\n".join(block for block in blocks if block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,53 +73,97 @@ class Bar:
     label: str
     parts: Mapping[str, float]
     predicted: Mapping[str, float] | None = None  # the parts of a second, hatched bar
-    line: float | None = None  # a line across the bar, such as a median
-    quartiles: tuple[float, float] | None = None
     text: str  # above the bar
-
-
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """Bars side by side, with one unit."""
-
-    title: str
-    unit: str
-    bars: Sequence[Bar]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What a command shows and writes."""
 
-    parts: Sequence[Part]  # for the terminal and the Markdown file
-    details: Sequence[Part] = ()  # for the Markdown file only
-    title: str  # of the Markdown file
-    figures: Mapping[str, Any]  # for the JSON file
-    panels: Sequence[Panel]  # of the picture; without them, there is none
-    succeeded: bool
+    title: str
+    run: Run  # described below the title
+    result: Result[Any]  # its notes come next
+    parts: Sequence[Part]
+    facts: Mapping[str, Any]  # what the JSON file has beside the result's facts and the tables
+    unit: str  # of the picture
+    bars: Sequence[Bar]  # of the picture; without them, there is none
 
     @property
-    def on_screen(self) -> str:
+    def text(self) -> str:
         """The text for the terminal."""
-        return markdown(self.parts)
+        blocks = []
+        described = describe_run(self.run, self.result.device)
+        for part in (described, list(self.result.notes), *self.parts):
+            if isinstance(part, Table):
+                lines = part.lines()
+            elif isinstance(part, list):
+                lines = [line for text in part for line in wrapped(f"- {text}", indent="  ")]
+            else:
+                lines = wrapped(part)
+            blocks.append("\n".join(lines))
+        return "\n\n".join(block for block in blocks if block)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The figures as JSON values, in bytes and seconds. A number that is not finite is null."""
+        tables = {part.key: part.figures() for part in self.parts if isinstance(part, Table)}
+        result = self.result
+        figures = {
+            "name": self.run.name,
+            "device": result.device and result.device.name,
+            "run": self.run.as_json(),
+            "turns": result.turns,
+            "steps": result.steps,
+            "notes": list(result.notes),
+            "failures": {row.label: row.failure for row in result.rows if row.failure},
+            **self.facts,
+            **tables,
+        }
+        return {key: _finite(value) for key, value in figures.items()}
 
     def write(self, folder: Path, name: str) -> list[Path]:
         """Write NAME.json, NAME.md and NAME.png to a folder that exists. Return the files."""
         files = [folder / f"{name}.{suffix}" for suffix in ("json", "md", "png")]
-        texts = [json.dumps(self.figures, indent=2)]
-        texts.append(markdown([f"# {self.title}", *self.parts, *self.details]))
-        if self.panels:
-            texts[1] += f"\n\n![{name}]({name}.png)"
-        for file, text in zip(files, texts, strict=False):
-            _write(file, text)
-        if not self.panels:
+        text = f"# {self.title}\n\n{self.text}\n"
+        if self.bars:
+            text += f"\n![{name}]({name}.png)\n"
+        _write(files[0], json.dumps(self.figures, indent=2) + "\n")
+        _write(files[1], text)
+        if not self.bars:
             return files[:2]
-        draw(self.panels, files[2])  # last, so that an error in drawing loses no figures
+        self._draw(files[2])  # last, so that an error in drawing loses no figures
         return files
+
+    def _draw(self, picture: Path) -> None:
+        # Imported here: matplotlib takes long to import.
+        from matplotlib.figure import Figure
+
+        width = max(6.4, 0.8 + 0.95 * len(self.bars))
+        figure = Figure(figsize=(width, 4.8), layout="constrained")
+        axes = figure.subplots()
+        _draw_bars(axes, self.bars)
+        predicts = any(bar.predicted for bar in self.bars)
+        axes.set_ylabel(self.unit + ("; hatched: predicted" if predicts else ""), fontsize=8)
+        # parse_math is off because a "$" in the run's name is not a formula.
+        title = "\n".join(describe_run(self.run, self.result.device))
+        axes.set_title(title, fontsize=7.5, loc="left", parse_math=False)
+        handles, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
+            style = {"ncols": 4, "fontsize": 8, "frameon": False}
+            figure.legend(handles, labels, loc="outside lower center", **style)
+        figure.savefig(picture, dpi=160)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write(file: Path, text: str) -> None:
-    write_file(file, lambda stream: stream.write(f"{text}\n".encode()))
+    write_file(file, lambda stream: stream.write(text.encode()))
 
 
 def describe_run(run: Run, device: Device | None) -> list[str]:
@@ -129,48 +183,18 @@ def describe_run(run: Run, device: Device | None) -> list[str]:
     ]
 
 
-def finite(value: float) -> float | None:
-    """The value for JSON, which has neither infinity nor NaN."""
-    return value if math.isfinite(value) else None
-
-
-def draw(panels: Sequence[Panel], picture: Path) -> None:
-    """Draw the panels side by side, and write them as a picture."""
-    # Imported here: matplotlib takes long to import.
-    from matplotlib.figure import Figure
-
-    widths = [max(3.2, 0.8 + 0.95 * len(panel.bars)) for panel in panels]
-    figure = Figure(figsize=(max(6.4, sum(widths)), 4.8), layout="constrained")
-    places = figure.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
-    for axes, panel in zip(places, panels, strict=True):
-        _draw_panel(axes, panel)
-    handles, labels = places[0].get_legend_handles_labels()
-    if len(labels) > 1:
-        style = {"ncols": 4, "fontsize": 8, "frameon": False}
-        figure.legend(handles, labels, loc="outside lower center", **style)
-    figure.savefig(picture, dpi=160)
-
-
-def _draw_panel(axes: Any, panel: Panel) -> None:
-    places, predicts = np.arange(len(panel.bars)), any(bar.predicted for bar in panel.bars)
+def _draw_bars(axes: Any, bars: Sequence[Bar]) -> None:
+    places, predicts = np.arange(len(bars)), any(bar.predicted for bar in bars)
     right = places + (_BAR_WIDTH / 2 if predicts else 0.0)
-    tops = _stack(axes, right, [bar.parts for bar in panel.bars], labelled=True)
+    tops = _stack(axes, right, [bar.parts for bar in bars], labelled=True)
     if predicts:
-        predicted = [bar.predicted or {} for bar in panel.bars]
+        predicted = [bar.predicted or {} for bar in bars]
         tops = np.maximum(tops, _stack(axes, places - _BAR_WIDTH / 2, predicted, labelled=False))
-    for place, bar, top in zip(right, panel.bars, tops, strict=True):
-        if bar.line is not None:
-            axes.hlines(bar.line, place - _BAR_WIDTH / 2, place + _BAR_WIDTH / 2, color="black")
-        if bar.quartiles is not None:
-            axes.vlines(place, *bar.quartiles, color="black")
-        above = (place, max(top, bar.line or 0.0, *(bar.quartiles or ())))
+    for place, bar, top in zip(right, bars, tops, strict=True):
         offset = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(bar.text, above, **offset, fontsize=7)
-    axes.set_xticks(places, [bar.label for bar in panel.bars], fontsize=7.5)
+        axes.annotate(bar.text, (place, top), **offset, fontsize=7)
+    axes.set_xticks(places, [bar.label.replace(" ", "\n") for bar in bars], fontsize=7.5)
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_ylabel(panel.unit + ("; hatched: predicted" if predicts else ""), fontsize=8)
-    # parse_math is off because a "$" in the run's name is not a formula.
-    axes.set_title(panel.title, fontsize=7.5, loc="left", parse_math=False)
     axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.1)  # space for the text above the bars
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)

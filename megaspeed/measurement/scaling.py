@@ -1,4 +1,4 @@
-"""How the speed of a run grows with the number of ranks, and where the rest goes.
+"""``megaspeed scaling``: tokens/s at several numbers of ranks, and where the rest goes.
 
     strong   train_batch_size stays, so each data rank has fewer micro-batches
     weak     the micro-batches of each data rank stay, so train_batch_size grows
@@ -7,75 +7,47 @@
     ideal step   step at the smallest number of ranks, if each token took a rank as long as there
     lost         (step - ideal step) / step, part by part; efficiency + all that is lost = 1
 
-``Timeline`` times the parts of a step on each rank. A rank that arrives early at a collective waits
-there for the others. So the rank of a group that spends the least time in its collectives shows
-what communication costs, and what the others spend beyond it is imbalance (``split_step``).
-
-A step's parts are means over ranks. A row's parts are means over the middle half of its steps by
-time, so they add up to the step, and single slow steps do not count.
+``Timeline`` times the parts of a step on each rank. A step's parts are means over the ranks. A
+row's parts are means over the middle half of its steps by time, so they add up to the step, and
+single slow steps do not count.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal, Self
+from typing import Any
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import BATCH_KEYS, World
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.local_ranks import DeviceType
-from megaspeed.measurement.timed_steps import Steps, take_turn
-from megaspeed.measurement.turns import Result, Row
-from megaspeed.planning.costs.workload import Cluster
-from megaspeed.planning.forecast import forecast
-from megaspeed.planning.measured_cpu import CpuSpeedError, measure_cpu
-from megaspeed.planning.prediction import ideal_bubble
-from megaspeed.topology.activity import OWN_WORK, PARTS
-from megaspeed.topology.devices import device_by_name
-from megaspeed.topology.grid import Grid
+from megaspeed.measurement.report import Bar, Column, Report, Table
+from megaspeed.measurement.turns import WARM_UP_STEPS, Result, Row, Steps, take_turn
+from megaspeed.topology.activity import PARTS, Part
+from megaspeed.topology.launch import usable_processors
+from megaspeed.training.profile import PART_LABELS
 from megaspeed.training.worker import Worker
-from megaspeed.units import counted
-
-Mode = Literal["strong", "weak"]
-
-LABELS: Mapping[str, str] = {
-    "compute": "compute",
-    "tensor": "communication, tp",
-    "data": "communication, dp",
-    "pipeline": "messages, pp",
-    "bubble": "bubble, pp",
-    "world": "loss and norm",
-    "imbalance": "imbalance",
-    "data_loading": "data wait",
-    "optimizer": "optimizer",
-    "host": "host",
-}
-"""The parts of a step: those of ``Timeline``, bubble and imbalance -> their names in reports."""
-
-_PREDICTED: Mapping[str, str] = {
-    "compute": "compute",
-    "recomputation": "compute",
-    "tensor parallel": "tensor",
-    "data parallel": "data",
-    "pipeline sends": "pipeline",
-    "pipeline bubble": "bubble",
-    "optimizer": "optimizer",
-    "host": "host",
-}
-"""The parts of a ``Forecast`` -> ours."""
-
-NOT_PREDICTED = frozenset(LABELS) - set(_PREDICTED.values())
-"""Loss and norm, imbalance, data wait. In a prediction they take no time."""
+from megaspeed.units import counted, three_digits
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepParts:
-    """A step on some number of ranks, as measured or as predicted."""
+class ScaledRow(Row):
+    """The run on one number of ranks. Only a row that is done has figures."""
 
-    ranks: int
-    tokens: int  # of a step, over all ranks
-    parts: Mapping[str, float]  # seconds of each of ``LABELS``; they add up to the step
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.run.grid.world_size
+
+    @property
+    def parts(self) -> dict[Part, float]:
+        """Seconds of each of ``PARTS``, mean of the middle half of the timed steps."""
+        # Every rank has the times of all ranks.
+        steps = sorted(self.extras[0], key=lambda parts: sum(parts.values()))
+        cut = len(steps) // 4
+        kept = steps[cut : len(steps) - cut]
+        return {part: fmean(step[part] for step in kept) for part in PARTS}
 
     @property
     def seconds(self) -> float:
@@ -85,162 +57,21 @@ class StepParts:
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks."""
-        return self.tokens / self.seconds
+        return self.run.tokens_per_step / self.seconds
 
-    def efficiency(self, base: "StepParts") -> float:
+    def efficiency(self, base: "ScaledRow") -> float:
         """Return tokens/s of a rank, as a fraction of that of ``base``."""
         return self.tokens_per_second * base.ranks / (self.ranks * base.tokens_per_second)
 
-    def lost(self, base: "StepParts") -> dict[str, float]:
+    def lost(self, base: "ScaledRow") -> dict[Part, float]:
         """Return part -> what it takes beyond the ideal, as a fraction of the step."""
-        work = self.tokens / self.ranks * base.ranks / base.tokens
-        return {
-            part: (seconds - work * base.parts[part]) / self.seconds
-            for part, seconds in self.parts.items()
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaledRow(Row):
-    """The run on one number of ranks."""
-
-    predicted: StepParts | None = None
-    not_predicted: str | None = None  # why there is no prediction although one was asked for
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self.run.grid.world_size
-
-    @property
-    def measured(self) -> StepParts:
-        """The mean of the middle half of the timed steps. The row is done."""
-        run, bubble = self.run, ideal_bubble(self.run)
-        timelines, *_ = self.extras[0]  # every rank has the times of all ranks
-        steps = [split_step(ranks, run.grid, bubble) for ranks in timelines]
-        steps.sort(key=lambda parts: sum(parts.values()))
-        cut = len(steps) // 4
-        kept = steps[cut : len(steps) - cut]
-        parts = {part: fmean(step[part] for step in kept) for part in LABELS}
-        return StepParts(ranks=self.ranks, tokens=run.tokens_per_step, parts=parts)
-
-    @property
-    def done(self) -> bool:
-        """Whether the row was trained and its parts are known."""
-        return super().done and bool(self.extras)
-
-    def with_prediction(self) -> Self:
-        """Return the row, if it is done, with its prediction, or with why it has none."""
-        if not self.done:
-            return self
-        try:
-            return replace(self, predicted=predict(self.run, self.turns[0][0].device.name))
-        except (CpuSpeedError, LookupError) as error:
-            return replace(self, not_predicted=str(error))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingResult(Result[ScaledRow]):
-    """All rows of one configuration, from the smallest number of ranks to the largest."""
-
-    mode: Mode
-    processors: int  # of this machine
-
-    @property
-    def base(self) -> ScaledRow:
-        """The row that the others are compared with: the smallest one that has figures."""
-        return self.done[0]
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether sharing processors limits the efficiency of any row."""
-        return any(self.most_efficiency(row) < 1 for row in self.done)
-
-    def most_efficiency(self, row: ScaledRow) -> float:
-        """Return about what efficiency cannot exceed if ranks share the processors, otherwise 1.
-
-        Where the ranks of the base wait, they leave room for others.
-        """
-        ratio = self._processors_of_a_rank(row) / self._processors_of_a_rank(self.base)
-        step = self.base.measured
-        busy = sum(step.parts[part] for part in OWN_WORK) / step.seconds
-        return min(1.0, ratio / busy) if ratio < 1 else ratio
-
-    def _processors_of_a_rank(self, row: ScaledRow) -> float:
-        """At most one for each of its threads."""
-        device = row.turns[0][0].device
-        if device.name != "CPU":
-            return device.threads
-        return min(device.threads, self.processors / row.ranks)
-
-    def _shares_processors(self, row: ScaledRow) -> bool:
-        return row.ranks > 1 and self._processors_of_a_rank(row) < row.turns[0][0].device.threads
-
-    @property
-    def notes(self) -> Iterator[str]:
-        """Yield what went wrong, and what the figures mean if ranks share processors."""
-        yield from super().notes
-        for row in self.rows:
-            if row.not_predicted is not None:
-                yield f"{row.label} not predicted: {row.not_predicted}"
-        if self.done and self.base is not self.rows[0]:
-            yield f"efficiency is relative to {self.base.label}, the fewest that trained"
-        sharing = [row for row in self.done if self._shares_processors(row)]
-        if sharing:
-            most = (
-                ', and efficiency is at most about what "at most" states' if self.is_limited else ""
-            )
-            yield (
-                f"{', '.join(str(row.ranks) for row in sharing)} ranks share {self.processors} "
-                f"processors, so tokens/s cannot grow with the ranks{most}. The figures show the "
-                "cost of communication and of sharing on this machine, not the scaling of a "
-                "cluster."
-            )
-
-
-def split_step(ranks: Sequence[Sequence[float]], grid: Grid, bubble: float) -> dict[str, float]:
-    """Split one step into parts: means over the ranks, with waits for slower ranks separated.
-
-    Collectives along an axis: the rank of each group that takes the least counts as communication.
-    The pipeline: some stages wait for messages, others wait at the end of the step until the last
-    stage has finished. So both waits are added. What the rank that waits least waits is first the
-    bubble, up to that of equal stages, and then messages. Everything beyond is imbalance.
-
-    Args:
-        ranks: what ``Timeline.pop_seconds`` returned on each rank.
-        grid: of the ranks.
-        bubble: the fraction of time in which the schedule leaves a stage idle if all are equal.
-
-    Returns:
-        Seconds of each of ``LABELS``. Their sum is the mean over the ranks of all their times.
-    """
-    _, *columns = zip(*ranks, strict=True)
-    times = dict(zip(PARTS, columns, strict=True))
-    parts: dict[str, float] = {part: fmean(column) for part, column in times.items()}
-    least = {
-        "tensor": _least(times["tensor"], grid.groups_along("tp")),
-        "data": _least(times["data"], grid.groups_along("dp")),
-        "world": min(times["world"]),
-    }
-    waits = [
-        message + end - least["world"]
-        for message, end in zip(times["pipeline"], times["world"], strict=True)
-    ]
-    imbalance = fmean(waits) - min(waits)
-    imbalance += sum(parts[part] - least[part] for part in ("tensor", "data"))
-    busy = parts["compute"] + parts["tensor"]
-    waited = min(min(waits), busy * bubble / (1 - bubble))
-    separated = {"pipeline": min(waits) - waited, "bubble": waited, "imbalance": imbalance}
-    return {**parts, **least, **separated}
-
-
-def _least(seconds: Sequence[float], groups: Sequence[Sequence[int]]) -> float:
-    """The least of each group, as the mean over the groups."""
-    return fmean(min(seconds[rank] for rank in group) for group in groups)
+        work = self.run.tokens_per_step / self.ranks * base.ranks / base.run.tokens_per_step
+        ideal, seconds = base.parts, self.seconds
+        return {part: (each - work * ideal[part]) / seconds for part, each in self.parts.items()}
 
 
 def scaled_rows(
-    base: Run, sizes: Sequence[int], mode: Mode, device_type: DeviceType
+    base: Run, sizes: Sequence[int], device_type: DeviceType, *, weak: bool
 ) -> list[ScaledRow]:
     """Return the run on each number of ranks. Only the data degree and the batch differ.
 
@@ -249,8 +80,8 @@ def scaled_rows(
     Args:
         base: the run on the smallest number of ranks.
         sizes: numbers of ranks.
-        mode: what stays: train_batch_size, or the micro-batches of each data rank.
         device_type: "cpu" or "cuda".
+        weak: whether the micro-batches of each data rank stay, and not train_batch_size.
 
     Raises:
         ConfigError: with the problems of all numbers of ranks.
@@ -261,7 +92,7 @@ def scaled_rows(
         {
             "parallel.data": "auto",
             "parallel.spare_ranks": False,
-            accumulation if mode == "strong" else train: None,
+            train if weak else accumulation: None,
         }
     )
     mend = "; or use --weak: each rank keeps its micro-batches"
@@ -270,7 +101,7 @@ def scaled_rows(
             run = resolve_run(config, World(size, "--world-sizes", device_type), name=base.name)
         except ConfigError as error:
             for problem in error.problems:
-                helps = mode == "strong" and train in problem
+                helps = not weak and train in problem
                 problems.append(problem + mend if helps else problem)
         else:
             rows.append(ScaledRow(label=counted(size, "rank"), run=run))
@@ -286,29 +117,100 @@ def part_of_turn(
     return take_turn, Worker, row.run, corpus, steps
 
 
-def predict(run: Run, device: str) -> StepParts:
-    """Return the predicted step, on this machine's processors or on its GPUs.
+@dataclass(frozen=True, kw_only=True)
+class ScalingResult(Result[ScaledRow]):
+    """All rows of one configuration, from the smallest number of ranks to the largest."""
 
-    Args:
-        run: the run.
-        device: "CPU", or the GPU's name as its driver calls it.
+    weak: bool
 
-    Raises:
-        CpuSpeedError: the processors could not be measured.
-        LookupError: the table of accelerators does not have the GPU.
+    @property
+    def notes(self) -> Iterator[str]:
+        """Yield what went wrong, and what the figures mean if ranks share processors."""
+        yield from super().notes
+        if self.done and self.done[0] is not self.rows[0]:
+            yield f"efficiency is relative to {self.done[0].label}, the fewest that trained"
+        processors = usable_processors()
+        if self.device is not None and self.device.name == "CPU":
+            sharing = [str(row.ranks) for row in self.done if row.ranks > processors]
+            if sharing:
+                yield (
+                    f"{', '.join(sharing)} ranks share {processors} processors, so tokens/s cannot "
+                    "grow with the ranks. The figures show the cost of communication and of "
+                    "sharing on this machine, not the scaling of a cluster."
+                )
+
+
+def report(result: ScalingResult) -> Report:
+    """Return the report: a line for each number of ranks, and what each part of a step loses."""
+    rows, run, mode = result.done, result.rows[0].run, "weak" if result.weak else "strong"
+    batch = (
+        "each data rank keeps its micro-batches, so train_batch_size grows"
+        if result.weak
+        else "train_batch_size stays, so each data rank has fewer micro-batches"
+    )
+    parts: list[str | list[str] | Table] = [
+        f"{mode} scaling: {batch}; parallel.pipeline and parallel.tensor stay, so the data degree "
+        f"(dp) grows. {counted(result.steps, 'step')} each after {WARM_UP_STEPS} that warm up; "
+        "means over the middle half of the steps, and over the ranks.",
+        _row_table(rows),
+        "Efficiency = tokens/s of a rank / tokens/s of a rank in the first line. A part loses the "
+        "time by which it is longer than there, for each token of a rank. Communication includes "
+        "waits for slower ranks, and the optimizer includes DeepSpeed's gather of the updated "
+        "weights over dp (ZeRO-1 and 2).",
+        _loss_table(rows),
+    ]
+    return Report(
+        title=f"{run.name}: {mode} scaling over {', '.join(str(row.ranks) for row in result.rows)}",
+        run=run,
+        result=result,
+        parts=parts if rows else [],
+        facts={"mode": mode},
+        unit="microseconds of a rank for each token",
+        bars=[_bar(row, rows[0]) for row in rows],
+    )
+
+
+def _row_table(rows: Sequence[ScaledRow]) -> Table:
+    def batch(row: ScaledRow) -> str:
+        of = row.run.batch
+        return f"{row.run.grid.dp} x {of.gradient_accumulation_steps} x {of.micro_batch_size}"
+
+    def in_ms(seconds: float) -> str:
+        return three_digits(1e3 * seconds)
+
+    def tokens_per_second(row: ScaledRow) -> float:
+        return row.tokens_per_second
+
+    columns = [
+        Column("ranks", lambda row: row.ranks, "ranks"),
+        Column("batch", batch, "dp x micro-batches x samples"),
+        Column("step_seconds", lambda row: row.seconds, "step ms", in_ms),
+        Column("tokens_per_second", tokens_per_second, "tokens/s", "{:,.0f}".format),
+        Column("efficiency", lambda row: row.efficiency(rows[0]), "efficiency", "{:.1%}".format),
+        Column("parts_seconds", lambda row: row.parts),
+        Column("wall_seconds", lambda row: row.turns[0][0].step_seconds),
+    ]
+    return Table("rows", columns, rows)
+
+
+def _loss_table(rows: Sequence[ScaledRow]) -> Table:
+    """What each part has lost of a step, a column for each number of ranks."""
+
+    def lost(row: ScaledRow) -> Column:
+        shares = row.lost(rows[0])
+        return Column(str(row.ranks), shares.__getitem__, row.label, "{:.1%}".format)
+
+    part = Column("part", PART_LABELS.__getitem__, "lost by")
+    return Table("losses", [part, *map(lost, rows)], PARTS)
+
+
+def _bar(row: ScaledRow, base: ScaledRow) -> Bar:
+    """The parts of the time that a token takes of a rank. Without loss, all bars are equally
+    high, in strong and in weak scaling.
     """
-    if device == "CPU":
-        cluster, _ = measure_cpu(run)
-    else:
-        known = device_by_name(device)
-        if known is None:
-            raise LookupError(f"the table of accelerators does not have {device}")
-        cluster = Cluster(
-            device=known,
-            gpus_per_node=run.grid.world_size,
-            network_bandwidth=known.network_bandwidth,
-        )
-    parts = dict.fromkeys(LABELS, 0.0)
-    for part, seconds in forecast(run, cluster, simulates=True).parts().items():
-        parts[_PREDICTED[part]] += seconds
-    return StepParts(ranks=run.grid.world_size, tokens=run.tokens_per_step, parts=parts)
+    scale = 1e6 * row.ranks / row.run.tokens_per_step
+    return Bar(
+        label=row.label,
+        parts={PART_LABELS[part]: scale * seconds for part, seconds in row.parts.items()},
+        text=f"{row.tokens_per_second:,.0f} tokens/s\n{row.efficiency(base):.0%}",
+    )

@@ -4,27 +4,44 @@
     turn 2    A   B   C
     ...
 
+    steps of a turn    1 .. W     W + 1 .. W + S    then, if the command asks for it,
+                       warm up    timed             "memory"   one more step, whose memory and
+                                                               traffic are measured
+                                                    "parts"    the times of each step's parts
+
     log of a turn's step = row + drift of the machine in this turn + rest
     noise                = Student's t (99 %) x standard error of a difference, from the rests
 
-If the machine is slower in a turn, all its rows are, so this does not count as noise.
+A step lasts from the end of the step before until its loss is read as a number. By then, a GPU has
+finished it. If the machine is slower in a turn, all its rows are, so this is not noise.
 """
 
 import math
-import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import psutil
+import torch
 
 from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.local_ranks import DeviceType, RanksFailed, run_on_ranks
+from megaspeed.measurement.watched_step import measure
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.metrics import PartMetrics
+from megaspeed.training.step_inputs import StepInputs
+from megaspeed.training.worker import peak_memory
 from megaspeed.units import counted
+
+WARM_UP_STEPS = 3
+"""Of ``bench`` and ``scaling``. DeepSpeed's engine records its ZeRO-3 gathers in the first two."""
 
 _STUDENT_99 = (9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17)
 """Two-sided 99 % quantiles for 2 to 10 degrees of freedom. For more, the last one is cautious."""
@@ -36,7 +53,6 @@ class Device:
 
     name: str  # the GPU's name, or "CPU"
     memory_bytes: int  # on a CPU, this rank's share of the machine's memory
-    threads: int  # of the rank, on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +62,6 @@ class TimedRank:
     losses: Sequence[float]  # of each step, mean over the rank's tokens, in nats
     grad_norm: float  # of the last step, before clipping
     skipped_steps: int  # skipped because the loss or the norm was not finite
-    warm_up_seconds: Sequence[float]  # of the steps before the timed ones
     step_seconds: Sequence[float]  # of the timed steps
     peak_bytes: int  # of the CUDA allocator; on a CPU, of the resident set with all libraries
     device: Device
@@ -54,17 +69,13 @@ class TimedRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to train, and what its ranks measured once it has taken its turns.
-
-    Each rank returns a ``TimedRank`` and, depending on the command, one more value.
-    """
+    """One way to train, and what its ranks measured once it has taken its turns."""
 
     label: str  # different for every row
     run: Run
     turns: Sequence[Sequence[TimedRank]] = ()  # turn -> rank
-    extras: Sequence[Sequence[Any]] = ()  # turn -> rank -> the second value
+    extras: Sequence[Any] = ()  # rank -> what the command has asked for, in the first turn
     failure: str | None = None  # why a turn failed; the row takes no turn after it
-    no_extras: str | None = None  # why the second value is not known although the row trained
 
     @property
     def done(self) -> bool:
@@ -82,22 +93,65 @@ class Row:
         losses = [rank.losses for rank in self.turns[0]]
         return [statistics.fmean(each) for each in zip(*losses, strict=True)]
 
-    def after_turn(self, number: int, ranks: Sequence[list[Any]], failure: str | None) -> Self:
-        """Return the row with what the ranks of a turn returned, or why they failed.
+    def after_turn(self, ranks: Sequence[list[Any]], failure: str | None) -> Self:
+        """Return the row with what the ranks of a turn have yielded, and why they failed, if so.
 
-        If all ranks of the first turn have returned their times, it counts even if they failed
-        later. Any other failure ends the row.
+        If all ranks have yielded their times before one failed, the times count.
         """
-        if failure is not None and (number > 1 or not ranks):
-            return replace(self, failure=f"failed in turn {number}: {failure}")
-        turns = [*self.turns, [timed for timed, *_ in ranks]]
+        number = len(self.turns) + 1
+        turns = [*self.turns, [timed for timed, *_ in ranks]] if ranks else self.turns
         if failure is not None:
-            return replace(self, turns=turns, no_extras=failure)
-        extras = [extra for _, *more in ranks for extra in more]
-        return replace(self, turns=turns, extras=[*self.extras, *([extras] if extras else [])])
+            return replace(self, turns=turns, failure=f"failed in turn {number}: {failure}")
+        extras = self.extras or [extra for _, *more in ranks for extra in more]
+        return replace(self, turns=turns, extras=extras)
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Generic[AnyRow]):
+    """All rows of a command."""
+
+    rows: Sequence[AnyRow]  # in the order in which they take turns
+    turns: int  # of each row
+    steps: int  # timed steps of a turn
+    stopped: bool = False  # by Ctrl-C or a signal, before the last turn
+
+    @property
+    def timed(self) -> list[AnyRow]:
+        """The rows that have taken a turn, even if they failed later."""
+        return [row for row in self.rows if row.turns]
+
+    @property
+    def done(self) -> list[AnyRow]:
+        """The rows that have taken a turn, and of which no turn failed."""
+        return [row for row in self.rows if row.done]
+
+    @property
+    def device(self) -> Device | None:
+        """Rank 0's; None if no row has taken a turn."""
+        return next((row.turns[0][0].device for row in self.timed), None)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every row took all its turns."""
+        return not self.stopped and all(row.done for row in self.rows)
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """Yield what went wrong in each row."""
+        if self.stopped:
+            taken = sum(len(row.turns) for row in self.rows)
+            yield f"stopped after {counted(taken, 'turn')}; the figures are of these"
+        for row in self.rows:
+            if row.failure is not None:
+                yield f"{row.label} {row.failure}"
+            if row.turns and (skipped := row.turns[0][0].skipped_steps):
+                yield (
+                    f"{row.label} skipped {skipped} of {len(row.losses)} steps, because the loss "
+                    "or the gradient norm was not finite"
+                )
 
 
 def take_turns(
@@ -116,6 +170,7 @@ def take_turns(
         rows: with different labels.
         turns: of each row.
         part: (row, number of the turn, from 1) -> the function that its ranks call, and arguments.
+            It yields a ``TimedRank`` and, if the command asks for more, another value.
         device_type: of the ranks.
         folder: exists; what the ranks of each turn print goes to a file in its ``logs``.
         timeout_seconds: the time limit of one turn.
@@ -153,52 +208,95 @@ def take_turns(
                 raise
             stopped = True
             break
-        by_label[label] = row.after_turn(number, ranks, failure)
+        by_label[label] = row.after_turn(ranks, failure)
     return [row for row in by_label.values() if row.turns or row.failure], stopped
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result(Generic[AnyRow]):
-    """All rows of a command."""
+class Steps:
+    """How a turn is taken."""
 
-    rows: Sequence[AnyRow]  # in the order in which they take turns
-    turns: int  # of each row
-    steps: int  # timed steps of a turn
-    stopped: bool = False  # by Ctrl-C or a signal, before the last turn
-    share_of_others: float = 0.0  # of the processors
-
-    @property
-    def done(self) -> list[AnyRow]:
-        """The rows that have figures, and of which no turn failed."""
-        return [row for row in self.rows if row.done]
+    warm_up: int
+    timed: int
+    timeout_seconds: float  # of a collective
+    extra: Literal["memory", "parts"] | None = None
 
     @property
-    def device(self) -> Device | None:
-        """Rank 0's; None if no row has figures."""
-        return next((row.turns[0][0].device for row in self.rows if row.turns), None)
+    def total(self) -> int:
+        """The number of steps, without the one that is measured."""
+        return self.warm_up + self.timed
 
-    @property
-    def succeeded(self) -> bool:
-        """Whether every row took all its turns."""
-        return not self.stopped and all(row.done and row.no_extras is None for row in self.rows)
 
-    @property
-    def notes(self) -> Iterator[str]:
-        """Yield what disturbed the times, and what went wrong in each row."""
-        yield from busy_warning(self.share_of_others)
-        if self.stopped:
-            taken = sum(len(row.turns) for row in self.rows)
-            yield f"stopped after {counted(taken, 'turn')}; the figures are of these"
-        for row in self.rows:
-            if row.failure is not None:
-                yield f"{row.label} {row.failure}"
-            if row.no_extras is not None:
-                yield f"{row.label}: only the times are known: {row.no_extras}"
-            if row.done and (skipped := row.turns[0][0].skipped_steps):
-                yield (
-                    f"{row.label} skipped {skipped} of {len(row.losses)} steps, because the loss "
-                    "or the gradient norm was not finite"
-                )
+def take_turn(
+    launch: LaunchEnvironment,
+    make: Callable[[Run, ParallelContext], Any],
+    run: Run,
+    corpus: PreparedCorpus,
+    steps: Steps,
+) -> Iterator[Any]:
+    """Train as one rank. Yield its ``TimedRank``, and then what ``steps.extra`` asks for.
+
+    ``make`` builds what has ``Worker``'s ``train_step``: for "memory" a ``Watched``, for "parts" a
+    ``Worker``.
+    """
+    with ParallelContext.create(run.grid, launch, timeout_seconds=steps.timeout_seconds) as context:
+        trainer, inputs = make(run, context), StepInputs(run, corpus, context)
+        samples, skipped, losses = run.batch.train_batch_size, 0, []
+        timelines, ends = [], [time.perf_counter()]
+        for number in range(steps.total):
+            if number == steps.warm_up:
+                forget_peak(context.device)  # the first step also compiles
+            if number >= steps.warm_up and steps.extra == "parts":
+                context.timeline.begin(number + 1)
+            result = trainer.train_step(
+                inputs.load(number * samples), inputs.learning_rate(number - skipped)
+            )
+            context.timeline.end()
+            ends.append(time.perf_counter())
+            losses.append(result.loss)
+            skipped += result.skipped
+            timelines.append(result.timelines)  # of the step before
+        yield TimedRank(
+            losses=losses,
+            grad_norm=result.grad_norm,
+            skipped_steps=skipped,
+            step_seconds=timed_steps(steps, ends),
+            peak_bytes=peak_memory(context.device),
+            device=describe_device(context.device, run.grid.world_size),
+        )
+        if steps.extra == "memory":
+            load = inputs.load(steps.total * samples)
+            yield measure(trainer, load, inputs.learning_rate(steps.total - skipped))[1]
+        elif steps.extra == "parts":
+            timelines.append(trainer.timelines_of_last_step())
+            found = [PartMetrics.of(ranks) for ranks in timelines]
+            known = [each.parts_seconds for each in found if each is not None]
+            if not known:
+                raise RuntimeError(f"the parts of none of {steps.timed} steps are known")
+            yield known
+        inputs.close()
+
+
+def timed_steps(steps: Steps, ends: Sequence[float]) -> list[float]:
+    """Return the seconds of the timed steps.
+
+    ``ends`` are the start of the first step and the end of each step.
+    """
+    return [end - start for start, end in pairwise(ends)][steps.warm_up : steps.total]
+
+
+def describe_device(device: torch.device, ranks: int) -> Device:
+    """Return the name and memory of a rank's device. On a CPU, all ranks share the memory."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Device(name=properties.name, memory_bytes=properties.total_memory)
+    return Device(name="CPU", memory_bytes=psutil.virtual_memory().total // ranks)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Start the CUDA allocator's peak again. Do nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def noise_of(seconds: Sequence[Sequence[float]]) -> float | None:
@@ -214,18 +312,3 @@ def noise_of(seconds: Sequence[Sequence[float]]) -> float | None:
     rests = logs - logs.mean(axis=0) - logs.mean(axis=1, keepdims=True) + logs.mean()
     error = math.sqrt(2 / turns * float((rests**2).sum()) / freedom)
     return math.expm1(_STUDENT_99[min(freedom, 10) - 2] * error)
-
-
-def share_of_others() -> float:
-    """Measure the share of this process's processors that is busy in a second while it sleeps."""
-    shares, own = psutil.cpu_percent(1.0, percpu=True), os.sched_getaffinity(0)
-    return statistics.fmean([shares[i] for i in own if i < len(shares)] or shares) / 100
-
-
-def busy_warning(share: float) -> Iterator[str]:
-    """Yield a sentence if other processes have disturbed the times."""
-    if share > 0.1:
-        yield (
-            f"other processes took {share:.0%} of the processors while no rank ran (the higher of "
-            "a second before the first rank and one after the last), so the times are too long"
-        )

@@ -38,7 +38,7 @@ MOST_RANKS = 16
 _MOST_PROBLEMS_NAMED = 2
 _SILENT = "99"  # above all log levels of torch's profiler, which prints two lines for each profile
 
-_LABELS: Mapping[Part, str] = {
+PART_LABELS: Mapping[Part, str] = {
     "compute": "compute",
     "tensor": "exposed communication, tp",
     "data": "exposed communication, dp",
@@ -194,7 +194,7 @@ def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid, bubbl
         f"steps {steps[0]} to {steps[-1]}, mean over the steps; {grid}",
         f"{'':26} {'ms a step':>10} {'share':>7}  {'lowest rank':>16} {'highest rank':>16}",
     ]
-    for part, label in _LABELS.items():
+    for part, label in PART_LABELS.items():
         mean = statistics.fmean(by_part[part])
         low, high = (
             f"{pick(by_part[part]):,.1f} ({by_part[part].index(pick(by_part[part]))})"
@@ -226,5 +226,5 @@ def _describe_slowest(by_rank: Sequence[Sequence[float]], grid: Grid) -> list[st
     most = max(longer, key=longer.__getitem__)
     return [
         f"{line}, median {statistics.median(work):,.1f} ms;",
-        f"  most of the difference: {_LABELS[most]}, {longer[most]:+,.1f} ms to the median",
+        f"  most of the difference: {PART_LABELS[most]}, {longer[most]:+,.1f} ms to the median",
     ]

@@ -22,7 +22,7 @@ IMPORTED_ONCE = [
     "megaspeed.measurement.verification.verify",
     "megaspeed.doctor.examination",
     "megaspeed.planning.prediction",
-    "megaspeed.measurement.compare.rows",
+    "megaspeed.measurement.compare",
     "megaspeed.training.pretrain",
     "megaspeed.training.restarts",
     "matplotlib.backends.backend_agg",

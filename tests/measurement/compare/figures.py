@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaspeed.config.resolve import Run
-from megaspeed.measurement.compare.result import ComparisonResult
-from megaspeed.measurement.compare.rows import ComparedRow, StageBytes, zero_rows
+from megaspeed.measurement.compare import ComparedRow, ComparisonResult, StageBytes, zero_rows
 from megaspeed.measurement.turns import Device, TimedRank
 from megaspeed.measurement.watched_step import RankMeasurement
 from megaspeed.planning.costs.memory import MemoryBytes
@@ -48,18 +47,15 @@ def all_watched() -> list[RankMeasurement]:
 
 
 def turn(*ms: float, loss: float = 2.5) -> list[TimedRank]:
-    """Return a turn of four ranks, each 10 ms slower than the previous one. The first step, of 9 s,
-    is the warm-up.
-    """
+    """Return a turn of four ranks, each 10 ms slower than the previous one."""
     return [
         TimedRank(
             losses=[3.0, 2.75, loss],
             grad_norm=1.5,
             skipped_steps=0,
-            warm_up_seconds=[9.0],
             step_seconds=[each / 1000 + 0.01 * rank for each in ms],
             peak_bytes=1,
-            device=Device(name="CPU", memory_bytes=64 * MIB, threads=1),
+            device=Device(name="CPU", memory_bytes=64 * MIB),
         )
         for rank in range(4)
     ]
@@ -88,7 +84,7 @@ def predictions() -> list[StageBytes]:
 def trained(row: ComparedRow, loss: float = 2.5) -> ComparedRow:
     """Return the row with the figures of its ranks and of the formulas."""
     turns = [turn(250, 125, 500, loss=loss)]
-    return replace(row, turns=turns, extras=[all_watched()], predicted=predictions())
+    return replace(row, turns=turns, extras=all_watched(), predicted=predictions())
 
 
 def zero_0() -> ComparedRow:

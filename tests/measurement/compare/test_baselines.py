@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.compare.rows import TRAINERS, ComparedRow, baseline_rows
+from megaspeed.measurement.compare import TRAINERS, ComparedRow, baseline_rows
 from megaspeed.measurement.verification.comparison import TOLERANCES
 from megaspeed.measurement.watched_step import measure
 from megaspeed.model.parameters import parameters_of

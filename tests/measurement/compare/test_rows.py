@@ -8,7 +8,7 @@ import pytest
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import PowerSgdCompression
-from megaspeed.measurement.compare.rows import baseline_rows, zero_rows
+from megaspeed.measurement.compare import baseline_rows, zero_rows
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"

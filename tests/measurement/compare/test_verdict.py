@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megaspeed.measurement.compare.result import ComparisonResult, verdict
-from megaspeed.measurement.compare.rows import ComparedRow, zero_rows
+from megaspeed.measurement.compare import ComparedRow, ComparisonResult, verdict, zero_rows
 from megaspeed.planning.costs.memory import MemoryBytes
 from tests.measurement.compare.figures import MIB, run, trained, turn, watched, zero_2
 
@@ -21,7 +20,7 @@ def row(index: int, *, ms: Sequence[int], peak: int, sent: int) -> ComparedRow:
         peak=MemoryBytes(parameters=peak * MIB),
         traffic={("dp", "all_reduce"): sent * MIB},
     )
-    return replace(ROWS[index], turns=[turn(each)[:1] for each in ms], extras=[[measured]])
+    return replace(ROWS[index], turns=[turn(each)[:1] for each in ms], extras=[measured])
 
 
 def verdict_on(*rows: ComparedRow) -> str:
@@ -110,10 +109,9 @@ def test_one_turn_does_not_show_the_noise_so_all_rows_are_tied() -> None:
     assert text.startswith("use ZeRO-1 here ") and "ZeRO-0 and ZeRO-1 are tied" in text
 
 
-def test_a_row_whose_memory_is_not_known_is_not_recommended() -> None:
-    unknown = replace(row(0, ms=[100], peak=20, sent=1), extras=(), no_extras="killed")
-    assert verdict_on(unknown, row(1, ms=[300], peak=20, sent=1)).startswith("use ZeRO-1 here ")
-    assert verdict_on(unknown).endswith("because no row's memory was measured.")
+def test_a_row_whose_memory_could_not_be_counted_is_not_recommended() -> None:
+    failed = replace(row(0, ms=[100], peak=20, sent=1), extras=(), failure="killed")
+    assert verdict_on(failed, row(1, ms=[300], peak=20, sent=1)).startswith("use ZeRO-1 here ")
 
 
 @pytest.mark.parametrize(

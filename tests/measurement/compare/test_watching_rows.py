@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megaspeed.measurement import timed_steps
-from megaspeed.measurement.compare import rows as rows_module
-from megaspeed.measurement.compare.rows import TRAINERS, part_of_turn, zero_rows
-from megaspeed.measurement.timed_steps import Steps, take_turn
-from megaspeed.measurement.turns import take_turns
+from megaspeed.measurement import compare, turns
+from megaspeed.measurement.compare import TRAINERS, part_of_turn, zero_rows
+from megaspeed.measurement.turns import Steps, take_turn, take_turns
 from megaspeed.measurement.watched_step import RankMeasurement
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
@@ -34,7 +32,7 @@ def fail_to_watch(*_: object) -> None:
 
 
 def train_without_watching(*arguments: Any) -> Iterator[Any]:
-    setattr(timed_steps, "measure", fail_to_watch)  # noqa: B010, a rank has no monkeypatch
+    setattr(turns, "measure", fail_to_watch)  # noqa: B010, a rank has no monkeypatch
     yield from take_turn(*arguments)
 
 
@@ -42,7 +40,7 @@ def train_without_watching(*arguments: Any) -> Iterator[Any]:
 def test_a_step_that_cannot_be_watched_leaves_the_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "take_turn", train_without_watching)
+    monkeypatch.setattr(compare, "take_turn", train_without_watching)
     run = tiny_run(TEXT, dp=2)
     steps = Steps(warm_up=1, timed=1, timeout_seconds=200.0)
     (row,), _ = take_turns(
@@ -53,10 +51,10 @@ def test_a_step_that_cannot_be_watched_leaves_the_times(
         folder=tmp_path,
         timeout_seconds=200.0,
     )
-    assert row.done and len(row.turn_seconds) == 1
+    assert len(row.turn_seconds) == 1
     log = tmp_path / "logs" / "zero-1-1.log"
-    assert row.no_extras == f"RuntimeError: an operator is not known (rank 1); see {log}"
-    assert row.measured == []
+    reason = f"RuntimeError: an operator is not known (rank 1); see {log}"
+    assert row.failure == f"failed in turn 1: {reason}" and row.measured == []
 
 
 def test_memory_and_traffic_of_compiled_blocks_are_those_without_compilation(

@@ -2,13 +2,11 @@
 
 import json
 import os
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import matplotlib
 import pytest
 
 from megaspeed.cli import main
@@ -16,30 +14,25 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement import turns
-from megaspeed.measurement.bench.contest import (
-    HOST_BOUND,
+from megaspeed.measurement.bench import (
     MEGASPEED,
-    RUN,
     TRAINERS,
+    BenchResult,
     Contestant,
     choose_peers,
-    host_bound,
+    report,
 )
-from megaspeed.measurement.bench.peers import Settings, deepspeed_json
-from megaspeed.measurement.bench.report import report
-from megaspeed.measurement.bench.result import BenchResult
+from megaspeed.measurement.deepspeed_peers import Settings, deepspeed_json
 from megaspeed.measurement.local_ranks import RanksFailed
-from megaspeed.measurement.report import draw
 from megaspeed.measurement.turns import Device, TimedRank
 from megaspeed.measurement.watched_step import TrafficLog
-from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment, free_port
 from megaspeed.training.step_inputs import StepInputs
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
 
-TEXT = Path(__file__).parents[3] / "LICENSE"
+TEXT = Path(__file__).parents[2] / "LICENSE"
 PEERS_OF_THE_DATA_AXIS = ["plain", "hf-deepspeed", "fsdp2", "ddp"]
 BOTH = ["defaults", "guide"]
 
@@ -74,7 +67,6 @@ def failing(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return pool.run(world_size, launched_alone, cache, free_port(), *part)
 
     monkeypatch.setattr(turns, "run_on_ranks", run)
-    monkeypatch.setattr(turns, "share_of_others", lambda: 0.0)
     return names
 
 
@@ -94,8 +86,8 @@ def bench(folder: Path, *options: str, **changes: Any) -> tuple[int, dict[str, A
     return code, json.loads((out / "bench.json").read_text())
 
 
-def rows_of(figures: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in figures["workloads"][workload]["contestants"]}
+def rows_of(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["label"]: row for row in figures["contestants"]}
 
 
 @pytest.mark.timeout(600)
@@ -108,28 +100,25 @@ def test_peers_of_the_data_axis_train_the_same_task(
     code, figures = bench(tmp_path, "--turns", "1", "--steps", "2", **changes)
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert figures["warnings"] == []
+    assert figures["notes"] == []
     assert figures["not_run"] == {
         "deepspeed-pipeline": "it needs a pipeline, but parallel.pipeline is 1; set it to 2 or more"
     }
-    for workload in (RUN, HOST_BOUND):
-        rows = rows_of(figures, workload)
-        assert list(rows) == [MEGASPEED, *PEERS_OF_THE_DATA_AXIS]
-        own = rows.pop(MEGASPEED)
-        assert own["ratio"] is None
-        others = figures["workloads"][workload]["other_settings"]
-        for name in ("hf-deepspeed", "fsdp2"):
-            (other,) = (row for row in others if row["name"] == name)
-            assert sorted([rows[name]["settings"], other["settings"]]) == BOTH
-            assert rows[name]["ratio"]["median"] <= other["ratio"]["median"]
-        assert len(others) == 2
-        for name, row in rows.items():
-            assert len(row["turns"]) == 1 and len(row["turns"][0]) == 2
-            expected = row["step_seconds"]["median"] / own["step_seconds"]["median"]
-            assert row["ratio"]["median"] == pytest.approx(expected)
-            # transformers draws other initial weights
-            tolerance = 5e-2 if name == "hf-deepspeed" else 1e-6
-            assert row["first_loss"] == pytest.approx(own["first_loss"], rel=tolerance)
+    rows = rows_of(figures)
+    own = rows.pop(MEGASPEED)
+    assert own["ratio"] is None and own["counts"]
+    both = {name: [f"{name} {settings}" for settings in BOTH] for name in ("hf-deepspeed", "fsdp2")}
+    assert list(rows) == ["plain", *both["hf-deepspeed"], *both["fsdp2"], "ddp"]
+    for labels in both.values():
+        better = min(labels, key=lambda label: rows[label]["ratio"]["median"])
+        assert [label for label in labels if rows[label]["counts"]] == [better]
+    for row in rows.values():
+        assert len(row["turns"]) == 1 and len(row["turns"][0]) == 2
+        expected = row["step_seconds"]["median"] / own["step_seconds"]["median"]
+        assert row["ratio"]["median"] == pytest.approx(expected)
+        # transformers draws other initial weights
+        tolerance = 5e-2 if row["name"] == "hf-deepspeed" else 1e-6
+        assert row["first_loss"] == pytest.approx(own["first_loss"], rel=tolerance)
     out = tmp_path / "out"
     assert {file.name for file in out.iterdir()} == {"bench.json", "bench.md", "bench.png", "logs"}
     assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -138,18 +127,11 @@ def test_peers_of_the_data_axis_train_the_same_task(
 
 
 @pytest.mark.timeout(600)
-def test_one_peer_alone_trains_the_run_alone_beside_compiled_blocks(
-    failing: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ("--turns", "1", "--steps", "1", "--peers", "plain", "--omit", "host-bound")
+def test_one_peer_trains_beside_compiled_blocks(failing: list[str], tmp_path: Path) -> None:
+    options = ("--turns", "1", "--steps", "1", "--peers", "plain")
     code, figures = bench(tmp_path, *options, model=GPT2, training={"steps": 9, "compile": True})
-    assert code == 0 and figures["warnings"] == []
-    assert list(figures["workloads"]) == [RUN]
-    assert list(rows_of(figures, RUN)) == [MEGASPEED, "plain"]
-    code, figures = bench(tmp_path, *options, "megaspeed", model=GPT2)
-    ((name, row),) = rows_of(figures, RUN).items()
-    assert (code, name, row["ratio"]) == (0, "plain", None)
-    assert "Host-bound" not in capsys.readouterr().out
+    assert code == 0 and figures["notes"] == []
+    assert list(rows_of(figures)) == [MEGASPEED, "plain"]
 
 
 def trained_by_fsdp2(
@@ -193,7 +175,7 @@ def test_deepspeeds_defaults_have_no_key_of_the_guide() -> None:
 def test_deepspeeds_pipeline_trains_the_same_task_and_a_failed_turn_is_reported(
     failing: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], tied: bool
 ) -> None:
-    failing += ["deepspeed-pipeline-2.log", "deepspeed-pipeline-host-bound-2.log"]
+    failing += ["deepspeed-pipeline-2.log"]
     code, figures = bench(
         tmp_path,
         *("--turns", "2" if tied else "1", "--steps", "1", "--peers", "deepspeed-pipeline"),
@@ -203,20 +185,18 @@ def test_deepspeeds_pipeline_trains_the_same_task_and_a_failed_turn_is_reported(
         zero_optimization={"stage": 1},
     )
     printed = capsys.readouterr().out
-    for workload in (RUN, HOST_BOUND):
-        rows = rows_of(figures, workload)
-        own, theirs = rows[MEGASPEED], rows["deepspeed-pipeline"]
-        assert theirs["first_loss"] == pytest.approx(own["first_loss"], rel=1e-3)
-        assert (len(own["turns"]), len(theirs["turns"])) == ((2, 1) if tied else (1, 1))
+    rows = rows_of(figures)
+    own, theirs = rows[MEGASPEED], rows["deepspeed-pipeline"]
+    assert theirs["first_loss"] == pytest.approx(own["first_loss"], rel=1e-3)
+    assert (len(own["turns"]), len(theirs["turns"])) == ((2, 1) if tied else (1, 1))
     if tied:
-        warning, host_bound_warning = figures["warnings"]
-        assert host_bound_warning.startswith("deepspeed-pipeline host-bound failed in turn 2: ")
-        assert warning.startswith(
+        (note,) = figures["notes"]
+        assert note.startswith(
             "deepspeed-pipeline failed in turn 2: out of memory: RuntimeError: 2 GiB are missing"
         )
-        assert code == 1 and "**Warning: deepspeed-pipeline failed in turn 2: out" in printed
+        assert code == 1 and "- deepspeed-pipeline failed in turn 2: out" in printed
     else:
-        assert code == 0 and figures["warnings"] == []
+        assert code == 0 and figures["notes"] == []
 
 
 @pytest.mark.timeout(600)
@@ -228,11 +208,10 @@ def test_ctrl_c_reports_the_turns_that_were_measured(
     code, figures = bench(tmp_path, *options, model=GPT2)
     out, err = capsys.readouterr()
     assert code == 1 and "stopped before the last turn; all ranks have ended" in err
-    assert figures["warnings"] == ["stopped after 4 turns; the figures are of these"]
-    for workload in (RUN, HOST_BOUND):
-        assert [len(row["turns"]) for row in rows_of(figures, workload).values()] == [1, 1]
-        assert rows_of(figures, workload)["ddp"]["ratio"] is not None
-    assert "**Warning: stopped after 4 turns" in out and (tmp_path / "out/bench.png").exists()
+    assert figures["notes"] == ["stopped after 2 turns; the figures are of these"]
+    assert [len(row["turns"]) for row in figures["contestants"]] == [1, 1]
+    assert rows_of(figures)["ddp"]["ratio"] is not None
+    assert "- stopped after 2 turns" in out and (tmp_path / "out/bench.png").exists()
 
 
 def test_ctrl_c_in_the_first_turn_leaves_an_earlier_report(
@@ -313,28 +292,15 @@ def test_without_names_all_peers_that_can_train_the_run_take_part() -> None:
     assert len(refused.value.problems) == 5
 
 
-def test_the_host_bound_workload_keeps_what_the_host_launches(tmp_path: Path) -> None:
-    run = tiny_run(TEXT, pp=2, dp=2, model=LLAMA, bf16={"enabled": True})
-    tiny = host_bound(run, tmp_path / "tokens.bin")
-    assert (tiny.grid, tiny.precision, tiny.zero_stage) == (run.grid, "bf16", run.zero_stage)
-    assert tiny.batch.gradient_accumulation_steps == run.batch.gradient_accumulation_steps
-    assert tiny.batch.micro_batch_size == 1
-    model = tiny.config.model
-    assert model.num_hidden_layers == run.config.model.num_hidden_layers
-    assert model.num_key_value_heads < model.num_attention_heads
-    assert model.hidden_size == 64 and tiny.config.data.sequence_length == 16
-
-
 def a_turn(seconds: list[float], loss: float = 5.0, peak: int = 2**30) -> list[TimedRank]:
     """Return a turn of two ranks. The second one has a quarter of the memory."""
     first = TimedRank(
         losses=[loss],
         grad_norm=1.0,
         skipped_steps=0,
-        warm_up_seconds=[],
         step_seconds=seconds,
         peak_bytes=peak,
-        device=Device(name="CPU", memory_bytes=2**36, threads=1),
+        device=Device(name="CPU", memory_bytes=2**36),
     )
     return [first, replace(first, peak_bytes=peak // 4)]
 
@@ -355,13 +321,10 @@ def a_result(*turns: tuple[str, list[list[TimedRank]]], device: str = "CPU") -> 
                 run=run,
                 name=name,
                 settings=cast(Settings | None, settings or None),
-                workload=RUN,
                 turns=on_device,
-                extras=[[2e9, 2e9]] * len(each),
             )
         )
-    runs = {RUN: run, HOST_BOUND: run}
-    return BenchResult(runs=runs, turns=3, steps=3, rows=rows, not_run={})
+    return BenchResult(run=run, turns=3, steps=3, rows=rows, not_run={})
 
 
 def test_the_ratio_is_that_of_neighbouring_turns() -> None:
@@ -370,13 +333,15 @@ def test_the_ratio_is_that_of_neighbouring_turns() -> None:
         (MEGASPEED, [a_turn([1.0, 1.0, 9.0]), a_turn([2.0] * 3), a_turn([4.0] * 3)]),
         ("ddp", [a_turn([1.5] * 3), a_turn([4.0] * 3), a_turn([10.0] * 3)]),
     )
-    own, theirs = result.better(RUN)
-    assert own.ratio is None and theirs.ratio is not None
-    assert theirs.ratio.median == 2.0  # the median of 1.5, 2 and 2.5
-    assert (theirs.ratio.lower, theirs.ratio.upper) == (1.75, 2.25)
+    own, theirs = result.timed
+    ratio = result.ratio(theirs)
+    assert result.ratio(own) is None and ratio is not None
+    assert ratio.median == 2.0  # the median of 1.5, 2 and 2.5
+    assert (ratio.lower, ratio.upper) == (1.75, 2.25)
     assert own.step_seconds.median == 2.0 and theirs.step_seconds.median == 4.0
     assert theirs.peak_bytes == 2**30
-    assert own.tokens_per_second == 24 * 16 / 2.0
+    figures = report(result).figures["contestants"][0]
+    assert figures["tokens_per_second"] == 24 * 16 / 2.0
 
 
 def test_the_row_of_a_peer_is_that_of_its_better_settings() -> None:
@@ -385,15 +350,12 @@ def test_the_row_of_a_peer_is_that_of_its_better_settings() -> None:
         ("hf-deepspeed defaults", [a_turn([1.4] * 3)]),
         ("hf-deepspeed guide", [a_turn([3.5] * 3)]),
     )
-    _, row = result.better(RUN)
-    assert row.settings == "defaults" and row.ratio is not None and row.ratio.median == 1.4
-    figures = report(result).figures["workloads"][RUN]
-    assert [each["settings"] for each in figures["other_settings"]] == ["guide"]
-    assert "turns" in figures["other_settings"][0]
-    assert (
-        "hf-deepspeed: with its defaults. With the settings of its guide a step takes 2.50 times "
-        "as long."
-    ) in " ".join(report(result).on_screen.split())
+    _, row = result.counted
+    ratio = result.ratio(row)
+    assert row.settings == "defaults" and ratio is not None and ratio.median == 1.4
+    counts = [each["counts"] for each in report(result).figures["contestants"]]
+    assert counts == [True, True, False]
+    assert "those that count: hf-deepspeed defaults." in report(result).text
 
 
 def test_the_better_settings_are_those_with_the_lower_ratio() -> None:
@@ -403,34 +365,15 @@ def test_the_better_settings_are_those_with_the_lower_ratio() -> None:
         ("fsdp2 defaults", [a_turn([13.5]), a_turn([1.5])]),
         ("fsdp2 guide", [a_turn([16.2]), a_turn([1.8]), a_turn([1.8])]),
     )
-    defaults, guide = result.figures(RUN)[1:]
+    defaults, guide = result.timed[1:]
     assert guide.step_seconds.median < defaults.step_seconds.median
-    assert result.better(RUN)[1].settings == "defaults"
+    assert result.counted[1].settings == "defaults"
 
 
 def test_without_megaspeeds_figures_there_is_no_ratio() -> None:
-    (row,) = a_result((MEGASPEED, []), ("ddp", [a_turn([1.0])])).better(RUN)
-    assert row.name == "ddp" and row.ratio is None
-
-
-def test_operations_are_those_of_the_formula_that_is_printed() -> None:
-    """The model has 3 blocks of 12 x 32^2 weights, 301 x 32 of the head, 16 tokens,
-    4 heads of 8.
-    """
-    for device, peak, heading in (("CPU", 2e9, "of matmul"), ("NVIDIA A100", 311.8e12, "MFU")):
-        result = a_result((MEGASPEED, [a_turn([2.0])]), device=device)
-        weights, attention = 3 * 12 * 32**2 + 301 * 32, 4 * 16 * 32 * 3
-        flops = 3 * (2 * weights + attention)
-        assert flops == training_flops_per_token(result.runs[RUN].config.model, 16)
-        (row,) = result.better(RUN)
-        tokens_per_second_and_rank = 24 * 16 / 2.0 / 2
-        assert row.flops == flops * tokens_per_second_and_rank
-        assert row.causal_flops == (flops - 3 * attention / 2) * tokens_per_second_and_rank
-        (figures,) = report(result).figures["workloads"][RUN]["contestants"]
-        assert figures["share_of_peak"] == pytest.approx(row.flops / peak)
-        text = " ".join(report(result).on_screen.split())
-        assert f"3 x (2 x {weights:,} weights of matrices + 4 x 16 tokens x 32 head" in text
-        assert f"| {heading} |" in text
+    result = a_result((MEGASPEED, []), ("ddp", [a_turn([1.0])]))
+    (row,) = result.counted
+    assert row.name == "ddp" and result.ratio(row) is None
 
 
 def test_another_loss_from_the_same_weights_is_a_warning() -> None:
@@ -441,30 +384,17 @@ def test_another_loss_from_the_same_weights_is_a_warning() -> None:
         ("ddp", [a_turn([1.0], 5.1)]),
     ]
     (warning,) = a_result(*turns).notes
-    assert warning.startswith("ddp has loss 5.1 in step 1 (run), but megaspeed has 5; ")
+    assert warning.startswith("ddp has loss 5.1 in step 1, but megaspeed has 5; ")
     not_finite = a_result(turns[0], ("ddp", [a_turn([1.0], float("nan"))]))
     assert len(list(not_finite.notes)) == 1
-    assert report(not_finite).figures["workloads"][RUN]["contestants"][1]["first_loss"] is None
+    assert report(not_finite).figures["contestants"][1]["first_loss"] is None
 
 
 def test_tables_of_slow_steps_fit_80_columns() -> None:
-    slow = [a_turn([1234.567, 2000.0, 3000.0], peak=800 * 2**30)]
+    slow = [a_turn([12.34567, 20.0, 30.0], peak=800 * 2**30)]
     result = a_result((MEGASPEED, slow), ("deepspeed-pipeline", slow), device="NVIDIA A100")
-    lines = report(result).on_screen.splitlines()
+    lines = report(result).text.splitlines()
     assert max(map(len, lines)) <= 80
-    assert sum(line.startswith("| deepspeed-pipeline |  2,000 |") for line in lines) == 1
-
-
-def test_the_figures_of_a_chart_do_not_touch_its_title(tmp_path: Path) -> None:
-    run = (MEGASPEED, [a_turn([1.0] * 3)]), ("ddp", [a_turn([1.9, 2.0, 2.1])])
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        draw(report(a_result(*run)).panels, tmp_path / "bench.svg")
-    text = (tmp_path / "bench.svg").read_text()
-
-    def height(words: str) -> float:
-        """Return the height of the text, in points from the upper edge of the picture."""
-        found = re.search(rf'<text [^>]*(?: y="|translate\([\d.]+ )([\d.]+)[^>]*>{words}', text)
-        assert found is not None
-        return float(found[1])
-
-    assert height("2,000 ms") > height("gpt2: ") + 10
+    assert (
+        sum(line.startswith("| deepspeed-pipeline | 20,000 (16,173-25,000)") for line in lines) == 1
+    )
