@@ -6,7 +6,6 @@ the last of two equal keys without a warning, and accepts NaN.)
 
 import difflib
 import json
-import os
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,10 +128,14 @@ def parse_override(text: str) -> tuple[dict[str, Any], list[Problem]]:
     """
     path, equals, value_text = text.partition("=")
     keys = path.split(".")
-    shown = f"--set {_short(text)}"
-    wrong = "write key.path=value, for example --set parallel.tensor=2"
-    if equals:
-        wrong = _key_path_problem(path, keys)
+    shown = f"--set {text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + '...'}"
+    wrong = ""
+    if not equals or any(not key or key != key.strip() for key in keys):
+        wrong = "write key.path=value, for example --set parallel.tensor=2"
+    elif len(keys) > _MOST_KEYS:
+        wrong = f"a key path must have at most {_MOST_KEYS} parts, but this has {len(keys):,}"
+    elif keys[0] == "extends":
+        wrong = "extends belongs in the file; set the keys themselves"
     if wrong:
         return {}, [Problem((), f"{shown}: {wrong}")]
     duplicates: list[Problem] = []
@@ -145,20 +148,6 @@ def parse_override(text: str) -> tuple[dict[str, Any], list[Problem]]:
     return tree, [
         Problem((*keys, *problem.path), f"{shown}: {problem.message}") for problem in duplicates
     ]
-
-
-def _key_path_problem(path: str, keys: list[str]) -> str:
-    if len(keys) > _MOST_KEYS:
-        return f"a key path must have at most {_MOST_KEYS} parts, but this has {len(keys):,}"
-    if any(not key or key != key.strip() for key in keys):
-        return f"the key path {_short(path)!r} has an empty part or a space"
-    if keys[0] == "extends":
-        return "extends belongs in the file; set the keys themselves"
-    return ""
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def paths_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
@@ -190,14 +179,10 @@ def _problem_of_extends(extended: Any) -> str | None:
 
 def _missing_file(path: Path, extended_by: Sequence[Path], problem: str) -> str:
     extended = f", which {extended_by[-1]} extends," if extended_by else ""
-    if os.path.isdir(path):
-        return f"{path}{extended} is a folder; name a JSON file in it"
-    if os.path.lexists(path):
-        return f"{path}{extended} {problem}; name a JSON file"
     siblings = sorted(file.name for file in path.parent.glob("*.json"))
     nearest = difflib.get_close_matches(path.name, siblings, n=1)
-    hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
-    return f"{path}{extended} {problem}{hint}"
+    mend = f"did you mean {path.parent / nearest[0]}?" if nearest else "name a JSON file"
+    return f"{path}{extended} {problem}; {mend}"
 
 
 class JsonSyntaxError(ValueError):
@@ -293,20 +278,4 @@ def _describe_syntax_error(text: str, error: json.JSONDecodeError) -> str:
     lines = text.splitlines()
     line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
     shown = f", in `{line[:70]}`" if line else ""
-    return f"line {error.lineno}, column {error.colno}: {error.msg}{shown}{_hint(text, error.pos)}"
-
-
-def _hint(text: str, position: int) -> str:
-    """Return a fix for common mistakes, such as the syntax of hjson or of Python."""
-    if not text.strip():
-        return " (the text is empty)"
-    here = text[position:].lstrip()
-    if here.startswith(("//", "/*", "#")):
-        return " (JSON has no comments)"
-    if here.startswith(("}", "]")) and text[:position].rstrip().endswith(","):
-        return " (JSON has no comma after the last entry)"
-    if here.startswith(("True", "False", "None")):
-        return " (JSON has true, false and null)"
-    if here.startswith("'"):
-        return ' (JSON has double quotes around strings: ")'
-    return ""
+    return f"line {error.lineno}, column {error.colno}: {error.msg}{shown}"

@@ -22,7 +22,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.rules import RULES, check, divisors, listed, tensor_degrees
 from megaspeed.config.run import ParallelConfig, RunConfig
-from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_NUMBER
+from megaspeed.config.section import LARGEST_ACCUMULATION
 from megaspeed.topology.grid import Grid
 
 
@@ -238,23 +238,6 @@ def batch_multiplies(config: RunConfig, world: World) -> Iterator[str]:
         )
 
 
-def scaled_learning_rate_is_a_rate(config: RunConfig, world: World) -> Iterator[str]:
-    """The scaled learning rate must be within the same bounds as the stated one."""
-    lr, training, stated = config.optimizer.params.lr, config.training, StatedBatch.of(config)
-    grid = find_grid(config.parallel, stated, world)
-    batch = None if grid is None else solve_batch(stated, grid.dp)
-    if batch is None or training.lr_scaling == "none" or training.base_batch_size is None:
-        return
-    rate = lr * training.lr_factor(batch.train_batch_size)
-    if not 0 < rate <= LARGEST_NUMBER:
-        yield (
-            f"optimizer.params.lr {lr} is scaled to {rate} "
-            f"(training.lr_scaling {training.lr_scaling}, train_batch_size "
-            f"{batch.train_batch_size}, training.base_batch_size {training.base_batch_size}), but "
-            f"it must be above 0 and at most {LARGEST_NUMBER:g}; choose another rate"
-        )
-
-
 def profiled_ranks_exist(config: RunConfig, world: World) -> Iterator[str]:
     """The run has the ranks that are to be profiled, unless their number may change."""
     profile = config.training.profile
@@ -278,7 +261,6 @@ def fp16_needs_a_gpu(config: RunConfig, world: World) -> Iterator[str]:
 _NEED_WORLD = (
     degrees_fit_world,
     batch_multiplies,
-    scaled_learning_rate_is_a_rate,
     profiled_ranks_exist,
     fp16_needs_a_gpu,
 )

@@ -177,22 +177,14 @@ def pipeline_stages_have_blocks(config: RunConfig) -> Iterator[str]:
 
 
 @rule
-def recomputed_blocks_exist(config: RunConfig) -> Iterator[str]:
-    """The blocks that are recomputed are blocks of the model, and recomputation is on."""
-    blocks, layers = config.parallel.recomputed_blocks, config.model.num_hidden_layers
-    if blocks is None:
-        return
-    if config.parallel.activation_checkpointing == "none":
+def recomputed_blocks_are_recomputed(config: RunConfig) -> Iterator[str]:
+    """Recomputation is on if the number of recomputed blocks is stated."""
+    blocks = config.parallel.recomputed_blocks
+    if blocks is not None and config.parallel.activation_checkpointing == "none":
         yield (
             f"parallel.recomputed_blocks {blocks} has no effect with "
             'parallel.activation_checkpointing "none"; set that to "selective" or "full", or '
             "remove parallel.recomputed_blocks"
-        )
-    if blocks > layers:
-        yield (
-            f"parallel.recomputed_blocks {blocks} must be at most model.num_hidden_layers "
-            f"{layers}, because it counts blocks of a pipeline stage; to recompute all blocks, "
-            "remove it"
         )
 
 
@@ -357,21 +349,6 @@ def rate_stays_above_zero(config: RunConfig) -> Iterator[str]:
             f"scheduler.params.total_num_steps {total} must be at least training.steps {steps}, "
             f"or the last {steps - total} steps have a learning rate of 0; remove it"
         )
-
-
-@rule
-def warmup_rises(config: RunConfig) -> Iterator[str]:
-    """The rate at which warmup starts is not above the rate at which it ends."""
-    scheduler, high, source = config.scheduler, config.optimizer.params.lr, "optimizer.params.lr"
-    if isinstance(scheduler, WarmupLR | WarmupDecayLR):
-        low = scheduler.params.warmup_min_lr
-        if scheduler.params.warmup_max_lr is not None:
-            high, source = scheduler.params.warmup_max_lr, "scheduler.params.warmup_max_lr"
-        if low > high:
-            yield (
-                f"scheduler.params.warmup_min_lr {low} must be at most {source} {high}, because "
-                "the rate rises during warmup"
-            )
 
 
 @rule

@@ -140,9 +140,9 @@ def test_set_values_are_json_or_plain_strings(text: str, tree: dict[str, Any]) -
     ("text", "reason"),
     [
         ("parallel.tensor", "write key.path=value"),
-        ("=3", "empty part"),
-        ("parallel..tensor=3", "empty part"),
-        ("parallel. tensor=3", "a space"),
+        ("=3", "write key.path=value"),
+        ("parallel..tensor=3", "write key.path=value"),
+        ("parallel. tensor=3", "write key.path=value"),
         ("extends=base.json", "belongs in the file"),
         ('data={"seed": 1, "seed": 2}', "is a duplicate key"),
     ],

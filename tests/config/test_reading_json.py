@@ -8,25 +8,20 @@ from megaspeed.config.document import JsonSyntaxError, parse_json, read_json_obj
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "column", "mend"),
+    ("text", "line", "column", "shown"),
     [
-        ('{\n  "a": 1\n  "b": 2\n}', 3, 3, ""),
-        ('{\n  "a": 1,\n}', 3, 1, "no comma after the last entry"),
-        ('{"a": [1, 2,]}', 1, 13, "no comma after the last entry"),
-        ('{"a": 1} // why', 1, 10, "JSON has no comments"),
-        ('{\n  # why\n  "a": 1}', 2, 3, "JSON has no comments"),
-        ('{"a": True}', 1, 7, "true, false and null"),
-        ("{'a': 1}", 1, 2, "double quotes"),
-        ("", 1, 1, "the text is empty"),
+        ('{\n  "a": 1\n  "b": 2\n}', 3, 3, '"b": 2'),
+        ('{\n  # why\n  "a": 1}', 2, 3, "# why"),
+        ('{"a": True}', 1, 7, "True"),
+        ("{'a': 1}", 1, 2, "'a'"),
+        ("", 1, 1, "Expecting value"),
     ],
 )
-def test_a_syntax_error_has_line_column_and_mend(
-    text: str, line: int, column: int, mend: str
-) -> None:
+def test_a_syntax_error_shows_its_line(text: str, line: int, column: int, shown: str) -> None:
     with pytest.raises(JsonSyntaxError) as caught:
         parse_json(text)
     assert f"line {line}, column {column}:" in str(caught.value)
-    assert mend in str(caught.value)
+    assert shown in str(caught.value)
 
 
 def test_nan_is_not_a_number() -> None:
