@@ -54,6 +54,7 @@ def plan(
     Raises:
         ConfigError: with all mistakes in the configuration or in the cluster.
     """
+    from megaspeed.files.json_values import json_value
     from megaspeed.planning.cluster import CPU, read_cluster
     from megaspeed.planning.forecast import complete_training
     from megaspeed.planning.plan import plan
@@ -71,7 +72,7 @@ def plan(
     planned = plan(training, machines.cluster(), machines.gpus_per_node)
     figures: dict[str, Any] = planned.as_json()
     if planned.forecast is not None:
-        figures["training"] = complete_training(planned.forecast, machines).as_json()
+        figures["training"] = json_value(complete_training(planned.forecast, machines))
     return figures
 
 

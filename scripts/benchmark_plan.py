@@ -1,22 +1,20 @@
-"""Compares predicted step times with published runs.
+"""Compare predicted step times with published runs.
 
-    python scripts/benchmark_plan.py [ROWS.csv ...] [--leave-one-out] [--fit] [--json OUT]
+    python scripts/benchmark_plan.py
 
-Without ROWS.csv, it reads docs/published_runs/fitted.csv. Each row of the CSV is one run: its
-shape, layout and GPU, and its step time. A row without a step time is predicted only. Of rows with
-the same id, the first is used. Errors are predicted / reported - 1, printed by source and by GPU.
-In the line "sources alike", all sources have the same weight: each of n rows counts 1/n.
+Each row of docs/published_runs/fitted.csv is one run: its shape, layout and GPU, and its step time.
+For each source, the constants are fitted to the rows of all others. Its errors, predicted /
+reported - 1, are those of a source that nobody looked at. In the line "sources alike", all sources
+have the same weight: each of n rows counts 1/n.
 
-``--fit`` prints the constants that fit the rows best: those with the smallest mean of
-|log(predicted / reported)|, in which all sources have the same weight. ``--leave-one-out`` fits
-them once for each source, to the rows of all others, and reports the error on the source that was
-left out. The spread of these fits is the interval of the constants. It also prints the factor
-between prediction and report that the share ``LEVEL`` of the runs does not exceed, and how many
-runs of a source lie within the factor of the other sources.
+A fit takes the constants with the smallest mean of |log(predicted / reported)|, in which all
+sources have the same weight. The spread of these fits is the interval of the constants. The factor
+between prediction and report that the share ``LEVEL`` of the runs does not exceed is the interval
+of a step time. The share of runs of a source within the factor of the other sources shows whether
+it holds for an unseen one.
 
 Layouts of one model on the same GPUs, with the same sequences and batch, are a group. For each
-group the fastest layout by prediction is compared with the fastest by report, beside the layout
-that sends the fewest bytes.
+group, the fastest layout by prediction is compared with the fastest by report.
 
 What only other frameworks do is predicted here, not in ``planning.costs``: fp8, other kernels and
 kinds of recomputation, collectives beside products, interleaved schedules, and DeepSpeed's engine.
@@ -25,33 +23,30 @@ Rows with a memory are compared with the predicted memory of a run of megaspeed 
 layout. The memory of all logits is added, because only megaspeed computes them in chunks. Rows with
 an interleaved schedule are omitted, because megaspeed has none.
 
-The columns (blank ones get the value in brackets):
+The columns:
 
-    gpu, n_gpus, fact_gpn [8], fact_nic     GPUs a node, GB/s of the network for each GPU [usual]
-    layers hidden heads kv_heads [heads] ffn mlp_mats (2 GELU, 3 SwiGLU) vocab seq_len
-    tp pp vp [1] dp mbs gbs_seqs            degrees, sequences of a micro-batch and of a step
-    zero_stage [0] fact_fsdp                ZeRO-3 if fact_fsdp
+    gpu, n_gpus, fact_gpn, fact_nic         GPUs a node, GB/s of each GPU's network if unusual
+    layers hidden heads kv_heads ffn mlp_mats (2 GELU, 3 SwiGLU) vocab seq_len
+    tp pp vp dp mbs gbs_seqs                degrees, sequences of a micro-batch and of a step
+    zero_stage, fact_fsdp                   ZeRO-3 if fact_fsdp
     recompute, precision                    none, selective, full, full 1/3; bf16, fp16, fp8
-    fact_flash                              none, fa1, fa2, fa3
-    fact_sp fact_async_tp fact_overlap fact_scatter_gather fact_gbytes [4] fact_part framework
+    fact_flash                              none, fa1, fa2
+    fact_sp fact_async_tp fact_overlap fact_scatter_gather fact_gbytes fact_part framework
     d_iter_time_s                           reported seconds of a step
     memory_gib, memory_kind                 of the fullest rank: allocated, reserved, or driver's
-    id src model usable                     a row that is not usable is omitted
+    id src model usable why_not             a row that is not usable is omitted
 """
 
 import argparse
 import csv
 import itertools
-import json
 import math
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
@@ -72,7 +67,6 @@ from megaspeed.planning.costs.step_time import (
     recomputed_seconds,
     stage_times,
 )
-from megaspeed.planning.costs.traffic import bytes_sent
 from megaspeed.planning.costs.workload import (
     FLASH_ATTENTION_2,
     AttentionKernel,
@@ -87,7 +81,7 @@ from megaspeed.planning.forecast import (
     TYPICAL_FACTOR,
 )
 from megaspeed.planning.prediction import predict_peaks
-from megaspeed.topology.devices import DEVICES, Device, DeviceError, device_named
+from megaspeed.topology.devices import DEVICES, device_named
 from megaspeed.topology.grid import Grid
 
 ROWS = Path(__file__).parents[1] / "docs" / "published_runs" / "fitted.csv"
@@ -113,8 +107,8 @@ TRIED: Mapping[str, Sequence[float]] = {
 }
 """Constant -> the values that a fit tries."""
 
-_BUCKET_BYTES = {"nanotron": 25 * 2**20, "nanoGPT": 25 * 2**20}
-"""Bucket of frameworks that reduce with torch's DistributedDataParallel: its default, 25 MiB."""
+_DDP_BUCKET_BYTES = 25 * 2**20
+"""Bucket of nanotron and nanoGPT, which use torch's DistributedDataParallel: its default."""
 
 _MEGATRON_BUCKET = 40e6
 """Elements of a bucket of Megatron-Core, if it overlaps reductions with the backward."""
@@ -126,11 +120,9 @@ _KERNELS: Mapping[str, AttentionKernel | None] = {
     "none": None,
     "fa1": AttentionKernel(0.40, 0.30),
     "fa2": FLASH_ATTENTION_2,
-    "fa3": AttentionKernel(0.65, 0.50, is_asynchronous=True),
 }
 """FlashAttention 1 with a causal mask: 30 to 50 % and 25 to 35 % of the peak (Dao 2023,
-FlashAttention-2, section 1). FlashAttention 3: up to 75 % on H100, the backward 1.5 to 1.75 times
-that of 2 (Shah et al. 2024)."""
+FlashAttention-2, section 1)."""
 
 _AGAIN: Mapping[str, Parts] = {
     **AGAIN,
@@ -145,12 +137,6 @@ _EXPOSED_TP = 0.5
 """The fraction of a tp collective's time that remains if it runs beside products in parts. The
 first part precedes all products, or the last part follows them. An assumption, for torchtitan's
 asynchronous tensor parallelism."""
-
-_NEEDED = (
-    *("gpu", "n_gpus", "layers", "hidden", "heads", "ffn", "mlp_mats", "vocab", "seq_len"),
-    *("mbs", "gbs_seqs", "recompute", "precision", "fact_flash"),
-)
-"""Columns that every row needs for a prediction."""
 
 _BYTES_OF_A_LOGIT = 10
 """In 16 bits, a copy in fp32 for the softmax, and the fp32 gradient."""
@@ -168,7 +154,6 @@ class Published:
 
     id: str
     source: str
-    gpu: str
     group: str  # layouts of one model on the same GPUs, with the same batch
     work: Workload  # as megaspeed would train it
     cluster: Cluster
@@ -178,190 +163,105 @@ class Published:
     chunks: int = 1  # parts of the model on each stage, of an interleaved schedule
     splits_messages: bool = False  # whether a tensor rank sends its part to the next stage
     overlaps_tp: bool = False  # whether tp collectives run beside products, within a node
-    seconds: float | None  # as reported
+    seconds: float  # as reported
     memory_bytes: float | None = None  # as reported, of the fullest rank
     # Whether it includes CUDA and NCCL; otherwise it is from torch's allocator.
     is_drivers_memory: bool = False
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables. The exit code is 2 if no row of the file can be predicted."""
-    options = _parser().parse_args(arguments)
-    rows: dict[str, Row] = {}
-    for path in options.rows or [ROWS]:
-        try:
-            with path.open(newline="", encoding="utf-8") as file:
-                read = list(csv.DictReader(file))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            print(f"{path} cannot be read as CSV: {error}", file=sys.stderr)
-            return 2
-        missing = [column for column in _NEEDED if read and column not in read[0]]
-        if missing:
-            print(
-                f"{path} has no column {', '.join(missing)}; the first lines of "
-                "scripts/benchmark_plan.py list all columns",
-                file=sys.stderr,
-            )
-            return 2
-        for number, row in enumerate(read):
-            rows.setdefault(row.get("id") or f"row {number + 1} of {path.name}", row)
-    runs, refused = read_runs(rows)
-    for name, reason in refused.items():
-        print(f"not predicted: {name}: {reason}")
-    if not runs:
-        print("no row can be predicted", file=sys.stderr)
-        return 2
-    timed = [run for run in runs if run.seconds is not None]
-    constants: dict[str, Constants] = {}
-    chosen = FITTED
-    if options.fit or options.leave_one_out:
-        fits = Fits(timed)
-        chosen = fits.best(timed)
-        if options.leave_one_out:
-            for source in sorted({run.source for run in timed}):
-                left_out = next((each for each in options.related if source in each), [source])
-                constants[source] = fits.best([run for run in timed if run.source not in left_out])
-    show_constants(chosen, constants)
-    predicted = {run.id: predict(run, constants.get(run.source, chosen)) for run in runs}
-    errors = {run.id: predicted[run.id].total / run.seconds - 1 for run in timed if run.seconds}
-    summary: dict[str, object] = {"constants": asdict(chosen)}
-    if timed:
-        summary["errors"] = show_errors(timed, errors)
-        if options.leave_one_out:
-            summary["coverage"] = show_coverage(timed, predicted)
-            summary["memory"] = show_memory(runs)
-        summary["layouts"] = show_layouts(timed, predicted)
-    else:
-        for run in runs:
-            print(f"{run.id:<20} {predicted[run.id].total:10.4f} s")
-    if options.json:
-        each = [as_json(run, predicted[run.id]) for run in runs]
-        options.json.write_text(json.dumps({**summary, "runs": each}, indent=1) + "\n")
-    return 0
+def main() -> None:
+    """Print the tables."""
+    description = "Compare predicted step times with published runs"
+    argparse.ArgumentParser(description=description).parse_args()
+    with ROWS.open(newline="", encoding="utf-8") as file:
+        benchmark(list(csv.DictReader(file)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Compare predicted step times with published runs")
-    parser.add_argument("rows", type=Path, nargs="*", metavar="ROWS.csv")
-    parser.add_argument("--leave-one-out", action="store_true", help="fit without each source")
-    parser.add_argument(
-        "--related",
-        action="append",
-        default=[],
-        nargs="+",
-        metavar="SOURCE",
-        help="sources that are left out together; may be repeated",
-    )
-    parser.add_argument("--fit", action="store_true", help="fit the constants to all rows")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write predictions and errors")
-    return parser
+def benchmark(rows: Sequence[Row]) -> dict[str, Any]:
+    """Print the tables of these rows. Return their figures."""
+    runs = [published_run(row) for row in rows if row["usable"] == "True"]
+    fits = Fits(runs)
+    chosen = fits.best(runs)
+    sources = sorted({run.source for run in runs})
+    without = {
+        source: fits.best([run for run in runs if run.source != source]) for source in sources
+    }
+    show_constants(chosen, without)
+    predicted = {run.id: predict(run, without[run.source]) for run in runs}
+    return {
+        "constants": asdict(chosen),
+        "errors": show_errors(runs, predicted),
+        "coverage": show_coverage(runs, predicted),
+        "memory": show_memory(runs),
+        "layouts": show_layouts(runs, predicted),
+    }
 
 
-def read_runs(rows: Mapping[str, Row]) -> tuple[list[Published], dict[str, str]]:
-    """Return the runs that can be predicted, and id -> reason of the others."""
-    runs, refused = [], {}
-    for name, row in rows.items():
-        if (row.get("usable") or "True") != "True":
-            refused[name] = row.get("why_not") or "not usable"
-            continue
-        try:
-            run = published_run(row, name)
-            predict(run)
-            runs.append(run)
-        except (ValueError, KeyError, ZeroDivisionError) as error:
-            refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return runs, refused
-
-
-def published_run(row: Row, name: str) -> Published:
-    """Return the run of a row.
-
-    Raises:
-        ValueError, KeyError: a column is missing or has no number; the GPU is unknown.
-    """
-    device = _device(row["gpu"])
-    framework = row.get("framework", "")
+def published_run(row: Row) -> Published:
+    """Return the run of a row."""
+    name = row["gpu"].lower()
+    if name.startswith(("h100-94gb", "h100-96gb")):
+        name = _SXM_94_GB
     recomputation, share = _recomputation(row)
-    stated = row.get("d_iter_time_s")
-    keys = ("src", "model", "gpu", "n_gpus", "seq_len", "gbs_seqs")
+    device = device_named(next(known for known in DEVICES if known.startswith(name)))
     return Published(
-        id=name,
-        source=row.get("src") or "unknown",
-        gpu=row["gpu"],
-        group=" ".join(row.get(key, "") for key in keys),
+        id=row["id"],
+        source=row["src"],
+        group=" ".join(
+            row[key] for key in ("src", "model", "gpu", "n_gpus", "seq_len", "gbs_seqs")
+        ),
         work=_workload(row, share),
         recomputation=recomputation,
         is_fp8="fp8" in row["precision"],
-        is_interpreted="DeepSpeed" in framework,
-        chunks=_number(row, "vp", 1),
-        splits_messages=_flag(row, "fact_scatter_gather"),
-        overlaps_tp=_flag(row, "fact_async_tp"),
+        is_interpreted="DeepSpeed" in row["framework"],
+        chunks=int(row["vp"]),
+        splits_messages=row["fact_scatter_gather"] == "True",
+        overlaps_tp=row["fact_async_tp"] == "True",
         cluster=Cluster(
             device=device,
-            gpus_per_node=_number(row, "fact_gpn", 8),
-            network_bandwidth=float(row.get("fact_nic") or device.network_bandwidth),
+            gpus_per_node=int(row["fact_gpn"]),
+            network_bandwidth=float(row["fact_nic"] or device.network_bandwidth),
         ),
-        seconds=float(stated) if stated else None,
-        memory_bytes=2**30 * float(row["memory_gib"]) if row.get("memory_gib") else None,
-        is_drivers_memory=row.get("memory_kind") == "driver",
+        seconds=float(row["d_iter_time_s"]),
+        memory_bytes=2**30 * float(row["memory_gib"]) if row["memory_gib"] else None,
+        is_drivers_memory=row["memory_kind"] == "driver",
     )
 
 
-def _device(name: str) -> Device:
-    lower = name.lower()
-    if lower.startswith(("h100-94gb", "h100-96gb")):
-        return device_named(_SXM_94_GB)
-    try:
-        return device_named(lower)
-    except DeviceError:
-        for row, device in DEVICES.items():
-            if row.startswith(lower):
-                return device
-        raise
-
-
 def _workload(row: Row, recomputed_share: float) -> Workload:
-    heads = _number(row, "heads")
     shape = {
-        "architecture": "llama" if _number(row, "mlp_mats") == 3 else "gpt2",
-        "vocab_size": _number(row, "vocab"),
-        "hidden_size": _number(row, "hidden"),
-        "num_hidden_layers": _number(row, "layers"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _number(row, "kv_heads", heads),
-        "intermediate_size": _number(row, "ffn"),
-        "max_position_embeddings": _number(row, "seq_len"),
+        "architecture": "llama" if row["mlp_mats"] == "3" else "gpt2",
+        "vocab_size": int(row["vocab"]),
+        "hidden_size": int(row["hidden"]),
+        "num_hidden_layers": int(row["layers"]),
+        "num_attention_heads": int(row["heads"]),
+        "num_key_value_heads": int(row["kv_heads"]),
+        "intermediate_size": int(row["ffn"]),
+        "max_position_embeddings": int(row["seq_len"]),
     }
     model = ModelConfig.model_validate(shape)
-    tp, pp = _number(row, "tp", 1), _number(row, "pp", 1)
-    dp = _number(row, "dp", _number(row, "n_gpus") // (tp * pp))
-    if _number(row, "cp", 1) > 1:
-        raise ValueError("the prediction has no context parallelism")
-    kernel = row["fact_flash"]
-    if kernel not in _KERNELS:
-        raise ValueError(f"the attention kernel {kernel!r} is none of {', '.join(_KERNELS)}")
-    size = _number(row, "mbs")
-    micro_batches = max(1, round(_number(row, "gbs_seqs") / (dp * size)))
-    framework, stage = row.get("framework", ""), _number(row, "zero_stage", 0)
-    overlaps, gradient_bytes = _flag(row, "fact_overlap"), _number(row, "fact_gbytes", 4)
-    bucket = float(_BUCKET_BYTES.get(framework, math.inf))
-    if overlaps and framework not in _BUCKET_BYTES:
-        bucket = _MEGATRON_BUCKET * gradient_bytes
+    tp, pp, dp, size = (int(row[column]) for column in ("tp", "pp", "dp", "mbs"))
+    micro_batches = max(1, round(int(row["gbs_seqs"]) / (dp * size)))
+    stage = 3 if row["fact_fsdp"] == "True" else int(row["zero_stage"])
+    overlaps, gradient_bytes = row["fact_overlap"] == "True", int(row["fact_gbytes"])
+    bucket = _MEGATRON_BUCKET * gradient_bytes if overlaps else math.inf
+    if row["framework"] in ("nanotron", "nanoGPT"):
+        bucket = _DDP_BUCKET_BYTES
     return Workload(
         model=model,
-        sequence_length=_number(row, "seq_len"),
+        sequence_length=int(row["seq_len"]),
         grid=Grid(pp=pp, dp=dp, tp=tp),
         micro_batch_size=size,
         micro_batches=micro_batches,
         blocks_of_stages=_blocks(model, row, pp),
-        zero_stage=3 if _flag(row, "fact_fsdp") else stage,
-        precision="fp16" if row["precision"].startswith("fp16") else "bf16",
+        zero_stage=stage,
+        precision="fp16" if row["precision"] == "fp16" else "bf16",
         gradient_bytes=gradient_bytes,
-        attention=_KERNELS[kernel],
+        attention=_KERNELS[row["fact_flash"]],
         recomputed_share=recomputed_share,
-        sequence_parallel=_flag(row, "fact_sp") and tp > 1,
+        sequence_parallel=row["fact_sp"] == "True" and tp > 1,
         overlaps_dp=overlaps,
-        reductions=micro_batches if _flag(row, "fact_fsdp") or stage == 3 else 1,
+        reductions=micro_batches if stage == 3 else 1,
         bucket_bytes=bucket,
     )
 
@@ -369,8 +269,8 @@ def _workload(row: Row, recomputed_share: float) -> Workload:
 def _blocks(model: ModelConfig, row: Row, stages: int) -> tuple[int, ...]:
     """Return the blocks of each stage: balanced with the head's operations, or equal numbers."""
     layers = model.num_hidden_layers
-    if row.get("fact_part") == "balanced":
-        costs = forward_flops_per_token(model, _number(row, "seq_len"))
+    if row["fact_part"] == "balanced":
+        costs = forward_flops_per_token(model, int(row["seq_len"]))
         parts = partition_layers([int(cost) for cost in costs], stages)
         return tuple(len(part) - (0 in part) - (layers + 1 in part) for part in parts)
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
@@ -389,20 +289,7 @@ def _recomputation(row: Row) -> tuple[str, float]:
         return "none", 1.0
     if "selective layer" in stated:
         return "full", 0.5
-    return ("operations" if row.get("framework") == "torchtitan" else "attention"), 1.0
-
-
-def _number(row: Row, column: str, default: int | None = None) -> int:
-    stated = row.get(column)
-    if not stated:
-        if default is None:
-            raise ValueError(f"the column {column} is blank")
-        return default
-    return int(float(stated))
-
-
-def _flag(row: Row, column: str) -> bool:
-    return row.get(column, "") in ("True", "1", "1.0")
+    return ("operations" if row["framework"] == "torchtitan" else "attention"), 1.0
 
 
 def predict(run: Published, constants: Constants = FITTED) -> StepTime:
@@ -437,8 +324,6 @@ def _block(run: Published, constants: Constants) -> LayerTime:
     """
     work, cluster, device = run.work, run.cluster, run.cluster.device
     if run.is_fp8:
-        if device.sustained_8 == 0:
-            raise ValueError(f"the table of devices has no rate of fp8 on {device.name}")
         cluster = replace(cluster, device=replace(device, sustained_16=device.sustained_8))
     rates = Rates(work, cluster, constants)
     block = rates.block()
@@ -503,7 +388,7 @@ class Fits:
             constants = replace(constants, interpreted=1.0)
         if (name, constants) not in self._distances:
             seconds = predict(run, constants).total
-            self._distances[name, constants] = abs(math.log(seconds / _seconds(run)))
+            self._distances[name, constants] = abs(math.log(seconds / run.seconds))
         return self._distances[name, constants]
 
 
@@ -531,37 +416,28 @@ def show_constants(chosen: Constants, fits: Mapping[str, Constants]) -> None:
         print(f"{name:<12} {value:g}{spread}")
 
 
-def show_errors(runs: Sequence[Published], errors: Mapping[str, float]) -> dict[str, object]:
-    """Print the errors by source and GPU. Return all figures."""
-    by_source = _grouped(runs, lambda run: run.source)
-    by_gpu = _grouped(runs, lambda run: run.gpu)
+def show_errors(
+    runs: Sequence[Published], predicted: Mapping[str, StepTime]
+) -> dict[str, dict[str, float]]:
+    """Print the errors by source. Return all figures."""
+    errors = {run.id: predicted[run.id].total / run.seconds - 1 for run in runs}
+    sizes = {name: abs(error) for name, error in errors.items()}
     figures: dict[str, dict[str, float]] = {}
     print(f"\n{'':<24} {'runs':>5} {'median':>8} {'p90':>8} {'mean bias':>10}")
-    for name, members in [*by_source.items(), *by_gpu.items(), ("all", list(runs))]:
-        signed = [errors[run.id] for run in members]
-        sizes = [abs(error) for error in signed]
-        figures[name] = {
+    by_source = _grouped(runs, lambda run: run.source)
+    for name, members in [*by_source.items(), (f"{len(by_source)} sources alike", runs)]:
+        weights = weights_of(members)
+        figures[name] = row = {
             "runs": len(members),
-            "median": statistics.median(sizes),
-            "p90": float(np.quantile(sizes, 0.9)),
-            "bias": statistics.fmean(signed),
+            "median": weighted_quantile(sizes, weights, 0.5),
+            "p90": weighted_quantile(sizes, weights, 0.9),
+            "bias": sum(weight * errors[each] for each, weight in weights.items()),
         }
-        row = figures[name]
         print(
             f"{name:<24} {len(members):>5} {row['median']:>8.1%} {row['p90']:>8.1%} "
             f"{row['bias']:>+10.1%}"
         )
-    weights, sizes_of = weights_of(runs), {name: abs(error) for name, error in errors.items()}
-    unseen = {
-        "median": weighted_quantile(sizes_of, weights, 0.5),
-        "p90": weighted_quantile(sizes_of, weights, 0.9),
-        "bias": sum(weight * errors[name] for name, weight in weights.items()),
-    }
-    print(
-        f"{f'{len(by_source)} sources alike':<24} {'':>5} {unseen['median']:>8.1%} "
-        f"{unseen['p90']:>8.1%} {unseen['bias']:>+10.1%}"
-    )
-    return {"groups": figures, "sources_alike": unseen}
+    return figures
 
 
 def show_coverage(runs: Sequence[Published], predicted: Mapping[str, StepTime]) -> dict[str, float]:
@@ -572,7 +448,7 @@ def show_coverage(runs: Sequence[Published], predicted: Mapping[str, StepTime]) 
         return math.log(LARGE_FACTOR) / math.log(TYPICAL_FACTOR) if is_uncertain else 1.0
 
     distances = {
-        run.id: abs(math.log(predicted[run.id].total / _seconds(run))) / exponent(predicted[run.id])
+        run.id: abs(math.log(predicted[run.id].total / run.seconds)) / exponent(predicted[run.id])
         for run in runs
     }
     shares = []
@@ -591,21 +467,15 @@ def show_coverage(runs: Sequence[Published], predicted: Mapping[str, StepTime]) 
     return figures
 
 
-def show_memory(runs: Iterable[Published]) -> dict[str, float]:
+def show_memory(runs: Sequence[Published]) -> dict[str, float]:
     """Print how many times as much memory as its predicted tensors a run needs."""
     compared = [run for run in runs if run.memory_bytes and run.chunks == 1]
     factors = {run.id: memory_factor(run) for run in compared}
     shares, sources = [], _grouped(compared, lambda run: run.source)
-    if len(sources) < 2:
-        return {}
-    print(f"\n{'memory / tensors':<24} {'runs':>5} {'median':>8} {'p90':>8}")
     for source, members in sources.items():
         others = weights_of([run for run in compared if run.source != source])
         limit = weighted_quantile(factors, others, 0.9)
-        own = [factors[run.id] for run in members]
-        shares.append(statistics.fmean(factor <= limit for factor in own))
-        p90 = float(np.quantile(own, 0.9))
-        print(f"{source:<24} {len(own):>5} {statistics.median(own):>8.2f} {p90:>8.2f}")
+        shares.append(statistics.fmean(factors[run.id] <= limit for run in members))
     weights = weights_of(compared)
     figures = {
         "runs": len(compared),
@@ -614,9 +484,9 @@ def show_memory(runs: Iterable[Published]) -> dict[str, float]:
         "coverage": statistics.fmean(shares),
     }
     print(
-        f"{f'{len(sources)} sources alike':<24} {len(compared):>5} {figures['median']:>8.2f} "
-        f"{figures['p90']:>8.2f}; of an unseen source, {figures['coverage']:.0%} are below the p90 "
-        "of the others"
+        f"memory / predicted tensors of {len(compared)} runs, {len(sources)} sources alike: median "
+        f"{figures['median']:.2f}, p90 {figures['p90']:.2f}; of an unseen source, "
+        f"{figures['coverage']:.0%} are below the p90 of the others"
     )
     return figures
 
@@ -655,69 +525,28 @@ def memory_factor(run: Published) -> float:
     return (run.memory_bytes - beside * run.is_drivers_memory) / tensors
 
 
-def show_layouts(
-    runs: Sequence[Published], predicted: Mapping[str, StepTime]
-) -> dict[str, dict[str, int]]:
-    """Print how well layouts are ordered: by predicted time, and by bytes sent."""
+def show_layouts(runs: Sequence[Published], predicted: Mapping[str, StepTime]) -> dict[str, int]:
+    """Print how well layouts are ordered by predicted time."""
     groups = [group for group in _grouped(runs, lambda run: run.group).values() if len(group) > 1]
-    orders: dict[str, Callable[[Published], float]] = {
-        "predicted time": lambda run: predicted[run.id].total,
-        "fewest bytes": lambda run: sent_bytes(run.work, run.chunks),
-    }
-    figures = {}
-    for name, order in orders.items():
-        within = [_seconds(min(group, key=order)) < 1.05 * _fastest(group) for group in groups]
-        right = pairs = 0
-        for one, other in itertools.chain(*(itertools.combinations(g, 2) for g in groups)):
-            difference = math.log(_seconds(one) / _seconds(other))
+    within = right = pairs = 0
+    for group in groups:
+        first = min(group, key=lambda run: predicted[run.id].total)
+        within += first.seconds < 1.05 * min(run.seconds for run in group)
+        for one, other in itertools.combinations(group, 2):
+            difference = math.log(one.seconds / other.seconds)
             if abs(difference) > 0.05:
                 pairs += 1
-                right += difference * (order(one) - order(other)) > 0
-        figures[name] = {
-            "groups": len(groups),
-            "first_within_5_percent": sum(within),
-            "pairs": pairs,
-            "ordered_right": right,
-        }
-        print(
-            f"layouts by {name}: first choice within 5 % of the best in {sum(within)} of "
-            f"{len(groups)} groups; {right} of {pairs} pairs ordered right"
-        )
-    return figures
-
-
-def sent_bytes(work: Workload, chunks: int) -> float:
-    """Return the bytes that a rank of the first stage sends in a step, on all axes together."""
-    grid, count = work.grid, work.micro_batches
-    message = work.tokens * work.model.hidden_size * work.element_bytes
-    blocks = work.blocks_of_stages[0]
-    tensor = count * blocks * bytes_sent("all_reduce", 4 * message, grid.tp)
-    pipeline = 2 * count * chunks * message * (grid.pp > 1)
-    parameters = work.parameters_of_rank(0)
-    gradients = work.reductions * parameters * work.gradient_bytes
-    gathers = 2 * count if work.zero_stage == 3 else 1
-    data = bytes_sent("reduce_scatter", int(gradients), grid.dp)
-    data += bytes_sent("all_gather", int(gathers * parameters * work.element_bytes), grid.dp)
-    return tensor + pipeline + data
-
-
-def as_json(run: Published, time: StepTime) -> dict[str, object]:
-    """Return the prediction of one run."""
-    figures: dict[str, object] = {"id": run.id, "predicted_seconds": time.total}
-    return {**figures, "reported_seconds": run.seconds, "terms": time.terms}
-
-
-def _seconds(run: Published) -> float:
-    assert run.seconds is not None, "only runs with a time are compared"
-    return run.seconds
-
-
-def _fastest(runs: Iterable[Published]) -> float:
-    return min(map(_seconds, runs))
+                right += difference * (predicted[one.id].total - predicted[other.id].total) > 0
+    print(
+        f"layouts by predicted time: first choice within 5 % of the best in {within} of "
+        f"{len(groups)} groups; {right} of {pairs} pairs ordered right"
+    )
+    figures = {"groups": len(groups), "first_within_5_percent": within}
+    return {**figures, "pairs": pairs, "ordered_right": right}
 
 
 def _grouped(
-    runs: Iterable[Published], key: Callable[[Published], str]
+    runs: Sequence[Published], key: Callable[[Published], str]
 ) -> dict[str, list[Published]]:
     groups: dict[str, list[Published]] = {}
     for run in runs:
@@ -726,4 +555,4 @@ def _grouped(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

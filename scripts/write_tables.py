@@ -1,29 +1,20 @@
 """Write the tables of figures into README and docs. A test fails if a table is out of date.
 
-    python scripts/write_tables.py                 # from the figures in docs/figures
-    python scripts/write_tables.py NAME FILE...    # first writes the results in FILE, bench.json or
-                                                   # compare.json, to docs/figures/NAME.json
+    python scripts/write_tables.py
 
 A table is between two lines, <!-- figures NAME --> and <!-- end -->. docs/figures/NAME.json has
 
     command     the command that printed the figures; the page names it, too
     measured    date and commit; absent if every figure is computed
-    columns     of a table of ``megaspeed bench``: what the cells after the first one show
     rows        the cells, the header first
 
-If a command was run again, pass its results to this script: for a table of ``bench`` one file for
-each row, for a table of ``compare`` one file. This script computes the cells that follow from
-shapes: see COMPUTED.
+This script computes the cells that follow from shapes: see COMPUTED.
 """
 
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
@@ -42,60 +33,12 @@ Rows = list[list[str]]
 
 def main() -> None:
     """Write every page that has a table."""
-    if len(sys.argv) > 1:
-        read(sys.argv[1], [json.loads(Path(name).read_text()) for name in sys.argv[2:]])
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         written = with_tables(text)
         if written != text:
             page.write_text(written, encoding="utf-8")
             print(f"written: {page.relative_to(ROOT)}")
-
-
-def read(name: str, results: Sequence[Any]) -> None:
-    """Put the results of a new run of ``bench`` or ``compare`` into the JSON file."""
-    file = FIGURES / f"{name}.json"
-    figures = json.loads(file.read_text(encoding="utf-8"))
-    _, *rows = figures["rows"]
-    if "columns" in figures:
-        for cells, found in zip(rows, results, strict=True):
-            cells[1:] = [bench_cell(found, column) for column in figures["columns"].split()]
-    else:
-        for cells, row in zip(rows, results[0]["rows"], strict=True):
-            stages = results[0]["pipeline_stages"]
-            own = [stage for stage in stages if stage["label"] == row["label"]]
-            cells[2], *cells[4:] = compare_cells(own)
-    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
-    figures["measured"] = f"{datetime.now(UTC):%Y-%m-%d} at commit {done}"
-    lines = [json.dumps(cells, ensure_ascii=False) for cells in figures.pop("rows")]
-    text = json.dumps(figures, indent=2, ensure_ascii=False).removesuffix("\n}")
-    file.write_text(text + ',\n  "rows": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}\n")
-
-
-def bench_cell(found: Any, column: str) -> str:
-    """Return a cell. ms or s: megaspeed's step time. NAME: a peer's ratio."""
-    if column in ("ms", "s"):
-        scale, digits = (1e3, 0) if column == "ms" else (1, 1)
-        (own,) = (row for row in found["contestants"] if row["name"] == "megaspeed")
-        return spread({key: scale * value for key, value in own["step_seconds"].items()}, digits)
-    rows = [row for row in found["contestants"] if row["name"] == column]
-    row, *others = sorted(rows, key=lambda row: not row["counts"])
-    text = spread(row["ratio"], 2) + (f", {row['settings']}" if others else "")
-    return text + "".join(f"; {each['settings']} {each['ratio']['median']:.2f}" for each in others)
-
-
-def spread(of: Any, digits: int) -> str:
-    return f"{of['median']:.{digits}f} ({of['lower']:.{digits}f} to {of['upper']:.{digits}f})"
-
-
-def compare_cells(stages: Any) -> list[str]:
-    """Return MiB: the fullest stage's peak, the bytes that the busiest one sends, and of that over
-    dp.
-    """
-    peak = max(stage["peak_bytes"]["measured"]["total"] for stage in stages)
-    sent = max((stage["traffic_bytes"]["measured"] for stage in stages), key=lambda t: t["total"])
-    return [MIB.of(size) for size in (peak, sent["total"], sum(sent["dp"].values()))]
 
 
 def with_tables(page: str) -> str:

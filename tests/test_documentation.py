@@ -298,49 +298,6 @@ def test_no_table_of_figures_is_stale() -> None:
     assert sorted(named) == sorted(file.stem for file in script.FIGURES.iterdir())
 
 
-def test_the_script_reads_the_cells_from_the_results_of_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tables()
-    monkeypatch.setattr(script, "FIGURES", tmp_path)
-
-    def row(name: str, settings: str | None, ratio: float, *, counts: bool = True) -> Any:
-        spread = {"median": ratio, "lower": ratio - 0.1, "upper": ratio + 0.1}
-        seconds = {"median": 0.074, "lower": 0.072, "upper": 0.0771}
-        figures = {"ratio": spread, "step_seconds": seconds, "counts": counts}
-        return {"name": name, "settings": settings, **figures}
-
-    contestants = [
-        row("megaspeed", None, 0.0),
-        row("hf-deepspeed", "guide", 3.5, counts=False),
-        row("hf-deepspeed", "defaults", 1.4),
-    ]
-    bench = {"columns": "ms hf-deepspeed", "rows": [["", "", ""], ["a"]]}
-    (tmp_path / "small.json").write_text(json.dumps(bench))
-    script.read("small", [{"contestants": contestants}])
-    written = json.loads((tmp_path / "small.json").read_text())
-    ratios = "1.40 (1.30 to 1.50), defaults; guide 3.50"
-    assert written["rows"][1] == ["a", "74 (72 to 77)", ratios]
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d at commit \w{7,}", written["measured"])
-
-    stages = [
-        {
-            "label": "ZeRO-0",
-            "peak_bytes": {"measured": {"total": peak}},
-            "traffic_bytes": {"measured": counted},
-        }
-        for peak, counted in (
-            (3 * 2**20, {"total": 2**20, "dp": {"reduce": 2**20}}),
-            (2 * 2**20, {"total": 4 * 2**20, "dp": {"reduce": 2**19, "all_gather": 2**19}}),
-        )
-    ]
-    compare = {"rows": [[""] * 6, ["ZeRO-0", "1.00", "", "5.00", "", ""]]}
-    (tmp_path / "memory.json").write_text(json.dumps(compare))
-    script.read("memory", [{"rows": [{"label": "ZeRO-0"}], "pipeline_stages": stages}])
-    written = json.loads((tmp_path / "memory.json").read_text())
-    assert written["rows"][1] == ["ZeRO-0", "1.00", "3.00", "5.00", "4.00", "1.00"]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_link_leads_to_a_file_or_a_heading(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

@@ -25,13 +25,10 @@ from megaspeed.cli.options import (
 from megaspeed.config.document import parse_override, read_json_object
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
-from megaspeed.config.resolve import Run
-from megaspeed.files.paths import path_argument
+from megaspeed.files.json_values import json_value
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import bubble_fraction, check_schedule, format_grid
-from megaspeed.planning.calibration import Calibration, calibrate
 from megaspeed.planning.cluster import CPU, ClusterConfig, read_cluster
-from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import complete_training
 from megaspeed.planning.measured_cpu import CpuSpeedError, measure_cpu
 from megaspeed.planning.plan import plan
@@ -53,7 +50,7 @@ def add_to(commands: Any) -> None:
         needs_world_size=False,
     )
     nic = "network bandwidth of each device, one way, in Gb/s (that of the vendor's system)"
-    calibrate = "folder of a run on such devices; measured / predicted time multiplies all times"
+    calibrate = "measured / predicted step of a run on such devices; multiplies all times"
     add_values(
         parser,
         ("--device", str, "NAME", None, "accelerator, such as h100-80gb, or cpu"),
@@ -63,7 +60,7 @@ def add_to(commands: Any) -> None:
         ("--dollars-per-gpu-hour", not_negative, "D", None, "price of a device"),
         ("--tokens", _tokens, "T", None, "length of the training, such as 300B or 1.4T"),
         ("--write", new_file, "FILE", None, "write the best variant as a configuration"),
-        ("--calibrate", path_argument, "RUN", None, calibrate),
+        ("--calibrate", not_negative, "FACTOR", None, calibrate),
     )
     add_flags(parser, ("--what-if", "list every variant that fits, the fastest first"))
     add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
@@ -90,18 +87,19 @@ def run_plan(options: argparse.Namespace) -> int:
     stated = _stated_cluster(options)
     training = _training(options, stated)
     try:
-        cluster, calibration = _cluster(options, stated, training.run)
+        cluster = stated.cluster()
+        if stated.device == CPU:
+            say(f"measuring this machine with {counted(training.run.grid.world_size, 'rank')}")
+            cluster = replace(measure_cpu(training.run), calibration=stated.calibrate)
     except CpuSpeedError as error:
         say(f"megaspeed plan: {error}", error=True)
         return EXIT_FAILED
     planned = plan(training, cluster, stated.gpus_per_node)
     figures = planned.as_json()
-    if calibration is not None:
-        figures["calibration"] = calibration.as_json()
     complete = None
     if planned.forecast is not None:
         complete = complete_training(planned.forecast, stated, options.tokens)
-        figures["training"] = complete.as_json()
+        figures["training"] = json_value(complete)
     show(report(planned, complete))
     code = EXIT_DONE
     if cluster is not None and (options.what_if or options.write):
@@ -124,8 +122,7 @@ def run_plan(options: argparse.Namespace) -> int:
 def _stated_cluster(options: argparse.Namespace) -> ClusterConfig:
     """Return the cluster of the options, if it has what other options need."""
 
-    keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
-    stated = read_cluster({key: getattr(options, key) for key in keys})
+    stated = read_cluster({key: getattr(options, key) for key in ClusterConfig.model_fields})
     wants = ("what_if", "write", "tokens", "calibrate", "dollars_per_gpu_hour")
     wanted = next((name for name in wants if getattr(options, name)), None)
     if stated.device is None and wanted is not None:
@@ -158,26 +155,6 @@ def _extended_files(config: Path) -> Iterator[Path]:
         yield file
         extended = read_json_object(file)[0].get("extends")
         file = None if extended is None else file.parent / extended
-
-
-def _cluster(
-    options: argparse.Namespace, stated: ClusterConfig, run: Run
-) -> tuple[Cluster | None, Calibration | None]:
-    """Return the machines, from the table or measured, and their calibration, if any."""
-
-    cluster = stated.cluster()
-    if stated.device == CPU:
-        say(f"measuring this machine with {counted(run.grid.world_size, 'rank')}")
-        cluster, notes = measure_cpu(run)
-        for note in notes:
-            say(f"note: {note}")
-    if cluster is None or not options.calibrate:
-        return cluster, None
-    calibration = calibrate(options.calibrate, cluster)
-    say(str(calibration))
-    for warning in calibration.warnings:
-        say(f"warning: {warning}")
-    return replace(cluster, calibration=calibration.factor), calibration
 
 
 def _wrong(problem: str) -> ConfigError:

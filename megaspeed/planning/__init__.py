@@ -5,7 +5,6 @@ cluster.py         the machines, as the user states them
 measured_cpu.py    this machine as a cluster; another process measures it
 prediction.py      memory and traffic of every kind of pipeline stage of a run
 forecast.py        the step time of a run: throughput, utilization, days, cost
-calibration.py     one factor from the steps of a real run
 plan.py            the complete plan of one run
 variants.py        other settings of a run: the cheapest change, and every variant that fits
 report.py          a plan and a what-if as lines and tables

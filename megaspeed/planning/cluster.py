@@ -34,6 +34,8 @@ class ClusterConfig(Section):
     vendor's own system."""
     dollars_per_gpu_hour: float | None = Field(default=None, ge=0)
     """Price of one accelerator for one hour."""
+    calibrate: float = Field(default=1.0, ge=0.01, le=100)
+    """Measured / predicted step time of a run on such machines. It multiplies all times."""
 
     @property
     def gpus(self) -> int | None:
@@ -71,6 +73,7 @@ class ClusterConfig(Section):
             device=device,
             gpus_per_node=self.gpus_per_node,
             network_bandwidth=device.network_bandwidth if stated is None else stated / 8,
+            calibration=self.calibrate,
         )
 
 

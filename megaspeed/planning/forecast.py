@@ -5,7 +5,7 @@ tokens of the training, price --> days, GPU-hours, dollars
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from megaspeed.planning.costs.workload import Cluster, attended_tokens, workload
 TYPICAL_FACTOR = 1.15
 """Nine of ten runs of a source that was left out of the fit take between 1 / this and this many
 times the predicted time, if all sources have equal weight
-(``scripts/benchmark_plan.py --leave-one-out``)."""
+(``scripts/benchmark_plan.py``)."""
 
 LARGE_FACTOR = TYPICAL_FACTOR**3
 """The same for runs with more than ``MUCH_COMMUNICATION``, or with steps below ``SHORT_STEP``. This
@@ -32,21 +32,7 @@ MUCH_COMMUNICATION = 0.3
 SHORT_STEP = 0.5
 """Seconds."""
 
-_SECONDS_OF_A_DAY = 86_400
-
 _WITHOUT_BF16 = ("v100", "t4")
-
-PARTS: Mapping[str, Sequence[str]] = {
-    "compute": ("products", "attention", "pointwise", "head"),
-    "recomputation": ("recomputation",),
-    "tensor parallel": ("tp",),
-    "pipeline bubble": ("bubble",),
-    "pipeline sends": ("p2p",),
-    "data parallel": ("dp",),
-    "optimizer": ("optimizer",),
-    "host": ("host",),
-}
-"""Part of a step -> the terms of ``StepTime`` in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +75,6 @@ class Forecast:
     def communication_fraction(self) -> float:
         """Share of the step in which ranks wait for messages, without the bubble."""
         return self.step.communication
-
-    def parts(self) -> dict[str, float]:
-        """Return each part of the step -> its seconds. They add up to ``seconds``."""
-        terms = self.step.terms
-        return {part: sum(terms[name] for name in names) for part, names in PARTS.items()}
 
     @property
     def mfu(self) -> float | None:
@@ -144,13 +125,6 @@ class Forecast:
             yield "the time of offloading (copies, the host's optimizer) is not predicted"
         if self.run.precision == "fp32" and self.run.config.training.allow_tf32:
             yield "training.allow_tf32 is not predicted: the time is that of fp32"
-        head_dim = self.run.config.model.head_dim
-        if (
-            self.cluster.measured is None
-            and head_dim % 8
-            and workload_of(self.run, self.cluster.device_type).attention is not None
-        ):
-            yield f"attention is slow: a head size of {head_dim} is not a multiple of 8"
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures as JSON values."""
@@ -167,46 +141,30 @@ class TrainingTime:
     wall-clock time on 16,384 GPUs (Dubey et al. 2024, section 3.3.4).
     """
 
-    forecast: Forecast
     tokens: int
     steps: int  # optimizer steps
+    days: float
     gpus: int  # GPUs that are paid for, including spare ones
-    dollars_per_gpu_hour: float | None = None
-
-    @property
-    def days(self) -> float:
-        """Days of all steps."""
-        return self.steps * self.forecast.seconds / _SECONDS_OF_A_DAY
-
-    @property
-    def gpu_hours(self) -> float:
-        """Hours of all devices together."""
-        return 24 * self.days * self.gpus
-
-    @property
-    def dollars(self) -> float | None:
-        """The cost; None if no price is stated."""
-        price = self.dollars_per_gpu_hour
-        return None if price is None else price * self.gpu_hours
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all figures as JSON values."""
-        return picked(self, "tokens", "steps", "days", "gpu_hours", "dollars")
+    gpu_hours: float  # of all these GPUs together
+    dollars: float | None  # None if no price is stated
 
 
 def complete_training(
     forecast: Forecast, stated: ClusterConfig, tokens: int | None = None
 ) -> TrainingTime:
     """Return the complete training on ``tokens``; by default, those of ``training.steps``."""
-    run = forecast.run
+    run, price = forecast.run, stated.dollars_per_gpu_hour
     tokens = tokens or run.config.training.steps * run.tokens_per_step
     steps = math.ceil(tokens / run.tokens_per_step)
+    hours = steps * forecast.seconds / 3600
+    gpus = stated.gpus or run.grid.world_size + run.spare_ranks
     return TrainingTime(
-        forecast=forecast,
         tokens=tokens,
         steps=steps,
-        gpus=stated.gpus or run.grid.world_size + run.spare_ranks,
-        dollars_per_gpu_hour=stated.dollars_per_gpu_hour,
+        days=hours / 24,
+        gpus=gpus,
+        gpu_hours=hours * gpus,
+        dollars=None if price is None else price * hours * gpus,
     )
 
 

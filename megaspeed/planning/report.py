@@ -69,9 +69,9 @@ def report(plan: Plan, training: TrainingTime | None = None) -> Parts:
     if plan.forecast is not None:
         yield ""
         yield from _time(plan, plan.forecast)
-    if training is not None:
+    if training is not None and plan.forecast is not None:
         yield ""
-        yield from _training(training)
+        yield from _training(training, plan.forecast)
     yield ""
     for planned in plan.zero_stages:
         for refusal in planned.refusals:
@@ -117,17 +117,15 @@ def _ranks(plan: Plan) -> Parts:
     yield (
         f"Ranks: {counted(nodes, 'node')} of {counted(per_node, 'GPU')}, pp outermost, tp innermost"
     )
-    table = table_of(left=("axis",), right=("size", "stride", "groups"))
+    table = table_of(left=("axis",), right=("size",))
     table.add_column("first group", no_wrap=True)
     table.add_column("each group", no_wrap=True)
     for axis in map(plan.ranks.along, reversed(AXES)):
-        stride = f"{axis.stride:,}" if axis.size > 1 else ""
         group = axis.groups[0]
         text = " ".join(map(str, group))
         if len(text) > _LONGEST_GROUP:
             text = f"{group[0]} {group[1]} ... {group[-1]}"
-        cells = (f"{axis.size:,}", stride, f"{len(axis.groups):,}", text, _place(axis))
-        table.add_row(axis.axis, *cells)
+        table.add_row(axis.axis, f"{axis.size:,}", text, _place(axis))
     yield table
 
 
@@ -289,9 +287,8 @@ def _throughput(forecast: Forecast) -> Iterator[str]:
     yield from (f"warning: {warning}" for warning in forecast.warnings)
 
 
-def _training(training: TrainingTime) -> Iterator[str]:
+def _training(training: TrainingTime, forecast: Forecast) -> Iterator[str]:
     """Yield the days and cost of a complete training."""
-    forecast = training.forecast
     yield f"Training on {short_count(training.tokens)} tokens, {counted(training.steps, 'step')}"
     hours = 24 * training.days
     unit, size = (

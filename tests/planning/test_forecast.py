@@ -5,20 +5,13 @@ from dataclasses import replace
 import pytest
 
 from megaspeed.config.resolve import Run
-from megaspeed.planning.costs.workload import workload_of
-from megaspeed.planning.forecast import PARTS, TYPICAL_FACTOR, TrainingTime, forecast
+from megaspeed.planning.cluster import read_cluster
+from megaspeed.planning.forecast import TYPICAL_FACTOR, complete_training, forecast
 from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny
 
 
 def run_of(name: str, world_size: int, *overrides: str) -> Run:
     return from_file(FOLDER / f"{name}.json", *overrides, world_size=world_size).run
-
-
-def test_every_term_is_in_one_part() -> None:
-    made = forecast(run_of("gpt3_175b", 1024), a100s())
-    listed = [name for names in PARTS.values() for name in names]
-    assert sorted(listed) == sorted(made.step.terms)
-    assert sum(made.parts().values()) == pytest.approx(made.seconds)
 
 
 def test_mfu_is_that_of_korthikantis_formula() -> None:
@@ -62,25 +55,18 @@ def test_a_slow_network_gives_a_warning() -> None:
     assert any("communication takes" in each for each in forecast(run, slow).warnings)
 
 
-def test_a_head_size_that_is_slow_in_flash_attention_gives_a_warning() -> None:
-    stated = ("bf16.enabled=true", "model.hidden_size=120")
-    run = tiny(*stated, world_size=1).run
-    assert run.config.model.head_dim == 10 and workload_of(run).attention is not None
-    warnings = forecast(run, a100s()).warnings
-    assert any("head size of 10 is not a multiple of 8" in each for each in warnings)
-
-
 def test_days_and_cost_are_those_of_all_steps() -> None:
     made = forecast(run_of("gpt3_175b", 1024), a100s())
     tokens = 10**6 * made.run.tokens_per_step
-    time = TrainingTime(
-        forecast=made, tokens=tokens, steps=10**6, gpus=1030, dollars_per_gpu_hour=2.0
-    )
+    stated = {"device": "a100-80gb", "nodes": 129, "dollars_per_gpu_hour": 2.0}
+    time = complete_training(made, read_cluster(stated), tokens)
     seconds = tokens / made.tokens_per_second
+    assert (time.steps, time.gpus) == (10**6, 1032)
     assert time.days == pytest.approx(seconds / 86_400)
-    assert time.gpu_hours == pytest.approx(1030 * seconds / 3600)
+    assert time.gpu_hours == pytest.approx(1032 * seconds / 3600)
     assert time.dollars == pytest.approx(2 * time.gpu_hours)
-    assert replace(time, dollars_per_gpu_hour=None).dollars is None
+    free = complete_training(made, read_cluster({"device": "a100-80gb"}))
+    assert (free.gpus, free.dollars) == (1024, None)
 
 
 def test_a_window_leaves_fewer_operations() -> None:

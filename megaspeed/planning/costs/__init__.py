@@ -10,5 +10,5 @@ reserved_memory.py    what CUDA, NCCL, cuBLAS and the allocator need beside tens
 traffic.py            bytes that a rank sends, by axis
 placement.py          which ranks are on one node
 workload.py           what the ranks compute and send, for the step time
-step_time.py, network_time.py, pipeline_time.py    the parts of the step time
+step_time.py, network_time.py    the parts of the step time
 """

@@ -18,11 +18,9 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
-from megaspeed.planning.costs.network_time import Network
-from megaspeed.planning.costs.pipeline_time import closed_form, simulated
+from megaspeed.planning.costs.network_time import Network, closed_form, simulated
 from megaspeed.planning.costs.workload import (
     Cluster,
-    HostTime,
     Product,
     Workload,
     attended_tokens,
@@ -48,7 +46,7 @@ FITTED = Constants(products=0.98, pointwise=3.6)
 """Fitted to 417 published runs of 16 sources with equal weight. If one source is left out,
 ``products`` is 0.94 to 0.99, and ``pointwise`` 3 to 4.2.
 
-    python scripts/benchmark_plan.py --leave-one-out
+    python scripts/benchmark_plan.py
 """
 
 MEMORY_EFFICIENCY = 0.85
@@ -203,7 +201,7 @@ class Rates:
         self.work, self.cluster, self.measured = work, cluster, cluster.measured
         device, efficiency = cluster.device, MEMORY_EFFICIENCY
         self.network = Network(work, cluster)
-        self.host = HostTime(block=0.0, micro_batch=0.0, step=0.0)
+        self.host = 0.0
         if self.measured is not None:
             self.host = self.measured.host
             constants = Constants(products=1.0, pointwise=self.measured.pointwise)
@@ -240,14 +238,14 @@ class Rates:
             products=of_blocks * parts.products,
             attention=of_blocks * parts.attention,
             pointwise=of_blocks * parts.pointwise + of_embedding * first.pointwise,
-            head=of_head * (head.both - end.tp),
+            head=of_head * (head.both - end.tp - head.host),
             recomputation=of_blocks * block.recomputation,
             tp=of_blocks * parts.tp + of_embedding * first.tp + of_head * end.tp,
             bubble=bubble,
             p2p=p2p,
             dp=self.network.dp(slowest, block.forward, block.backward),
             optimizer=self.optimizer(slowest),
-            host=of_blocks * block.host + self.host.step + count * self.host.micro_batch,
+            host=(of_blocks + of_embedding + of_head) * self.host,
         )
 
     def linear(self, product: Product) -> tuple[float, float]:
@@ -271,7 +269,7 @@ class Rates:
             forward_parts=forward,
             backward_parts=backward,
             recomputation=work.recomputed_share * again,
-            host=self.host.block,
+            host=self.host,
         )
 
     def attention(self) -> tuple[float, float]:
@@ -301,10 +299,9 @@ class Rates:
             return 2 * product + 4.5 * matrix, 4 * product + 5.5 * matrix
         kept = attended_tokens(model, work.sequence_length) / work.sequence_length
         if self.measured is not None:
-            forward_rate, backward_rate = self.measured.attention
-            return kept * flops / forward_rate, 2.5 * kept * flops / backward_rate
+            return kept * flops / self.rate, 2.5 * kept * flops / self.rate
         slower = 1.0
-        if not kernel.is_asynchronous and device.name.split("-")[0] in _NEW_DEVICES:
+        if device.name.split("-")[0] in _NEW_DEVICES:
             slower /= _OLD_KERNEL
         heads = work.micro_batch_size * model.num_attention_heads / tp
         blocks = heads * math.ceil(work.sequence_length / _ROWS_OF_A_BLOCK)
@@ -351,7 +348,9 @@ class Rates:
         seconds = 3 * self.work.tokens * self.work.model.hidden_size * self.width / self.memory
         tp, _ = self.network.tp_of_ends()
         return LayerTime(
-            forward_parts=Parts(pointwise=seconds, tp=tp), backward_parts=Parts(pointwise=seconds)
+            forward_parts=Parts(pointwise=seconds, tp=tp),
+            backward_parts=Parts(pointwise=seconds),
+            host=self.host,
         )
 
     def head(self) -> LayerTime:
@@ -367,6 +366,7 @@ class Rates:
         return LayerTime(
             forward_parts=Parts(products=forward, pointwise=loss / 2, tp=tp),
             backward_parts=Parts(products=backward, pointwise=loss / 2),
+            host=self.host,
         )
 
     def optimizer(self, stage: int) -> float:

@@ -6,7 +6,7 @@ products are read from the table of the model's parameters, as its FLOPs are.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -22,27 +22,8 @@ from megaspeed.planning.costs.traffic import compressed_share
 from megaspeed.topology.devices import Device
 from megaspeed.topology.grid import Grid
 
-Message = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
-"""The kinds of messages."""
-
-
-class Wire(NamedTuple):
-    """The time of one kind of message."""
-
-    latency: float  # seconds of one hop
-    bandwidth: float  # bytes that a rank sends in one second
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostTime:
-    """Seconds of Python and of torch's dispatcher, which do not depend on the size of tensors.
-
-    A GPU computes while its host prepares the next operations. A CPU does one after the other.
-    """
-
-    block: float  # forward and backward of one block, for each micro-batch
-    micro_batch: float  # the rest of a micro-batch
-    step: float  # the rest of a step
+Message = Literal["all_reduce", "all_gather", "reduce_scatter"]
+"""The kinds of collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +34,12 @@ class Measured:
     """
 
     pointwise: float  # as ``Constants.pointwise``
-    attention: tuple[float, float]  # operations a second below the diagonal, forward and backward
     optimizer: float  # seconds of the optimizer for each parameter
-    messages: Mapping[Message, Wire]  # empty if only one rank was measured
-    host: HostTime
+    latency: float  # seconds of one hop of a message; 0 if only one rank was measured
+    message_bandwidth: float  # bytes that a rank sends in one second
+    # Seconds of Python and torch's dispatcher for each layer and micro-batch. A GPU computes while
+    # its host prepares the next operations. A CPU does one after the other.
+    host: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +50,7 @@ class Cluster:
     gpus_per_node: int = 8
     network_bandwidth: float  # GB/s for each GPU, one way
     measured: Measured | None = None  # None for GPUs
-    calibration: float = 1.0  # all times are multiplied by it (planning.calibration)
+    calibration: float = 1.0  # all times are multiplied by it (``--calibrate``)
 
     @property
     def device_type(self) -> str:
@@ -76,14 +59,10 @@ class Cluster:
 
 
 class AttentionKernel(NamedTuple):
-    """A kernel that writes no scores to memory: its rates, as a fraction of the device's peak.
-
-    On a measured machine, it is the kernel that torch uses there, with the measured rates.
-    """
+    """A kernel that writes no scores to memory: its rates, as a fraction of the device's peak."""
 
     forward: float
     backward: float
-    is_asynchronous: bool = False  # whether it uses instructions that newer devices have
 
 
 FLASH_ATTENTION_2 = AttentionKernel(0.62, 0.50)

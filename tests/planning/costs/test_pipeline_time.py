@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.pipeline.schedules import SCHEDULES
-from megaspeed.planning.costs import pipeline_time
-from megaspeed.planning.costs.network_time import Network
-from megaspeed.planning.costs.pipeline_time import pipeline_seconds
+from megaspeed.planning.costs import network_time
+from megaspeed.planning.costs.network_time import Network, pipeline_seconds
 from megaspeed.planning.costs.step_time import predict_step_time, stage_times
 from megaspeed.planning.costs.workload import Cluster, Workload, workload_of
 from megaspeed.topology.devices import device_named
@@ -135,7 +134,7 @@ def test_many_micro_batches_are_not_all_simulated(
     backward = [2 * each for each in forward]
     short = pipeline_seconds(work, forward, backward, message)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_time, "_SIMULATED", 1000)
+        patch.setattr(network_time, "_SIMULATED", 1000)
         complete = pipeline_seconds(work, forward, backward, message)
     assert short == pytest.approx(complete, rel=0.002)
 

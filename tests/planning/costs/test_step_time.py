@@ -18,11 +18,8 @@ from megaspeed.planning.costs.network_time import SLOWDOWN_BY_OVERLAP, Network
 from megaspeed.planning.costs.step_time import StepTime, predict_step_time, product_seconds
 from megaspeed.planning.costs.workload import (
     Cluster,
-    HostTime,
     Measured,
-    Message,
     Product,
-    Wire,
     Workload,
     attention_flops,
     block_products,
@@ -73,18 +70,10 @@ def cluster(name: str = "h100-80gb", **changes: float) -> Cluster:
     return Cluster(device=device, network_bandwidth=device.network_bandwidth)
 
 
-HOST = HostTime(block=1e-3, micro_batch=2e-3, step=5e-3)
-
-
-def processors(host: HostTime = HOST) -> Cluster:
+def processors(host: float = 1e-3) -> Cluster:
     """Return two ranks on a CPU of 0.1 TFLOP/s and 10 GB/s, as a micro-benchmark measures it."""
-    kinds: tuple[Message, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send")
     measured = Measured(
-        pointwise=3.0,
-        attention=(4e10, 5e10),
-        optimizer=7e-9,
-        messages=dict.fromkeys(kinds, Wire(latency=1e-3, bandwidth=1e9)),
-        host=host,
+        pointwise=3.0, optimizer=7e-9, latency=1e-3, message_bandwidth=1e9, host=host
     )
     device = Device(
         name="cpu", memory_bytes=1 << 34, peak_fp32=0.1, memory_bandwidth=10, processors=1
@@ -324,14 +313,14 @@ def test_a_resolved_run_gives_its_layout() -> None:
 def test_the_time_of_the_host_is_added_to_that_of_the_processors(
     layout: dict[str, int], zero_stage: int
 ) -> None:
-    """The time is step + micro-batches x (micro-batch + blocks x block), on one stage."""
+    """Each layer of the slowest stage takes 1 ms for each micro-batch."""
     work = on_processors(**layout, zero_stage=zero_stage, overlaps_dp=zero_stage == 3)
     step = predict_step_time(work, processors())
-    idle = predict_step_time(work, processors(host=HostTime(block=0, micro_batch=0, step=0)))
-    blocks = 6 // work.grid.pp
-    assert step.host == pytest.approx(5e-3 + 8 * (2e-3 + blocks * 1e-3))
+    idle = predict_step_time(work, processors(host=0.0))
+    layers = 4 if work.grid.pp == 2 else 8
+    assert step.host == pytest.approx(8 * layers * 1e-3)
     assert idle.host == 0
-    waits = blocks * 1e-3 * (work.grid.pp - 1)  # it waits for the host of the other stage
+    waits = layers * 1e-3 * (work.grid.pp - 1)  # it waits for the host of the other stage
     assert step.total - idle.total == pytest.approx(step.host + waits)
     assert predict(work).host == 0, "a GPU computes meanwhile"
 
