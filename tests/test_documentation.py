@@ -269,13 +269,6 @@ def test_the_first_lines_of_a_run_are_those_shown(page: str, count: int) -> None
     assert [line.split() for line in shown[:count]] == [line.split() for line in lines[:count]]
 
 
-def test_the_memory_of_gpt2_is_the_predicted_one(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--config", str(ROOT / "ds_configs" / "gpt2_1.5b.json"), "--world-size", "1"]
-    assert cli.main(["plan", *options, "--device", "h100-80gb"]) == 0
-    used, usable = re.findall(r"([\d.]+) GiB of ([\d.]+) GiB", capsys.readouterr().out)[0]
-    assert f"{used} of the {usable} GiB" in (ROOT / "docs" / "gpu.md").read_text()
-
-
 def tables() -> Any:
     """Import the script that writes the tables."""
     spec = importlib.util.spec_from_file_location("tables", ROOT / "scripts" / "write_tables.py")

@@ -4,8 +4,6 @@ them.
 
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from deepspeed.launcher import runner
 from torch.distributed.run import get_args_parser
 
 from megaspeed.cli import parse as parse_command
@@ -187,91 +184,6 @@ def test_the_two_pods_of_kubernetes_start_a_run_that_is_right() -> None:
     config = ROOT / "ds_configs" / "gpt2_1.5b.json"
     world = World(world_size, "the hostfile", "cuda")
     assert check_document(read_document(config, [run_dir]), world).problems == ()
-
-
-def test_deepspeed_reads_the_hostfile() -> None:
-    hosts: dict[str, int] = runner.fetch_hostfile(str(EXAMPLES / "hostfile"))
-    assert hosts == {"node0": 8, "node1": 8}
-
-
-def test_the_dockerfile_copies_what_is_there_before_it_uses_it() -> None:
-    text = (EXAMPLES / "Dockerfile").read_text().replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    steps = [(word, rest) for word, rest in (line.split(maxsplit=1) for line in lines)]
-    copied: set[str] = set()
-    for word, rest in steps:
-        if word == "COPY":
-            *sources, _ = rest.split()
-            assert all((ROOT / source).exists() for source in sources), rest
-            copied |= set(sources)
-        if "pip install" in rest:
-            assert {"setup.cfg", "setup.py", "constraints.txt", "megaspeed"} <= copied
-    assert {"scripts", "ds_configs", "README.md", "LICENSE"} <= copied, "setup.cfg names the last"
-    assert steps[0] == ("FROM", "python:3.11-slim")
-    assert steps[-1][0] == "CMD"
-    check_command(json.loads(steps[-1][1]))
-
-
-@pytest.mark.parametrize(
-    "file",
-    # tests/test_api.py runs the Python file
-    [
-        *(file for file in sorted(EXAMPLES.iterdir()) if file.suffix != ".py"),
-        ROOT / "docs" / "launching.md",
-    ],
-    ids=lambda file: file.name,
-)
-def test_the_commands_that_are_shown_fit_the_programs(file: Path) -> None:
-    shown = shown_commands(file.read_text())
-    assert shown
-    for words in shown:
-        check_command(words)
-
-
-SHOWN = "torchrun|deepspeed|megaspeed|mpirun|srun|sbatch|docker|kubectl|python"
-
-
-def shown_commands(text: str) -> list[list[str]]:
-    """Return indented commands, in comments or in prose, that begin with a launcher
-    or megaspeed.
-    """
-    text = re.sub(r"\\\n[# ]*", "", text)
-    lines: list[str] = re.findall(rf"^[# ]{{4,}}((?:{SHOWN}) .*)", text, flags=re.MULTILINE)
-    return [shlex.split(line, comments=True) for line in lines]
-
-
-def check_command(words: list[str]) -> None:
-    """Check that each launcher's own parser and ours accept their parts, and that named files
-    exist.
-    """
-    program, *arguments = words
-    if program == "torchrun":
-        check_torchrun(arguments)
-    elif program == "deepspeed":
-        options = runner.parse_args(arguments)
-        check_program(options.user_script, options.user_args, module=options.module)
-    elif program == "megaspeed":
-        options = parse_command(arguments)
-        if options.command == "train":
-            parse_pretrain(options.rest)
-    elif program == "sbatch":
-        assert (ROOT / arguments[0]).is_file()
-        parse_pretrain(arguments[1:])
-    else:  # mpirun, srun, docker and python: check what they start
-        starts = [at for at, word in enumerate(arguments) if word in ("python", "torchrun")]
-        if program == "python":
-            check_program(arguments[0], arguments[1:], module=False)
-        elif starts:
-            start = starts[0]
-            if arguments[start] == "torchrun":
-                check_torchrun(arguments[start + 1 :])
-            else:
-                check_program(arguments[start + 1], arguments[start + 2 :], module=False)
-        elif "megaspeed" in arguments and "doctor" in arguments:
-            parse_command(arguments[arguments.index("megaspeed") + 1 :])
-        else:
-            named = [word for word in arguments if word.startswith("examples/")]
-            assert named and all((ROOT / name).is_file() for name in named)
 
 
 def check_torchrun(arguments: list[str]) -> Any:

@@ -97,10 +97,6 @@ def _kill_rank_1(launch: LaunchEnvironment) -> None:
     _wait_in_a_collective(launch)
 
 
-def _return_what_cannot_be_pickled(launch: LaunchEnvironment) -> object:
-    return lambda: None
-
-
 def test_jobs_of_changing_world_size_follow_each_other(pool: RankPool) -> None:
     for world_size in (1, 2, 3, 8, 2, 8):
         expected = 10.0 * sum(range(world_size))
@@ -145,22 +141,6 @@ def test_a_hang_fails_with_the_stack_of_every_rank(fragile: RankPool) -> None:
     assert fragile.run(2, _sum_of_ranks, 1.0) == [1.0, 1.0]
 
 
-def test_a_time_limit_on_the_whole_test_also_shows_every_stack(fragile: RankPool) -> None:
-    def strike(number: int, frame: object) -> None:
-        raise TimeoutError("the test took too long")
-
-    before = signal.signal(signal.SIGALRM, strike)
-    limits = signal.setitimer(signal.ITIMER_REAL, 5)
-    try:
-        with pytest.raises(TimeoutError) as failure:
-            fragile.run(2, _rank_1_never_comes)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *limits)
-        signal.signal(signal.SIGALRM, before)
-    assert "in _sleep_for_ever" in "".join(failure.value.__notes__)
-    assert fragile.run(2, _sum_of_ranks, 1.0) == [1.0, 1.0]
-
-
 def test_a_rank_that_dies_is_named_with_its_signal(fragile: RankPool) -> None:
     with pytest.raises(RankFailure, match=r"rank 1 of 2 failed first\nthe process died: SIGKILL"):
         fragile.run(2, _kill_rank_1)
@@ -171,11 +151,6 @@ def test_a_rank_that_dies_is_named_although_its_peer_reports_first(fragile: Rank
     """The connections of a process are closed while it ends. At that moment it is not dead yet."""
     with pytest.raises(RankFailure, match=r"rank 1 of 2 failed first\nthe process died: SIGKILL"):
         fragile.run(2, _die_after_the_peer_has_reported)
-
-
-def test_a_result_that_cannot_be_pickled_is_a_failure_and_not_a_hang(fragile: RankPool) -> None:
-    with pytest.raises(RankFailure, match="pickle"):
-        fragile.run(1, _return_what_cannot_be_pickled)
 
 
 def test_a_world_larger_than_the_pool_is_refused(fragile: RankPool) -> None:

@@ -33,7 +33,6 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.gradients import Gradients
 from megaspeed.zero.layer_gathers import LayerGathers
 from megaspeed.zero.model_states import (
-    GradientFragment,
     StateFragment,
     load_state,
     state_fragments,
@@ -284,10 +283,6 @@ class ZeroEngine:
             losses=losses,
             notes=[report[2:] for report in reports],
         )
-
-    def gradient_fragments(self) -> Sequence[GradientFragment]:
-        """This rank's reduced gradients, from ``reduce_gradients`` until ``step``."""
-        return self.gradients.fragments
 
     def state_fragments(self) -> Iterator[StateFragment]:
         """This rank's master weights and moments, to read or to write between two steps."""

@@ -11,7 +11,8 @@ A rank does not own copies that tensor parallelism or tied weights make, nor voc
 ``ParameterShard.owned_rows`` states which leading elements of a local parameter it owns.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from megaspeed.pipeline.p2p import as_message
 from megaspeed.zero.model_states import GradientFragment
 
-_BUCKET_ELEMENTS = 1 << 26
+_MESSAGE_ELEMENTS = 1 << 26
+"""A message needs a second one of its size in memory."""
 
 
 def add_gradients_of_other_end(
@@ -37,8 +39,10 @@ def add_gradients_of_other_end(
         peer: the global rank of the other end of the pipeline.
         device: of the messages; offloaded gradients are copied to it.
     """
-    for bucket in _buckets(tensors):
-        own = torch.cat(bucket).to(device)
+    for piece in (
+        piece for tensor in tensors for piece in tensor.view(-1).split(_MESSAGE_ELEMENTS)
+    ):
+        own = piece.to(device)
         others = torch.empty_like(own)
         exchange = [
             dist.P2POp(dist.isend, as_message(own), peer, group),
@@ -46,29 +50,7 @@ def add_gradients_of_other_end(
         ]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
-        _spread(own + others, bucket)
-
-
-def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of flat pieces of the tensors, of one dtype and at most ``_BUCKET_ELEMENTS`` each."""
-    bucket: list[Tensor] = []
-    elements = 0
-    for tensor in tensors:
-        for piece in tensor.view(-1).split(_BUCKET_ELEMENTS):
-            full = elements + piece.numel() > _BUCKET_ELEMENTS
-            if bucket and (full or bucket[0].dtype != piece.dtype):
-                yield bucket
-                bucket, elements = [], 0
-            bucket.append(piece)
-            elements += piece.numel()
-    if bucket:
-        yield bucket
+        piece.copy_(own + others)
 
 
 class OwnedSquares:

@@ -418,34 +418,6 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     assert any(named < i for i in flushes(root))
 
 
-def test_the_newest_checkpoints_are_kept(
-    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
-) -> None:
-    run = run_in(tmp_path, keep_last=2)
-    outcomes = pool.run(1, save_thrice_without_errors, run, corpus)[0]
-    assert [report.deleted for report in outcomes] == [
-        (),
-        (),
-        (tmp_path / "checkpoints" / "step-00000001",),
-    ]
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == [
-        "step-00000002",
-        "step-00000003",
-    ]
-
-
-def save_thrice_without_errors(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
-) -> list[SaveReport]:
-    with started(launch, run) as context:
-        rank = SavedRun.start(run, corpus, context)
-        reports = []
-        for _ in range(3):
-            rank.train_step()
-            reports.append(save_and_wait(rank))
-        return reports
-
-
 def search(launch: LaunchEnvironment, run: Run) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
     with started(launch, run) as context:
         folder = CheckpointFolder(run.run_dir / "checkpoints")

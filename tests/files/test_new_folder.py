@@ -1,7 +1,5 @@
 """A new folder is complete or absent."""
 
-import errno
-import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager
@@ -72,21 +70,6 @@ def test_a_folder_that_another_process_finishes_meanwhile_stays_as_it_is(
     with pytest.raises(FileExistsError, match="exists already"), new_folder(tmp_path / "out"):
         raise AssertionError("the block does not run")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]
-
-
-@pytest.mark.filterwarnings("ignore:flock not supported")
-def test_on_a_file_system_without_locks_a_folder_belongs_to_its_maker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(lock: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    with new_folder(tmp_path / "out") as writing:
-        (writing / "first").touch()
-        with pytest.raises(FileExistsError, match="another process"), new_folder(tmp_path / "out"):
-            raise AssertionError("the block does not run")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]
 
 

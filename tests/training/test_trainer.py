@@ -283,7 +283,7 @@ def poison(
         nonlocal step
         step += 1
         if step in steps and trainer.worker.context.rank == rank:
-            for fragment in engine.gradient_fragments():
+            for fragment in engine.gradients.fragments:
                 if engine.names[fragment.parameter] == name:
                     fragment.values[0] = math.inf
 

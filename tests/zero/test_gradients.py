@@ -166,7 +166,7 @@ def share_of_rounded_elements(launch: LaunchEnvironment, run: Run, corpus: Prepa
     rounded: list[Tensor] = []
 
     def look() -> None:
-        for fragment in rank.engine.gradient_fragments():
+        for fragment in rank.engine.gradients.fragments:
             assert fragment.values.dtype == torch.float32
             rounded.append(fragment.values.bfloat16().float() == fragment.values)
 

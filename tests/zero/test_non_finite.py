@@ -64,7 +64,7 @@ def skip(rank: OneRank, step: int) -> Skipped:
 
 def put_an_infinity(rank: OneRank) -> str:
     """Put an infinity into the last gradient that this rank holds. Return the parameter's name."""
-    fragment = [f for f in rank.engine.gradient_fragments() if f.values.numel()][-1]
+    fragment = [f for f in rank.engine.gradients.fragments if f.values.numel()][-1]
     fragment.values[-1] = math.inf
     return rank.engine.names[fragment.parameter]
 

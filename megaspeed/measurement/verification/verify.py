@@ -206,7 +206,7 @@ def gather_gradients(worker: Worker) -> LogicalTensors | None:
     Call it from the engine's ``before_step``.
     """
     scale = float(worker.engine.optimizer.loss_scale)
-    fragments = worker.engine.gradient_fragments()
+    fragments = worker.engine.gradients.fragments
     return _gather(
         worker,
         _complete_shards(worker, ((f.parameter, f.start, f.values / scale) for f in fragments)),
