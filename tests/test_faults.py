@@ -19,7 +19,6 @@ from typing import Literal
 import psutil
 import pytest
 
-from megaspeed.checkpoint.folders import CheckpointFolder
 from tests.support.forked import Forked
 from tests.support.launched import free_port
 from tests.support.tiny import GPT2
@@ -397,10 +396,7 @@ def test_a_run_whose_folder_was_renamed_ends_before_it_writes_to_another(tmp_pat
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     ended = job.ended()
     assert ended.code == 1 and ended.seconds < SECONDS_TO_END
-    renamed = tmp_path / "renamed"
-    newest = CheckpointFolder(renamed / "checkpoints").newest_first()[0]
-    said = f"the run folder {job.run_dir} was renamed to {renamed}. Another run can use "
-    assert said in ended.err and f"Its newest checkpoint is {newest}\n" in ended.err
+    assert f"the run folder {job.run_dir} was removed or renamed" in ended.err
     assert "Traceback" not in ended.err and not ended.saved
 
 

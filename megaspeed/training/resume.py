@@ -38,9 +38,6 @@ from megaspeed.training.run_folder import checkpoint_folder
 
 AUTO, NEVER = "auto", "never"
 
-_NO_COMMON_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""If this variable is 1, nodes can join, but torchrun keeps no information between attempts."""
-
 # Keys of the store that outlives an attempt.
 _OPENED, _LAST_STEP = "opened by attempt", "last step"
 
@@ -186,16 +183,8 @@ class Start:
 def check_resume(options: ResumeOptions, run: Run) -> None:
     """Check the options, as far as possible before the ranks connect.
 
-    Raises CheckpointError if the run folder already has checkpoints, ``--resume`` names none, or
-    the options would be repeated when a node joins.
+    Raises CheckpointError if the run folder already has checkpoints, or ``--resume`` names none.
     """
-    if os.environ.get(_NO_COMMON_STORE) == "1" and (options.fresh or options.source != AUTO):
-        stated = "--fresh" if options.fresh else f"--resume {options.source}"
-        raise CheckpointError(
-            f"with {_NO_COMMON_STORE}=1, ranks that torchrun starts again do not know what was "
-            f"done before, so {stated} would discard the steps of this launch when a node joins. "
-            "Set a new training.run_dir to start at step 0, or unset the variable if no node joins"
-        )
     named = None if options.path is None else _named(options.path)
     if named == []:
         raise CheckpointError(f"--resume {options.path} has no checkpoint; name another folder")

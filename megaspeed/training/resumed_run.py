@@ -14,15 +14,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
 from megaspeed.config.deepspeed_keys import OptimizerConfig, SchedulerConfig
-from megaspeed.config.foreign_keys import NO_EFFECT
-from megaspeed.config.layout import violations
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
-from megaspeed.config.run import RunConfig
 from megaspeed.config.section import Section
 from megaspeed.files.json_values import leaves
 from megaspeed.training.learning_rate import learning_rate
@@ -34,14 +31,12 @@ _DATA_KEYS = {
     "seed": "data.seed",
 }
 
-# These keys are derived from others or no longer exist. None changes the result of training.
+# These keys do not change the result of training.
 _FOLLOWING_KEYS = (
     "training.run_dir",
-    "data.hold_out_by",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.overlap_comm",
     "zero_optimization.stage3_",
-    *NO_EFFECT,
 )
 
 # What determines the weights after a given number of steps. training.steps is not among them: if it
@@ -93,8 +88,7 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
     return [
         f"{key}: {_text(old, key)} -> {_text(new, key)}"
         for name in sorted(before.keys() | now.keys())
-        if not name.startswith(_FOLLOWING_KEYS)
-        and before.get(name, _default_of(name)) != now.get(name, _default_of(name))
+        if not name.startswith(_FOLLOWING_KEYS) and before.get(name) != now.get(name)
         for old, new in [(_elements(before, name), _elements(now, name))]
         for key in dict.fromkeys([*old, *new])
         if _text(old, key) != _text(new, key)
@@ -166,21 +160,6 @@ def resumed_progress(saved: RunState, own: DataIdentity) -> Progress:
     return progress.model_copy(update={"samples": samples})
 
 
-def _default_of(name: str) -> Any:
-    """The default of a key, for configurations of versions that did not have it yet."""
-    section: Any = RunConfig
-    *path, last = name.split(".")
-    for part in path:
-        field = section.model_fields.get(part)
-        section = None if field is None else field.annotation
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            return None
-    field = section.model_fields.get(last)
-    if field is None or field.is_required():
-        return None
-    return field.get_default(call_default_factory=True)
-
-
 def _elements(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The value of a key; for a list, such as the sources of a mixture, its elements by key."""
     if not isinstance(values.get(name), list):
@@ -206,21 +185,11 @@ class _Schedule(Section):
 
 def _rate_mend(before: _Schedule, now: _Schedule, run: Run) -> str:
     """The end of the warning: how to keep the saved learning rates with ``--set``."""
-    problems = violations(run.config.model_copy(update=dict(before)))
-    if problems:
-        return f"the saved schedule cannot be kept: {problems[0]}"
     words = [f"optimizer.params.lr={before.optimizer.params.lr}"]
     if run.config.training.lr_scaling != "none":  # the saved rates are scaled already
         words = ["training.lr_scaling=none", "training.base_batch_size=null", *words]
-    saved, own = (
-        {} if each.scheduler is None else each.scheduler.model_dump(mode="json", exclude_none=True)
-        for each in (before, now)
-    )
-    if saved and saved["type"] == own.get("type") and run.config.training.lr_scaling == "none":
-        old, new = dict(leaves(saved, "scheduler")), dict(leaves(own, "scheduler"))
-        changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        words += [shlex.quote(f"{key}={json.dumps(old.get(key))}") for key in changed]
-    else:
-        words += ["scheduler=null"] if own else []  # otherwise its keys would be kept, too
-        words += [shlex.quote(f"scheduler={json.dumps(saved)}")] if saved else []
+    words += ["scheduler=null"] if now.scheduler else []  # otherwise its keys would be kept, too
+    if before.scheduler is not None:
+        saved = before.scheduler.model_dump(mode="json", exclude_none=True)
+        words.append(shlex.quote(f"scheduler={json.dumps(saved)}"))
     return f"to keep the saved schedule, pass --set {' '.join(words)}"

@@ -22,7 +22,6 @@ part of a checkpoint to it.
 import dataclasses
 import itertools
 import json
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -124,41 +123,23 @@ def run_lock(
                     f"another run{other} is writing to {run_dir}; wait until it has ended, or set "
                     "another training.run_dir"
                 ) from error
-            folder = os.open(run_dir, os.O_RDONLY)
-            stack.callback(os.close, folder)
-            check = partial(_check_lock, run_dir, identity(file), folder)
+            check = partial(_check_lock, run_dir, identity(file))
 
         broadcast(context.checkpoint_group, take, CheckpointError)
         yield check
 
 
-def _check_lock(run_dir: Path, held: tuple[int, int] | None, folder: int) -> None:
-    """Raise RunFolderLost if the lock in ``run_dir``, open as ``folder``, is not ``held``."""
+def _check_lock(run_dir: Path, held: tuple[int, int] | None) -> None:
+    """Raise RunFolderLost if the lock in ``run_dir`` is not ``held``."""
     try:
         if identity(run_dir / LOCK) == held:
             return
     except OSError:  # the disk or the network failed; the write reports it
         return
-    now = _path_of(folder)
-    what, newest = "was removed", None
-    if now is not None:
-        newest = next(iter(CheckpointFolder(now / CHECKPOINTS).newest_first()), None)
-        is_there = run_dir.exists() and run_dir.samefile(now)
-        what = f"has lost its file {LOCK}" if is_there else f"was renamed to {now}"
     raise RunFolderLost(
-        f"training stopped: the run folder {run_dir} {what}. Another run can use {run_dir} now, so "
-        "this run writes nothing more. "
-        + (f"Its newest checkpoint is {newest}" if newest else "It has no complete checkpoint")
+        f"training stopped: the run folder {run_dir} was removed or renamed, or has lost its file "
+        f"{LOCK}. Another run can use {run_dir} now, so this run writes nothing more"
     )
-
-
-def _path_of(folder: int) -> Path | None:
-    """Return where an open folder is now; None if it was removed, or if it is not known."""
-    with suppress(OSError):
-        path = Path(os.readlink(f"/proc/self/fd/{folder}"))
-        if os.path.samestat(path.stat(), os.fstat(folder)):
-            return path
-    return None
 
 
 def checkpoint_folder(run: Run) -> CheckpointFolder:

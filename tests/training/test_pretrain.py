@@ -208,7 +208,8 @@ def test_more_steps_that_move_the_rate_are_warned_of(pool: RankPool, config: Pat
     ((first, second),) = pool.run(1, endings, config, commands)
     assert (first[0], second[0]) == (0, 0)
     assert "warning: the learning rate of step 6 is " in second[1]
-    assert "pass --set optimizer.params.lr=0.001 scheduler.params.total_num_steps=5\n" in second[1]
+    assert "pass --set optimizer.params.lr=0.001 scheduler=null 'scheduler={" in second[1]
+    assert '"total_num_steps": 5' in second[1]
     assert "learning rate of step" not in first[1]
 
 

@@ -187,17 +187,6 @@ def test_what_is_refused_before_the_ranks_meet(
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("options", [FRESH, NEVER, ResumeOptions(source="other")])
-def test_options_that_each_joining_node_would_repeat_are_refused(
-    options: ResumeOptions, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If a node joins, torchrun restarts the ranks, and they do not know about the first start."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    with pytest.raises(CheckpointError, match="discard the steps of this launch when a node joins"):
-        check_resume(options, place.run())
-    check_resume(AUTO, place.run())
-
-
 def test_the_remains_of_a_killed_save_are_removed(pool: RankPool, place: Place) -> None:
     run = place.run("new")
     writing = CheckpointFolder(run.run_dir / "checkpoints").begin(100)

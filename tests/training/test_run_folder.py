@@ -260,7 +260,6 @@ def lose_it(launch: LaunchEnvironment, run_dir: Path, how: str) -> str:
         ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
         run_lock(run_dir, context) as check,
     ):
-        (run_dir / "checkpoints" / "step-00000007").mkdir(parents=True)
         check()
         if how in ("renamed", "replaced"):
             run_dir.rename(run_dir.with_name("other"))
@@ -276,24 +275,12 @@ def lose_it(launch: LaunchEnvironment, run_dir: Path, how: str) -> str:
     return str(lost.value)
 
 
-@pytest.mark.parametrize(
-    ("how", "what", "checkpoints"),
-    [
-        ("renamed", "was renamed to {root}/other", "other"),
-        ("replaced", "was renamed to {root}/other", "other"),
-        ("unlinked", "has lost its file .lock", "run"),
-        ("removed", "was removed", None),
-    ],
-)
-def test_a_folder_that_is_lost_is_reported_with_the_newest_checkpoint(
-    pool: RankPool, tmp_path: Path, how: str, what: str, checkpoints: str | None
-) -> None:
+@pytest.mark.parametrize("how", ["renamed", "replaced", "unlinked", "removed"])
+def test_a_folder_that_is_lost_is_reported(pool: RankPool, tmp_path: Path, how: str) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (said,) = pool.run(1, lose_it, run_dir, how)
-    assert f"the run folder {run_dir} {what.format(root=tmp_path)}. Another run can use" in said
-    newest = f"newest checkpoint is {tmp_path}/{checkpoints}/checkpoints/step-00000007"
-    assert said.endswith(newest if checkpoints else "It has no complete checkpoint")
+    assert f"the run folder {run_dir} was removed or renamed, or has lost its file .lock" in said
 
 
 def die_with_it(launch: LaunchEnvironment, run_dir: Path) -> None:
