@@ -45,8 +45,7 @@ from megaspeed.files.durable import flush_folder
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import read_launch_environment
 from megaspeed.training.checkpointing import Checkpointing
-from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import Worker
+from megaspeed.training.worker import StepInputs, Worker
 
 ROOT = Path(__file__).parents[1]
 

@@ -33,8 +33,7 @@ from megaspeed.measurement.watched_step import TrafficLog
 from megaspeed.planning.costs.traffic import Collective, predict_traffic
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import Worker
+from megaspeed.training.worker import StepInputs, Worker
 
 ROOT = Path(__file__).parents[1]
 DATA_RANKS = 4

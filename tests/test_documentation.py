@@ -23,8 +23,7 @@ from megaspeed.config.document import Document, merge, read_document
 from megaspeed.config.layout import World
 from megaspeed.config.loading import check_document, load_run
 from megaspeed.training import pretrain
-from megaspeed.training.banner import banner
-from megaspeed.training.console import COLUMNS, print_folded
+from megaspeed.training.console import COLUMNS, banner, print_folded
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

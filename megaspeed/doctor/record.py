@@ -21,7 +21,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
 from megaspeed.files.json_values import leaves
-from megaspeed.supervision.software import software
+from megaspeed.supervision.meeting import software
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.units import GIB
 

@@ -36,8 +36,7 @@ from megaspeed.measurement.watched_step import measure
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.metrics import PartMetrics
-from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import peak_memory
+from megaspeed.training.worker import StepInputs, peak_memory
 from megaspeed.units import counted
 
 WARM_UP_STEPS = 3

@@ -1,6 +1,6 @@
 """What happens if a rank fails, hangs or is stopped, and what keeps the others from waiting for it.
 
-meeting.py, software.py   all ranks meet at start-up, and compare configurations and software
+meeting.py                all ranks meet at start-up, and compare configurations and software
 answers.py                all ranks get one answer, or one error
 failure.py                what a rank reports if it fails
 watch.py, hang.py         each rank detects failures of the others, and hangs

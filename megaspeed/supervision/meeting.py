@@ -10,6 +10,7 @@ error names them. Without these checks, each would be a silent hang or a mixture
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import secrets
@@ -19,14 +20,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import torch
 import torch.distributed as dist
 
+from megaspeed import __version__
 from megaspeed.files.json_values import leaves
 from megaspeed.supervision.process_end import SUPERVISOR
-from megaspeed.supervision.software import software
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import allow_open_files
 from megaspeed.topology.store import (
@@ -40,6 +43,23 @@ from megaspeed.topology.store import (
 
 _SECONDS_UNTIL_READ = 10.0  # for other ranks to read why the run cannot start
 _MOST_NAMED = 16
+_CODE = Path(__file__).parents[1]
+
+
+def software() -> dict[str, str]:
+    """The versions of what determines the result of training, by name; takes about 10 ms.
+
+    The version of megaspeed includes a hash of its source, because two checkouts may have the same
+    number.
+    """
+    code = hashlib.sha256()
+    for file in sorted(_CODE.rglob("*.py")):
+        code.update(str(file.relative_to(_CODE)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return {
+        "megaspeed": f"{__version__} (code {code.hexdigest()[:12]})",
+        "torch": str(torch.__version__),
+        "deepspeed": version("deepspeed"),
+    }
 
 
 class RanksDisagree(RuntimeError):

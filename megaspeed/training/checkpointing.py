@@ -18,6 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Self
 
+import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from megaspeed import __version__
@@ -33,6 +35,8 @@ from megaspeed.checkpoint.run_state import (
     RunState,
 )
 from megaspeed.checkpoint.tensors import (
+    FACTOR,
+    FEEDBACK,
     KINDS,
     HostCopy,
     Piece,
@@ -46,10 +50,9 @@ from megaspeed.checkpoint.writing import Saver, SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.tokenizer import TextTokenizer
-from megaspeed.model.parameters import logical_name
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, logical_name
 from megaspeed.supervision.answers import broadcast
 from megaspeed.topology.process_settings import use_device
-from megaspeed.training.compression_state import compression_pieces, load_compression
 from megaspeed.training.resumed_run import data_changes, model_changes, resumed_progress
 from megaspeed.training.worker import Worker
 
@@ -110,7 +113,7 @@ class Checkpointing:
         """
         start = time.perf_counter()
         state = self._state(progress)
-        pieces = [*self._pieces(owned=True), *compression_pieces(self._worker)]
+        pieces = [*self._pieces(owned=True), *_compression_pieces(self._worker)]
         if self._background is None:
             self._finished.append(self._saver.save(pieces, state))
             return
@@ -153,7 +156,7 @@ class Checkpointing:
         )
         read_pieces(checkpoint, self._pieces(saved.kinds, owned=False), group)
         self._zero_moments_but(saved.kinds)
-        load_compression(self._worker, checkpoint, saved, group)
+        _load_compression(self._worker, checkpoint, saved, group)
         kept = broadcast(
             group, lambda: generation_file(checkpoint, self._saver.beside), CheckpointError
         )
@@ -281,3 +284,69 @@ def generation_file(checkpoint: Path, beside: Mapping[str, bytes]) -> dict[str, 
 def _fingerprint(tokenizer_json: bytes) -> str:
     # The token that ends a document is not part of the fingerprint.
     return TextTokenizer(Tokenizer.from_buffer(tokenizer_json), end_of_text=0).fingerprint
+
+
+def _compression_pieces(worker: Worker) -> Iterator[Piece]:
+    """The pieces of compressed gradients that this rank writes: views of its state."""
+    context, engine = worker.context, worker.engine
+    for parameter, values in engine.gradients.feedback():
+        name = engine.names[parameter]
+        tensor = key(f"{FEEDBACK}{context.dp_rank}", name)
+        yield from pieces_of(tensor, worker.shards[name], 0, values)
+    if context.dp_rank == 0:  # all data ranks have the same
+        for parameter, factor in engine.gradients.factors():
+            yield _factor_piece(worker, engine.names[parameter], factor)
+
+
+def _load_compression(
+    worker: Worker, checkpoint: Path, saved: RunState, group: dist.ProcessGroup
+) -> None:
+    """Load the state of compressed gradients (``zero/compression.py``); a collective of ``group``.
+
+        the run has             feedback                              PowerSGD's Q
+        the same dp, pp, tp     the same on each rank                 the same
+        another dp              each rank gets the mean of all        the same
+        another pp              each rank gets its part of it         the same
+        another tp              each rank gets its part of it         as before the first step
+        no compression, dp 1    is dropped: no step would send it     is dropped
+
+    A step sends the mean over the data ranks of gradient and feedback. So if each rank gets the
+    mean of the feedback, all that was not sent is still sent. A tied weight on two pipeline stages
+    has feedback on both. If one stage holds the weight now, it gets the sum. If the weight was on
+    one stage and is on two now, the first stage gets all.
+    """
+    from megaspeed.checkpoint.reading import read_pieces  # takes a second
+
+    there = saved.compression_tensors(worker.run.config.model)
+    if not there or worker.run.compression is None:
+        return
+    assert saved.layout is not None, "a run has saved these tensors"
+    gradients, names = worker.engine.gradients, worker.engine.names
+    factors = [_factor_piece(worker, names[p], factor) for p, factor in gradients.factors()]
+    if saved.layout.tp == worker.run.grid.tp:
+        read_pieces(
+            checkpoint, [p for p in factors if there.get(p.key) == tuple(p.full_shape)], group
+        )
+    joins_ends = worker.run.grid.pp == 1 and worker.run.config.model.tie_word_embeddings
+    same = saved.layout.dp == worker.run.grid.dp
+    ranks = [worker.context.dp_rank] if same else list(range(saved.layout.dp))
+    feedback = {names[parameter]: values for parameter, values in gradients.feedback()}
+    for rank in ranks:
+        pieces: list[Piece] = []
+        read: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, values in feedback.items():
+            for source in (
+                (name, HEAD_WEIGHT) if joins_ends and name == EMBEDDING_WEIGHT else (name,)
+            ):
+                tensor = key(f"{FEEDBACK}{rank}", source)
+                if tensor in there:
+                    read.append((values, torch.zeros_like(values)))
+                    pieces += pieces_of(tensor, worker.shards[name], 0, read[-1][1])
+        read_pieces(checkpoint, pieces, group)
+        for values, part in read:
+            values.add_(part, alpha=1 / len(ranks))
+
+
+def _factor_piece(worker: Worker, name: str, factor: torch.Tensor) -> Piece:
+    tensor = key(f"{FACTOR}{worker.context.tp_rank}", name)
+    return Piece(tensor, tuple(factor.shape), (0, 0), factor)

@@ -30,11 +30,11 @@ from megaspeed.supervision.process_end import StopSignal
 from megaspeed.supervision.watch import Watch
 from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.banner import banner
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.compilation import CannotCompile
 from megaspeed.training.console import (
     ConsoleObserver,
+    banner,
     crowding,
     describe_corpus,
     describe_save,

@@ -42,9 +42,13 @@ from megaspeed.topology.launch import (
 )
 from megaspeed.topology.process_settings import set_defaults
 from megaspeed.topology.store import GroupError, print_error
-from megaspeed.training.banner import launch_warnings
 from megaspeed.training.checkpointing import Checkpointing
-from megaspeed.training.console import describe_spare_ranks, print_line, print_warning
+from megaspeed.training.console import (
+    describe_spare_ranks,
+    launch_warnings,
+    print_line,
+    print_warning,
+)
 from megaspeed.training.faults import inject_into_process
 from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job, MakeCheckpointing
 from megaspeed.training.reporting import check_packages

@@ -33,8 +33,7 @@ from megaspeed.training.metrics import (
 )
 from megaspeed.training.profile import Profile
 from megaspeed.training.replicas import Replicas
-from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import StepResult, Worker
+from megaspeed.training.worker import StepInputs, StepResult, Worker
 
 _MOST_RANKS_NAMED = 4
 _MOST_SAMPLES_NAMED = 16

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
@@ -27,6 +29,7 @@ from megaspeed.tensor_parallel.parallelize import parallelize, shared_initial_sh
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.compilation import Compilation, agree_to_compile
 from megaspeed.training.faults import inject_into_model
+from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.rank_model import (
     backward_scale,
     make_optimizer,
@@ -40,6 +43,46 @@ from megaspeed.zero.build import build_engine
 from megaspeed.zero.reductions import exchange
 
 Load = Callable[[int], MicroBatch]
+
+
+class StepInputs:
+    """The inputs of each optimizer step: this rank's micro-batches, and the learning rate.
+
+        samples consumed so far -> micro-batches of the step, this data rank's rows
+        steps taken so far      -> learning rate
+
+    Both are functions of these counts and have no state. So a step can be repeated or skipped, and
+    a checkpoint needs only the counts.
+    """
+
+    def __init__(self, run: Run, corpus: PreparedCorpus, context: ParallelContext) -> None:
+        self._run = run
+        self.shape = LoaderShape(
+            micro_batch_size=run.batch.micro_batch_size,
+            gradient_accumulation_steps=run.batch.gradient_accumulation_steps,
+            dp_rank=context.dp_rank,
+            dp_size=context.dp_size,
+        )
+        """How the samples of a step are divided."""
+        self._loader = TrainingLoader(corpus, self.shape, context.device)
+
+    def load(self, samples: int) -> Load:
+        """Return a function that maps a micro-batch index to the micro-batch.
+
+        The step is the one after ``samples`` samples, including those of skipped steps.
+        """
+        return partial(self._loader.micro_batch, samples)
+
+    def learning_rate(self, steps_taken: int) -> float:
+        """The rate of the step after ``steps_taken`` others; a skipped step is not counted."""
+        config = self._run.config
+        return learning_rate(
+            config.optimizer, config.scheduler, step=steps_taken, steps=config.training.steps
+        )
+
+    def close(self) -> None:
+        """End the thread that reads ahead, if there is one."""
+        self._loader.close()
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from megaspeed.measurement.verification.verify import gather_state, gather_weigh
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing
-from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import Worker
+from megaspeed.training.worker import StepInputs, Worker
 
 
 @dataclass

@@ -28,7 +28,7 @@ from megaspeed.measurement.turns import Device, TimedRank
 from megaspeed.measurement.watched_step import TrafficLog
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment, free_port
-from megaspeed.training.step_inputs import StepInputs
+from megaspeed.training.worker import StepInputs
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
 

@@ -9,11 +9,12 @@ from rich.console import Console
 
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
-from megaspeed.training.banner import (
+from megaspeed.training.console import (
+    COLUMNS,
     banner,
     describe_attention,
+    print_folded,
 )
-from megaspeed.training.console import COLUMNS, print_folded
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

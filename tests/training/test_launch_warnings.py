@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.banner import launch_warnings
+from megaspeed.training.console import launch_warnings
 from tests.zero.one_rank import OFFLOAD, small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

@@ -44,8 +44,7 @@ from megaspeed.model.parameters import logical_name
 from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import Worker
+from megaspeed.training.worker import StepInputs, Worker
 from megaspeed.zero.model_states import gather_parameters
 
 _TIMEOUT_SECONDS = 300.0

@@ -21,8 +21,7 @@ from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.traffic import Traffic
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import StepResult, Worker
+from megaspeed.training.worker import StepInputs, StepResult, Worker
 from megaspeed.zero.model_states import gather_parameters
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import LLAMA, short_documents, tiny_corpus, tiny_run

@@ -7,7 +7,7 @@ import every program's main file. So they have the mistake, too.
 import sys
 
 from megaspeed.cli import main
-from megaspeed.training.step_inputs import StepInputs
+from megaspeed.training.worker import StepInputs
 
 right = StepInputs.learning_rate
 
