@@ -38,9 +38,7 @@ def add_gradients_of_other_end(
         peer: the global rank of the other end of the pipeline.
         device: of the messages; offloaded gradients are copied to it.
     """
-    for piece in (
-        piece for tensor in tensors for piece in tensor.view(-1).split(_MESSAGE_ELEMENTS)
-    ):
+    for piece in chain.from_iterable(t.view(-1).split(_MESSAGE_ELEMENTS) for t in tensors):
         own = piece.to(device)
         others = torch.empty_like(own)
         exchange = [
