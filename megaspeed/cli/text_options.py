@@ -4,11 +4,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from megaspeed.cli.options import add_flags, add_values, utf8_text
+from megaspeed.cli.options import add_values, utf8_text
 from megaspeed.config.data import Source
 from megaspeed.data.errors import raise_any
-from megaspeed.data.search import Found, find
-from megaspeed.data.sources import SourceFile, files_by_source
+from megaspeed.data.sources import Found, SourceFile, files_by_source, find
 from megaspeed.data.token_sources import token_paths
 from megaspeed.files.paths import path_problem
 
@@ -20,8 +19,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=_input,
         metavar="INPUT",
-        help="file, glob, folder written by save_to_disk, or python-stdlib; '!GLOB' excludes from "
-        "those before it; as in data.train",
+        help="file, glob, folder written by save_to_disk, or python-stdlib, as in data.train",
     )
     parser.add_argument(
         "--dataset",
@@ -34,11 +32,9 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     add_values(
         parser,
         ("--configuration", _name, "NAME", None, "of the datasets"),
-        ("--revision", _name, "NAME", None, "of the datasets"),
         ("--text-field", _name, "NAME", "text", "of JSON lines and tables (text)"),
         ("--split", _name, "NAME", "train", "of datasets (train)"),
     )
-    add_flags(parser, ("--streaming", "read datasets over the network, keep no copy"))
 
 
 def text_files(options: argparse.Namespace) -> list[SourceFile]:
@@ -51,18 +47,12 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
     # Not validated: a configuration must be UTF-8, but the name of a file need not be.
     paths = [Source.model_construct(path=path, **read_as) for path in options.input]
     datasets = [
-        Source(
-            dataset=name,
-            configuration=options.configuration,
-            revision=options.revision,
-            streaming=options.streaming,
-            **read_as,
-        )
+        Source(dataset=name, configuration=options.configuration, **read_as)
         for name in options.dataset
     ]
-    found = find([*paths, *datasets], "INPUT", report=True)
+    found = find([*paths, *datasets])
     raise_any(_problems(options, found))
-    return list(chain(*files_by_source(found, "INPUT", report=True)))
+    return list(chain(*files_by_source(found, "INPUT")))
 
 
 def _not_empty(text: str) -> str:
@@ -83,13 +73,8 @@ def _name(text: str) -> str:
 
 
 def _problems(options: argparse.Namespace, found: Sequence[Found]) -> Iterator[str]:
-    of_datasets = ("configuration", "revision", "streaming")
-    stated = [f"--{name}" for name in of_datasets if getattr(options, name)]
-    if stated and not options.dataset:
-        yield (
-            f"options of datasets need --dataset, but it is missing beside {' and '.join(stated)}; "
-            f"remove {'them' if len(stated) > 1 else 'it'}, or name the --dataset"
-        )
+    if options.configuration and not options.dataset:
+        yield "--configuration needs --dataset, but it is missing; name it, or remove the option"
     # A tokenization that is continued may find its own output beside its text.
     own = options.output.resolve() if "output" in options else None
     for source, paths in found:

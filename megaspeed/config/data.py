@@ -20,10 +20,6 @@ class Source(Section):
     """The name passed to datasets.load_dataset, instead of a path."""
     configuration: str | None = Field(default=None, min_length=1)
     """Configuration of the dataset, which is passed to load_dataset."""
-    revision: str | None = Field(default=None, min_length=1)
-    """Revision of the dataset, which is passed to load_dataset."""
-    streaming: bool = False
-    """Whether load_dataset reads over the network, without a local copy."""
     split: str = Field(default="train", min_length=1)
     """Split of the dataset, or of a folder of save_to_disk that has several splits."""
     text_field: str = Field(default="text", min_length=1)
@@ -37,20 +33,9 @@ class Source(Section):
     def _names_one_place(self) -> Self:
         if (self.path is None) == (self.dataset is None):
             raise ValueError("an object that states either path or dataset")
-        if self.excludes and self.model_fields_set != {"path"}:
-            raise ValueError('"!" and a path, without other keys, to exclude files')
-        only = {"configuration": self.configuration, "revision": self.revision}
-        stated = [name for name, value in only.items() if value is not None]
-        stated += ["streaming"] if self.streaming else []
-        if self.dataset is None and stated:
-            keys = " and ".join(stated)
-            raise ValueError(f"an object without {keys}, which only a dataset can have")
+        if self.dataset is None and self.configuration is not None:
+            raise ValueError("an object without configuration, which only a dataset can have")
         return self
-
-    @property
-    def excludes(self) -> bool:
-        """Whether it removes files from the sources before it, as in .gitignore."""
-        return self.path is not None and self.path.startswith("!")
 
     def __str__(self) -> str:
         return str(self.path if self.dataset is None else self.dataset)
@@ -63,8 +48,7 @@ class DataConfig(Section):
     """The corpus and how it is cut into samples."""
 
     train: tuple[PathOrSource, ...] = Field(default=(BUNDLED_CORPUS,), strict=False, min_length=1)
-    """Sources of the training data: paths, globs, python-stdlib, or objects. "!drafts" or
-    "!books/**/notes-*" excludes files and folders from the sources before it."""
+    """Sources of the training data: paths, globs, python-stdlib, or objects."""
     validation: tuple[PathOrSource, ...] | None = Field(default=None, strict=False, min_length=1)
     """Sources of the validation data, as in train. If omitted: validation_fraction of train."""
     validation_fraction: float = Field(default=0.05, ge=0, lt=1)

@@ -219,12 +219,11 @@ def weights_are_stated_for_all_sources_or_none(config: RunConfig) -> Iterator[st
         ("data.train", data.train_sources),
         ("data.validation", data.validation_sources or ()),
     ):
-        weighted = [index for index, source in enumerate(sources) if not source.excludes]
-        without = [index for index in weighted if sources[index].weight is None]
-        if 0 < len(without) < len(weighted):
+        without = [index for index, source in enumerate(sources) if source.weight is None]
+        if 0 < len(without) < len(sources):
             yield (
                 f"{key} must state a weight for all of its sources or for none, but it states one "
-                f"for {len(weighted) - len(without)} of {len(weighted)}; {key}[{without[0]}] "
+                f"for {len(sources) - len(without)} of {len(sources)}; {key}[{without[0]}] "
                 f"({sources[without[0]]}) is the first without one"
             )
 

@@ -4,8 +4,7 @@ Data flows from top to bottom, and a file imports only from files above it:
 
     errors          the one error of bad data
     pieces          the output of each format: documents in pieces, and bad records
-    text_files      plain text and JSON lines; archives
-    tables          Parquet, and datasets of the ``datasets`` library
+    formats         plain text, JSON lines, Parquet, and datasets of the ``datasets`` library
     sources         what ``data.train`` lists -> files and their formats
     documents       files -> documents, by their hashes
     tokenizer       load, save and train a tokenizer

@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 from megaspeed.data.errors import DataError
 from megaspeed.files.durable import Locked, lock
 from megaspeed.files.json_values import Facts, read_sealed, write_sealed
-from megaspeed.files.paths import are_settled, expand_home, state_of
+from megaspeed.files.paths import expand_home, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +96,7 @@ def remembered(
 ) -> Facts:
     """Return ``read()``, or its earlier result if the files have not changed since.
 
-    The facts are stored under the path, size, mtime and ctime of the files. They are stored only if
-    any later change of a file is certain to change these.
+    The facts are stored under the path, size, mtime and ctime of the files.
 
     Args:
         cache: the cache that stores the facts.
@@ -113,11 +111,10 @@ def remembered(
         with cache.lock():
             facts = read_sealed(path)  # another process may have written it
             if facts is None:
-                seen_at = time.time()
                 states = [state_of(file) for file in files]
                 logger.info("reading %s once, %s", files[0], purpose)
                 facts = read()
-                if states == [state_of(file) for file in files] and are_settled(states, seen_at):
+                if states == [state_of(file) for file in files]:
                     _store(path, facts)
     return facts
 

@@ -22,7 +22,6 @@ from megaspeed.data.selection import (
     find_problems,
     first_ids,
     select_files,
-    settled_files,
 )
 from megaspeed.data.text_cache import Parts, TokenizedText, build_text, recall_text
 from megaspeed.data.token_file import TokenFile
@@ -161,15 +160,15 @@ def prepare_corpus(
         data: the ``data`` section.
         vocab_size: ``model.vocab_size``; token ids must be below it.
         cache_dir: folder for prepared data. If None: $MEGASPEED_CACHE, or ~/.cache/megaspeed.
-        reports_waits: whether to report on standard error which links were skipped, that a search
-            takes long, and that this process waits for another one that prepares data.
+        reports_waits: whether to report on standard error that this process waits for another one
+            that prepares data.
 
     Raises:
         DataError: with every problem found.
     """
     cache = Cache((cache_dir or default_cache_dir(os.environ)).absolute(), reports_waits)
     try:
-        selection = select_files(data, report=reports_waits)
+        selection = select_files(data)
     except DataError as error:
         raise DataError(*(tuple(find_problems(data, vocab_size)) or error.problems)) from error
     raise_any(first_ids(selection.shares, vocab_size))
@@ -179,7 +178,7 @@ def prepare_corpus(
         raise_any(find_problems(data, vocab_size))
         with cache.lock():
             # Another process may have built it meanwhile, or the files may have changed.
-            selection = settled_files(data)
+            selection = select_files(data)
             text = recall_text(cache, data, vocab_size, selection)
             if text is None:
                 text = build_text(cache, data, vocab_size, selection)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from megaspeed.config.errors import shortened
 from megaspeed.data.errors import DataError
 from megaspeed.files.paths import FileState, state_of
 
@@ -40,10 +41,11 @@ SKIP_BEFOREHAND = ", or skip bad records with `megaspeed tokenize --skip-bad`"
 """An alternative for a bad record if a run reads the text directly."""
 
 _KINDS: dict[type, str] = {
-    **dict.fromkeys((dict, tuple), "an object"),  # JsonLines reads objects as tuples
-    **dict.fromkeys((int, float), "a number"),
+    dict: "an object",
     list: "a list",
     bool: "a boolean",
+    int: "a number",
+    float: "a number",
     bytes: "not UTF-8",
 }
 
@@ -205,7 +207,5 @@ def what_is_wrong(value: object) -> str | None:
 
 def no_such_field(name: str, present: Iterable[str], kind: str) -> str:
     """Return the problem of a record without this field, or of a table without this column."""
-    names = [f'"{other}"' for other in present]
-    shown = ", ".join(names[:_FIELDS_SHOWN]) or "none"
-    more = f" and {len(names) - _FIELDS_SHOWN} more" if len(names) > _FIELDS_SHOWN else ""
-    return f'the {kind} "{name}" must hold the text, but is missing; the {kind}s are {shown}{more}'
+    names = ", ".join(shortened((f'"{other}"' for other in present), _FIELDS_SHOWN)) or "none"
+    return f'the {kind} "{name}" must hold the text, but is missing; the {kind}s are {names}'

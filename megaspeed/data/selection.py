@@ -14,18 +14,22 @@ The tokenizer is determined by ``data.tokenizer`` and the sources:
     train        text and foreign token files     refused: the tokenizer of the ids is unknown
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megaspeed.config.data import DataConfig, Source
-from megaspeed.data.documents import changed_while_read
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.pieces import SKIP_BEFOREHAND, refuse
-from megaspeed.data.search import Found, find
-from megaspeed.data.sources import SourceFile, files_by_source, is_file_or_dataset, matched_twice
+from megaspeed.data.sources import (
+    Found,
+    SourceFile,
+    files_by_source,
+    find,
+    is_file_or_dataset,
+    matched_twice,
+)
 from megaspeed.data.token_folder import is_token_folder, read_index
 from megaspeed.data.token_sources import token_paths, why_not_tokens
 from megaspeed.data.tokenizer import (
@@ -36,7 +40,7 @@ from megaspeed.data.tokenizer import (
     load_tokenizer,
     tokenizer_files,
 )
-from megaspeed.files.paths import COARSEST_TICK_SECONDS, FileState, are_settled, expand_home
+from megaspeed.files.paths import FileState, expand_home
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,13 @@ class Selection:
         return self.train + (self.validation or ())
 
 
-def select_files(data: DataConfig, report: bool = False) -> Selection:
-    """Find the files and read their state, but no text. ``report`` is as in ``find_shares``.
+def select_files(data: DataConfig) -> Selection:
+    """Find the files and read their state, but no text.
 
     Raises:
         DataError: every problem with the sources, or with the choice of the tokenizer.
     """
-    train, validation = _find_both(data, report)
+    train, validation = _find_both(data)
     shares = (*train, *(validation or ()))
     tokenizer = choose_tokenizer(data, shares)
     files = [file for share in shares for file in share.files]
@@ -94,31 +98,11 @@ def select_files(data: DataConfig, report: bool = False) -> Selection:
     return Selection(train, validation, tokenizer, states)
 
 
-def settled_files(data: DataConfig) -> Selection:
-    """Find the files as ``select_files`` does, once any later change is certain to be seen.
-
-    If a file was changed in the last two seconds, wait until these are over.
-
-    Raises:
-        DataError: a file changes meanwhile; or as ``select_files``.
-    """
-    found = select_files(data)
-    if are_settled((state for _, state in found.states), time.time()):
-        return found
-    time.sleep(COARSEST_TICK_SECONDS)
-    waited = select_files(data)
-    changed = set(found.states) ^ set(waited.states)
-    if changed:
-        _, (path, *_) = min(changed)
-        raise changed_while_read(path)
-    return waited
-
-
 def find_problems(data: DataConfig, vocab_size: int) -> Iterator[str]:
     """Yield every problem that can be found without reading the corpus, as soon as it is found."""
     shares: Sequence[Share] = ()
     try:
-        train, validation = _find_both(data, report=False)
+        train, validation = _find_both(data)
         shares = (*train, *(validation or ()))
     except DataError as error:
         yield from error.problems
@@ -150,14 +134,12 @@ def _first_records(shares: Sequence[Share]) -> Iterator[str]:
             yield from error.problems
 
 
-def _find_both(
-    data: DataConfig, report: bool
-) -> tuple[tuple[Share, ...], tuple[Share, ...] | None]:
+def _find_both(data: DataConfig) -> tuple[tuple[Share, ...], tuple[Share, ...] | None]:
     """Return (shares of training, of validation or None)."""
     listed = [(data.train_sources, "data.train")]
     if data.validation_sources is not None:
         listed.append((data.validation_sources, "data.validation"))
-    train, *rest = for_each(listed, lambda item: find_shares(*item, report))
+    train, *rest = for_each(listed, lambda item: find_shares(*item))
     trained_on, validated_on = _places(train), _places(rest[0] if rest else ())
     both = [shown for place, shown in validated_on.items() if place in trained_on]
     if both:
@@ -175,22 +157,21 @@ def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
     return text | {(str(place.resolve()), ""): str(place) for place in token_places(shares)}
 
 
-def find_shares(sources: Sequence[Source], setting: str, report: bool) -> tuple[Share, ...]:
+def find_shares(sources: Sequence[Source], setting: str) -> tuple[Share, ...]:
     """Return the shares of a list of sources.
 
     Args:
         sources: at least one; all of them have a weight or none has.
         setting: the key they come from, for messages: ``data.train`` or ``data.validation``.
-        report: whether to report on standard error what was skipped, and a search that takes long.
 
     Raises:
         DataError: every source that cannot be used.
     """
-    found = find(sources, setting, report)
+    found = find(sources)
     tokens = [tuple(token_paths(paths)) for _, paths in found]
     _check_tokens(found, tokens, setting)
     text = [each for each, paths in zip(found, tokens, strict=True) if not paths]
-    listed = iter(files_by_source(text, setting, report) if text else [])
+    listed = iter(files_by_source(text, setting) if text else [])
     shares = [
         Share(() if paths else tuple(next(listed)), paths, source.weight or 1.0, str(source))
         for (source, _), paths in zip(found, tokens, strict=True)

@@ -1,36 +1,40 @@
-"""Find the sources of text that ``data.train`` and ``data.validation`` list.
+"""Find the files of text that ``data.train`` and ``data.validation`` list.
 
 A source is the word ``python-stdlib``, the path of a file or of a saved dataset, a glob such as
 ``books/**/*.txt``, or the name of a dataset. Every file has a name relative to its source, with
 forward slashes, and files are sorted by these names. So the same files give the same corpus,
 wherever they are and in any order in which the file system lists them.
 
-The suffix of a file determines its format:
+The suffix of a file determines its format. A number after it is ignored, as in ``pages.jsonl.1``:
 
     .jsonl .ndjson     JSON lines             also as .gz and .zst
     .parquet           a table
     any other          plain UTF-8 text       also as .gz and .zst
 
 Formats that contain text in another syntax are refused, because the model would train on the
-syntax. A name such as ``pages.jsonl.1`` is refused, too, because its suffix does not state the
-format.
+syntax.
 """
 
 import glob
 import os
-import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, takewhile
 from pathlib import Path
 
 from megaspeed.config.data import BUNDLED_CORPUS, Source
 from megaspeed.data.errors import DataError, raise_any
+from megaspeed.data.formats import (
+    ARCHIVES,
+    JsonLines,
+    NamedDataset,
+    PlainText,
+    SavedDataset,
+    Table,
+    is_saved_dataset,
+)
 from megaspeed.data.pieces import OnBad, Piece, TextFormat, refuse
-from megaspeed.data.search import Found, fixed_part, matches
-from megaspeed.data.tables import NamedDataset, SavedDataset, Table, is_saved_dataset
-from megaspeed.data.text_files import ARCHIVES, JsonLines, PlainText
 from megaspeed.files.paths import FileState, expand_home, file_problem
 
 _EXTRACT = "extract its text into .txt or .jsonl files"
@@ -45,7 +49,6 @@ _REFUSED: Mapping[str, str] = {
 }
 _JSON_LINES = (".jsonl", ".ndjson")
 _TABLE = ".parquet"
-_KNOWN_SUFFIXES = {*_JSON_LINES, _TABLE, *ARCHIVES, *_REFUSED}
 
 # Folders and files that are omitted: installed packages; tests, of which some are deliberately not
 # UTF-8; and files that the build of this interpreter wrote.
@@ -55,6 +58,9 @@ _SKIPPED_FOLDERS = frozenset(
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize")
 
 _PLAIN_TEXT = PlainText()
+
+Found = tuple[Source, list[Path]]
+"""A source, and the absolute paths that it names, sorted. A named dataset has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,56 +99,85 @@ class SourceFile:
         return (str(self.path if is_named else self.path.resolve()), self.format.part())
 
 
-def files_by_source(found: Sequence[Found], setting: str, report: bool) -> list[list[SourceFile]]:
-    """Return the files of each source, sorted by name. If ``report``, skipped links are reported.
+def find(sources: Sequence[Source]) -> list[Found]:
+    """List the paths that sources name. Datasets and python-stdlib have none."""
+    return [
+        (source, [] if source.path in (None, BUNDLED_CORPUS) else paths_at(str(source.path)))
+        for source in sources
+    ]
 
-    Globs skip links to files that are listed. If two links lead to one file, the first one is
-    listed. ``setting`` is the key that the sources come from, such as ``data.train``.
+
+def paths_at(text: str) -> list[Path]:
+    """Return the absolute paths that a path or a glob names, sorted."""
+    path = expand_home(text)
+    if os.path.exists(path):  # its name may look like a glob
+        return [path.absolute()]
+    matches = _matches(path) if glob.has_magic(str(path)) else ()
+    return sorted({Path(match).absolute() for match in matches})
+
+
+def _matches(pattern: Path) -> Iterator[str]:
+    """Match as ``glob.glob(recursive=True)``, but ``**`` enters each folder once.
+
+    So links in a circle end.
+    """
+    if "**" not in pattern.parts:
+        yield from glob.glob(str(pattern))
+        return
+    above = list(takewhile("**".__ne__, pattern.parts))
+    below = pattern.parts[len(above) + 1 :] or ("*",)
+    for top in glob.glob(str(Path(*above))):
+        for folder in _folders_from(top):
+            yield from _matches(Path(glob.escape(folder), *below))
+
+
+def _folders_from(top: str) -> Iterator[str]:
+    """Yield the folder and those below it, without hidden ones. Links to folders come last.
+
+    So a file is found below its real folder if possible. A link to a folder above leads nowhere.
+    """
+    entered, starts = set(map(str, Path(top).resolve().parents)), [top]
+    for folder, names, _ in chain.from_iterable(map(os.walk, starts)):  # its links become starts
+        real = os.path.realpath(folder)
+        names[:] = [] if real in entered else sorted(n for n in names if n[0] != ".")
+        if real not in entered:
+            entered.add(real)
+            starts += filter(os.path.islink, (os.path.join(folder, name) for name in names))
+            yield folder
+
+
+def files_by_source(found: Sequence[Found], setting: str) -> list[list[SourceFile]]:
+    """Return the files of each source, sorted by name.
+
+    ``setting`` is the key that the sources come from, such as ``data.train``.
 
     Raises:
         DataError: a source matches nothing, cannot be read, has an unknown format, or a file is
-            matched twice; all such problems at once.
+            matched by two sources; all such problems at once.
     """
     if not found:
         raise DataError(
             f"{setting} must list at least one source, but lists none; "
             f'name a text file or a glob, or "{BUNDLED_CORPUS}"'
         )
-    named = [[(f.place(), f, source) for f in _files_of(source, paths)] for source, paths in found]
-    first: dict[tuple[str, str], tuple[SourceFile, Source]] = {}
-    in_order = sorted(chain(*named), key=lambda each: each[0][0] != str(each[1].path))
-    for place, file, source in in_order:  # a file before links to it
-        first.setdefault(place, (file, source))
+    first: dict[tuple[str, str], tuple[Path, Source]] = {}
     problems: list[str | None] = []
-    listed: list[list[SourceFile]] = []
-    for (source, paths), files in zip(found, named, strict=True):
-        listed.append([file for place, file, _ in files if first[place][0] is file])
-        skips_links = listed[-1] and glob.has_magic(str(source.path))
-        broken = [path for path in paths if path.is_symlink() and not os.path.exists(path)]
-        if broken:
-            problems.append(
-                f"{setting}: a link must lead to a file, but of '{source}', {len(broken):,} are "
-                f"broken, the first {broken[0]}; restore their files, remove the links, or exclude "
-                f'them with "!{broken[0]}"'
-            )
-        elif not files:
+    listed = [_files_of(source, paths) for source, paths in found]
+    for (source, _), files in zip(found, listed, strict=True):
+        if not files:
             problems.append(_nothing_found(source, setting))
-        problems += [_unreadable(file, setting) for file in listed[-1]]
-        for place, file, _ in files:
-            other, its_source = first[place]
-            if other is not file and (other.path == file.path or not skips_links):
-                this = (file.path, source)
-                problems.append(matched_twice(setting, (other.path, its_source), this))
+        for file in files:
+            problems.append(_unreadable(file, setting))
+            named = (file.path, source)
+            if first.setdefault(file.place(), named) is not named:
+                problems.append(matched_twice(setting, first[file.place()], named))
     raise_any(problems)
-    links = sum(map(len, named)) - len(first)
-    if links and report:
-        sys.stderr.write(f"{setting}: skipped links to files already listed: {links:,}\n")
     return listed
 
 
 def is_file_or_dataset(path: Path) -> bool:
-    """Return whether ``path`` is something that a format may read."""
-    return path.is_file() or is_saved_dataset(path)
+    """Return whether ``path`` is no ordinary folder."""
+    return not os.path.isdir(path) or is_saved_dataset(path)
 
 
 def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, Source]) -> str:
@@ -150,9 +185,6 @@ def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, 
     path, source = first
     other_path, other_source = second
     link = "" if path == other_path else f" (the same file as {other_path}, by a link)"
-    if link and source is other_source:
-        law = f"{setting}: a file may be listed only once"
-        return f"{law}, but '{source}' matches {path}{link} twice; narrow it"
     return (
         f"{setting}: a file may be listed only once, but {path}{link} is matched by both "
         f"'{source}' and '{other_source}'; narrow one of the two, or remove it"
@@ -160,10 +192,15 @@ def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, 
 
 
 def _files_of(source: Source, paths: Sequence[Path]) -> list[SourceFile]:
+    """Return the files of a source, sorted by name. Links to files that it has are omitted."""
     if source.dataset is not None:
-        dataset = NamedDataset.of(source)
+        dataset = NamedDataset(source.configuration, source.split, source.text_field)
         return [SourceFile(source.dataset + dataset.part(), Path(source.dataset), dataset)]
-    return sorted(_files_at(source, paths), key=lambda file: file.name)
+    files = sorted(_files_at(source, paths), key=lambda file: file.name)
+    own: dict[tuple[str, str], SourceFile] = {}
+    for file in sorted(files, key=lambda file: file.place()[0] != str(file.path)):  # links last
+        own.setdefault(file.place(), file)
+    return [file for file in files if own[file.place()] is file]
 
 
 def _files_at(source: Source, paths: Sequence[Path]) -> Iterator[SourceFile]:
@@ -172,10 +209,15 @@ def _files_at(source: Source, paths: Sequence[Path]) -> Iterator[SourceFile]:
             yield SourceFile(path.relative_to(_library_folder()).as_posix(), path)
         return
     path = expand_home(str(source.path))
-    root = None if is_file_or_dataset(path) else fixed_part(path).absolute()
+    root = None if os.path.exists(path) else _fixed_part(path).absolute()
     for match in filter(is_file_or_dataset, paths):
         name = path.name if root is None else match.relative_to(root).as_posix()
         yield SourceFile(name, match, _format_of(match, source))
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """Return the folder above the first part of the pattern that has a wildcard."""
+    return Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts[:-1]))
 
 
 def _library_folder() -> Path:
@@ -198,43 +240,32 @@ def _library_files() -> Iterator[Path]:
 def _format_of(path: Path, source: Source) -> TextFormat:
     if path.is_dir():
         return SavedDataset(source.split, source.text_field)
-    suffix, is_archive = _suffix(path)
+    suffix = _suffix(path)
     if suffix in _JSON_LINES:
         return JsonLines(source.text_field)
-    if suffix == _TABLE and not is_archive:
-        return Table(source.text_field)
-    return _PLAIN_TEXT
+    return Table(source.text_field) if suffix == _TABLE else _PLAIN_TEXT
 
 
-def _suffix(path: Path) -> tuple[str, bool]:
-    """Return (the suffix that states the format, in lower case; whether .gz or .zst follows)."""
-    is_archive = path.suffix.lower() in ARCHIVES
-    named = Path(path.stem) if is_archive else path
-    return named.suffix.lower(), is_archive
-
-
-def _why_refused(path: Path) -> str | None:
-    """How to fix a file whose format is refused; None if it is accepted."""
-    suffix, is_archive = _suffix(path)
-    named = Path(path.stem) if is_archive else path
-    numbered = Path(named.stem).suffix.lower() if suffix.removeprefix(".").isdecimal() else ""
-    if numbered in _KNOWN_SUFFIXES:  # such as pages.jsonl.1, an older log
-        ending = numbered + (path.suffix if is_archive else "")
-        return _REFUSED.get(numbered, f"rename it so that its name ends in {ending}")
-    if suffix == _TABLE and is_archive:
-        return "unpack it; a table is compressed within"
-    return _REFUSED.get(suffix)
+def _suffix(path: Path) -> str:
+    """Return the suffix that states the format, in lower case, without .gz, .zst and numbers."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    while suffixes and (suffixes[-1] in ARCHIVES or suffixes[-1][1:].isdecimal()):
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
 
 
 def _unreadable(file: SourceFile, setting: str) -> str | None:
     if isinstance(file.format, NamedDataset):
         return None
-    mend = _why_refused(file.path) if file.path.is_file() else None
-    if mend is not None:
-        return f"{setting}: {file.path} is a {file.path.suffix} file, which is not read; {mend}"
     if isinstance(file.format, SavedDataset):
         wrong = file.format.problem(file.path)
         return None if wrong is None else f"{setting}: {wrong}"
+    problem = file_problem(file.path)
+    if problem is not None:
+        return f"{setting}: {file.path} {problem}; name a file of text"
+    mend = _REFUSED.get(_suffix(file.path))
+    if mend is not None:
+        return f"{setting}: {file.path} is a {file.path.suffix} file, which is not read; {mend}"
     if not os.access(file.path, os.R_OK):
         return f"{setting}: {file.path} cannot be read by this user; change its permissions"
     return None
@@ -248,24 +279,16 @@ def _nothing_found(source: Source, setting: str) -> str:
         )
     path = expand_home(str(source.path))
     if path.is_dir():
-        inside = Path(glob.escape(str(path)), "**")
-        files = filter(os.path.isfile, islice(chain.from_iterable(matches(inside)), 10_000))
-        readable = (file for file in map(Path, files) if not _why_refused(file))
-        inside /= f"*{next((file.suffix for file in readable), '.txt')}"
         return (
             f"{setting}: a source must be a file, a glob or a folder that save_to_disk of datasets "
             f"wrote, but '{source}' is another folder; name the files in it, for example with "
-            f'"{inside}"'
+            f'"{Path(glob.escape(str(path)), "**", "*.txt")}"'
         )
     if glob.has_magic(str(path)):
-        brackets = '; for a bracket that is part of a name, write "[[]"' if "[" in str(path) else ""
         return (
             f"{setting}: a glob must match at least one file, but '{source}' matches 0 under "
-            f"{fixed_part(path).absolute()}; relative paths start from the working directory"
-            f"{brackets}"
+            f"{_fixed_part(path).absolute()}; relative paths start from the working directory"
         )
-    if os.path.lexists(path):
-        return f"{setting}: {path.absolute()} {file_problem(path)}; name a file of text"
     return (
         f"{setting}: there is no file {path.absolute()}; correct the path, "
         f'or use "{BUNDLED_CORPUS}" for the default corpus'

@@ -26,9 +26,6 @@ LARGEST_BYTES = 1 << 24
 FileState = tuple[str, int, int, int]
 """(path, size in bytes, mtime in ns, ctime in ns). If it is unchanged, so is the file."""
 
-COARSEST_TICK_SECONDS = 2.0
-"""FAT has the slowest clock of all file systems: it ticks every two seconds."""
-
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -99,20 +96,6 @@ def state_of(path: Path) -> FileState:
     """The state of the file at ``path``. Raises OSError if nothing is there."""
     found = path.stat()
     return (str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-
-
-def are_settled(states: Iterable[FileState], seen_at_seconds: float) -> bool:
-    """Whether every later change of the files will change their states.
-
-    A file that changes twice within one tick of the file system's clock, and keeps its size, has
-    the same state both times.
-
-    Args:
-        states: the states that were seen.
-        seen_at_seconds: when they were seen, in seconds since the epoch.
-    """
-    times_ns = [max(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in states]
-    return max(times_ns, default=0) / 1e9 < seen_at_seconds - COARSEST_TICK_SECONDS
 
 
 def nearest_existing(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Fixtures of this folder: a tokenizer, its folder, and a clock of files that ticks finely."""
+"""Fixtures of this folder: a tokenizer and its folder."""
 
 from pathlib import Path
 
@@ -18,9 +18,3 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> TextTokenizer:
     return load_tokenizer(str(tokenizer_folder))
-
-
-@pytest.fixture(autouse=True)
-def _fine_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tests train on text that they have just written, without a wait of two seconds."""
-    monkeypatch.setattr("megaspeed.files.paths.COARSEST_TICK_SECONDS", 0.0)

@@ -19,7 +19,7 @@ from megaspeed.data import hold_out, text_cache
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
 from megaspeed.data.mixture import Mixture
-from megaspeed.data.selection import find_problems, select_files, settled_files
+from megaspeed.data.selection import find_problems
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.tokenizer import load_tokenizer
 
@@ -218,25 +218,6 @@ def test_a_changed_file_changes_the_corpus_even_with_its_size_and_time_kept(tmp_
     second = prepare_corpus(data, 512, cache_dir=tmp_path / "cache")
     assert first.fingerprint != second.fingerprint
     assert only_file(first.train).path != only_file(second.train).path
-
-
-def test_text_that_was_just_written_is_read_once_its_changes_are_certain_to_be_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock of a file system may tick every two seconds. Within a tick, times stay the same."""
-    monkeypatch.undo()
-    sources = write_texts(tmp_path, a="one two " * 50, b="four " * 50)
-    young = config(train=sources, sequence_length=4)
-    waits: list[float] = []
-    monkeypatch.setattr("megaspeed.data.selection.time.sleep", waits.append)
-    assert settled_files(config()) == select_files(config()) and waits == []
-    prepare_corpus(young, 300, cache_dir=tmp_path / "cache")
-    prepare_corpus(young, 300, cache_dir=tmp_path / "cache")
-    assert waits == [2.0]
-    write = (tmp_path / "b.txt").write_text
-    monkeypatch.setattr("megaspeed.data.selection.time.sleep", lambda _: write("four five " * 50))
-    with pytest.raises(DataError, match=r"must not change while it is read, but .*b\.txt did"):
-        settled_files(young)
 
 
 @pytest.mark.parametrize("change", ["altered", "deleted"])

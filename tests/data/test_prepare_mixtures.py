@@ -67,13 +67,10 @@ def test_the_same_documents_give_the_same_ids_from_any_format(tmp_path: Path, te
 
 
 @pytest.mark.usefixtures("own_datasets_cache")
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_dataset_by_name_is_prepared_as_files_are(
-    tmp_path: Path, text: Path, streaming: bool
-) -> None:
+def test_a_dataset_by_name_is_prepared_as_files_are(tmp_path: Path, text: Path) -> None:
     (tmp_path / "named").mkdir()
     (tmp_path / "named" / "train.jsonl").write_bytes(json_lines(TEXTS))
-    named = {"dataset": str(tmp_path / "named"), "streaming": streaming}
+    named = {"dataset": str(tmp_path / "named")}
     assert ids_of(prepared(tmp_path, named)) == ids_of(prepared(tmp_path, str(text)))
     with pytest.raises(DataError, match="save the dataset elsewhere with save_to_disk"):
         prepared(tmp_path, {**named, "configuration": "nonesuch"})

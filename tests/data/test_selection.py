@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from megaspeed.config.data import DataConfig
 from megaspeed.data.documents import read_documents
@@ -63,18 +62,6 @@ def test_without_weights_all_sources_are_one_share(
     assert [file.name for file in share.files] == ["a.txt", "b.jsonl"]
     assert share.tokens == (tokens,)
     assert (share.weight, share.name) == (1.0, f"{text}, {tokens}, {tmp_path}/*.jsonl")
-
-
-def test_exclusions_need_no_weight_and_exclude_tokens_too(text: Path, tokens: Path) -> None:
-    more = shutil.copytree(tokens, tokens.with_name("tokens-old"))
-    sources = [{"path": str(text), "weight": 3}, {"path": f"{tokens}*", "weight": 1}, f"!{more}"]
-    chosen = selected(*sources, validation=[str(more / "*"), "!*.json"])
-    assert [(share.tokens, share.weight) for share in chosen.train] == [((), 3.0), ((tokens,), 1.0)]
-    with pytest.raises(ValidationError, match="without other keys, to exclude files"):
-        config(str(text), {"path": "!a", "weight": 2})
-    for nothing in ("!", "!/", "!.", "!missing"):
-        with pytest.raises(DataError, match="must remove a file of the sources before it"):
-            selected(str(text), nothing)
 
 
 def test_with_weights_every_source_is_a_share(text: Path, tokens: Path) -> None:

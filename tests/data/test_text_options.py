@@ -23,11 +23,9 @@ def problems(*arguments: str) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def test_options_of_datasets_need_a_dataset() -> None:
-    assert problems("python-stdlib", "--streaming", "--revision", "v1") == (
-        "options of datasets need --dataset, but it is missing beside --revision and --streaming; "
-        "remove them, or name the --dataset",
-    )
+def test_a_configuration_needs_a_dataset() -> None:
+    (reported,) = problems("python-stdlib", "--configuration", "en")
+    assert reported.startswith("--configuration needs --dataset")
 
 
 def test_token_ids_are_not_text(tmp_path: Path) -> None:
@@ -44,14 +42,6 @@ def test_a_glob_of_text_that_matches_token_ids_too_is_refused(tmp_path: Path) ->
     (tmp_path / "a.txt").write_text("text")
     (reported,) = problems(f"{tmp_path}/*")
     assert f"'{tmp_path}/*' names {tmp_path}/tokens, which holds token ids" in reported
-
-
-def test_an_exclusion_is_an_input(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).touch()
-    (file,) = files_of(f"{tmp_path}/*", "!b*")
-    assert file.path == tmp_path / "a.txt"
-    assert "'!c*' removes none of 2" in problems(f"{tmp_path}/*", "!c*")[0]
 
 
 def test_a_file_named_twice_is_refused_with_a_message_for_every_command(
@@ -79,10 +69,9 @@ def test_a_file_is_read_whatever_bytes_its_name_has(tmp_path: Path, kind: str) -
     [
         [""],
         ["--dataset", ""],
-        ["--dataset", "d", "--revision", ""],
+        ["--dataset", "d", "--split", ""],
         ["--dataset", "d", "--configuration", "caf\udce9"],
         ["a.txt", "--text-field", "caf\udce9"],
-        ["a.txt", "--split", ""],
     ],
 )
 def test_an_invalid_name_is_refused(

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
-from megaspeed.data.search import paths_at
+from megaspeed.data.sources import paths_at
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_folder import (
     Shard,
@@ -164,13 +163,10 @@ def test_the_index_has_the_documented_json(tmp_path: Path) -> None:
 
 
 def test_every_shard_is_read_completely_once_on_a_machine(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     write_folder(tmp_path / "tokens", [1] * 100_000, [1])
-    # Only files that were left alone for a while are remembered.
-    now = time.time()
-    monkeypatch.setattr("megaspeed.data.cache.time.time", lambda: now + 60)
     source, cache = tmp_path / "tokens", Cache(tmp_path / "cache")
     for _ in range(2):
         open_all(source, cache)

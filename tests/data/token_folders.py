@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from megaspeed.data.cache import Cache
-from megaspeed.data.search import paths_at
-from megaspeed.data.sources import SourceFile
+from megaspeed.data.sources import SourceFile, paths_at
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_sources import open_tokens, token_paths
 from megaspeed.data.tokenize import tokenize

@@ -56,15 +56,11 @@ def _bytes(content: Callable[[Texts], bytes]) -> Callable[[Path, Texts], object]
     return lambda path, texts: path.write_bytes(content(texts))
 
 
-def _named(streaming: bool) -> Callable[[Path, Texts], Source]:
-    """Return a writer of a dataset with a name. The name of a folder needs no network."""
-
-    def written(folder: Path, texts: Texts) -> Source:
-        (folder / "named").mkdir()
-        (folder / "named" / "train.jsonl").write_bytes(json_lines(texts))
-        return Source(dataset=str(folder / "named"), streaming=streaming)
-
-    return written
+def _named(folder: Path, texts: Texts) -> Source:
+    """Write a dataset with a name. The name of a folder needs no network."""
+    (folder / "named").mkdir()
+    (folder / "named" / "train.jsonl").write_bytes(json_lines(texts))
+    return Source(dataset=str(folder / "named"))
 
 
 def zst(content: bytes) -> bytes:
@@ -83,8 +79,7 @@ FORMATS: dict[str, Callable[[Path, Texts], Source]] = {
     "parquet": _file(write_table, "a.parquet"),
     "saved": _file(saved, "dataset"),
     "saved splits": _file(saved_splits, "splits"),
-    "named": _named(streaming=False),
-    "named, streaming": _named(streaming=True),
+    "named": _named,
 }
 
 

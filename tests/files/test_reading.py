@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megaspeed.files.paths import (
-    are_settled,
     file_problem,
     folder_problem,
     path_problem,
@@ -110,16 +109,6 @@ def test_a_rewritten_file_has_another_state(tmp_path: Path) -> None:
     assert state_of(file) == before
     os.utime(file, ns=(0, before[2] + 1))
     assert state_of(file) != before
-
-
-def test_a_file_written_within_two_seconds_may_change_unseen(tmp_path: Path) -> None:
-    file = tmp_path / "text.txt"
-    file.write_text("one")
-    state = state_of(file)
-    written_at = max(state[2:]) / 1e9
-    assert not are_settled([state], written_at + 1.0)
-    assert are_settled([state], written_at + 3.0)
-    assert are_settled([], 0.0 + 3.0)
 
 
 def test_a_hash_is_of_all_bytes(tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 
 from megaspeed.config.data import Source
-from megaspeed.data.search import find
-from megaspeed.data.sources import SourceFile, files_by_source
+from megaspeed.data.sources import SourceFile, files_by_source, find
 
 
-def list_files(sources: Sequence[Source], setting: str, report: bool = False) -> list[SourceFile]:
+def list_files(sources: Sequence[Source], setting: str) -> list[SourceFile]:
     """Return the files of all sources, in order."""
-    found = find(sources, setting, report)
-    return [file for files in files_by_source(found, setting, report) for file in files]
+    return [file for files in files_by_source(find(sources), setting) for file in files]

@@ -1,0 +1,433 @@
+"""The formats of text: plain text, JSON lines, Parquet, and datasets of the ``datasets`` library.
+
+Plain text and JSON lines may be compressed as ``.gz`` or ``.zst``. An archive is decompressed while
+it is read, and its checksums are verified. Parquet files are read by pyarrow directly, so that a
+row group of gigabytes need not fit in memory. If a file is truncated or damaged, the text before
+the damage is used, and the damage is reported.
+
+``datasets`` maps the files of a dataset into memory. The kernel counts mapped pages as memory of
+the process until it needs the memory elsewhere.
+"""
+
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megaspeed.data.errors import DataError
+from megaspeed.data.pieces import (
+    COPY_AGAIN,
+    CORRECT_IT,
+    PIECE_BYTES,
+    STATE_FIELD,
+    BadRecord,
+    OnBad,
+    Piece,
+    TextFormat,
+    cut_at_most,
+    no_such_field,
+    pieces_of,
+    what_is_wrong,
+)
+from megaspeed.files.paths import FileState, special_files, state_of
+
+# datasets and pyarrow are slow to import and rarely needed, so they are imported where used.
+
+ARCHIVES = {".gz": "gzip", ".zst": "zstd"}
+"""Suffix -> name of the compression."""
+
+DOCUMENT_SEPARATOR = b"<|endoftext|>"
+_BOM = "\ufeff"  # ignored at the beginning of a file
+_READ_BYTES = 1 << 16
+# Longer than any document worth having. Reading such a line takes three times as much memory.
+_LONGEST_LINE_BYTES = 1 << 30
+# A piece, and enough bytes after it to see a separator with its line end.
+_WINDOW_BYTES = PIECE_BYTES + len(DOCUMENT_SEPARATOR) + len(b"\r\n")
+_BUFFER_BYTES = 1 << 20
+_ROWS_AT_ONCE = 64
+_ONE_SPLIT = "state.json"
+_SEVERAL_SPLITS = "dataset_dict.json"
+
+
+class ByteStream:
+    """The bytes of a file, decompressed. They end before damage, which is reported.
+
+    Attributes:
+        position: bytes read so far, decompressed.
+    """
+
+    def __init__(self, path: Path, on_bad: OnBad) -> None:
+        """
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self._path, self._on_bad = path, on_bad
+        self._compression = ARCHIVES.get(path.suffix.lower())
+        self._disk, self._bytes = _open(path, self._compression)
+        self._is_damaged = False
+        self.position = 0
+
+    def close(self) -> None:
+        self._bytes.close()
+        self._disk.close()
+
+    def read(self, size: int) -> bytes:
+        """Return the next ``size`` bytes; fewer only at the end of the file, or before damage."""
+        found = bytearray()
+        while size > len(found):
+            block = self._next(self._bytes.read1, min(size - len(found), _READ_BYTES))
+            if not block:
+                break
+            found += block
+        return bytes(found)
+
+    def line(self) -> bytes:
+        """Read a line and its end, or the start of one that is too long; empty after the last."""
+        return self._next(self._bytes.readline, _LONGEST_LINE_BYTES + 1)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the file on disk that were read so far."""
+        return self.position if self._compression is None else int(self._disk.tell())
+
+    def _next(self, read: Callable[..., bytes], size: int) -> bytes:
+        if self._is_damaged:
+            return b""
+        try:
+            data = read(size)
+            if not data and self._compression is not None and self._disk.tell() == 0:
+                raise EOFError("the file is empty, without an archive's header")
+        except (OSError, EOFError, zlib.error) as error:
+            self._is_damaged = True
+            where = f"byte {self.disk_bytes:,} of {self._path.stat().st_size:,} on disk"
+            problem = (
+                f"the file is damaged or truncated and cannot be read further ({error}); "
+                f"{self.position:,} bytes of text could be read"
+            )
+            self._on_bad(BadRecord(self._path, where, problem, COPY_AGAIN))
+            return b""
+        self.position += len(data)
+        return data
+
+
+def _open(path: Path, compression: str | None) -> tuple[Any, Any]:
+    """Return (the file on disk, a buffered reader of its decompressed bytes)."""
+    if compression == "zstd":
+        import pyarrow
+
+        disk = pyarrow.OSFile(os.fsencode(path), "rb")  # a str would have to be UTF-8
+        stream: Any = pyarrow.CompressedInputStream(disk, compression)
+        return disk, io.BufferedReader(stream, _READ_BYTES)
+    disk = path.open("rb")
+    return disk, disk if compression is None else gzip.GzipFile(fileobj=disk)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText(TextFormat):
+    """UTF-8 text: one document, or several with ``<|endoftext|>`` between them."""
+
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        with closing(ByteStream(path, on_bad)) as stream:
+            has_text = is_bad = False  # of the document that is being read
+            for start, content, ends_document in _cut(stream):
+                text = ""
+                try:
+                    # After bytes that are not UTF-8, the rest of a document is skipped.
+                    text = "" if is_bad else content.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    is_bad = True
+                    on_bad(_not_utf8(path, start, content[error.start], error))
+                if start == 0:
+                    text = text.removeprefix(_BOM)
+                if text or (ends_document and has_text):
+                    yield Piece(text, ends_document, stream.disk_bytes)
+                has_text = not ends_document and (has_text or bool(text))
+                is_bad = is_bad and not ends_document
+
+
+def _cut(stream: ByteStream) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield (offset in the text, a piece of one document, whether the document ends there)."""
+    start, window = 0, bytearray()
+    while window := window + stream.read(_WINDOW_BYTES - len(window)):
+        separator = window.find(DOCUMENT_SEPARATOR, 0, _WINDOW_BYTES - len(b"\r\n"))
+        if separator >= 0:
+            stop = separator
+            following = stop + len(DOCUMENT_SEPARATOR)
+            # The line end after a separator belongs to it.
+            line_ends = (end for end in (b"\r\n", b"\n") if window.startswith(end, following))
+            following += len(next(line_ends, b""))
+        elif len(window) > PIECE_BYTES:
+            following = stop = cut_at_most(window, PIECE_BYTES)
+        else:
+            following = stop = len(window)
+        ends_document = separator >= 0 or stop == len(window)
+        yield start, bytes(window[:stop]), ends_document
+        del window[:following]
+        start += following
+
+
+def _not_utf8(path: Path, start: int, byte: int, error: UnicodeDecodeError) -> BadRecord:
+    return BadRecord(
+        path,
+        f"byte {start + error.start:,}",
+        f"text must be UTF-8, but this byte is 0x{byte:02x} ({error.reason})",
+        "convert the file, for example with iconv -t UTF-8",
+    )
+
+
+class _NoText(Exception):
+    """A line has no text. Contains the reason and how to fix it."""
+
+    def __init__(self, problem: str, mend: str = CORRECT_IT) -> None:
+        self.problem, self.mend = problem, mend
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines(TextFormat):
+    """One JSON object on each line. One of its fields is the text of a document.
+
+    Attributes:
+        text_field: the name of this field.
+    """
+
+    has_records: ClassVar[bool] = True
+    text_field: str = "text"
+
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        with closing(ByteStream(path, on_bad)) as stream:
+            number = start = 0
+            while line := stream.line():
+                number += 1
+                text = ""
+                try:
+                    text = self._text_of(line if start else line.removeprefix(_BOM.encode()))
+                except _NoText as wrong:
+                    where = f"line {number:,} (byte {start:,})"
+                    on_bad(BadRecord(path, where, wrong.problem, wrong.mend))
+                if len(line) > _LONGEST_LINE_BYTES:
+                    return
+                if text:
+                    yield from pieces_of(text, stream.disk_bytes)
+                start = stream.position
+
+    def _text_of(self, line: bytes) -> str:
+        if len(line) > _LONGEST_LINE_BYTES:
+            raise _NoText(
+                f"a line must have at most {_LONGEST_LINE_BYTES:,} bytes, because it is read into "
+                "memory, but this one has more, and the rest of the file is not read",
+                "divide its document among several lines, or into files of plain text, which may "
+                "have any length",
+            )
+        if not line.strip():
+            return ""
+        law, field = "a line must be one JSON object in UTF-8, but this one", self.text_field
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:  # JSON's and UTF-8's errors are ValueErrors
+            raise _NoText(f"{law} cannot be read ({error})") from None
+        if not isinstance(record, dict):
+            raise _NoText(f"{law} is {what_is_wrong(record) or 'a string'}")
+        if field not in record:
+            problem = no_such_field(field, record, "field")
+            raise _NoText(problem, f"{STATE_FIELD}, or {CORRECT_IT}")
+        wrong = what_is_wrong(record[field])
+        if wrong is not None:
+            raise _NoText(f'the field "{field}" must be a string, but is {wrong}')
+        return str(record[field])
+
+
+@dataclass(frozen=True, slots=True)
+class Table(TextFormat):
+    """A Parquet file.
+
+    Attributes:
+        text_field: the column that has the text.
+    """
+
+    has_records: ClassVar[bool] = True
+    text_field: str = "text"
+
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        from pyarrow import OSFile, parquet
+
+        try:
+            # With its default settings, pyarrow reads a complete row group into memory.
+            file = OSFile(os.fsencode(path), "rb")  # a str would have to be UTF-8
+            table = parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        except Exception as error:  # pyarrow's own kinds, OSError, ValueError
+            on_bad(_cannot_be_read(path, error))
+            return
+        with file, table:
+            batches = table.iter_batches(_ROWS_AT_ONCE, columns=[self.text_field])
+            columns = (map(_value, batch.column(0)) for batch in batches)
+            names = table.schema_arrow.names
+            bytes_per_row = path.stat().st_size / max(1, table.metadata.num_rows)
+            yield from _pieces_of_rows(path, self.text_field, names, columns, bytes_per_row, on_bad)
+
+
+def _value(scalar: Any) -> object:
+    """Return the text; bytes if it is not UTF-8, because Parquet does not check this."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return b""
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Return whether ``save_to_disk`` wrote this folder."""
+    # Path.is_file would raise an error below a folder that this user may not enter.
+    return any(os.path.isfile(path / name) for name in (_ONE_SPLIT, _SEVERAL_SPLITS))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDataset(TextFormat):
+    """A folder that ``save_to_disk`` wrote.
+
+    Attributes:
+        split: the name of the split, if the folder has several.
+        text_field: the column that has the text.
+    """
+
+    has_records: ClassVar[bool] = True
+    split: str = "train"
+    text_field: str = "text"
+
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        import datasets
+
+        wrong = self.problem(path)
+        if wrong is not None:
+            raise DataError(wrong)
+        try:
+            dataset = datasets.load_from_disk(str(self._folder(path)))
+        except Exception as error:  # of datasets, pyarrow, json
+            on_bad(_cannot_be_read(path, error))
+            return
+        size_bytes = self.state(path)[1]
+        yield from _pieces_of_dataset(path, dataset, self.text_field, size_bytes, on_bad)
+
+    def state(self, path: Path) -> FileState:
+        """Return the total size of the files, and their latest times."""
+        states = [state_of(file)[1:] for file in self._folder(path).iterdir() if file.is_file()]
+        sizes, mtimes, ctimes = zip(*states, strict=True)
+        return str(self._folder(path)), sum(sizes), max(mtimes), max(ctimes)
+
+    def part(self) -> str:
+        return self.split
+
+    def problem(self, path: Path) -> str | None:
+        """Why the folder cannot be opened; checks only the names of files and splits."""
+        if (path / _SEVERAL_SPLITS).is_file() and not self._folder(path).is_dir():
+            found = sorted(folder.name for folder in path.iterdir() if is_saved_dataset(folder))
+            return (
+                f"a dataset's split must be one of its own, but {path} has no {self.split!r}; "
+                f"state one of {', '.join(found)} as split"
+            )
+        return next(special_files(self._folder(path)), None)
+
+    def _folder(self, path: Path) -> Path:
+        return path / self.split if (path / _SEVERAL_SPLITS).is_file() else path
+
+
+@dataclass(frozen=True, slots=True)
+class NamedDataset(TextFormat):
+    """A dataset that ``datasets.load_dataset`` loads by name.
+
+    Attributes:
+        configuration: passed to ``load_dataset``; None for its own default.
+        split: passed to ``load_dataset``.
+        text_field: the column that has the text.
+    """
+
+    configuration: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        yield from _pieces_of_dataset(path, self._load(path), self.text_field, 0, on_bad)
+
+    def state(self, path: Path) -> FileState:
+        """Return the fingerprint of the dataset, which changes if a file of it changes."""
+        return f"{path}{self.part()} {self._load(path)._fingerprint}", 0, 0, 0
+
+    def part(self) -> str:
+        configuration = f"/{self.configuration}" if self.configuration else ""
+        return f"{configuration}[{self.split}]"
+
+    def _load(self, path: Path) -> Any:
+        """Return the dataset, which is downloaded if this machine has no copy."""
+        import datasets
+
+        try:
+            return datasets.load_dataset(str(path), self.configuration, split=self.split)
+        except Exception as error:  # of datasets, the hub's client, the network
+            raise DataError(
+                f"datasets.load_dataset must find every dataset, but for {path}{self.part()} it "
+                f"reports: {error}; correct the name, configuration or split. Without a network, "
+                "save the dataset elsewhere with save_to_disk and name that folder as path"
+            ) from error
+
+
+def _pieces_of_dataset(
+    path: Path, dataset: Any, column: str, size_bytes: int, on_bad: OnBad
+) -> Iterator[Piece]:
+    """Yield the texts in a column of a Dataset, which has ``size_bytes`` on the disk."""
+    names, bytes_per_row = dataset.column_names, size_bytes / max(1, len(dataset))
+    one_column = dataset.select_columns([column] if column in names else [])
+    columns = (batch[column] for batch in one_column.iter(batch_size=_ROWS_AT_ONCE))
+    yield from _pieces_of_rows(path, column, names, columns, bytes_per_row, on_bad)
+
+
+def _pieces_of_rows(
+    path: Path,
+    column: str,
+    names: Iterable[str],
+    batches: Iterator[Iterable[object]],
+    bytes_per_row: float,
+    on_bad: OnBad,
+) -> Iterator[Piece]:
+    """Yield the pieces of all rows with text. Each row is a document.
+
+    Args:
+        path: the table.
+        column: the column that has the text.
+        names: the columns that the table has.
+        batches: the values in the column. Rows after a batch that cannot be read are lost.
+        bytes_per_row: size on the disk, for progress.
+        on_bad: called with every bad record.
+    """
+    if column not in names:
+        problem = no_such_field(column, names, "column")
+        on_bad(BadRecord(path, "its columns", problem, STATE_FIELD))
+        return
+    row = 0
+    for values in _until_broken(batches, lambda error: on_bad(_cannot_be_read(path, error))):
+        for value in values:
+            wrong = what_is_wrong(value)
+            if wrong is not None:
+                problem = f'the column "{column}" must be a string, but is {wrong}'
+                on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, CORRECT_IT))
+            elif value:
+                yield from pieces_of(str(value), round((row + 1) * bytes_per_row))
+            row += 1
+
+
+def _until_broken(
+    batches: Iterator[Iterable[object]], on_broken: Callable[[Exception], None]
+) -> Iterator[Iterable[object]]:
+    """Yield the batches before the first one that cannot be read."""
+    try:
+        yield from batches
+    except Exception as error:  # pyarrow and datasets raise many kinds
+        on_broken(error)
+
+
+def _cannot_be_read(path: Path, error: Exception) -> BadRecord:
+    problem = f"it cannot be read completely ({error})"
+    return BadRecord(path, "the table", problem, COPY_AGAIN)
