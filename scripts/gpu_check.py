@@ -3,7 +3,7 @@
     python scripts/gpu_check.py            # one GPU, less than eight minutes
     python scripts/gpu_check.py --full     # 1 to 8 GPUs, more layouts, ZeRO-0 to 3; no time limit
     python scripts/gpu_check.py --tiny     # tiny shapes, ZeRO-3: the default if there is no GPU
-    python scripts/gpu_check.py --dry-run  # the sections and their seconds
+    python scripts/gpu_check.py --dry-run  # the sections and their commands
 
     machine --> megaspeed compare     step time, and peak memory predicted and measured
             --> megaspeed verify      bf16 and fp16 over NCCL, against one process
@@ -11,29 +11,24 @@
             --> report.md             written again after each section
 
 Each section is a command of its own, the most useful first. If one fails or exceeds its limit, the
-next one still runs. A section is omitted if the remaining time is too short.
+next one still runs. None begins in the last seconds.
 """
 
 import argparse
 import importlib.metadata
 import json
 import math
-import os
-import platform
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,38 +37,25 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
-from megaspeed.measurement.turns import WARM_UP_STEPS
 from megaspeed.model.parameters import training_flops_per_token
-from megaspeed.planning.costs.workload import Cluster
-from megaspeed.planning.forecast import forecast
 from megaspeed.planning.prediction import predict_peak_bytes
 from megaspeed.supervision.process_end import ended_on_termination
-from megaspeed.topology.devices import device_by_name, device_named, peak_by_name
+from megaspeed.topology.devices import peak_by_name
 from megaspeed.topology.grid import Grid
+from megaspeed.units import GIB, markdown_table, three_digits
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGASPEED = Path(sys.executable).with_name("megaspeed")
 
-SECONDS = 440.0
-"""The time limit of all sections on a GPU, without --full. The last one then ends in seconds."""
+SECONDS, SECTION_SECONDS, LEAST_SECONDS = 440.0, 180.0, 80.0
+"""Without --full, on a GPU: the limits of all sections and of one, and the least time for one."""
 
-LIMIT = 2.0
-"""The limit of one section, as a multiple of its expected seconds."""
-
-COMMAND_SECONDS = 8.0  # imports, two checks of the processors, pictures: measured on a CPU
-LAUNCH_SECONDS = 15.0  # imports: 6 on a CPU; CUDA, NCCL and the weights: estimated
-COMPILE_SECONDS = 20.0  # of one block with an empty cache: estimated
-VERIFY_SECONDS = 15.0  # of the tiny steps, and of the single process: estimated
-
-MICRO_BATCHES = 4
-"""The number of micro-batches in each timed step."""
-
+MICRO_BATCHES = 4  # of each timed step
 MICRO_BATCH_SIZES = (32, 16, 8, 4, 2, 1)
 USABLE_FRACTION = 0.92  # the rest of a GPU is for CUDA, NCCL and holes in the allocator
 TINY_MICRO_BATCH_SIZE = 2
 RANKS_WITHOUT_A_GPU = 2
 TIMED_STEPS = 5
-UNCOMPILED = 1.5  # step time of uncompiled blocks, relative to the predicted one: estimated
 
 LAYOUTS = (
     Grid(1, 1, 1),
@@ -83,9 +65,7 @@ LAYOUTS = (
 )
 
 TOKENS, IDS = 2**21, 512
-"""The number of random ids that a model trains on, and their upper bound. No
-tokenizer takes time.
-"""
+"""The number of random ids that a model trains on, and their upper bound."""
 
 TINY_GPT2: dict[str, Any] = {
     "model": {"preset": "gpt2-tiny", "vocab_size": IDS, "num_attention_heads": 8},
@@ -110,7 +90,6 @@ LLAMA_1B: dict[str, Any] = {
     },
     "data": {"sequence_length": 2048},
 }
-ENGINES = {"megaspeed": "megaspeed, bench", "hf-deepspeed": "Hugging Face + DeepSpeed, "}
 SHARED = {
     "training": {"steps": 1000},
     "gradient_clipping": 1.0,
@@ -120,54 +99,37 @@ SHARED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine on which the sections run.
+    """The machine on which the sections run."""
 
-    Attributes:
-        gpus: the name of each visible GPU.
-        memory_bytes: memory of the smallest GPU; 0 without one.
-        facts: versions, by name.
-    """
-
-    gpus: tuple[str, ...]
-    memory_bytes: int
-    facts: dict[str, str]
+    gpus: tuple[str, ...]  # the name of each visible GPU
+    memory_bytes: int  # of the smallest GPU; 0 without one
 
     @property
-    def device(self) -> str:
-        """Return ``cuda`` or ``cpu``."""
-        return "cuda" if self.gpus else "cpu"
+    def name(self) -> str:
+        """Such as "8 x NVIDIA H100 80GB HBM3, 79.65 GiB"."""
+        if not self.gpus:
+            return "no GPU"
+        return f"{len(self.gpus)} x {self.gpus[0]}, {GIB.named(self.memory_bytes)}"
 
 
-H100 = Machine(
-    gpus=("NVIDIA H100 80GB HBM3",),
-    memory_bytes=81559 * 2**20,
-    facts={"GPUs": "1 x NVIDIA H100 80GB HBM3"},
-)
+H100 = Machine(gpus=("NVIDIA H100 80GB HBM3",), memory_bytes=81559 * 2**20)
 """What a dry run assumes if there is no GPU."""
 
 
 @dataclass(kw_only=True)
 class Section:
-    """One command and its outcome.
+    """One command and its outcome."""
 
-    Attributes:
-        title: a unique title.
-        command: a program and its arguments.
-        figures_file: the JSON file that the command writes.
-        labels: the labels of the figures, for the tables.
-        expected: the seconds that it probably takes.
-        not_run: why it did not run; None if it ran.
-        seconds, code, output: results of the command; code is None if it ran out of time.
-    """
-
-    title: str
-    command: Sequence[str | Path]
-    figures_file: Path
-    labels: dict[str, Any]
-    expected: float = math.inf
-    not_run: str | None = None
+    kind: Literal["compare", "verify", "bench"]
+    title: str  # unique
+    command: Sequence[str | Path]  # a program and its arguments
+    figures_file: Path  # the JSON file that the command writes
+    layout: Grid
+    run: Run | None = None  # what is trained, except by verify
+    file: Path | None = None  # its JSON
+    not_run: str | None = None  # why it did not run; None if it ran
     seconds: float = 0.0
-    code: int | None = None
+    code: int | None = None  # None if it ran out of time
     output: str = ""
 
     @property
@@ -176,22 +138,17 @@ class Section:
         return self.not_run is None and self.code != 0
 
     @property
-    def out_of_memory(self) -> bool:
-        """Return whether it failed because of memory."""
-        return self.failed and "out of memory" in self.output
-
-    @property
-    def figures(self) -> Any:
-        """Return what the command wrote, or None if it wrote nothing."""
+    def figures(self) -> dict[str, Any]:
+        """Return what the command wrote; empty if it wrote nothing."""
         if self.not_run is not None or not self.figures_file.exists():
-            return None
-        return json.loads(self.figures_file.read_text())
+            return {}
+        figures: dict[str, Any] = json.loads(self.figures_file.read_text())
+        return figures
 
 
 def main() -> int:
     """Run the sections and write the report. The exit code is 1 if a section failed."""
     options = parse_arguments()
-    start = time.monotonic()
     # This needs a process of its own: a CUDA context here would take memory from the ranks.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         machine = process.submit(describe_machine).result()
@@ -200,15 +157,16 @@ def main() -> int:
     options.tiny = options.tiny or not machine.gpus
     options.out.mkdir(parents=True, exist_ok=True)
     report = options.out / "report.md"
-    seconds = math.inf if options.full or options.tiny else SECONDS
+    end = time.monotonic() + (math.inf if options.full or options.tiny else SECONDS)
     if options.dry_run:
-        print("\n".join(plan_lines(options, machine, start, seconds)))
+        for section in sections(options, machine):
+            print(f"{section.title}: {section.not_run or command_of(section)}")
         return 0
     done: list[Section] = []
     with ended_on_termination():
         for section in sections(options, machine):
             print(f"{section.title} ...", flush=True)
-            carry_out(section, start + seconds)
+            carry_out(section, end)
             done.append(section)
             report.write_text("\n".join(report_lines(done, options, machine)) + "\n")
             print(f"    {ending(section)}", flush=True)
@@ -223,7 +181,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the script")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the sections and the seconds they would take"
+        "--dry-run", action="store_true", help="print the sections and their commands"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu-check"), help="folder (runs/gpu-check)"
@@ -232,70 +190,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def describe_machine() -> Machine:
-    """Look at torch and its GPUs. This opens a CUDA context."""
+    """Look at the GPUs. This opens a CUDA context."""
     gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else "none"
-    return Machine(
-        gpus=tuple(gpu.name for gpu in gpus),
-        memory_bytes=min((gpu.total_memory for gpu in gpus), default=0),
-        facts={
-            "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-            "megaspeed": importlib.metadata.version("megaspeed"),
-            "commit": output_of("git", "-C", str(ROOT), "rev-parse", "HEAD"),
-            "GPUs": f"{len(gpus)} x {gpus[0].name}" if gpus else "none",
-            "driver": output_of(
-                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-            ),
-            "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'}, NCCL {nccl})",
-            "torch that is needed": f"{needed_torch()}, built for CUDA",
-            "DeepSpeed": importlib.metadata.version("deepspeed"),
-            "transformers": importlib.metadata.version("transformers"),
-            "Python": platform.python_version(),
-        },
-    )
-
-
-def needed_torch() -> str:
-    """Return the version of torch that setup.cfg requires."""
-    requirements = importlib.metadata.requires("megaspeed") or []
-    return next(line for line in requirements if line.startswith("torch"))
-
-
-def output_of(*command: str) -> str:
-    """Return the first line that a program prints, or "unknown" if it does not run."""
-    with suppress(OSError, subprocess.CalledProcessError, IndexError):
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()[0]
-    return "unknown"
-
-
-def plan_lines(
-    options: argparse.Namespace, machine: Machine, start: float, seconds: float
-) -> Iterator[str]:
-    """Yield the sections, and which of them have time if each takes as long as expected."""
-    listed = list(sections(options, machine))
-    own = spent = time.monotonic() - start
-    rows = []
-    for section in listed:
-        outcome = section.not_run or late(section, seconds - spent) or "runs"
-        spent += section.expected if outcome == "runs" else 0.0
-        limit = LIMIT * section.expected
-        rows.append((section.title, f"{section.expected:.0f}", f"{limit:.0f}", outcome))
-    yield from table(("section", "expected (s)", "limit (s)", ""), rows)
-    yield f"Expected: {spent:.0f} s on {machine.facts['GPUs']}, {own:.0f} s of them in this script."
-
-
-def late(section: Section, left: float) -> str | None:
-    """Return why a section is omitted if this many seconds are left, or None if it fits."""
-    if section.expected <= left:
-        return None
-    return f"{section.expected:.0f} s are expected, but only {left:.0f} of {SECONDS:.0f} s are left"
+    memory = min((gpu.total_memory for gpu in gpus), default=0)
+    return Machine(gpus=tuple(gpu.name for gpu in gpus), memory_bytes=memory)
 
 
 def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]:
-    """Yield all sections, the most useful first. Each is carried out before the next
-    one is made.
-    """
+    """Yield all sections, the most useful first."""
     ranks = len(machine.gpus) or RANKS_WITHOUT_A_GPU
     layouts = [layout for layout in LAYOUTS if layout.world_size <= ranks]
     stages = range(4) if options.full else (3,) if options.tiny else (1, 3)
@@ -316,8 +218,8 @@ def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]
     yield from verifications[:1]
     for stage in stages:
         for each in compared:
-            if each.labels["layout"].pp * each.labels["layout"].tp == 1:
-                yield from bench_sections(each, stage, options, machine)
+            if each.layout.pp * each.layout.tp == 1:
+                yield bench_section(each, stage, options, machine)
         yield from verifications[1:] if stage == stages[0] else ()
 
 
@@ -341,15 +243,14 @@ def verify_sections(
             else ["data.reset_at_documents=true", f"data.train={documents}"]
         )
         yield section(
+            "verify",
             f"verify {precision} {layout} ZeRO-{stage}",
-            [MEGASPEED, "verify", "--config", config, "--world-size", str(layout.world_size)],
-            ["--device", machine.device, "--steps", "5", "--set", *settings],
+            layout,
+            config,
+            ["--device", "cuda" if machine.gpus else "cpu", "--steps", "5"],
+            settings,
             out=options.out,
-            expected=COMMAND_SECONDS + LAUNCH_SECONDS + VERIFY_SECONDS,
-            labels={"kind": "verify", "layout": layout, "zero": stage, "precision": precision},
-            not_run=(
-                "fp16 needs a GPU" if precision == "fp16" and machine.device == "cpu" else None
-            ),
+            not_run="fp16 needs a GPU" if precision == "fp16" and not machine.gpus else None,
         )
 
 
@@ -361,106 +262,79 @@ def compare_section(
     options: argparse.Namespace,
     machine: Machine,
 ) -> Section:
-    """Return a comparison of every ZeRO stage, at the largest micro-batch that is
-    predicted to fit.
-    """
-    file = write_config(
-        options.out / f"{file_name(name)}.json", {**config, "bf16": {"enabled": True}}
-    )
+    """Return a comparison of ZeRO stages, at the largest micro-batch that is predicted to fit."""
+    values = {**config, "bf16": {"enabled": True}}
+    file = write_config(options.out / f"{file_name(name)}.json", values)
     try:
         size, not_run = micro_batch_size(file, layout, stages, options, machine)
         run = load(file, batch_settings(layout, size), layout)
     except ConfigError as error:  # the heads of a model need not divide by every tensor degree
         size, not_run = 1, " ".join(error.problems)
         run = load(file, batch_settings(LAYOUTS[0], size), LAYOUTS[0])
-    # The first step, the timed ones, and one that is watched and not compiled.
-    steps = 1 + TIMED_STEPS + UNCOMPILED
     return section(
+        "compare",
         f"compare {name} {layout}",
-        [MEGASPEED, "compare", "--config", file, "--world-size", str(layout.world_size)],
+        layout,
+        file,
         ["--stages", *map(str, stages), "--turns", "1", "--steps", str(TIMED_STEPS)],
-        ["--out", options.out / file_name(f"{name} {layout}")],
-        ["--set", *batch_settings(layout, size)],
+        batch_settings(layout, size),
         out=options.out,
-        labels={"kind": "time", "model": name, "layout": layout, "run": run, "file": file},
-        expected=expected_seconds(run, machine, len(stages), len(stages) * steps),
+        run=run,
         not_run=not_run,
     )
 
 
-def bench_sections(
+def bench_section(
     compared: Section, stage: int, options: argparse.Namespace, machine: Machine
-) -> Iterator[Section]:
-    """Yield megaspeed and Hugging Face + DeepSpeed in turns, on the same batch.
+) -> Section:
+    """Return megaspeed and Hugging Face + DeepSpeed in turns.
 
-    Hugging Face's model needs more memory, so half the micro-batch is tried first, then a quarter.
+    Hugging Face's model needs more memory, so both train with a quarter of the micro-batch.
     """
-    labels, layout = compared.labels, compared.labels["layout"]
-    largest = labels["run"].batch.micro_batch_size
-    for size in dict.fromkeys(max(1, largest // share) for share in (2, 4)):
-        settings = [*batch_settings(layout, size), f"zero_optimization.stage={stage}"]
-        run = load(labels["file"], settings, layout)
-        title = f"bench {labels['model']} {layout} ZeRO-{stage} micro-batch {size}"
-        # megaspeed, and the peer with both of its settings: warm-up, timed steps, and one more step
-        # each.
-        steps = (1 + 2 * UNCOMPILED) * (WARM_UP_STEPS + TIMED_STEPS + 1)
-        beside = section(
-            title,
-            [MEGASPEED, "bench", "--config", labels["file"]],
-            ["--world-size", str(layout.world_size), "--peers", "hf-deepspeed"],
-            ["--turns", "1", "--steps", str(TIMED_STEPS)],
-            ["--output", options.out / file_name(title), "--set", *settings],
-            out=options.out,
-            labels={**labels, "row": f"ZeRO-{stage}", "run": run},
-            expected=expected_seconds(run, machine, 3, steps),
-            not_run=compared.not_run,
-        )
-        yield beside
-        if not beside.out_of_memory or any(row["settings"] for row in contestants(beside)):
-            break
-
-
-def contestants(section: Section) -> list[dict[str, Any]]:
-    """Return what a bench measured, with a row for each of a peer's settings."""
-    rows: list[dict[str, Any]] = (section.figures or {}).get("contestants", [])
-    return rows
-
-
-def expected_seconds(run: Run, machine: Machine, launches: int, steps: float) -> float:
-    """Return the expected seconds of a command with this many launches of ranks and
-    steps in all.
-    """
-    gpu = device_by_name(machine.gpus[0] if machine.gpus else "")
-    device = gpu or device_named("a100-80gb")
-    cluster = Cluster(
-        device=device,
-        gpus_per_node=max(1, len(machine.gpus)),
-        network_bandwidth=device.network_bandwidth,
+    run, file, layout = compared.run, compared.file, compared.layout
+    assert run is not None and file is not None
+    size = max(1, run.batch.micro_batch_size // 4)
+    settings = [*batch_settings(layout, size), f"zero_optimization.stage={stage}"]
+    run = load(file, settings, layout)
+    return section(
+        "bench",
+        f"{compared.title.replace('compare', 'bench')} ZeRO-{stage}",
+        layout,
+        file,
+        ["--peers", "hf-deepspeed", "--turns", "1", "--steps", str(TIMED_STEPS)],
+        settings,
+        out=options.out,
+        run=run,
+        not_run=compared.not_run,
     )
-    starts = COMMAND_SECONDS + COMPILE_SECONDS + launches * LAUNCH_SECONDS
-    return starts + steps * forecast(run, cluster).seconds
 
 
 def section(
+    kind: Literal["compare", "verify", "bench"],
     title: str,
-    *command: Sequence[str | Path],
+    layout: Grid,
+    file: Path,
+    arguments: Sequence[str],
+    settings: Sequence[str],
+    *,
     out: Path,
-    labels: dict[str, Any],
-    expected: float,
     not_run: str | None,
+    run: Run | None = None,
 ) -> Section:
     """Return a section whose command writes its figures to ``out``."""
     figures = out / f"{file_name(title)}.figures.json"
     figures.unlink(missing_ok=True)
-    words = [word for part in command for word in part]
-    # Insert it before --set, which takes all words after it.
-    words[words.index("--config") : words.index("--config")] = ["--json", figures]
+    command = [MEGASPEED, kind, "--config", file, "--world-size", str(layout.world_size)]
+    if kind != "verify":
+        command += ["--output", out / file_name(title)]
     return Section(
+        kind=kind,
         title=title,
-        command=words,
+        command=[*command, *arguments, "--json", figures, "--set", *settings],
         figures_file=figures,
-        labels=labels,
-        expected=expected,
+        layout=layout,
+        run=run,
+        file=file,
         not_run=not_run,
     )
 
@@ -501,11 +375,9 @@ def micro_batch_size(
     options: argparse.Namespace,
     machine: Machine,
 ) -> tuple[int, str | None]:
-    """Return the largest micro-batch that ``megaspeed plan`` predicts to fit at each of these
-    stages.
+    """Return the largest micro-batch that is predicted to fit at each of these stages.
 
-    The memory is that of the real GPUs. If none fits, the second value is a sentence that states
-    it.
+    The memory is that of the real GPUs. If none fits, the second value is why.
     """
     if options.tiny:
         return TINY_MICRO_BATCH_SIZE, None
@@ -520,8 +392,8 @@ def micro_batch_size(
         if peak <= usable:
             return size, None
     return size, (
-        f"the predicted peak of a micro-batch of {size} is {gib(peak)} GiB, and {gib(usable)} GiB "
-        f"({USABLE_FRACTION:.0%} of the GPU's memory) are usable"
+        f"the predicted peak of a micro-batch of {size} is {GIB.named(peak)}, but only "
+        f"{USABLE_FRACTION:.0%} of the GPU's {GIB.named(machine.memory_bytes)} are usable"
     )
 
 
@@ -531,44 +403,34 @@ def load(file: Path, settings: list[str], layout: Grid) -> Run:
 
 def carry_out(section: Section, end: float) -> None:
     """Run a section's command until it ends or exceeds its limit. ``end`` is the limit of all."""
-    left = end - time.monotonic()
-    section.not_run = section.not_run or late(section, left)
+    start = time.monotonic()
+    left = end - start
+    if section.not_run is None and left < LEAST_SECONDS:
+        section.not_run = f"only {left:.0f} of {SECONDS:.0f} s are left"
     if section.not_run is not None:
         return
-    limit = None if left == math.inf else min(LIMIT * section.expected, left)
+    limit = None if left == math.inf else min(SECTION_SECONDS, left)
     log = section.figures_file.with_suffix(".log")
-    start = time.monotonic()
-    process = start_process(list(map(str, section.command)), log)
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            section.code = process.wait(limit)
-    finally:
-        end_process_group(process)
+    section.code = run_command(list(map(str, section.command)), log, limit)
     section.seconds = time.monotonic() - start
     section.output = log.read_text(errors="replace")
 
 
-def start_process(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a command in a process group of its own. Its output goes to ``log``."""
+def run_command(command: list[str], log: Path, limit: float | None) -> int | None:
+    """Return the exit code; None if the command was ended at its limit. It prints to ``log``."""
     with log.open("w") as output:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        with process:  # its exit waits
+            try:
+                return process.wait(limit)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                process.terminate()  # a command of megaspeed then ends its ranks
 
 
-def end_process_group(process: subprocess.Popen[bytes]) -> None:
-    """End the remaining processes of a command. ``compare`` gets time to end its own ranks."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(15)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def command_of(section: Section) -> str:
+    return shlex.join(map(str, section.command))
 
 
 def ending(section: Section) -> str:
@@ -576,8 +438,7 @@ def ending(section: Section) -> str:
     if section.not_run is not None:
         return f"not run: {section.not_run}"
     code = "out of time" if section.code is None else f"exit code {section.code}"
-    memory = ", out of memory" if section.out_of_memory else ""
-    return f"{code}{memory}, {section.seconds:.0f} s"
+    return f"{code}, {section.seconds:.0f} s"
 
 
 def report_lines(
@@ -585,137 +446,53 @@ def report_lines(
 ) -> Iterator[str]:
     """Yield the report in Markdown."""
     if options.tiny:
-        found = "--tiny was given: these are" if machine.gpus else "No GPU was found: these are"
-        place = "" if machine.gpus else " on a CPU"
-        yield f"**{found} tiny shapes{place}, and their figures mean nothing for a GPU.**"
+        yield "**These are tiny shapes, whose figures mean nothing for a GPU.**"
         yield ""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("megaspeed", "deepspeed")]
     yield "# GPU check"
     yield ""
-    yield from table(
-        ("", ""), [*machine.facts.items(), ("GPU memory", f"{gib(machine.memory_bytes)} GiB")]
+    yield (
+        f"{machine.name}; {', '.join(versions)}, torch {torch.__version__} (CUDA "
+        f"{torch.version.cuda or 'none'})"
     )
     yield ""
-    yield "## The same model as one process"
+    headings = ("section", "row", "micro-batch", "step ms", "tokens/s", "MFU", "peak GiB")
+    yield from markdown_table(
+        headings, [row for each in done for row in timing_rows(each, machine)]
+    )
     yield ""
-    headings = ("layout", "ZeRO", "precision", "equal", "largest difference", "relative", "allowed")
-    yield from table(headings, [verify_row(s) for s in done if s.labels["kind"] == "verify"])
-    models = dict.fromkeys(s.labels["model"] for s in done if s.labels["kind"] == "time")
-    for model in models:
-        yield from model_lines(model, [s for s in done if s.labels.get("model") == model], machine)
-    yield ""
-    yield "## Sections"
+    yield (
+        f"{MICRO_BATCHES} micro-batches of random tokens a step. MFU counts the matrix products "
+        "of forward and backward, with attention over the full square and without recomputation."
+    )
     for section in done:
         yield ""
-        yield f"**{section.title}**: {ending(section)}"
+        yield f"## {section.title}: {ending(section)}"
         yield ""
-        yield f"    {shlex.join(map(str, section.command))}"
-        if section.failed:
-            yield ""
-            yield "```"
-            yield from section.output.splitlines()[-30:]
-            yield "```"
+        yield f"    {command_of(section)}"
+        if section.not_run is None:
+            lines = section.output.splitlines()
+            yield from ("", "```", *(lines[-30:] if section.failed else lines), "```")
 
 
-def verify_row(section: Section) -> tuple[object, ...]:
-    labels, found = section.labels, section.figures
-    head = (labels["layout"], labels["zero"], labels["precision"])
-    if found is None:
-        return (*head, ending(section), "", "", "")
-    largest = found["largest"]
-    figures = (largest["relative"], largest["allowed"])
-    return (*head, "yes" if found["equal"] else "NO", largest["name"], *map(scientific, figures))
-
-
-def model_lines(model: str, done: Sequence[Section], machine: Machine) -> Iterator[str]:
-    """Yield step time and memory of one model."""
-    run: Run = done[0].labels["run"]
-    shape = run.config.model
-    yield ""
-    yield f"## {model}"
-    yield ""
-    yield (
-        f"{shape.architecture}: {shape.num_hidden_layers} layers, hidden size {shape.hidden_size}, "
-        f"{shape.num_attention_heads} heads of size {shape.head_dim}, {shape.num_key_value_heads} "
-        f"key/value heads, feed-forward size {shape.intermediate_size}, vocabulary "
-        f"{shape.vocab_size}; {run.config.data.sequence_length} tokens, {MICRO_BATCHES} "
-        "micro-batches a step, bf16, activation checkpointing "
-        f"{run.config.parallel.activation_checkpointing}. "
-        "Random tokens, which all read from a file within the step. Median of the steps after the "
-        "first ones."
-    )
-    yield ""
-    flops = training_flops_per_token(shape, run.config.data.sequence_length)
+def timing_rows(section: Section, machine: Machine) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each ZeRO stage, or for each contestant, that the section measured."""
+    run, figures = section.run, section.figures
+    if run is None:
+        return
+    flops = training_flops_per_token(run.config.model, run.config.data.sequence_length)
     peak = peak_by_name(machine.gpus[0]) if machine.gpus else None
-    yield (
-        f"MFU = tokens/s x {flops:.4g} operations a token / (GPUs x "
-        f"{'unknown' if peak is None else f'{peak:.4g}'} operations/s). A token's operations are "
-        "those of the matrix products, forward and backward, with attention over the full square "
-        "and without recomputation."
-    )
-    yield ""
-    headings = ("engine", "layout", "row", "micro-batch", "step (ms)", "tokens/s", "MFU")
-    memory = ("peak predicted (GiB)", "measured (GiB)", "predicted / measured")
-    rows = [row for section in done for row in timing_rows(section, flops, peak)]
-    yield from table((*headings, *memory), rows)
-
-
-def timing_rows(section: Section, flops: float, peak: float | None) -> Iterator[tuple[object, ...]]:
-    """Yield one row for each ZeRO stage that the section measured."""
-    labels, found = section.labels, section.figures
-    run: Run = labels["run"]
-
-    head = ("megaspeed" if "row" not in labels else "bench", labels["layout"])
-
-    def row(label: str, figures: dict[str, Any], *memory: float | None) -> Any:
-        tokens = figures["tokens_per_second"]
-        mfu = "n/a" if peak is None else f"{tokens * flops / (run.grid.world_size * peak):.1%}"
-        step = f"{figures['step_time_seconds'] * 1e3:.1f}"
-        size = run.batch.micro_batch_size
-        return (*head, label, size, step, f"{tokens:.0f}", mfu, *memory_cells(*memory))
-
-    if found is None:
-        yield (*head, labels.get("row", ""), run.batch.micro_batch_size, ending(section))
-    elif "pipeline_stages" in found:
-        for each in found["rows"]:
-            stages = (s for s in found["pipeline_stages"] if s["label"] == each["label"])
-            fullest = max(
-                (stage["peak_bytes"] for stage in stages),
-                key=lambda size: size["measured"]["total"],
-                default=None,  # its memory could not be counted
-            )
-            predicted = None if fullest is None else fullest["predicted"]["total"]
-            yield row(each["label"], each, predicted, each["peak_bytes"])
-        for label, reason in found["failures"].items():
-            yield (*head, label, run.batch.micro_batch_size, reason)
-    else:
-        if not contestants(section):
-            yield (*head, labels["row"], run.batch.micro_batch_size, ending(section))
-        for each in contestants(section):
-            figures = {**each, "step_time_seconds": each["step_seconds"]["median"]}
-            on_gpu = found["device"] != "CPU"
-            head = (f"{ENGINES[each['name']]}{each['settings'] or ''}", labels["layout"])
-            yield row(labels["row"], figures, None, each["peak_bytes"] if on_gpu else None)
-
-
-def memory_cells(predicted: float | None, measured: float | None) -> tuple[str, str, str]:
-    first, second = ("n/a" if size is None else gib(size) for size in (predicted, measured))
-    ratio = f"{predicted / measured:.2f}" if predicted and measured else "n/a"
-    return first, second, ratio
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """Yield a Markdown table. Short rows are filled up."""
-    for cells in (headings, ["---"] * len(headings), *rows):
-        filled = [*map(str, cells), *[""] * (len(headings) - len(cells))]
-        yield f"| {' | '.join(cell.replace('|', '/') for cell in filled)} |"
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:.2f}"
-
-
-def scientific(number: float | None) -> str:
-    return "not finite" if number is None else f"{number:.1e}"
+    for row in figures.get("rows", figures.get("contestants", ())):
+        tokens, size = row["tokens_per_second"], row["peak_bytes"]
+        yield (
+            section.title,
+            row["label"],
+            str(run.batch.micro_batch_size),
+            three_digits(1e3 * run.tokens_per_step / tokens),
+            f"{tokens:,.0f}",
+            "-" if peak is None else f"{tokens * flops / (run.grid.world_size * peak):.1%}",
+            "-" if size is None else GIB.of(size),
+        )
 
 
 if __name__ == "__main__":
