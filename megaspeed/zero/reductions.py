@@ -12,6 +12,7 @@ A rank does not own copies that tensor parallelism or tied weights make, nor voc
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
