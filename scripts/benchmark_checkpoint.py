@@ -33,9 +33,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
+from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, Checksum
 from megaspeed.checkpoint.inspection import newest_complete
-from megaspeed.checkpoint.manifest import Checksum
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.folders import locate
-from megaspeed.checkpoint.manifest import (
+from megaspeed.checkpoint.folders import (
     INDEX,
     MANIFEST,
     FileDigest,
     file_problems,
+    locate,
     read_manifest,
     size_problems,
 )

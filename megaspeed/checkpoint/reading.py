@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.manifest import INDEX
+from megaspeed.checkpoint.folders import INDEX
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, Piece, WrittenBox, key
 from megaspeed.config.model import ModelConfig

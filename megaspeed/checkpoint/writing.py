@@ -30,11 +30,12 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.folders import CheckpointFolder, discard
-from megaspeed.checkpoint.manifest import (
+from megaspeed.checkpoint.folders import (
     INDEX,
+    CheckpointFolder,
     Checksum,
     FileDigest,
+    discard,
     size_problems,
     write_files,
     write_manifest,

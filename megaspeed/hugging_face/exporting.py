@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaspeed.checkpoint.manifest import GENERATION, write_files
+from megaspeed.checkpoint.folders import GENERATION, write_files
 from megaspeed.checkpoint.reading import model_config, read_pieces
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaspeed.checkpoint.manifest import GENERATION, TOKENIZER, read_tokenizer_files
+from megaspeed.checkpoint.folders import GENERATION, TOKENIZER, read_tokenizer_files
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.hugging_face import DAMAGED, read_keys
 from megaspeed.data.errors import DataError

@@ -24,8 +24,13 @@ from tokenizers import Tokenizer
 
 from megaspeed import __version__
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
-from megaspeed.checkpoint.manifest import GENERATION, TOKENIZER, read_tokenizer_files
+from megaspeed.checkpoint.folders import (
+    CHECKPOINTS,
+    GENERATION,
+    TOKENIZER,
+    CheckpointFolder,
+    read_tokenizer_files,
+)
 from megaspeed.checkpoint.run_state import (
     NOT_STATED,
     DataIdentity,

@@ -6,8 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.manifest import FileDigest, write_manifest
+from megaspeed.checkpoint.folders import CheckpointFolder, FileDigest, write_manifest
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 

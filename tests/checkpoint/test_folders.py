@@ -6,8 +6,14 @@ from pathlib import Path
 import pytest
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.folders import CheckpointFolder, discard, locate
-from megaspeed.checkpoint.manifest import MANIFEST, file_problems, read_manifest
+from megaspeed.checkpoint.folders import (
+    MANIFEST,
+    CheckpointFolder,
+    discard,
+    file_problems,
+    locate,
+    read_manifest,
+)
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint import dying
 from tests.support.rank_pool import RankPool

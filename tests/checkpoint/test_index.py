@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.manifest import INDEX
+from megaspeed.checkpoint.folders import INDEX
 from megaspeed.checkpoint.reading import read_index
 
 

@@ -15,9 +15,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.folders import (
+    INDEX,
+    MANIFEST,
+    CheckpointFolder,
+    read_manifest,
+    write_manifest,
+)
 from megaspeed.checkpoint.inspection import NO_FILE, inspect
-from megaspeed.checkpoint.manifest import INDEX, MANIFEST, read_manifest, write_manifest
 from megaspeed.checkpoint.run_state import RUN_STATE
 from tests.checkpoint.written import CONFIG, change_index, run_state, seal, write_checkpoint
 

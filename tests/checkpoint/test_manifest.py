@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.manifest import (
+from megaspeed.checkpoint.folders import (
     MANIFEST,
     Checksum,
     FileDigest,

@@ -13,8 +13,8 @@ from torch.distributed import checkpoint as dcp
 
 from megaspeed.checkpoint import writing
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.manifest import (
+from megaspeed.checkpoint.folders import (
+    CheckpointFolder,
     FileDigest,
     file_problems,
     read_manifest,

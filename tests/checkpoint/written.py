@@ -10,8 +10,13 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.manifest import INDEX, MANIFEST, FileDigest, write_manifest
+from megaspeed.checkpoint.folders import (
+    INDEX,
+    MANIFEST,
+    CheckpointFolder,
+    FileDigest,
+    write_manifest,
+)
 from megaspeed.checkpoint.run_state import RUN_STATE, DataIdentity, Layout, Progress, RunState
 from megaspeed.checkpoint.tensors import expected_tensors
 from megaspeed.config.loading import parse_config

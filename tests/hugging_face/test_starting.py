@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from megaspeed.checkpoint.folders import read_tokenizer_files
 from megaspeed.checkpoint.inspection import inspect
-from megaspeed.checkpoint.manifest import read_tokenizer_files
 from megaspeed.checkpoint.reading import load_model, model_config
 from megaspeed.checkpoint.run_state import Progress, RunState
 from megaspeed.checkpoint.tensors import KINDS
