@@ -7,5 +7,5 @@
 A value passes through these files:
 
     document (reading, extends, --set) -> foreign_keys -> hugging_face (from_hf)
-        -> validation (each key) -> rules, layout (keys together) -> resolve
+        -> loading (each key) -> rules, layout (keys together) -> resolve
 """

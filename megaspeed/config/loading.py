@@ -3,29 +3,55 @@
 Mistakes are of two kinds: of one key (its name, its type, its bounds), and of keys together (the
 rules). Both are in one report: keys that are wrong are absent when the rules are checked, so a rule
 that reads one is skipped, and all others apply.
+
+``translate`` converts pydantic's errors about single keys to messages.
 """
 
 import copy
+import difflib
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
-from megaspeed.config.document import Document, read_document
-from megaspeed.config.errors import ConfigError, KeyPath, Problem
+from megaspeed.config.document import Document, describe_value, read_document
+from megaspeed.config.errors import MOST_LISTED, ConfigError, KeyPath, Problem, dotted
 from megaspeed.config.foreign_keys import accept, remove
 from megaspeed.config.hugging_face import fill_from_hugging_face
 from megaspeed.config.layout import World, violations
+from megaspeed.config.model import PRESETS
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.run import RunConfig
 from megaspeed.config.section import Section
-from megaspeed.config.validation import all_key_paths, translate
+
+_WANTED: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "dict_type": "an object",
+    "greater_than": "more than {gt:,.12g}",
+    "greater_than_equal": "at least {ge:,.12g}",
+    "less_than": "less than {lt:,.12g}",
+    "less_than_equal": "at most {le:,.12g}",
+    "string_too_short": "a string that is not empty",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+}
 
 
 @dataclass(frozen=True)
@@ -149,3 +175,153 @@ def _with_origin(problem: Problem, origins: Mapping[KeyPath, str]) -> Problem:
     if origin != "--set":
         text = re.sub(r"\bremove it$", "set it to null", text)
     return replace(problem, message=f"{text} (from {origin})")
+
+
+def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem]:
+    """Return one problem for each wrong key.
+
+    pydantic has an error for each branch of a union ("a whole number" or "auto"). They become one
+    problem. Errors that follow from another error are omitted.
+
+    Args:
+        error: the error of ``RunConfig.model_validate``.
+        values: the JSON that it checked.
+    """
+    by_path: dict[KeyPath, list[ErrorDetails]] = defaultdict(list)
+    for detail in error.errors(include_url=False):
+        by_path[_path_in_json(detail, values)].append(detail)
+    parents = {path[:length] for path in by_path for length in range(len(path))}
+    has_no_shape = ("model", "preset") in by_path or ("model", "from_hf") in by_path
+    unknown = 0
+    problems = []
+    for path, details in by_path.items():
+        kind = details[0]["type"]
+        if kind == "missing" and path[0] == "model" and has_no_shape:
+            continue
+        # A list may be too short because its wrong entries do not count. An object with a wrong
+        # key is meant to be an object, even if a string is also allowed.
+        if path in parents and (kind == "too_short" or isinstance(details[0]["input"], dict)):
+            continue
+        if kind == "extra_forbidden":
+            unknown += 1
+            # Finding the nearest known key takes a millisecond, and only the first are printed.
+            known = keys_at(path[:-1]) if unknown <= MOST_LISTED else []
+            problems.append(_unknown_key(path, known))
+        else:
+            problems.append(Problem(path, _message(path, details)))
+    missing = {path for path, details in by_path.items() if details[0]["type"] == "missing"}
+    misspelt = missing & {problem.meant for problem in problems}
+    return [problem for problem in problems if problem.path not in misspelt]
+
+
+def _path_in_json(detail: ErrorDetails, values: Mapping[str, Any]) -> KeyPath:
+    """pydantic's location without the names of union branches, which are not in the JSON."""
+    path: list[str | int] = []
+    here: Any = values
+    for part in detail["loc"]:
+        is_index = isinstance(here, list) and isinstance(part, int) and part < len(here)
+        if is_index or (isinstance(here, dict) and part in here):
+            here = here[part]
+            path.append(part)
+    last = detail["loc"][-1] if detail["loc"] else None
+    # A missing field is not in the JSON. Nor is a field of the model that is computed from others.
+    is_omitted = detail["type"] == "missing" or detail["loc"][:-1] == ("model",)
+    if is_omitted and isinstance(last, str) and path[-1:] != [last]:
+        path.append(last)
+    return tuple(path)
+
+
+def _message(path: KeyPath, details: list[ErrorDetails]) -> str:
+    by_kind = {detail["type"]: detail for detail in details}
+    kind, last, given = details[0]["type"], details[0]["loc"][-1], details[0]["input"]
+    if kind == "missing" and not isinstance(last, int):
+        return _missing_key(path)
+    if "union_tag_not_found" in by_kind:
+        return _missing_key((*path, "type"))
+    if "union_tag_invalid" in by_kind:
+        details = [by_kind["union_tag_invalid"]]
+        path, given = (*path, "type"), given["type"]
+    # A list that is too short has an error for each missing entry; the last one gives the length.
+    relevant = details[-1:] if kind == "missing" else details
+    wanted = " or ".join(dict.fromkeys(map(_wanted, relevant)))
+    return f"{dotted(path)}: given {describe_value(given)}, wanted {wanted}"
+
+
+def _missing_key(path: KeyPath) -> str:
+    if path == ("model",):
+        return f"model is missing; it needs at least a preset ({', '.join(PRESETS)})"
+    if path[0] == "model" and len(path) == 2:
+        return f"{dotted(path)} is missing: state it, or name a model.preset such as gpt2"
+    return f"{dotted(path)} is missing and has no default"
+
+
+def _wanted(detail: ErrorDetails) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    choices = context.get("expected", context.get("expected_tags"))
+    if choices is not None:  # pydantic writes Python: 'gpipe' or '1f1b', True
+        return str(choices).replace("'", '"').replace("True", "true").replace("False", "false")
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "missing":
+        return f"a list of {int(detail['loc'][-1]) + 1}"
+    template = _WANTED.get(kind)
+    return template.format(**context) if template else detail["msg"]
+
+
+def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
+    """Return the problem of an unknown key, with the nearest known key or the list of known keys.
+
+    If ``siblings`` is empty, the message has neither.
+    """
+    name = dotted(path)
+    if not siblings:
+        return Problem(path, f"{name} is an unknown key")
+    if name in all_key_paths():
+        message = f"{name} belongs to another type of {dotted(path[:-1])} than this one; remove it"
+        return Problem(path, message)
+    nearest = _nearest(path, siblings)
+    if nearest is not None:
+        message = f"{name} is an unknown key; the nearest known key is {nearest}"
+        return Problem(path, message, meant=tuple(nearest.split(".")))
+    if len(path) == 1:
+        return Problem(path, f"{name} is an unknown key; docs/configuration.md lists every key")
+    known = ", ".join(sorted(siblings))
+    return Problem(path, f"{name} is an unknown key; the keys of {dotted(path[:-1])} are {known}")
+
+
+def keys_at(path: KeyPath) -> list[str]:
+    """Return the known keys of the section at ``path``; those of all types, if it has several."""
+    section = dotted(tuple(part for part in path if isinstance(part, str)))
+    found = (key.rpartition(".") for key in all_key_paths())
+    return sorted(name for parent, _, name in found if parent == section)
+
+
+@cache
+def all_key_paths() -> tuple[str, ...]:
+    """Return every key of the JSON as a dotted path, sections included."""
+    return tuple(dict.fromkeys(_key_paths(RunConfig, ())))
+
+
+def _nearest(path: KeyPath, siblings: list[str]) -> str | None:
+    """Return the key of this name elsewhere; otherwise the nearest of the section, or of all."""
+    name = str(path[-1])
+    leaves = {known.rpartition(".")[2]: known for known in reversed(all_key_paths())}
+    if name not in leaves and (close := difflib.get_close_matches(name, siblings, n=1)):
+        return dotted((*path[:-1], close[0]))
+    far = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)
+    return leaves[far[0]] if far else None
+
+
+def _key_paths(model: type[BaseModel], path: KeyPath) -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield dotted((*path, name))
+        for inner in _sections_in(info.annotation):
+            yield from _key_paths(inner, (*path, name))
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the sections that a field may hold: ``X``, ``X | None``, ``Annotated[X | Y, ...]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections_in(argument)

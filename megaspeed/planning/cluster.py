@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.loading import translate
 from megaspeed.config.section import LARGEST_WORLD, Bandwidth, Section
-from megaspeed.config.validation import translate
 from megaspeed.planning.costs.placement import GPUS_PER_NODE
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.topology.devices import DeviceError, device_named

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from megaspeed.cli import main
 from megaspeed.config.document import merge
 from megaspeed.config.foreign_keys import REFUSED
-from megaspeed.config.validation import all_key_paths
+from megaspeed.config.loading import all_key_paths
 from tests.config.hugging_face_files import LLAMA
 from tests.config.workshop import Values, Workshop, train_tokenizer
 

@@ -14,8 +14,7 @@ from megaspeed.cli import main
 from megaspeed.config.document import Document, merge, read_document
 from megaspeed.config.foreign_keys import NO_EFFECT, REFUSED, RENAMED, remove
 from megaspeed.config.layout import World
-from megaspeed.config.loading import check_document, parse_config
-from megaspeed.config.validation import all_key_paths
+from megaspeed.config.loading import all_key_paths, check_document, parse_config
 from tests.config.small import only_problem, small, write
 
 

@@ -1,7 +1,7 @@
 """The names of keys. ``mistakes.txt`` lists unknown keys with the keys that were meant."""
 
 from megaspeed.config.errors import dotted
-from megaspeed.config.validation import keys_at
+from megaspeed.config.loading import keys_at
 from tests.config.small import problems
 
 

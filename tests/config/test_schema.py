@@ -11,8 +11,7 @@ import pytest
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.json_schema import TABLES, json_schema, json_schema_text, key_tables
 from megaspeed.config.layout import World
-from megaspeed.config.loading import check_document, parse_config
-from megaspeed.config.validation import all_key_paths
+from megaspeed.config.loading import all_key_paths, check_document, parse_config
 from tests.config.small import small, write
 
 ROOT = Path(__file__).parents[2]
