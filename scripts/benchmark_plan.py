@@ -45,6 +45,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ from megaspeed.planning.forecast import (
     SHORT_STEP,
     TYPICAL_FACTOR,
 )
-from megaspeed.planning.prediction import predict_peaks
+from megaspeed.planning.prediction import predict as predict_run
 from megaspeed.topology.devices import DEVICES, device_named
 from megaspeed.topology.grid import Grid
 
@@ -180,12 +181,9 @@ def main() -> None:
 def benchmark(rows: Sequence[Row]) -> dict[str, Any]:
     """Print the tables of these rows. Return their figures."""
     runs = [published_run(row) for row in rows if row["usable"] == "True"]
-    fits = Fits(runs)
-    chosen = fits.best(runs)
+    chosen = fit(runs)
     sources = sorted({run.source for run in runs})
-    without = {
-        source: fits.best([run for run in runs if run.source != source]) for source in sources
-    }
+    without = {source: fit([run for run in runs if run.source != source]) for source in sources}
     show_constants(chosen, without)
     predicted = {run.id: predict(run, without[run.source]) for run in runs}
     return {
@@ -352,44 +350,37 @@ def _scaled(layer: LayerTime, factor: float) -> LayerTime:
     )
 
 
-class Fits:
-    """Fits constants: the first two together, then the third, until none of them changes.
+@cache
+def distance(run: Published, constants: Constants) -> float:
+    """Return the absolute logarithm of predicted / reported step time."""
+    return abs(math.log(predict(run, constants).total / run.seconds))
 
-    Faster products and slower other operations give nearly the same times. So if the first two
-    changed one after the other, the result would depend on the starting point.
+
+def fit(runs: Sequence[Published]) -> Constants:
+    """Return the constants with the smallest mean distance, if all sources have the same weight.
+
+    The first two are fitted together, then the third, until none of them changes. Faster products
+    and slower other operations give nearly the same times. So if the first two changed one after
+    the other, the result would depend on the starting point.
     """
+    weights = weights_of(runs)
 
-    def __init__(self, runs: Sequence[Published]) -> None:
-        self._runs = {run.id: run for run in runs}
-        self._distances: dict[tuple[str, Constants], float] = {}
+    def mean(constants: Constants) -> float:
+        alone = replace(constants, interpreted=1.0)
+        return sum(
+            weights[run.id] * distance(run, constants if run.is_interpreted else alone)
+            for run in runs
+        )
 
-    def best(self, runs: Sequence[Published]) -> Constants:
-        """Return the constants with the smallest mean distance, if all sources have the same
-        weight.
-        """
-        weights = weights_of(runs)
-
-        def mean(constants: Constants) -> float:
-            return sum(weight * self._distance(name, constants) for name, weight in weights.items())
-
-        # If no run here determines the factor of DeepSpeed's engine, the factor stays 1.
-        best, before = replace(FITTED, interpreted=1.0), None
-        while best != before:
-            before = best
-            for names in (("products", "pointwise"), ("interpreted",)):
-                values = itertools.product(*(TRIED[name] for name in names))
-                tried = [replace(best, **dict(zip(names, each, strict=True))) for each in values]
-                best = min([best, *tried], key=mean)
-        return best
-
-    def _distance(self, name: str, constants: Constants) -> float:
-        run = self._runs[name]
-        if not run.is_interpreted:
-            constants = replace(constants, interpreted=1.0)
-        if (name, constants) not in self._distances:
-            seconds = predict(run, constants).total
-            self._distances[name, constants] = abs(math.log(seconds / run.seconds))
-        return self._distances[name, constants]
+    # If no run here determines the factor of DeepSpeed's engine, the factor stays 1.
+    best, before = replace(FITTED, interpreted=1.0), None
+    while best != before:
+        before = best
+        for names in (("products", "pointwise"), ("interpreted",)):
+            values = itertools.product(*(TRIED[name] for name in names))
+            tried = [replace(best, **dict(zip(names, each, strict=True))) for each in values]
+            best = min([best, *tried], key=mean)
+    return best
 
 
 def weights_of(runs: Sequence[Published]) -> dict[str, float]:
@@ -517,9 +508,10 @@ def memory_factor(run: Published) -> float:
         stated["data_types"] = {"grad_accum_dtype": "fp32"}
     world = World(grid.world_size, "the row", "cuda")
     resolved = resolve_run(parse_config(stated), world, name=run.id)
-    peaks = predict_peaks(resolved)
+    prediction = predict_run(resolved)
     logits = work.tokens * work.model.vocab_size / grid.tp
-    tensors = max(*peaks, peaks[-1] + _BYTES_OF_A_LOGIT * logits)
+    last = prediction.stages[-1].peak_bytes + _BYTES_OF_A_LOGIT * logits
+    tensors = max(prediction.fullest.peak_bytes, last)
     assert run.memory_bytes is not None, "only runs with a memory are compared"
     beside = reserved_memory(resolved, run.cluster.device, run.cluster.gpus_per_node, 0).certain
     return (run.memory_bytes - beside * run.is_drivers_memory) / tensors

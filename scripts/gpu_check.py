@@ -38,7 +38,7 @@ from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
-from megaspeed.planning.prediction import predict_peak_bytes
+from megaspeed.planning.prediction import predict
 from megaspeed.supervision.process_end import ended_on_termination
 from megaspeed.topology.devices import peak_by_name
 from megaspeed.topology.grid import Grid
@@ -384,9 +384,9 @@ def micro_batch_size(
     usable = USABLE_FRACTION * machine.memory_bytes
     for size in MICRO_BATCH_SIZES:
         peak = max(
-            predict_peak_bytes(
+            predict(
                 load(file, [*batch_settings(layout, size), f"zero_optimization.stage={z}"], layout)
-            )
+            ).fullest.peak_bytes
             for z in stages
         )
         if peak <= usable:

@@ -226,22 +226,6 @@ def test_schedule_prints_the_grid_and_writes_the_bubble(
     assert json.loads(figures.read_text()) == {"bubble_fraction": bubble}
 
 
-def test_a_long_timetable_is_folded_between_ticks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    options = ["--config", str(FOLDER / "3d.json"), "--world-size", "8"]
-    assert main(["schedule", *options, "--set", "train_batch_size=64"]) == 0
-    *lines, _ = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    rows: list[list[str]] = [[], [], []]
-    for index, line in enumerate(line for line in lines if line):
-        label = len("pipeline stage 0") if index % 3 else len("tick")
-        rows[index % 3] += line[label:].split()
-    grid = format_grid(SCHEDULES["1f1b"], 2, 8).splitlines()
-    assert rows == [row[len("pipeline stage 0") :].split() for row in grid]
-
-
 @pytest.mark.parametrize("name", ["check", "plan"])
 def test_checking_and_planning_load_no_torch(name: str) -> None:
     code = (

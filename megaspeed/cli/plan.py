@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +34,6 @@ from megaspeed.planning.plan import plan
 from megaspeed.planning.report import report, what_if_report
 from megaspeed.planning.variants import Training, what_if
 from megaspeed.units import counted, show
-
-_NARROWEST = 80
-"""The width of the terminal that is assumed, in columns."""
 
 
 def add_to(commands: Any) -> None:
@@ -187,22 +183,7 @@ def run_schedule(options: argparse.Namespace) -> int:
     schedule = SCHEDULES[run.config.parallel.schedule]
     check_schedule(schedule, stages, micro_batches)
     bubble = bubble_fraction(schedule, stages, micro_batches)
-    columns = max(_NARROWEST, shutil.get_terminal_size((_NARROWEST, 0)).columns)
-    for line in _fold(format_grid(schedule, stages, micro_batches).splitlines(), columns):
-        say(line)
+    say(format_grid(schedule, stages, micro_batches))
     say(f"ideal bubble: {bubble:.1%} of the step (a backward takes twice a forward's time)")
     write_json(options, {"bubble_fraction": bubble})
     return EXIT_DONE
-
-
-def _fold(grid: list[str], columns: int) -> Iterator[str]:
-    """Yield the lines of a timetable, cut between ticks into parts of at most ``columns``."""
-    ticks = grid[0]
-    start = ticks.index("0")
-    width = ticks.index("1") - start  # a pipeline has at least three ticks
-    part = (columns - start + 1) // width * width  # the last tick needs no space after it
-    for begin in range(start, max(map(len, grid)), part):
-        if begin > start:
-            yield ""
-        for line in grid:
-            yield (line[:start] + line[begin : begin + part]).rstrip()

@@ -208,18 +208,6 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
     return Run(config.changed(keys), name, spare_ranks=world.size - grid.world_size)
 
 
-def resolve_recorded(config: RunConfig, *, name: str, source: str, device_type: str) -> Run | None:
-    """Return the run of a recorded config; None if it does not state the data degree.
-
-    Raises:
-        ConfigError: as ``resolve_run``. It names ``source`` as the origin of the world size.
-    """
-    pp, dp, tp = config.parallel.pipeline, config.parallel.data, config.parallel.tensor
-    if dp == "auto":
-        return None
-    return resolve_run(config, World(pp * dp * tp, source, device_type), name=name)
-
-
 def _gradient_reduction(config: RunConfig) -> GradientReduction:
     """auto depends on the ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not.
 

@@ -11,6 +11,7 @@ stage of each kind:
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from megaspeed.config.resolve import Run
@@ -25,9 +26,19 @@ from megaspeed.planning.costs.traffic import Traffic, predict_traffic
 class StagePrediction:
     """What the fullest rank of one pipeline stage holds, and what it sends in one step."""
 
+    run: Run
     pipeline_stage: int
-    memory: StageMemory
-    traffic: Traffic
+    device_type: str
+
+    @cached_property
+    def memory(self) -> StageMemory:
+        """Memory of the states and at the peak."""
+        return predict_memory(self.run, self.pipeline_stage, device_type=self.device_type)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes sent, by axis and collective."""
+        return predict_traffic(self.run, self.pipeline_stage, self.device_type)
 
     @property
     def peak_bytes(self) -> int:
@@ -72,28 +83,10 @@ class Prediction:
 def predict(run: Run, device_type: str = "cuda") -> Prediction:
     """Return memory and traffic of the first pipeline stage of each kind, on "cuda" or "cpu"."""
     stages = tuple(
-        StagePrediction(
-            pipeline_stage=alike.start,
-            memory=predict_memory(run, alike.start, device_type=device_type),
-            traffic=predict_traffic(run, alike.start, device_type),
-        )
+        StagePrediction(run=run, pipeline_stage=alike.start, device_type=device_type)
         for alike in alike_stages(run)
     )
     return Prediction(run=run, stages=stages)
-
-
-def predict_peak_bytes(run: Run, device_type: str = "cuda") -> int:
-    """Return the peak of the rank with the highest peak, on "cuda" or "cpu"."""
-    return max(predict_peaks(run, device_type))
-
-
-def predict_peaks(run: Run, device_type: str = "cuda") -> list[int]:
-    """Return the peak of a rank of each pipeline stage, in the order of the pipeline."""
-    peaks: list[int] = []
-    for alike in alike_stages(run):
-        memory = predict_memory(run, alike.start, device_type=device_type)
-        peaks += [memory.peak.total] * len(alike)
-    return peaks
 
 
 def alike_stages(run: Run) -> list[range]:

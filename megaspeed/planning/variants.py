@@ -51,7 +51,7 @@ from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.planning.costs.reserved_memory import Verdict, reserved_memory, verdict
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import Forecast, forecast
-from megaspeed.planning.prediction import predict_peak_bytes
+from megaspeed.planning.prediction import predict
 
 _DATA, _MICRO_BATCH = "parallel.data", "train_micro_batch_size_per_gpu"
 
@@ -132,7 +132,7 @@ class Training:
     def peak_bytes(self, settings: Settings) -> float:
         """Return the predicted peak; infinite if the configuration refuses the settings."""
         try:
-            return predict_peak_bytes(self.under(settings), self.device_type)
+            return predict(self.under(settings), self.device_type).fullest.peak_bytes
         except ConfigError:
             return inf
 
@@ -189,7 +189,7 @@ def cheapest_change(training: Training, cluster: Cluster) -> Change | None:
     for settings in chain(*_changes(training, cluster.gpus_per_node)):
         with suppress(ConfigError):
             run = training.under(settings)
-            peak = predict_peak_bytes(run, training.device_type)
+            peak = predict(run, training.device_type).fullest.peak_bytes
             if _verdict(run, peak, cluster) == "fits":
                 return Change(set_text=training.set_text(settings), peak_bytes=peak)
     return None
@@ -206,7 +206,7 @@ def single_changes(training: Training, gpus_per_node: int) -> list[tuple[int, tu
     Returns:
         The bytes that each change frees and what to type after ``--set``, the largest first.
     """
-    peak = predict_peak_bytes(training.run, training.device_type)
+    peak = predict(training.run, training.device_type).fullest.peak_bytes
     best: list[tuple[int, tuple[str, ...]]] = []
     for attempts in _changes(training, gpus_per_node):
         smallest = min(attempts, key=training.peak_bytes, default=training.settings)
@@ -351,7 +351,7 @@ def what_if(training: Training, cluster: Cluster) -> WhatIf:
                 run = training.under(settings)
             except ConfigError:
                 continue
-            peaks.append(predict_peak_bytes(run, training.device_type))
+            peaks.append(predict(run, training.device_type).fullest.peak_bytes)
             word = _verdict(run, peaks[-1], cluster)
             if word == "does not fit":
                 too_large += len(sizes) - index

@@ -9,7 +9,7 @@ import pytest
 from megaspeed.config.loading import read_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.planning.costs.reserved_memory import reserved_memory, verdict
-from megaspeed.planning.prediction import predict_peak_bytes
+from megaspeed.planning.prediction import predict
 from megaspeed.topology.devices import DEVICES
 from tests.config.small import load
 
@@ -93,11 +93,11 @@ def test_gpt2_1_5b_has_the_largest_micro_batch_that_fits_one_80_gb_gpu(world_siz
     verdicts = [
         verdict(peak, reserved_memory(each, device, 8, peak), device)
         for each in (run, twice)
-        for peak in [predict_peak_bytes(each)]
+        for peak in [predict(each).fullest.peak_bytes]
     ]
     assert verdicts[0] != "does not fit" and verdicts[1] == "does not fit"
     # Even if the prediction is 10 % too low, the run fits into the device's memory.
-    assert 1.1 * predict_peak_bytes(run) < device.memory_bytes
+    assert 1.1 * predict(run).fullest.peak_bytes < device.memory_bytes
 
 
 def test_the_readme_names_every_file() -> None:

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from megaspeed.planning.costs.reserved_memory import reserved_memory
-from megaspeed.planning.prediction import predict_peak_bytes
+from megaspeed.planning.prediction import predict
 from megaspeed.planning.variants import Change, Training, cheapest_change
 from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny
 
 
 def peak_of(training: Training) -> int:
-    return predict_peak_bytes(training.run)
+    return predict(training.run).fullest.peak_bytes
 
 
 def change_of(training: Training, share: float, gpus_per_node: int = 8) -> Change | None:

@@ -10,7 +10,6 @@ from megaspeed.planning.prediction import (
     alike_stages,
     ideal_bubble,
     predict,
-    predict_peak_bytes,
 )
 from tests.planning.tiny_runs import FOLDER, from_file, tiny
 
@@ -39,7 +38,7 @@ def test_the_largest_of_all_pipeline_stages_is_found(
     traffic = [predict_traffic(run, stage) for stage in range(6)]
     peak = max(each.peak.total for each in memory)
     assert len(alike_stages(run)) < 6
-    assert predict(run).fullest.peak_bytes == predict_peak_bytes(run) == peak
+    assert predict(run).fullest.peak_bytes == peak
     assert predict(run).fullest.pipeline_stage == [each.peak.total for each in memory].index(peak)
     sent = max(sum(each.values()) for each in traffic)
     assert predict(run).busiest.sent_bytes == sent
