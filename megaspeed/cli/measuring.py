@@ -1,9 +1,7 @@
 """``megaspeed compare``, ``bench`` and ``scaling``: rows take turns on ranks of this machine."""
 
 import argparse
-import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +22,12 @@ from megaspeed.cli.options import (
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
-from megaspeed.config.resolve import Run
 from megaspeed.files.paths import folder_problem, path_argument
 
 if TYPE_CHECKING:
     from megaspeed.measurement.local_ranks import DeviceType
     from megaspeed.measurement.report import Report
-    from megaspeed.measurement.turns import AnyRow
+    from megaspeed.measurement.turns import AnyRow, Extra
 
 _PEERS = ("plain", "hf-deepspeed", "fsdp2", "ddp", "deepspeed-pipeline")
 _SIZES = "--world-sizes"
@@ -108,94 +105,70 @@ def device_type_here() -> "DeviceType":
 
 def compare(options: argparse.Namespace) -> int:
     """Train every row, then show and write the figures."""
-    from megaspeed.measurement.compare import (
-        ComparisonResult,
-        baseline_rows,
-        part_of_turn,
-        report,
-        zero_rows,
-    )
-    from megaspeed.measurement.turns import Steps
+    from megaspeed.measurement.compare import ComparisonResult, baseline_rows, report, zero_rows
 
     device_type = device_type_here()
     run = load(options, device_type)
     rows = zero_rows(run, options.stages, device_type)
     rows += baseline_rows(run, options.baselines, device_type)
-    steps = Steps(warm_up=1, timed=options.steps, timeout_seconds=options.timeout)
-    return _measure(
-        options,
-        run,
-        rows,
-        lambda corpus: partial(part_of_turn, corpus, steps),
-        lambda **measured: report(ComparisonResult(run=run, **measured)),
-    )
+
+    def report_of(**measured: Any) -> "Report":
+        return report(ComparisonResult(run=run, **measured))
+
+    return _measure(options, rows, report_of, warm_up=1, extra="memory")
 
 
 def bench(options: argparse.Namespace) -> int:
     """Let the contestants take their turns, then show and write the figures."""
-    from megaspeed.measurement.bench import (
-        BenchResult,
-        choose_peers,
-        contestants_of,
-        part_of_turn,
-        report,
-    )
-    from megaspeed.measurement.turns import WARM_UP_STEPS, Steps
+    from megaspeed.measurement.bench import BenchResult, choose_peers, contestants_of, report
+    from megaspeed.measurement.turns import WARM_UP_STEPS
 
     run = load(options, device_type_here())
     reasons = choose_peers(run, options.peers)
     not_run = {peer: reason for peer, reason in reasons.items() if reason is not None}
-    steps = Steps(warm_up=WARM_UP_STEPS, timed=options.steps, timeout_seconds=options.timeout)
-    rows = contestants_of(run, [peer for peer in reasons if peer not in not_run], steps)
-    with tempfile.TemporaryDirectory(prefix="megaspeed-bench-") as name:
-        return _measure(
-            options,
-            run,
-            rows,
-            lambda corpus: partial(part_of_turn, Path(name), corpus, steps),
-            lambda **measured: report(BenchResult(run=run, not_run=not_run, **measured)),
-        )
+    rows = contestants_of(run, [peer for peer in reasons if peer not in not_run])
+
+    def report_of(**measured: Any) -> "Report":
+        return report(BenchResult(run=run, not_run=not_run, **measured))
+
+    return _measure(options, rows, report_of, warm_up=WARM_UP_STEPS)
 
 
 def scaling(options: argparse.Namespace) -> int:
     """Train every number of ranks, then show and write the figures."""
-    from megaspeed.measurement.scaling import ScalingResult, part_of_turn, report, scaled_rows
-    from megaspeed.measurement.turns import WARM_UP_STEPS, Steps
+    from megaspeed.measurement.scaling import ScalingResult, report, scaled_rows
+    from megaspeed.measurement.turns import WARM_UP_STEPS
 
     sizes, device_type = sorted(set(options.world_sizes)), device_type_here()
     overrides = [*options.overrides, "parallel.spare_ranks=false"]
     base = load_checked_run(options.config, overrides, World(sizes[0], _SIZES, device_type))
     rows = scaled_rows(base, sizes, device_type, weak=options.weak)
-    steps = Steps(
-        warm_up=WARM_UP_STEPS, timed=options.steps, timeout_seconds=options.timeout, extra="parts"
-    )
+
+    def report_of(**measured: Any) -> "Report":
+        return report(ScalingResult(weak=options.weak, **measured))
+
     return _measure(
-        options,
-        rows[-1].run,
-        rows,
-        lambda corpus: partial(part_of_turn, corpus, steps),
-        lambda **measured: report(ScalingResult(weak=options.weak, **measured)),
-        size_option=_SIZES,
+        options, rows, report_of, warm_up=WARM_UP_STEPS, extra="parts", size_option=_SIZES
     )
 
 
 def _measure(
     options: argparse.Namespace,
-    largest: Run,
     rows: "Sequence[AnyRow]",
-    part_with: "Callable[[Any], Callable[[AnyRow, int], tuple[Any, ...]]]",
     report_of: "Callable[..., Report]",
     *,
+    warm_up: int,
+    extra: "Extra | None" = None,
     size_option: str = "--world-size",
 ) -> int:
     """Let the rows take their turns, then show and write the report. Return the exit code.
 
     Args:
         options: of the command.
-        largest: the run with the most ranks.
-        rows: of the command.
-        part_with: corpus -> the function that ``take_turns`` needs.
+        rows: of the command; the last one has the most ranks.
         report_of: gets the fields of ``Result``.
+        warm_up: steps of a turn before the timed ones.
+        extra: what a turn measures beside the times.
         size_option: the option that states the number of ranks.
 
     Raises:
@@ -203,9 +176,9 @@ def _measure(
     """
     from megaspeed.data.corpus import prepare_corpus
     from megaspeed.measurement.local_ranks import too_many_ranks
-    from megaspeed.measurement.turns import take_turns
+    from megaspeed.measurement.turns import Steps, take_turns
 
-    device_type = device_type_here()
+    largest, device_type = rows[-1].run, device_type_here()
     folder: Path = options.output or Path("runs") / f"{largest.name}-{options.command}"
     problem = folder_problem("--output", folder)
     problems = [] if problem is None else [problem]
@@ -214,14 +187,17 @@ def _measure(
         raise ConfigError(problems, where=f"{options.command} of {options.config}")
     corpus = prepare_corpus(largest.config.data, largest.config.model.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
+    steps = Steps(
+        warm_up=warm_up, timed=options.steps, timeout_seconds=options.timeout, extra=extra
+    )
     with BarOrLines(options.turns * len(rows)) as bar:
         done, stopped = take_turns(
             rows,
             options.turns,
-            part_with(corpus),
+            corpus,
+            steps,
             device_type=device_type,
             folder=folder,
-            timeout_seconds=options.timeout,
             on_turn=bar.show,
         )
     report = report_of(rows=done, turns=options.turns, steps=options.steps, stopped=stopped)

@@ -1,7 +1,7 @@
 """``megaspeed bench``: the step time of a run beside other libraries that train the same task.
 
-    row                      trains
-    megaspeed                the complete training job; only the last checkpoint is not written
+    row                      trains with
+    megaspeed                the worker of a training run
     hf-deepspeed defaults    a peer with its defaults,
     hf-deepspeed guide       and as its guide recommends
     ...
@@ -10,51 +10,26 @@
     ratio             median and quartiles of the ratios of all turns; above 1 megaspeed is faster
     a peer counts     with the settings that have the lower ratio
 
-A step's time is that on rank 0 from the end of one step to the end of the next. It includes loading
-the samples, the loss on the host, and what megaspeed records in every step. Turns never share
-memory, so a peak of memory belongs to one contestant.
+All train in the same loop (``turns``). A step's time is that on rank 0 from the end of one step to
+the end of the next. It includes loading the samples and reading the loss. Turns never share memory,
+so a peak of memory belongs to one contestant.
 """
 
-import json
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config
-from megaspeed.config.layout import World
-from megaspeed.config.loading import parse_config
-from megaspeed.config.resolve import Run, resolve_run
-from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.files.json_values import read_records
+from megaspeed.config.resolve import Run
 from megaspeed.measurement.deepspeed_peers import DeepspeedPipeline, HfDeepspeed, Settings
 from megaspeed.measurement.report import Bar, Column, Part, Report, Table
 from megaspeed.measurement.torch_trainers import Ddp, Fsdp2, Plain, refusal
-from megaspeed.measurement.turns import (
-    WARM_UP_STEPS,
-    Result,
-    Row,
-    Steps,
-    TimedRank,
-    describe_device,
-    forget_peak,
-    take_turn,
-    timed_steps,
-)
+from megaspeed.measurement.turns import WARM_UP_STEPS, Result, Row
 from megaspeed.measurement.verification.comparison import TOLERANCES, relative_difference
-from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.checkpointing import Checkpointing
-from megaspeed.training.pretrain import main as train_main
-from megaspeed.training.run_folder import METRICS
 from megaspeed.training.worker import Worker
 from megaspeed.units import Spread, counted, memory_unit, three_digits
 
@@ -62,6 +37,7 @@ MEGASPEED = "megaspeed"
 
 TRAINERS: Mapping[tuple[str, Settings | None], Callable[..., Any]] = MappingProxyType(
     {
+        (MEGASPEED, None): Worker,
         ("plain", None): Plain,
         ("hf-deepspeed", "defaults"): partial(HfDeepspeed, settings="defaults"),
         ("hf-deepspeed", "guide"): partial(HfDeepspeed, settings="guide"),
@@ -71,10 +47,10 @@ TRAINERS: Mapping[tuple[str, Settings | None], Callable[..., Any]] = MappingProx
         ("deepspeed-pipeline", None): DeepspeedPipeline,
     }
 )
-"""Peer and settings -> what a rank trains with. A peer whose guide recommends other settings than
+"""Name and settings -> what a rank trains with. A peer whose guide recommends other settings than
 its defaults takes turns with both."""
 
-PEERS = tuple(dict.fromkeys(peer for peer, _ in TRAINERS))
+PEERS = tuple(dict.fromkeys(name for name, _ in TRAINERS if name != MEGASPEED))
 _OWN_WEIGHTS = ("hf-deepspeed",)  # transformers draws its own initial weights
 
 
@@ -101,40 +77,19 @@ class Contestant(Row):
         return max(rank.peak_bytes for turn in self.turns for rank in turn)
 
 
-def contestants_of(run: Run, peers: Sequence[str], steps: Steps) -> list[Contestant]:
-    """Return megaspeed, and each peer with its settings. A run has a step more than a turn."""
-    run = benchmarked(run, steps.total + 1)
+def contestants_of(run: Run, peers: Sequence[str]) -> list[Contestant]:
+    """Return megaspeed, and each peer with its settings."""
     return [
-        Contestant(label=MEGASPEED, run=run, name=MEGASPEED),
-        *(
-            Contestant(
-                label=f"{name} {settings or ''}".strip(), run=run, name=name, settings=settings
-            )
-            for name, settings in TRAINERS
-            if name in peers
-        ),
+        Contestant(
+            label=name if settings is None else f"{name} {settings}",
+            run=run,
+            make=make,
+            name=name,
+            settings=settings,
+        )
+        for (name, settings), make in TRAINERS.items()
+        if name in (MEGASPEED, *peers)
     ]
-
-
-def benchmarked(run: Run, steps: int) -> Run:
-    """Return the run with this many steps, and without what would only take time after them.
-
-    The learning rate is constant, because a warmup must be shorter than the run.
-    """
-    values = run.as_json()
-    values.pop("scheduler", None)
-    values["training"] |= {
-        "steps": steps,
-        "save_interval": 0,
-        "eval_interval": 0,
-        "eval_batches": 1,
-        "report_to": [],
-        "restart": 0,
-        "async_save": False,
-        "profile": None,
-    }
-    world = World(run.grid.world_size, "--world-size")
-    return resolve_run(parse_config(values), world, name=run.name)
 
 
 def choose_peers(run: Run, names: Sequence[str] | None) -> dict[str, str | None]:
@@ -189,77 +144,6 @@ def _refusal(peer: str, run: Run) -> str | None:
         except ConfigError as error:
             return "; ".join(error.problems)
     return None
-
-
-def part_of_turn(
-    folder: Path, corpus: PreparedCorpus, steps: Steps, row: Contestant, number: int
-) -> tuple[Callable[..., Any], *tuple[Any, ...]]:
-    """Return what the ranks of a turn call. megaspeed's run folders are in ``folder``."""
-    if row.name != MEGASPEED:
-        return take_turn, TRAINERS[row.name, row.settings], row.run, corpus, steps
-    values, file = row.run.as_json(), folder / f"{number}.json"
-    values["training"]["run_dir"] = str(file.with_suffix(""))
-    file.write_text(json.dumps(values), encoding="utf-8")
-    return train_megaspeed, file, steps
-
-
-class _Clock(Checkpointing):
-    """Note when each step of the training loop has ended, and save nothing.
-
-    A large model's checkpoint would take longer than the steps.
-    """
-
-    def __init__(
-        self, ends: list[float], warm_up: int, worker: Worker, corpus: PreparedCorpus
-    ) -> None:
-        super().__init__(worker, corpus)
-        self._ends, self._warm_up = ends, warm_up
-        self._device = worker.context.device
-        ends.append(time.perf_counter())
-
-    def finished(self) -> list[SaveReport]:
-        """The loop calls this at the end of each step, after all records are written."""
-        self._ends.append(time.perf_counter())
-        if len(self._ends) == 1 + self._warm_up:
-            forget_peak(self._device)
-        return super().finished()
-
-    def save(self, progress: Progress) -> None:
-        """Add only the report of a save."""
-        self._finished.append(
-            SaveReport(
-                step=progress.step,
-                checkpoint=self._run.run_dir,
-                size_bytes=0,
-                seconds=0.0,
-                stall_seconds=0.0,
-                error=None,
-                deleted=(),
-            )
-        )
-
-
-def train_megaspeed(launch: LaunchEnvironment, config: Path, steps: Steps) -> Iterator[TimedRank]:
-    """Train as one rank of the main job. Its last step, which a validation ends, is not timed.
-
-    The run folder has the name of the configuration without its suffix.
-    """
-    ends: list[float] = []
-    make_checkpointing = partial(_Clock, ends, steps.warm_up)
-    code = train_main(["--config", str(config)], make_checkpointing=make_checkpointing)
-    if code:
-        raise RuntimeError(f"megaspeed train ended with exit code {code}")
-    lines = read_records(config.with_suffix("") / METRICS)
-    records = [each for each in lines if each and "peak_memory_bytes" in each]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current GPU
-    yield TimedRank(
-        losses=[record["loss"] for record in records],
-        grad_norm=records[-1]["grad_norm"],
-        skipped_steps=sum(record["skipped"] for record in records),
-        step_seconds=timed_steps(steps, ends),
-        peak_bytes=max(records[-1]["peak_memory_bytes"]),
-        device=describe_device(device, launch.world_size),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,8 +225,8 @@ def report(result: BenchResult) -> Report:
     parts: list[Part] = [
         f"{counted(result.turns, 'turn')} of {counted(result.steps, 'step')} each, after "
         f"{WARM_UP_STEPS} that warm up. Contestants take turns, and each turn starts new "
-        "processes. A step lasts on rank 0 from the end of the step before until its loss is read "
-        "and its records are written. Ratio: the peer's step time / megaspeed's in the same turn; "
+        "processes. A step lasts on rank 0 from the end of the step before until its loss is read. "
+        "Ratio: the peer's step time / megaspeed's in the same turn; "
         "above 1, megaspeed is faster. In brackets: quartiles. On a CPU, the peak is that of the "
         "resident set, which includes all libraries.",
         *([f"Of both settings, those that count: {', '.join(both)}."] if both else []),

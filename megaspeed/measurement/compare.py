@@ -33,11 +33,10 @@ from typing import Any, Literal
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.resolve import GradientReduction, Run, resolve_run
-from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.local_ranks import DeviceType
 from megaspeed.measurement.report import Bar, Column, Part, Report, Table
 from megaspeed.measurement.torch_trainers import Ddp, Fsdp2, refusal
-from megaspeed.measurement.turns import Result, Row, Steps, noise_of, take_turn
+from megaspeed.measurement.turns import Result, Row, noise_of
 from megaspeed.measurement.verification.comparison import TOLERANCES, relative_difference
 from megaspeed.measurement.watched_step import RankMeasurement, WatchedZero
 from megaspeed.planning.costs.memory import MemoryBytes
@@ -163,14 +162,6 @@ def baseline_rows(run: Run, baselines: Sequence[str], device_type: DeviceType) -
     return rows
 
 
-def part_of_turn(
-    corpus: PreparedCorpus, steps: Steps, row: ComparedRow, number: int
-) -> tuple[Callable[..., Any], *tuple[Any, ...]]:
-    """Return what the ranks of a turn call. Only the first one counts memory and traffic."""
-    steps = replace(steps, extra="memory" if number == 1 else None)
-    return take_turn, TRAINERS[row.engine], row.run, corpus, steps
-
-
 def _reductions(run: Run, zero_stage: int) -> tuple[GradientReduction | None, ...]:
     """The reductions that make a difference at this ZeRO stage; (None,) if none does."""
     if run.compression is not None:
@@ -205,6 +196,7 @@ def _row(
         label=name if reduction is None else f"{name} {reduction}",
         engine=engine,
         run=resolved,
+        make=TRAINERS[engine],
         predicted=_predict(resolved, device_type) if engine == "zero" else None,
     )
 

@@ -12,18 +12,16 @@ row's parts are means over the middle half of its steps by time, so they add up 
 single slow steps do not count.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import BATCH_KEYS, World
 from megaspeed.config.resolve import Run, resolve_run
-from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.local_ranks import DeviceType
 from megaspeed.measurement.report import Bar, Column, Report, Table
-from megaspeed.measurement.turns import WARM_UP_STEPS, Result, Row, Steps, take_turn
+from megaspeed.measurement.turns import WARM_UP_STEPS, Result, Row
 from megaspeed.topology.activity import PARTS, Part
 from megaspeed.topology.launch import usable_processors
 from megaspeed.training.profile import PART_LABELS
@@ -104,17 +102,10 @@ def scaled_rows(
                 helps = not weak and train in problem
                 problems.append(problem + mend if helps else problem)
         else:
-            rows.append(ScaledRow(label=counted(size, "rank"), run=run))
+            rows.append(ScaledRow(label=counted(size, "rank"), run=run, make=Worker))
     if problems:
         raise ConfigError(problems, where=f"{base.name} on {' '.join(map(str, sizes))} ranks")
     return rows
-
-
-def part_of_turn(
-    corpus: PreparedCorpus, steps: Steps, row: ScaledRow, number: int
-) -> tuple[Callable[..., Any], *tuple[Any, ...]]:
-    """Return what the ranks of a turn call."""
-    return take_turn, Worker, row.run, corpus, steps
 
 
 @dataclass(frozen=True, kw_only=True)

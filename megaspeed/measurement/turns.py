@@ -42,8 +42,26 @@ from megaspeed.units import counted
 WARM_UP_STEPS = 3
 """Of ``bench`` and ``scaling``. DeepSpeed's engine records its ZeRO-3 gathers in the first two."""
 
+Extra = Literal["memory", "parts"]
+"""What a turn measures beside the times."""
+
 _STUDENT_99 = (9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17)
 """Two-sided 99 % quantiles for 2 to 10 degrees of freedom. For more, the last one is cautious."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """How a turn is taken."""
+
+    warm_up: int
+    timed: int
+    timeout_seconds: float  # of a turn, and of a collective
+    extra: Extra | None = None
+
+    @property
+    def total(self) -> int:
+        """The number of steps, without the one that is measured."""
+        return self.warm_up + self.timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +90,7 @@ class Row:
 
     label: str  # different for every row
     run: Run
+    make: Callable[[Run, ParallelContext], Any]  # makes what has ``Worker``'s ``train_step``
     turns: Sequence[Sequence[TimedRank]] = ()  # turn -> rank
     extras: Sequence[Any] = ()  # rank -> what the command has asked for, in the first turn
     failure: str | None = None  # why a turn failed; the row takes no turn after it
@@ -156,11 +175,11 @@ class Result(Generic[AnyRow]):
 def take_turns(
     rows: Sequence[AnyRow],
     turns: int,
-    part: Callable[[AnyRow, int], tuple[Callable[..., Any], *tuple[Any, ...]]],
+    corpus: PreparedCorpus,
+    steps: Steps,
     *,
     device_type: DeviceType,
     folder: Path,
-    timeout_seconds: float,
     on_turn: Callable[[int, str], None] = lambda done, text: None,
 ) -> tuple[list[AnyRow], bool]:
     """Let rows take turns. A row that fails takes no further turn.
@@ -168,11 +187,10 @@ def take_turns(
     Args:
         rows: with different labels.
         turns: of each row.
-        part: (row, number of the turn, from 1) -> the function that its ranks call, and arguments.
-            It yields a ``TimedRank`` and, if the command asks for more, another value.
+        corpus: of all rows.
+        steps: of a turn; what it asks for beside the times is measured only in the first turn.
         device_type: of the ranks.
         folder: exists; what the ranks of each turn print goes to a file in its ``logs``.
-        timeout_seconds: the time limit of one turn.
         on_turn: called before each turn, with the number of earlier turns and a description.
 
     Returns:
@@ -194,11 +212,12 @@ def take_turns(
         failure = None
         try:
             ranks = run_on_ranks(
-                *part(row, number),
+                *(take_turn, row.make, row.run, corpus),
+                steps if number == 1 else replace(steps, extra=None),
                 world_size=row.run.grid.world_size,
                 device_type=device_type,
                 log=log,
-                timeout_seconds=timeout_seconds,
+                timeout_seconds=steps.timeout_seconds,
             )
         except RanksFailed as failed:
             ranks, failure = failed.yielded, f"{failed}; see {log}"
@@ -209,21 +228,6 @@ def take_turns(
             break
         by_label[label] = row.after_turn(ranks, failure)
     return [row for row in by_label.values() if row.turns or row.failure], stopped
-
-
-@dataclass(frozen=True, kw_only=True)
-class Steps:
-    """How a turn is taken."""
-
-    warm_up: int
-    timed: int
-    timeout_seconds: float  # of a collective
-    extra: Literal["memory", "parts"] | None = None
-
-    @property
-    def total(self) -> int:
-        """The number of steps, without the one that is measured."""
-        return self.warm_up + self.timed
 
 
 def take_turn(
@@ -243,8 +247,8 @@ def take_turn(
         samples, skipped, losses = run.batch.train_batch_size, 0, []
         timelines, ends = [], [time.perf_counter()]
         for number in range(steps.total):
-            if number == steps.warm_up:
-                forget_peak(context.device)  # the first step also compiles
+            if number == steps.warm_up and context.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(context.device)  # the first step also compiles
             if number >= steps.warm_up and steps.extra == "parts":
                 context.timeline.begin(number + 1)
             result = trainer.train_step(
@@ -259,9 +263,9 @@ def take_turn(
             losses=losses,
             grad_norm=result.grad_norm,
             skipped_steps=skipped,
-            step_seconds=timed_steps(steps, ends),
+            step_seconds=[end - start for start, end in pairwise(ends)][steps.warm_up :],
             peak_bytes=peak_memory(context.device),
-            device=describe_device(context.device, run.grid.world_size),
+            device=_describe_device(context.device, run.grid.world_size),
         )
         if steps.extra == "memory":
             load = inputs.load(steps.total * samples)
@@ -276,26 +280,12 @@ def take_turn(
         inputs.close()
 
 
-def timed_steps(steps: Steps, ends: Sequence[float]) -> list[float]:
-    """Return the seconds of the timed steps.
-
-    ``ends`` are the start of the first step and the end of each step.
-    """
-    return [end - start for start, end in pairwise(ends)][steps.warm_up : steps.total]
-
-
-def describe_device(device: torch.device, ranks: int) -> Device:
+def _describe_device(device: torch.device, ranks: int) -> Device:
     """Return the name and memory of a rank's device. On a CPU, all ranks share the memory."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Device(name=properties.name, memory_bytes=properties.total_memory)
     return Device(name="CPU", memory_bytes=psutil.virtual_memory().total // ranks)
-
-
-def forget_peak(device: torch.device) -> None:
-    """Start the CUDA allocator's peak again. Do nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def noise_of(seconds: Sequence[Sequence[float]]) -> float | None:

@@ -75,9 +75,6 @@ ExplainMemory = Callable[[Run, ParallelContext, ZeroEngine | None], str]
 The function is in ``measurement``, which imports this folder. So the caller passes it.
 """
 
-MakeCheckpointing = Callable[[Worker, PreparedCorpus], Checkpointing]
-"""Makes what saves and loads the run's checkpoints."""
-
 _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 """The minimum timeout of collectives. If a run hangs, the watch usually ends it much earlier."""
 
@@ -129,7 +126,6 @@ class Job:
     console: Console  # quiet on all ranks but rank 0
     launchers: Sequence[int]  # process numbers of the launchers above this process
     explain_memory: ExplainMemory | None = None  # called if memory runs out
-    make_checkpointing: MakeCheckpointing = Checkpointing  # a benchmark's saves nothing
     log: RankLog = field(init=False)  # this rank's log file
     watch: Watch = field(init=False)  # watches the other ranks
 
@@ -216,7 +212,7 @@ class Job:
                 )
                 print_line(self.console, Text(reason))
             with (
-                self.make_checkpointing(worker, corpus) as checkpointing,
+                Checkpointing(worker, corpus) as checkpointing,
                 # Again, because ``Checkpointing`` waits for a pending save when it closes.
                 self.watch.failures.reported(expected=EXPECTED),
                 self._memory_explained(context, worker.engine),

@@ -42,7 +42,6 @@ from megaspeed.topology.launch import (
 )
 from megaspeed.topology.process_settings import set_defaults
 from megaspeed.topology.store import GroupError, print_error
-from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import (
     describe_spare_ranks,
     launch_warnings,
@@ -50,7 +49,7 @@ from megaspeed.training.console import (
     print_warning,
 )
 from megaspeed.training.faults import inject_into_process
-from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job, MakeCheckpointing
+from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job
 from megaspeed.training.reporting import check_packages
 from megaspeed.training.resume import (
     Restarts,
@@ -75,7 +74,6 @@ def main(
     as_command: bool = False,
     launchers: Sequence[int] | None = None,
     explain_memory: ExplainMemory | None = None,
-    make_checkpointing: MakeCheckpointing = Checkpointing,
 ) -> int:
     """Train as the command line states; returns the exit code.
 
@@ -84,7 +82,6 @@ def main(
         as_command: whether messages and help name ``megaspeed train``, not the script.
         launchers: process ids of the launchers above this process; looked up if omitted.
         explain_memory: called if memory runs out.
-        make_checkpointing: makes what saves and loads checkpoints.
 
     The caller must exit with ``end_process``, because threads may still wait for other ranks.
     """
@@ -126,7 +123,6 @@ def main(
             console=console,
             launchers=launcher_processes() if launchers is None else launchers,
             explain_memory=explain_memory,
-            make_checkpointing=make_checkpointing,
         )
         return _run(job)
 

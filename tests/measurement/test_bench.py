@@ -1,7 +1,6 @@
 """``megaspeed bench``: real turns on two ranks, refusals, and figures that a person can check."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +26,8 @@ from megaspeed.measurement.local_ranks import RanksFailed
 from megaspeed.measurement.turns import Device, TimedRank
 from megaspeed.measurement.watched_step import TrafficLog
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.launch import LaunchEnvironment, free_port
-from megaspeed.training.worker import StepInputs
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.worker import StepInputs, Worker
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
 
@@ -37,13 +36,7 @@ PEERS_OF_THE_DATA_AXIS = ["plain", "hf-deepspeed", "fsdp2", "ddp"]
 BOTH = ["defaults", "guide"]
 
 
-def launched_alone(
-    launch: LaunchEnvironment, cache: str, port: int, part: Callable[..., Any], *arguments: Any
-) -> Any:
-    """Run a rank of the pool with the variables that ``run_on_ranks`` sets."""
-    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
-        del os.environ[name]
-    os.environ |= {"MEGASPEED_CACHE": cache, "MASTER_PORT": str(port)}
+def as_list(launch: LaunchEnvironment, part: Callable[..., Any], *arguments: Any) -> list[Any]:
     return list(part(launch, *arguments))
 
 
@@ -63,8 +56,7 @@ def failing(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             raise KeyboardInterrupt
         if log.name in names:
             raise RanksFailed("out of memory: RuntimeError: 2 GiB are missing (rank 1)")
-        cache = str(tmp_path / "cache")
-        return pool.run(world_size, launched_alone, cache, free_port(), *part)
+        return pool.run(world_size, as_list, *part)
 
     monkeypatch.setattr(turns, "run_on_ranks", run)
     return names
@@ -319,6 +311,7 @@ def a_result(*turns: tuple[str, list[list[TimedRank]]], device: str = "CPU") -> 
             Contestant(
                 label=title,
                 run=run,
+                make=Worker,
                 name=name,
                 settings=cast(Settings | None, settings or None),
                 turns=on_device,

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from megaspeed.measurement import scaling
 from megaspeed.measurement.scaling import (
     ScaledRow,
     ScalingResult,
-    part_of_turn,
     report,
     scaled_rows,
 )
@@ -133,23 +131,18 @@ def test_a_batch_that_does_not_divide_is_refused_with_both_mends() -> None:
     assert len(rows_of(1, 3, 16, weak=True)) == 3
 
 
-STEPS = Steps(warm_up=3, timed=4, timeout_seconds=200.0, extra="parts")
-
-
-def train(rows: list[ScaledRow], folder: Path) -> list[ScaledRow]:
-    corpus = tiny_corpus(rows[0].run, folder / "cache")
-    part = partial(part_of_turn, corpus, STEPS)
-    done, stopped = take_turns(
-        rows, 1, part, device_type="cpu", folder=folder, timeout_seconds=200.0
-    )
-    assert not stopped
-    return done
-
-
 @pytest.mark.timeout(300)
 def test_parts_add_up_to_the_wall_time(pool: RankPool, tmp_path: Path) -> None:
     base = tiny_run(TEXT, pp=2, **MICRO)
-    for row in train(scaled_rows(base, [2, 4], "cpu", weak=True), tmp_path):
+    rows, _ = take_turns(
+        scaled_rows(base, [2, 4], "cpu", weak=True),
+        1,
+        tiny_corpus(base, tmp_path / "cache"),
+        Steps(warm_up=3, timed=4, timeout_seconds=200.0, extra="parts"),
+        device_type="cpu",
+        folder=tmp_path,
+    )
+    for row in rows:
         assert row.done, row.failure
         steps, wall_seconds = row.extras[0], row.turns[0][0].step_seconds
         assert len(steps) == len(wall_seconds) == 4, "three steps are warm-up"

@@ -4,13 +4,13 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from megaspeed.measurement import turns
 from megaspeed.measurement.local_ranks import RanksFailed
-from megaspeed.measurement.turns import Row, noise_of, take_turns
+from megaspeed.measurement.turns import Row, Steps, noise_of, take_turns
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -18,21 +18,20 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 @pytest.fixture
 def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return a function that lets rows take turns. The launch is a function of label, turn and log
-    file.
-    """
+    """Return a function that lets rows take turns. The launch is a function of label and log."""
 
-    def take(labels: list[str], number: int, launch: Callable[[str, int, Path], Any]) -> Any:
+    def take(labels: list[str], number: int, launch: Callable[[str, Path], Any]) -> Any:
         monkeypatch.setattr(
-            turns, "run_on_ranks", lambda row, turn, *, log, **_: launch(row.label, turn, log)
+            turns, "run_on_ranks", lambda _, label, *rest, log, **more: launch(label, log)
         )
+        corpus: Any = None
         return take_turns(
-            [Row(label=label, run=tiny_run(TEXT)) for label in labels],
+            [Row(label=label, run=tiny_run(TEXT), make=cast(Any, label)) for label in labels],
             number,
-            lambda row, turn: (row, turn),
+            corpus,
+            Steps(warm_up=1, timed=1, timeout_seconds=1.0),
             device_type="cpu",
             folder=tmp_path,
-            timeout_seconds=1.0,
         )
 
     return take
@@ -43,18 +42,15 @@ def test_rows_alternate_and_one_that_fails_takes_no_turn_after_it(
 ) -> None:
     taken = []
 
-    def launch(label: str, number: int, log: Path) -> list[list[Any]]:
-        taken.append((label, number, log.name))
+    def launch(label: str, log: Path) -> list[list[Any]]:
+        taken.append(log.name)
+        number = len(taken) // 2 + len(taken) % 2
         if (label, number) == ("B b", 2):
             raise RanksFailed("too slow", [["times"]])
         return [[f"times {number}", f"extra {number}"]]
 
     (a, b), stopped = take(["A", "B b"], 3, launch)
-    assert taken == [
-        *(("A", 1, "a-1.log"), ("B b", 1, "b-b-1.log")),
-        *(("A", 2, "a-2.log"), ("B b", 2, "b-b-2.log")),
-        ("A", 3, "a-3.log"),
-    ]
+    assert taken == ["a-1.log", "b-b-1.log", "a-2.log", "b-b-2.log", "a-3.log"]
     assert a.turns == [["times 1"], ["times 2"], ["times 3"]] and not stopped
     assert a.extras == ["extra 1"] and a.done, "those of the first turn"
     log = tmp_path / "logs" / "b-b-2.log"
@@ -63,7 +59,7 @@ def test_rows_alternate_and_one_that_fails_takes_no_turn_after_it(
 
 
 def test_a_first_turn_that_fails_after_its_times_keeps_them(take: Callable[..., Any]) -> None:
-    def launch(label: str, number: int, log: Path) -> list[list[Any]]:
+    def launch(label: str, log: Path) -> list[list[Any]]:
         raise RanksFailed("no memory", [["times", "extra"], ["times"]] if label == "A" else [])
 
     (a, b), _ = take(["A", "B"], 1, launch)
@@ -76,7 +72,7 @@ def test_a_first_turn_that_fails_after_its_times_keeps_them(take: Callable[..., 
 def test_ctrl_c_keeps_the_turns_that_have_ended(at: int, take: Callable[..., Any]) -> None:
     calls = []
 
-    def launch(label: str, number: int, log: Path) -> list[list[Any]]:
+    def launch(label: str, log: Path) -> list[list[Any]]:
         calls.append(label)
         if len(calls) == at:
             raise KeyboardInterrupt

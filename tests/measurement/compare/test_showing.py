@@ -4,12 +4,17 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from megaspeed.measurement.compare import ComparedRow, ComparisonResult, report
+from megaspeed.measurement.compare import TRAINERS, ComparedRow, ComparisonResult, report
 from tests.measurement.compare.figures import all_watched, result, run, trained, turn, zero_2
 
 FAILED = replace(zero_2()[1], failure="failed in turn 1: out of memory: too much (rank 1)")
 BASELINE = ComparedRow(
-    label="DDP", engine="ddp", run=run(), turns=[turn(250, 125, 500)], extras=all_watched()
+    label="DDP",
+    engine="ddp",
+    run=run(),
+    make=TRAINERS["ddp"],
+    turns=[turn(250, 125, 500)],
+    extras=all_watched(),
 )
 
 

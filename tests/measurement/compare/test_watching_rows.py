@@ -4,15 +4,14 @@ the same figures.
 
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from megaspeed.measurement import compare, turns
-from megaspeed.measurement.compare import TRAINERS, part_of_turn, zero_rows
+from megaspeed.measurement import turns
+from megaspeed.measurement.compare import TRAINERS, zero_rows
 from megaspeed.measurement.turns import Steps, take_turn, take_turns
 from megaspeed.measurement.watched_step import RankMeasurement
 from tests.support.rank_pool import RankPool
@@ -40,16 +39,15 @@ def train_without_watching(*arguments: Any) -> Iterator[Any]:
 def test_a_step_that_cannot_be_watched_leaves_the_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "take_turn", train_without_watching)
+    monkeypatch.setattr(turns, "take_turn", train_without_watching)
     run = tiny_run(TEXT, dp=2)
-    steps = Steps(warm_up=1, timed=1, timeout_seconds=200.0)
     (row,), _ = take_turns(
         zero_rows(run, [1], "cpu"),
         1,
-        partial(part_of_turn, tiny_corpus(run, tmp_path / "cache"), steps),
+        tiny_corpus(run, tmp_path / "cache"),
+        Steps(warm_up=1, timed=1, timeout_seconds=200.0, extra="memory"),
         device_type="cpu",
         folder=tmp_path,
-        timeout_seconds=200.0,
     )
     assert len(row.turn_seconds) == 1
     log = tmp_path / "logs" / "zero-1-1.log"
