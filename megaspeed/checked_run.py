@@ -10,13 +10,12 @@ from os import PathLike
 from pathlib import Path
 from threading import Thread
 
-from megaspeed.config.data import DataConfig
 from megaspeed.config.document import read_document
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import check_document, load_run
 from megaspeed.config.resolve import Run
-from megaspeed.config.run import RunConfig
+from megaspeed.config.run import DataConfig, RunConfig
 from megaspeed.data.selection import find_problems
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from megaspeed.cli.options import add_values, utf8_text
-from megaspeed.config.data import Source
+from megaspeed.config.run import Source
 from megaspeed.data.errors import raise_any
 from megaspeed.data.sources import Found, SourceFile, files_by_source, find
 from megaspeed.data.token_sources import token_paths

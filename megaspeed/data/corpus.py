@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from megaspeed.config.data import DataConfig
+from megaspeed.config.run import DataConfig
 from megaspeed.data.cache import Cache, default_cache_dir
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.hold_out import hold_out_tokens

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
 
-from megaspeed.config.data import BUNDLED_CORPUS, Source
+from megaspeed.config.run import BUNDLED_CORPUS, Source
 from megaspeed.data.errors import DataError, raise_any
 from megaspeed.data.formats import (
     ARCHIVES,

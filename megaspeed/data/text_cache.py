@@ -23,7 +23,7 @@ from pathlib import Path
 
 import tokenizers
 
-from megaspeed.config.data import DataConfig
+from megaspeed.config.run import DataConfig
 from megaspeed.data.cache import ANY_KEY, Cache, cache_key, cannot_write
 from megaspeed.data.documents import (
     Document,

@@ -8,7 +8,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megaspeed.config.data import Source
+from megaspeed.config.run import Source
 from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import PIECE_BYTES, SKIP_BEFOREHAND, BadRecord

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.config.data import Source
+from megaspeed.config.run import Source
 from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
 from megaspeed.data.pieces import PIECE_BYTES
 from megaspeed.data.sources import SourceFile

@@ -19,7 +19,7 @@ import datasets
 import pytest
 
 from megaspeed.cli import main
-from megaspeed.config.data import DataConfig, Source
+from megaspeed.config.run import DataConfig, Source
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.mixture import Mixture
 from megaspeed.data.sampler import Rows, TrainingOrder, ValidationOrder

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.config.data import DataConfig
+from megaspeed.config.run import DataConfig
 from megaspeed.data import hold_out, text_cache
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
@@ -32,7 +32,7 @@ LARGE = [f"{STDLIB}/[a-m]*.py"]
 PREPARE = """
 import json, logging, sys
 from pathlib import Path
-from megaspeed.config.data import DataConfig
+from megaspeed.config.run import DataConfig
 from megaspeed.data import hold_out, text_cache
 from megaspeed.data.corpus import prepare_corpus
 logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megaspeed.config.data import DataConfig
+from megaspeed.config.run import DataConfig
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.config.data import DataConfig
+from megaspeed.config.run import DataConfig
 from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
 from megaspeed.data.selection import Selection, find_problems, select_files

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.config.data import Source
+from megaspeed.config.run import Source
 from megaspeed.data.errors import DataError
 from megaspeed.data.formats import JsonLines, PlainText, Table
 from megaspeed.data.sources import SourceFile

@@ -11,7 +11,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer
 
 from megaspeed.cli import main
-from megaspeed.config.data import Source
+from megaspeed.config.run import Source
 from megaspeed.data import encode as encode_module
 from megaspeed.data.cache import Cache
 from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces

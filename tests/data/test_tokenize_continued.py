@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megaspeed.cli import main
-from megaspeed.config.data import Source
+from megaspeed.config.run import Source
 from megaspeed.data import encode as encode_module
 from megaspeed.data import tokenize as module
 from megaspeed.data.errors import DataError

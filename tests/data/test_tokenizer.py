@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
 from megaspeed.cli import main
-from megaspeed.config.data import Source
+from megaspeed.config.run import Source
 from megaspeed.data import tokenizer as tokenizer_module
 from megaspeed.data.documents import Document, read_documents
 from megaspeed.data.errors import DataError

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from megaspeed.config.data import Source
+from megaspeed.config.run import Source
 from megaspeed.data.pieces import Piece
 from megaspeed.data.sources import SourceFile
 from tests.support.text import list_files

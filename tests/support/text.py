@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megaspeed.config.data import Source
+from megaspeed.config.run import Source
 from megaspeed.data.sources import SourceFile, files_by_source, find
 
 
