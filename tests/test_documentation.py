@@ -17,6 +17,8 @@ import pytest
 import torch
 import zstandard
 from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megaspeed import cli
 from megaspeed.config.document import Document, merge, read_document
@@ -196,6 +198,7 @@ def test_a_configuration_of_the_documentation_is_accepted_or_has_the_mistakes_sh
         file.parent.mkdir(exist_ok=True)
         content = b'{"model_type": "gpt2", "text": "a"}'
         file.write_bytes(zstandard.compress(content) if file.suffix == ".zst" else content)
+    Tokenizer(WordLevel({"<|endoftext|>": 0})).save("model/tokenizer.json")
     values = json.loads(text)
     is_complete = {"model", "data", "training"} <= values.keys()
     if "from_hf" in values.get("model", {}):

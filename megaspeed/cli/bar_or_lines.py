@@ -16,16 +16,9 @@ class BarOrLines:
     Args:
         total: the total, in any unit; 0 if it is not known.
         seconds_between_lines: time between two lines if there is no terminal.
-        done_before: how much was done before the command started.
     """
 
-    def __init__(
-        self,
-        total: int,
-        seconds_between_lines: float = _SECONDS_BETWEEN_LINES,
-        *,
-        done_before: int = 0,
-    ) -> None:
+    def __init__(self, total: int, seconds_between_lines: float = _SECONDS_BETWEEN_LINES) -> None:
         self._total = total
         self._seconds_between_lines = seconds_between_lines
         self._line_at = time.monotonic()
@@ -39,7 +32,7 @@ class BarOrLines:
             transient=True,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=total or None, completed=done_before)
+        self._task = self._bar.add_task("", total=total or None)
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -7,8 +7,12 @@ Nothing is replayed, because the tokens of a sample depend only on the data, the
 """
 
 import argparse
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from megaspeed.cli.options import (
     EXIT_DONE,
@@ -22,6 +26,12 @@ from megaspeed.cli.options import (
 )
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.data.sampler import Rows, TrainingOrder
+from megaspeed.data.tokenizer import load_tokenizer
+
+_IDS_SHOWN = 12
+_CHARACTERS_SHOWN = 300
 
 
 def add_to(commands: Any) -> None:
@@ -38,18 +48,13 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prepare the corpus as training does, and show the samples."""
-    # torch takes seconds to import, and wrong input should be reported without that delay.
-    from megaspeed.data.batches import samples_table, show_samples
-    from megaspeed.data.corpus import prepare_corpus
-
     config = read_config(options.config, options.overrides)
     samples = options.samples or _samples_of_step(options, config.train_batch_size)
     corpus = prepare_corpus(config.data, config.model.vocab_size)
     shown = list(show_samples(corpus, samples))
     step = "" if options.step is None else f"step {options.step}: "
     say(f"{step}samples {samples.start} ... {samples.stop - 1} of {options.config}")
-    console = wide_console()
-    console.print(samples_table(shown))
+    wide_console().print(samples_table(shown))
     write_json(
         options,
         {
@@ -86,3 +91,78 @@ def _samples(text: str) -> range:
     if not 0 <= first < stop:
         raise argparse.ArgumentTypeError(f"A must be at least 0 and less than B, not {text!r}")
     return range(first, stop)
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """One sample."""
+
+    sample: int  # its index in the stream
+    source: str  # the component it is drawn from, as the configuration names it
+    component: int  # the component's number
+    draw: int  # number of earlier samples from that component
+    epoch: int  # the epoch of the component
+    sequence: int  # the sequence's number within the component, counted over all its files
+    file: str  # the file with its tokens
+    first_token: int  # the index of its first token in that file
+    ids: list[int]  # the S tokens and the target of the last one
+    text: str | None  # the ids decoded; None if no tokenizer is known
+
+
+def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[ShownSample]:
+    """Yield the samples, in the given order."""
+    order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
+    rows = Rows(corpus.train, corpus.sequence_length)
+    tokenizer = None if corpus.tokenizer is None else load_tokenizer(str(corpus.tokenizer))
+    for sample in samples:
+        place = order.place_of(sample)
+        component = corpus.train.components[place.component]
+        file = component.files[place.file]
+        ids: list[int] = rows.at(place).tolist()
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
+        yield ShownSample(
+            sample=sample,
+            source=component.name,
+            component=place.component,
+            draw=place.draw,
+            epoch=place.draw // order.samplers[place.component].sequences,
+            sequence=place.sequence,
+            file=str(file.path),
+            first_token=file.first_token + place.first_token,
+            ids=ids,
+            text=text,
+        )
+
+
+def samples_table(samples: Iterable[ShownSample]) -> Table:
+    """Return a row for each sample, with ids and text shortened."""
+    table = Table(show_lines=True, expand=True)
+    table.add_column("sample", justify="right")
+    table.add_column("from", ratio=3)
+    table.add_column("ids", ratio=3)
+    table.add_column("text", ratio=5)
+    for shown in samples:
+        table.add_row(
+            str(shown.sample),
+            Text(
+                f"{shown.source}\nepoch {shown.epoch}, sequence {shown.sequence:,}\n"
+                f"token {shown.first_token:,} of {shown.file}",
+                overflow="fold",
+            ),
+            Text(_cut_ids(shown.ids)),
+            Text("no tokenizer is known" if shown.text is None else _cut_text(shown.text)),
+        )
+    return table
+
+
+def _cut_ids(ids: list[int]) -> str:
+    head = " ".join(map(str, ids[:_IDS_SHOWN]))
+    return head if len(ids) <= _IDS_SHOWN else f"{head} ... ({len(ids)} ids)"
+
+
+def _cut_text(text: str) -> str:
+    cut = text if len(text) <= _CHARACTERS_SHOWN else f"{text[:_CHARACTERS_SHOWN]} ..."
+    # Replaces incomplete characters at an edge, and control codes that a terminal would execute.
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in cut)

@@ -6,11 +6,8 @@ If it was killed or interrupted, the same command continues after the last compl
 """
 
 import argparse
-import errno
 import time
-from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megaspeed.cli.bar_or_lines import BarOrLines
@@ -25,8 +22,7 @@ from megaspeed.cli.options import (
 )
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.pieces import BadRecord
-from megaspeed.data.token_folder import Progress
-from megaspeed.data.tokenize import tokenize
+from megaspeed.data.tokenize import Progress, tokenize
 from megaspeed.data.tokenizer import load_tokenizer
 from megaspeed.files.paths import path_argument
 
@@ -38,52 +34,39 @@ class _Display:
 
     Progress is counted in bytes, because the number of tokens is not known beforehand.
 
-    Args:
-        total_bytes: size of the input.
-        exits: ends the bar.
-
     Attributes:
         skipped: bad records that were skipped, including those of earlier commands.
     """
 
-    def __init__(self, total_bytes: int, exits: ExitStack) -> None:
-        self._total_bytes, self._exits = total_bytes, exits
-        self._bar: BarOrLines | None = None
-        self._tokens_before = self._tokens = 0
+    def __init__(self, bar: BarOrLines) -> None:
+        self._bar = bar
         self._started_at = time.monotonic()
-        self._records = 0
-        self.skipped = 0
+        self._tokens_before: int | None = None  # those of earlier commands
+        self._tokens = self._shown = self.skipped = 0
 
     def tokens_per_second(self) -> float:
         """Tokens encoded each second, since this process began to encode."""
         seconds = max(1e-9, time.monotonic() - self._started_at)
-        return (self._tokens - self._tokens_before) / seconds
+        return (self._tokens - (self._tokens_before or 0)) / seconds
 
     def report(self, progress: Progress) -> None:
         """Show the progress. The first call shows the progress of earlier commands."""
         self._tokens, self.skipped = progress.tokens, progress.skipped
-        if self._bar is not None:
-            text = f"{self._tokens:,} tokens, {self.tokens_per_second():,.0f} tokens/s"
-            self._bar.show(progress.read_bytes, text)
-            return
-        bar = BarOrLines(self._total_bytes, done_before=progress.read_bytes)
-        self._bar = self._exits.enter_context(bar)
-        self._tokens_before, self._started_at = self._tokens, time.monotonic()
-        if self._tokens:
-            self._bar.tell(f"continuing after {self._tokens:,} tokens")
+        if self._tokens_before is None:
+            self._tokens_before = self._tokens
+            if self._tokens:
+                self._bar.tell(f"continuing after {self._tokens:,} tokens")
+        text = f"{self._tokens:,} tokens, {self.tokens_per_second():,.0f} tokens/s"
+        self._bar.show(progress.read_bytes, text)
 
     def skip(self, record: BadRecord) -> None:
         """Show the first few bad records."""
-        assert self._bar is not None, "the progress is reported first"
-        if self._records < _RECORDS_SHOWN:
+        if self._shown < _RECORDS_SHOWN:
             self._bar.tell(f"skipped: {record.path}, {record.where}: {record.problem}")
-        elif self._records == _RECORDS_SHOWN:
-            self._bar.tell("more bad records are skipped; all are listed in skipped.jsonl")
-        self._records += 1
+        self._shown += 1
 
 
 _CONTINUES = "complete input files are kept, and the same command continues after them"
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def add_to(commands: Any) -> None:
@@ -98,7 +81,6 @@ def add_to(commands: Any) -> None:
     add_flags(
         parser,
         ("--skip-bad", "skip records that are not text; all are listed in DIR/skipped.jsonl"),
-        ("--fresh", "remove what an earlier tokenization left in DIR"),
     )
 
 
@@ -107,18 +89,14 @@ def run(options: argparse.Namespace) -> int:
     files = text_files(options)
     tokenizer = load_tokenizer(str(options.tokenizer), "--tokenizer")
     try:
-        with ExitStack() as exits:
-            display = _Display(sum(file.state()[1] for file in files), exits)
-            index = tokenize(
-                files,
-                tokenizer,
-                options.output,
-                display.report,
-                skip=display.skip if options.skip_bad else None,
-                fresh=options.fresh,
-            )
+        with BarOrLines(sum(file.state()[1] for file in files)) as bar:
+            display = _Display(bar)
+            skip = display.skip if options.skip_bad else None
+            index = tokenize(files, tokenizer, options.output, display.report, skip=skip)
     except OSError as error:
-        say(_cannot_continue(error, options.output), error=True)
+        what = f"{error.filename or options.output}: {error.strerror or error}"
+        mend = "Check that it exists, that you may read and write it, and that the disk has room"
+        say(f"megaspeed tokenize: {what}; {_CONTINUES}. {mend}", error=True)
         return EXIT_FAILED
     except KeyboardInterrupt:
         say(f"megaspeed tokenize: stopped; {_CONTINUES}", error=True)
@@ -137,12 +115,3 @@ def run(options: argparse.Namespace) -> int:
     }
     write_json(options, figures)
     return EXIT_DONE
-
-
-def _cannot_continue(error: OSError, output: Path) -> str:
-    if error.errno in _NO_ROOM:
-        mend = f"Make room there, or move {output} to a larger disk and name it as --output"
-    else:
-        mend = "Check that it exists and that you may read and write it"
-    what = f"{error.filename or output}: {error.strerror or error}"
-    return f"megaspeed tokenize: {what}; {_CONTINUES}. {mend}"

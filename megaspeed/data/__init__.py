@@ -7,13 +7,11 @@ Data flows from top to bottom, and a file imports only from files above it:
     formats         plain text, JSON lines, Parquet, and datasets of the ``datasets`` library
     sources         what ``data.train`` lists -> files and their formats
     documents       files -> documents, by their hashes
-    tokenizer       load, save and train a tokenizer
-    cache           a folder on disk, one writer at a time
     token_file      ids on disk, mapped into memory
-    encode          documents -> ids, in threads or in several processes
-    token_folder    the folder that ``tokenize`` writes: its writer and its reader
-    tokenize        files -> a token folder
+    tokenizer       load, save and train a tokenizer; documents -> ids
+    cache           a folder on disk, one writer at a time
     token_sources   sources that are token ids already
+    tokenize        files -> a token folder
     hold_out        documents and token files -> training | validation
     selection       a ``data`` section -> its files, checked; its tokenizer
     text_cache      files of text -> token folders and a tokenizer in the cache

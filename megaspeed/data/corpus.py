@@ -40,7 +40,7 @@ class PreparedCorpus:
         sequence_length: S, tokens.
         seed: ``data.seed``.
         reset_at_documents: whether attention and positions restart at every document.
-        documents: describes the documents of ``data.train``; None if even their number is unknown.
+        documents: number of the documents of ``data.train``; None if a file does not state it.
     """
 
     train: Mixture
@@ -49,7 +49,7 @@ class PreparedCorpus:
     sequence_length: int
     seed: int
     reset_at_documents: bool = False
-    documents: str | None = None
+    documents: int | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -109,7 +109,7 @@ class PreparedCorpus:
                 source = "" if len(components) == 1 else f", in its source {component.name}"
                 yield (
                     f"{setting} must fill at least one sequence of data.sequence_length + 1 = "
-                    f"{self.sequence_length + 1} tokens{source}, but has {_size_of(component)}; "
+                    f"{self.sequence_length + 1} tokens{source}, but has {component.tokens}; "
                     f"add text, {mend}or shorten data.sequence_length"
                 )
 
@@ -138,15 +138,6 @@ class PreparedCorpus:
                     f"{file.path} {found}; make it with `megaspeed tokenize`, or set "
                     "data.reset_at_documents to false"
                 )
-
-
-def _size_of(component: Component) -> str:
-    """State the size of a component that is too short."""
-    documents = [file.index.documents for file in component.files]
-    counted = sum(count for count in documents if count is not None)
-    known = f" in {counted} documents" if None not in documents else ""
-    files = f" in {len(component.files)} files" if len(component.files) > 1 else ""
-    return f"{component.tokens} tokens{known}{files}"
 
 
 def prepare_corpus(
@@ -193,11 +184,8 @@ def _corpus_of(
     """Combine the token files of the text with the token sources into components."""
     open_share = partial(_open_tokens, cache)
     tokens = for_each(selection.train, open_share)
-    described: str | None = text.described
-    if counts := [file.index.documents for files in tokens for file in files]:
-        known = [count for count in counts if count is not None]
-        total = text.documents + sum(known)
-        described = f"{total:,} documents" if known == counts else None
+    counts = [file.index.documents for files in tokens for file in files]
+    known = [count for count in counts if count is not None]
     if selection.validation is None:
         sides = [hold_out_tokens(files, data.validation_fraction, data.seed) for files in tokens]
         tokens, held_out = [train for train, _ in sides], [held for _, held in sides]
@@ -213,7 +201,7 @@ def _corpus_of(
         sequence_length=data.sequence_length,
         seed=data.seed,
         reset_at_documents=data.reset_at_documents,
-        documents=described,
+        documents=text.documents + sum(known) if known == counts else None,
     )
 
 

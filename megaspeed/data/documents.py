@@ -10,12 +10,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 
 from megaspeed.data.errors import DataError, for_each
-from megaspeed.data.pieces import OnBad, Piece, TextFormat, refuse
+from megaspeed.data.pieces import OnBad, Piece, TextFormat
 from megaspeed.data.sources import SourceFile
 from megaspeed.files.paths import FileState
 
@@ -55,17 +54,13 @@ class DocumentHash:
         return self._digest.hexdigest()
 
 
-def read_documents(files: Sequence[SourceFile], otherwise: str = "") -> list[Document]:
+def read_documents(files: Sequence[SourceFile]) -> list[Document]:
     """Return every document with at least one byte, in the order of the files.
-
-    Args:
-        files: the files to read.
-        otherwise: text that is appended to the message about a bad record.
 
     Raises:
         DataError: bad records (the first of each file, all files at once), or there is no text.
     """
-    documents = list(chain.from_iterable(for_each(files, partial(_documents_of, otherwise))))
+    documents = list(chain.from_iterable(for_each(files, _documents_of)))
     if not documents:
         raise no_text(files)
     return documents
@@ -153,10 +148,10 @@ def changed_while_read(what: str) -> DataError:
     )
 
 
-def _documents_of(otherwise: str, file: SourceFile) -> list[Document]:
+def _documents_of(file: SourceFile) -> list[Document]:
     documents: list[Document] = []
     document = DocumentHash()
-    for piece in file.pieces(partial(refuse, otherwise=otherwise)):
+    for piece in file.pieces():
         document.update(piece)
         if piece.ends_document:
             found = Document(file, len(documents), document.size_bytes, document.content)

@@ -37,9 +37,6 @@ CUT_RULE = f"at spaces or line ends in the last {_CUT_WINDOW_BYTES} of {PIECE_BY
 CORRECT_IT = "correct it"
 STATE_FIELD = "name the right one as text_field, or --text-field"
 COPY_AGAIN = "copy the complete file here again"
-SKIP_BEFOREHAND = ", or skip bad records with `megaspeed tokenize --skip-bad`"
-"""An alternative for a bad record if a run reads the text directly."""
-
 _KINDS: dict[type, str] = {
     dict: "an object",
     list: "a list",
@@ -90,9 +87,9 @@ OnBad = Callable[[BadRecord], None]
 """Handles a bad record. If it returns, reading continues with the next record."""
 
 
-def refuse(record: BadRecord, otherwise: str = "") -> None:
-    """Raise DataError. ``otherwise`` states what else can be done."""
-    raise DataError(f"{record}{otherwise}")
+def refuse(record: BadRecord) -> None:
+    """Raise DataError."""
+    raise DataError(f"{record}, or skip bad records with `megaspeed tokenize --skip-bad`")
 
 
 class TextFormat(ABC):

@@ -14,24 +14,19 @@ The tokenizer is determined by ``data.tokenizer`` and the sources:
     train        text and foreign token files     refused: the tokenizer of the ids is unknown
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from megaspeed.config.run import DataConfig, Source
 from megaspeed.data.errors import DataError, for_each, raise_any
-from megaspeed.data.pieces import SKIP_BEFOREHAND, refuse
 from megaspeed.data.sources import (
-    Found,
     SourceFile,
     files_by_source,
     find,
-    is_file_or_dataset,
-    matched_twice,
 )
-from megaspeed.data.token_folder import is_token_folder, read_index
-from megaspeed.data.token_sources import token_paths, why_not_tokens
+from megaspeed.data.token_sources import is_token_folder, read_index, token_paths, why_not_tokens
 from megaspeed.data.tokenizer import (
     TOKENIZER_FILE,
     TRAIN,
@@ -126,10 +121,9 @@ def first_ids(shares: Sequence[Share], vocab_size: int) -> list[str]:
 
 def _first_records(shares: Sequence[Share]) -> Iterator[str]:
     """Yield problems with the first record of each file, such as a wrong ``text_field``."""
-    on_bad = partial(refuse, otherwise=SKIP_BEFOREHAND)
     for file in (file for share in shares for file in share.files if file.format.has_records):
         try:
-            next(file.pieces(on_bad), None)
+            next(file.pieces(), None)
         except DataError as error:
             yield from error.problems
 
@@ -169,12 +163,22 @@ def find_shares(sources: Sequence[Source], setting: str) -> tuple[Share, ...]:
     """
     found = find(sources)
     tokens = [tuple(token_paths(paths)) for _, paths in found]
-    _check_tokens(found, tokens, setting)
-    text = [each for each, paths in zip(found, tokens, strict=True) if not paths]
-    listed = iter(files_by_source(text, setting) if text else [])
+    matched = Counter(path.resolve() for paths in tokens for path in paths)
+    raise_any(
+        f"{setting}: tokens may be listed only once, but {path} is matched {count} times; narrow "
+        "the sources that match it"
+        for path, count in matched.items()
+        if count > 1
+    )
+    text = [
+        (source, [path for path in every if path not in paths])
+        for (source, every), paths in zip(found, tokens, strict=True)
+    ]
+    with_tokens = [source for source, paths in zip(sources, tokens, strict=True) if paths]
+    listed = files_by_source(text, setting, may_be_empty=with_tokens)
     shares = [
-        Share(() if paths else tuple(next(listed)), paths, source.weight or 1.0, str(source))
-        for (source, _), paths in zip(found, tokens, strict=True)
+        Share(tuple(files), paths, source.weight or 1.0, str(source))
+        for source, paths, files in zip(sources, tokens, listed, strict=True)
     ]
     if sources[0].weight is not None:
         return tuple(shares)
@@ -186,25 +190,6 @@ def find_shares(sources: Sequence[Source], setting: str) -> tuple[Share, ...]:
 def token_places(shares: Sequence[Share]) -> list[Path]:
     """Return the token folders and token files of all shares, in order."""
     return [path for share in shares for path in share.tokens]
-
-
-def _check_tokens(found: Sequence[Found], tokens: Sequence[tuple[Path, ...]], setting: str) -> None:
-    """Raise DataError if a source of tokens also matches text, or a file is matched twice."""
-    first: dict[Path, tuple[Path, Source]] = {}
-    problems: list[str] = []
-    for (source, every), paths in zip(found, tokens, strict=True):
-        others = [path for path in every if not token_paths([path])] if paths else []
-        text = next(filter(is_file_or_dataset, others), None)
-        if text is not None:
-            problems.append(
-                f"{setting}: a source is text or tokens, but '{source}' matches {text}, which is "
-                f"read as text, and {paths[0]}, which holds tokens; list the two as two sources"
-            )
-        for path in paths:
-            named = (path, source)
-            if first.setdefault(path.resolve(), named) is not named:
-                problems.append(matched_twice(setting, first[path.resolve()], named))
-    raise_any(problems)
 
 
 def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:

@@ -18,7 +18,7 @@ syntax.
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
@@ -146,10 +146,15 @@ def _folders_from(top: str) -> Iterator[str]:
             yield folder
 
 
-def files_by_source(found: Sequence[Found], setting: str) -> list[list[SourceFile]]:
+def files_by_source(
+    found: Sequence[Found], setting: str, may_be_empty: Container[Source] = ()
+) -> list[list[SourceFile]]:
     """Return the files of each source, sorted by name.
 
-    ``setting`` is the key that the sources come from, such as ``data.train``.
+    Args:
+        found: the sources, with their paths.
+        setting: the key that they come from, such as ``data.train``.
+        may_be_empty: sources that need not have files of text, because they have tokens.
 
     Raises:
         DataError: a source matches nothing, cannot be read, has an unknown format, or a file is
@@ -164,23 +169,18 @@ def files_by_source(found: Sequence[Found], setting: str) -> list[list[SourceFil
     problems: list[str | None] = []
     listed = [_files_of(source, paths) for source, paths in found]
     for (source, _), files in zip(found, listed, strict=True):
-        if not files:
+        if not files and source not in may_be_empty:
             problems.append(_nothing_found(source, setting))
         for file in files:
             problems.append(_unreadable(file, setting))
             named = (file.path, source)
             if first.setdefault(file.place(), named) is not named:
-                problems.append(matched_twice(setting, first[file.place()], named))
+                problems.append(_matched_twice(setting, first[file.place()], named))
     raise_any(problems)
     return listed
 
 
-def is_file_or_dataset(path: Path) -> bool:
-    """Return whether ``path`` is no ordinary folder."""
-    return not os.path.isdir(path) or is_saved_dataset(path)
-
-
-def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, Source]) -> str:
+def _matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, Source]) -> str:
     """Return the problem that one file is listed twice, as (path, source) and (path, source)."""
     path, source = first
     other_path, other_source = second
@@ -210,7 +210,9 @@ def _files_at(source: Source, paths: Sequence[Path]) -> Iterator[SourceFile]:
         return
     path = expand_home(str(source.path))
     root = None if os.path.exists(path) else _fixed_part(path).absolute()
-    for match in filter(is_file_or_dataset, paths):
+    for match in paths:
+        if os.path.isdir(match) and not is_saved_dataset(match):
+            continue
         name = path.name if root is None else match.relative_to(root).as_posix()
         yield SourceFile(name, match, _format_of(match, source))
 

@@ -11,14 +11,12 @@ so a second start reads no text. An entry is complete or absent. If one was dama
 again. If the clock of a machine was set back, a change may be missed. Then delete the cache.
 """
 
-import json
 import logging
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import nlargest
-from itertools import accumulate, chain, groupby
+from itertools import chain
 from pathlib import Path
 
 import tokenizers
@@ -35,10 +33,10 @@ from megaspeed.data.documents import (
 )
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.hold_out import Cut, Groups, document_span, hold_out_spans, split_documents
-from megaspeed.data.pieces import CUT_RULE, SKIP_BEFOREHAND
+from megaspeed.data.pieces import CUT_RULE
 from megaspeed.data.selection import Selection, Share
 from megaspeed.data.token_file import TokenFile
-from megaspeed.data.token_folder import open_token_folder, token_files
+from megaspeed.data.token_sources import open_token_folder, token_files
 from megaspeed.data.tokenize import tokenize
 from megaspeed.data.tokenizer import (
     TextTokenizer,
@@ -52,12 +50,9 @@ from megaspeed.files.json_values import Facts, read_sealed, write_sealed
 logger = logging.getLogger(__name__)
 
 # Part of the key. Increment it if the code changes so that the same input gives another entry.
-_FORMAT = 1
+_FORMAT = 2
 _ENTRY = "entry.json"
 _TOKENIZER = "tokenizer"
-
-ORIGINS = "origins.json"
-"""The file in a token folder with each file of text and the numbers of its documents."""
 
 Parts = list[tuple[TokenFile, ...]]
 """The token files of each share, or parts of them; empty if it has none."""
@@ -73,14 +68,12 @@ class TokenizedText:
             share.
         tokenizer: the tokenizer's folder; None if there is no text and no tokenizer is named.
         documents: number of the documents of ``data.train``, held-out ones included.
-        described: their number, copies and sizes.
     """
 
     train: Parts
     validation: Parts
     tokenizer: Path | None
     documents: int
-    described: str
 
 
 def recall_text(
@@ -119,7 +112,7 @@ def build_text(
             tokenizer = _provide_tokenizer(vocab_size, selection, training)
             if tokenizer is not None:
                 tokenizer.save(folder / _TOKENIZER)
-            documents = list(chain(*training, *(() if selection.validation else validating)))
+            sides = [*training, *(() if selection.validation else validating)]
             facts: Facts = {
                 "tokenizer": None if tokenizer is None else tokenizer.identity,
                 "train": [
@@ -130,8 +123,7 @@ def build_text(
                     _tokenize(part, tokenizer, folder / f"{share}-validation")
                     for share, part in enumerate(validating)
                 ],
-                "documents": len(documents),
-                "described": _described(documents),
+                "documents": sum(map(len, sides)),
             }
             write_sealed(folder / _ENTRY, facts)
     except FileNotFoundError as error:
@@ -176,7 +168,7 @@ def _open(cache: Cache, entry: Path, facts: Facts) -> TokenizedText:
             (file,) = train[share]
             train[share], held_out = hold_out_spans(file, [tuple(span)])
             validation[share] += held_out
-    return TokenizedText(train, validation, folder, facts["documents"], facts["described"])
+    return TokenizedText(train, validation, folder, facts["documents"])
 
 
 def _read_split(
@@ -200,7 +192,7 @@ def _read_split(
 
 
 def _read_share(share: Share) -> list[Document]:
-    return read_documents(share.files, SKIP_BEFOREHAND) if share.files else []
+    return read_documents(share.files) if share.files else []
 
 
 def _provide_tokenizer(
@@ -238,25 +230,9 @@ def _tokenize(
     index = tokenize(files, tokenizer, folder, lambda _: None, shard_tokens=sys.maxsize)
     if index.corpus_fingerprint != corpus_fingerprint(documents):
         raise changed_while_read(described_files(documents))
-    by_file = groupby(documents, key=lambda document: document.file)
-    origins = [(str(file.path), [each.number for each in group]) for file, group in by_file]
-    (folder / ORIGINS).write_text(json.dumps(origins))
     if cut is None:
         return ()
     (file,) = token_files(folder, index)
     first, stop = document_span(file, cut.document)
     # At least one token, but not all of them.
     return stop - min(max(round(cut.fraction * (stop - first)), 1), stop - first - 1), stop
-
-
-def _described(documents: Sequence[Document]) -> str:
-    """State their number, exact copies, and the largest ones if few have more than half of all."""
-    copies = len(documents) - len({document.content for document in documents})
-    said = f"{len(documents):,} documents ({copies or 'no'} exact copies of others)"
-    sizes = [document.size_bytes for document in documents]
-    largest = accumulate(nlargest(min(4, len(documents) // 4), sizes))
-    for count, size_bytes in enumerate(largest, start=1):
-        if (share := size_bytes / sum(sizes)) > 0.5:
-            what = "largest is" if count == 1 else f"{count} largest are"
-            return f"{said}, of which the {what} {share:.0%} of the text"
-    return said

@@ -1,30 +1,81 @@
-"""Recognize and open sources that are already token ids.
+"""Sources that are token ids already: recognize, check and open them.
 
-a folder with our index.json        written by ``megaspeed tokenize``
-NAME.bin                            16-bit ids, little-endian, and nothing else
-a glob of any of these              every match, sorted by name; ordinary folders are skipped
+a folder that ``megaspeed tokenize`` or training on text wrote:
+
+    FOLDER/tokens-00000.bin ...      ids, in shards that end with a document
+    FOLDER/index.json                written last: the content of the shards, with checksums
+    FOLDER/tokenizer.json ...        the tokenizer, as AutoTokenizer loads it
+    FOLDER/plan.json                 only while the folder is not finished
+
+NAME.bin                             16-bit ids, little-endian, and nothing else
+
+Every start checks that each shard has its size. Each machine reads every shard completely once, and
+again if its size or times change, and verifies its checksum.
 
 nanoGPT's data/openwebtext/prepare.py writes such a NAME.bin, and Megatron-LM does if the vocabulary
-is small enough. It does not state its largest id, so it is read completely, once on each machine.
+is small enough. It does not state its largest id, so it is also read completely, once on each
+machine.
 """
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from megaspeed.data.cache import Cache, remembered
-from megaspeed.data.errors import DataError
-from megaspeed.data.token_file import TokenFile, TokenIndex, in_blocks
-from megaspeed.data.token_folder import INDEX, SHARDS, is_token_folder, open_token_folder
-from megaspeed.files.json_values import Facts
-from megaspeed.files.paths import special_among
+from megaspeed.data.errors import DataError, raise_any
+from megaspeed.data.token_file import IdType, TokenFile, TokenIndex, in_blocks
+from megaspeed.files.json_values import Facts, read_sealed, write_sealed
+from megaspeed.files.paths import sha256_of, special_among
+
+INDEX = "index.json"
+PLAN = "plan.json"
+SHARDS = "tokens-*.bin"
+
+# Folders of format 1 also had the checksums of samples of their shards.
+_FORMAT = 2
+_FORMATS_READ = (1, 2)
+_COPY_AGAIN = "copy the folder again, or remove it and tokenize again"
 
 _RAW_DTYPE: Final = "<u2"
 _LOOKED_AT_IDS = 1 << 16
 _FEWEST_IDS = 64  # fewer may look like 32-bit ids by chance
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of the folder.
+
+    Attributes:
+        file: its name in the folder.
+        tokens: number of its ids, including end-of-text tokens.
+        documents: number of its documents.
+        checksum: sha256 of the file, in hexadecimal.
+    """
+
+    file: str
+    tokens: int
+    documents: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class TokenFolderIndex(TokenIndex):
+    """The content of a token folder. All facts are known, and are those of all shards together.
+
+    Attributes:
+        shards: in order.
+    """
+
+    documents: int
+    vocab_size: int
+    end_of_text: int
+    tokenizer_fingerprint: str
+    shards: tuple[Shard, ...]
 
 
 def token_paths(paths: Iterable[Path]) -> list[Path]:
@@ -110,3 +161,113 @@ def _read_ids(path: Path) -> Facts:
 def _is_shard(path: Path) -> bool:
     """Return whether it is a file of a finished token folder."""
     return path.match(SHARDS) and (path.parent / INDEX).is_file()
+
+
+def write_index(folder: Path, index: TokenFolderIndex) -> None:
+    """Write the index, which finishes a folder. Its shards must be on the disk."""
+    facts = {**asdict(index), "shards": [asdict(shard) for shard in index.shards]}
+    write_sealed(folder / INDEX, {"format": _FORMAT, **facts})
+
+
+def is_token_folder(path: Path) -> bool:
+    """Return whether ``path`` is a folder of token files, finished or not.
+
+    Other programs write files named index.json and plan.json, too, but without our seal.
+    """
+    return path.is_dir() and (
+        any(path.glob(SHARDS))
+        or any(read_sealed(path / name) is not None for name in (INDEX, PLAN))
+    )
+
+
+def read_index(folder: Path) -> TokenFolderIndex:
+    """Return the content of a finished folder.
+
+    Raises:
+        DataError: the folder is not finished, or its index is damaged.
+    """
+    path = folder / INDEX
+    if not path.exists():
+        raise DataError(
+            f"only a finished token folder can be trained on, but {folder} has no {INDEX}: its "
+            "tokenization did not finish; run the same `megaspeed tokenize` command again, which "
+            "continues it"
+        )
+    facts = read_sealed(path)
+    if facts is None:
+        raise DataError(f"{path} was changed or damaged (its hash does not match); {_COPY_AGAIN}")
+    found = facts.pop("format", None)
+    if found not in _FORMATS_READ:
+        raise DataError(
+            f"token folders have format {_FORMAT}, but {path} has format {found}; {_COPY_AGAIN}"
+        )
+    try:
+        return TypeAdapter(TokenFolderIndex).validate_python(facts)
+    except ValidationError as error:
+        raise DataError(f"{path} does not state what a token folder holds: {error}") from error
+
+
+def open_token_folder(folder: Path, cache: Cache) -> tuple[TokenFile, ...]:
+    """Open the shards of a finished folder.
+
+    Args:
+        folder: the token folder.
+        cache: stores which shards this machine has already read completely.
+
+    Raises:
+        DataError: every shard that is missing, truncated or changed.
+    """
+    index = read_index(folder)
+    raise_any(_problem(folder / shard.file, shard, index.dtype, cache) for shard in index.shards)
+    return token_files(folder, index)
+
+
+def token_files(folder: Path, index: TokenFolderIndex) -> tuple[TokenFile, ...]:
+    """Return the shards of a folder as token files.
+
+    A single shard has the fingerprint of its documents, so it gives the same stream as the text. If
+    there are several, the fingerprint of each is the checksum of its ids.
+    """
+    is_single = len(index.shards) == 1
+    facts = {name: getattr(index, name) for name in TokenIndex.__dataclass_fields__}
+    return tuple(
+        TokenFile(
+            folder / shard.file,
+            TokenIndex(
+                **facts
+                | {
+                    "tokens": shard.tokens,
+                    "documents": shard.documents,
+                    "corpus_fingerprint": (
+                        index.corpus_fingerprint if is_single else shard.checksum
+                    ),
+                }
+            ),
+        )
+        for shard in index.shards
+    )
+
+
+def _problem(path: Path, shard: Shard, dtype: IdType, cache: Cache) -> str | None:
+    """Return what is wrong with a shard; None if nothing is. An unchanged shard is read once."""
+    if not path.is_file():
+        return f"a token folder must have every shard, but {path} is missing; {_COPY_AGAIN}"
+    size, expected = path.stat().st_size, shard.tokens * np.dtype(dtype).itemsize
+    if size != expected:
+        return (
+            f"a shard must be as long as its index states, but {path} has {size} bytes instead of "
+            f"{expected}; {_COPY_AGAIN}"
+        )
+    facts = remembered(
+        cache,
+        "checksums",
+        [path],
+        lambda: {"sha256": sha256_of(path)},
+        "to compare its checksum",
+    )
+    if facts["sha256"] == shard.checksum:
+        return None
+    return (
+        f"a shard must stay as it was written, but {path} did not: its sha256 is "
+        f"{facts['sha256'][:16]}... instead of {shard.checksum[:16]}...; {_COPY_AGAIN}"
+    )

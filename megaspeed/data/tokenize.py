@@ -14,32 +14,31 @@ input file. plan.json and documents.jsonl are removed at the end.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from megaspeed.data.documents import DocumentHash, changed_while_read, no_text
-from megaspeed.data.encode import encode
+from megaspeed.data.documents import DocumentHash, changed_while_read, document_line, no_text
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import CUT_RULE, BadRecord, OnBad, Piece, refuse
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.token_file import id_type
-from megaspeed.data.token_folder import (
-    DOCUMENTS,
+from megaspeed.data.token_sources import (
     INDEX,
     PLAN,
     SHARDS,
-    SKIPPED,
-    Progress,
+    Shard,
     TokenFolderIndex,
-    TokenFolderWriter,
     write_index,
 )
-from megaspeed.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, TextTokenizer
+from megaspeed.data.tokenizer import Packed, TextTokenizer, encode
 from megaspeed.files.durable import TEMPORARY, Locked, flush_folder, lock
 from megaspeed.files.json_values import Facts, read_sealed, write_sealed
 from megaspeed.files.paths import FileState, sha256_of
@@ -47,15 +46,153 @@ from megaspeed.files.paths import FileState, sha256_of
 DEFAULT_SHARD_TOKENS = 1 << 29
 """1 GiB of ids of 2 bytes."""
 
+DOCUMENTS = "documents.jsonl"
+SKIPPED = "skipped.jsonl"
+
 # Increment it if the code changes so that the same plan gives other files.
 _FORMAT = 3
 _LOCK = ".lock"
 _PROGRESS = "progress"
-_TEMPORARY_FILES = (PLAN, DOCUMENTS)
-_ALL = (INDEX, *_TEMPORARY_FILES, SKIPPED, SHARDS, TOKENIZER_FILE, CONFIG_FILE)
 # The plan is saved after input files of at least this size, because saving flushes all files.
 _SAVED_AT_ONCE_BYTES = 1 << 26
-_OR_SKIP = ", or skip bad records with --skip-bad"
+_LINES_BYTES = 1 << 20  # lines that are written at once
+
+
+@dataclass
+class Progress:
+    """What has been written so far.
+
+    Attributes:
+        files: number of complete input files.
+        shards: in order. The last one may be open, and has no checksum yet.
+        sizes: the bytes of each file that grows, when everything was flushed last.
+        skipped: number of bad records.
+        largest_id: the largest id in any shard.
+        read_bytes: bytes of the input that were read.
+    """
+
+    files: int = 0
+    shards: list[Shard] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    skipped: int = 0
+    largest_id: int = 0
+    read_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        """Number of documents in all shards."""
+        return sum(shard.documents for shard in self.shards)
+
+
+class TokenFolderWriter:
+    """The files of a token folder that grow: shards, and lines for documents and bad records.
+
+    Attributes:
+        progress: what has been written so far.
+    """
+
+    def __init__(self, folder: Path, shard_tokens: int, progress: Progress) -> None:
+        """Truncate the files to what ``progress`` states, and remove the others.
+
+        Raises:
+            DataError: a file is shorter than ``progress`` states.
+        """
+        self._folder, self._shard_tokens, self.progress = folder, shard_tokens, progress
+        self._lines = {DOCUMENTS: bytearray(), SKIPPED: bytearray()}
+        self._written: set[str] = set()
+        for path in (*folder.glob(SHARDS), folder / DOCUMENTS, folder / SKIPPED):
+            if path.name not in progress.sizes:
+                path.unlink(missing_ok=True)
+        for name, size in progress.sizes.items():
+            _truncate(folder / name, size)
+
+    def add_document(self, file_name: str, document: DocumentHash) -> None:
+        """Write the line of a document."""
+        self._add_line(DOCUMENTS, document_line(file_name, document.size_bytes, document.content))
+
+    def add_skipped(self, record: BadRecord) -> None:
+        """Write the line of a bad record."""
+        facts = {"file": str(record.path), "where": record.where, "problem": record.problem}
+        self._add_line(SKIPPED, json.dumps(facts).encode("utf-8") + b"\n")
+        self.progress.skipped += 1
+
+    def write(self, packed: Packed) -> None:
+        """Append ids. A shard ends with the document that fills it."""
+        self.progress.largest_id = max(self.progress.largest_id, int(packed.ids.max(initial=0)))
+        start = documents = 0
+        for number, stop in enumerate(packed.document_ends.tolist(), start=1):
+            if self._open_shard().tokens + stop - start >= self._shard_tokens:
+                self._append_ids(packed.ids[start:stop], number - documents)
+                self.complete_shard()
+                start, documents = stop, number
+        self._append_ids(packed.ids[start:], len(packed.document_ends) - documents)
+
+    def complete_shard(self) -> None:
+        """End the open shard, if it has tokens."""
+        shard = self._open_shard()
+        if shard.tokens:
+            path = self._folder / shard.file
+            _flush(path)
+            self.progress.shards[-1] = replace(shard, checksum=sha256_of(path))
+
+    def flush(self) -> None:
+        """Flush everything to the disk, and note the size of each file."""
+        for name, lines in self._lines.items():
+            self._append(name, lines)
+            lines.clear()
+        for name in self._written:
+            _flush(self._folder / name)
+            self.progress.sizes[name] = (self._folder / name).stat().st_size
+        self._written.clear()
+
+    def _open_shard(self) -> Shard:
+        """Return the shard that is not complete, which may have no tokens yet."""
+        shards = self.progress.shards
+        if shards and not shards[-1].checksum:
+            return shards[-1]
+        return Shard(f"tokens-{len(shards):05}.bin", tokens=0, documents=0, checksum="")
+
+    def _append_ids(self, ids: NDArray[np.unsignedinteger], documents: int) -> None:
+        shard, shards = self._open_shard(), self.progress.shards
+        if len(ids):
+            self._append(shard.file, ids.tobytes())
+            shards[len(shards) - bool(shard.tokens) :] = [
+                replace(
+                    shard, tokens=shard.tokens + len(ids), documents=shard.documents + documents
+                )
+            ]
+
+    def _add_line(self, name: str, line: bytes) -> None:
+        self._lines[name] += line
+        if len(self._lines[name]) >= _LINES_BYTES:
+            self._append(name, self._lines[name])
+            self._lines[name].clear()
+
+    def _append(self, name: str, content: bytes | bytearray) -> None:
+        if content:
+            with (self._folder / name).open("ab") as stream:
+                stream.write(content)
+            self._written.add(name)
+
+
+def _truncate(path: Path, size_bytes: int) -> None:
+    found = path.stat().st_size if path.exists() else 0
+    if found < size_bytes:
+        raise DataError(
+            f"{path} must have the {size_bytes:,} bytes that {PLAN} states, but has {found:,}; "
+            "remove the folder to start again"
+        )
+    os.truncate(path, size_bytes)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def tokenize(
@@ -66,7 +203,6 @@ def tokenize(
     *,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     skip: OnBad | None = None,
-    fresh: bool = False,
 ) -> TokenFolderIndex:
     """Write a token folder. After an interruption, the same call continues.
 
@@ -78,7 +214,6 @@ def tokenize(
         shard_tokens: a shard ends with the document that makes it at least this long.
         skip: called with every bad record, which is skipped. If None, the first one raises
             DataError.
-        fresh: whether files of an earlier call are removed first.
 
     Raises:
         DataError: a record is bad; or the folder is finished, in use, or contains other files, such
@@ -86,11 +221,9 @@ def tokenize(
         OSError: a file cannot be read or written.
     """
     with _lock_folder(folder):
-        if fresh and _is_ours(folder):
-            _remove(folder, _ALL)
         states = [file.state() for file in files]
         plan = _plan(files, states, tokenizer, shard_tokens)
-        progress = _earlier_progress(folder, plan, skips=skip is not None)
+        progress = _earlier_progress(folder, plan)
         progress.read_bytes = sum(size for _, size, _, _ in states[: progress.files])
         _save(folder, plan, progress)
         tokenizer.save(folder)
@@ -134,7 +267,7 @@ def _read(
 
     def on_bad(record: BadRecord) -> None:
         if skip is None:
-            refuse(record, _OR_SKIP)
+            refuse(record)
         else:
             skip(record)
             writer.add_skipped(record)
@@ -168,7 +301,7 @@ def _finish(folder: Path, tokenizer: TextTokenizer, progress: Progress) -> Token
 
     flush_folder(folder)
     write_index(folder, index)
-    _remove(folder, _TEMPORARY_FILES)
+    _remove_temporary_files(folder)
     return index
 
 
@@ -182,15 +315,10 @@ def _lock_folder(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             stack.enter_context(lock(folder / _LOCK))
-        except Locked as error:
+        except (Locked, OSError) as error:
             raise DataError(
-                f"only one process at a time may write to a folder, but another one writes to "
-                f"{folder}; wait until it has ended, or name another --output"
-            ) from error
-        except OSError as error:
-            raise DataError(
-                f"tokens must be written to a folder, but {folder} cannot be created or written to "
-                f"({error.strerror}); name another --output"
+                f"tokens must be written to a folder that no other process writes to, but {folder} "
+                f"cannot be locked ({error}); name another --output"
             ) from error
         yield
 
@@ -206,7 +334,7 @@ def _plan(
         [file.name, repr(file.format), path, size, mtime]
         for file, (path, size, mtime, _) in zip(files, states, strict=True)
     ]
-    # An unfinished folder is recognized by three of these keys. All are shown in messages.
+    # The keys are shown in messages.
     return {
         "format": _FORMAT,
         "tokenizer": [tokenizer.fingerprint, tokenizer.end_of_text],
@@ -223,17 +351,16 @@ def _save(folder: Path, plan: Facts, progress: Progress) -> None:
     write_sealed(folder / PLAN, plan | {_PROGRESS: asdict(progress)})
 
 
-def _earlier_progress(folder: Path, plan: Facts, *, skips: bool) -> Progress:
+def _earlier_progress(folder: Path, plan: Facts) -> Progress:
     """Return the progress of an earlier call with this plan; an empty one if there was none.
 
     Raises:
         DataError: the folder is finished, or holds something that cannot be continued.
     """
     if (folder / INDEX).exists():
-        _remove(folder, _TEMPORARY_FILES)  # they remain if an earlier call was killed at its end
+        _remove_temporary_files(folder)  # they remain if an earlier call was killed at its end
         raise DataError(
-            f"{folder} is finished and holds tokens; name another --output, or replace it with "
-            "--fresh"
+            f"{folder} is finished and holds tokens; name another --output, or remove it"
         )
     before = read_sealed(folder / PLAN)
     if before is None:
@@ -249,13 +376,7 @@ def _earlier_progress(folder: Path, plan: Facts, *, skips: bool) -> Progress:
         raise DataError(
             f"the tokenization in {folder} can only be continued as it was started, but its "
             f"{' and '.join(differing)} differed then; restore that, name another --output, or "
-            "start again with --fresh"
-        )
-    if progress.skipped and not skips:
-        raise DataError(
-            f"the tokenization in {folder} has skipped {progress.skipped} bad records with "
-            f"--skip-bad (listed in {folder / SKIPPED}); state it again, or start again with "
-            "--fresh"
+            "remove the folder to start again"
         )
     return progress
 
@@ -264,19 +385,13 @@ def _refuse_others(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir())
     others = [name for name in names if name != _LOCK and not name.endswith(TEMPORARY)]
     if others:
-        mend = ", or replace them with --fresh" if _is_ours(folder) else ""
         raise DataError(
             f"tokens must be written to a new or empty folder, but {folder} has {len(others)} "
-            f"entries that cannot be continued, the first {others[0]}; name another --output{mend}"
+            f"entries that cannot be continued, the first {others[0]}; name another --output"
         )
 
 
-def _is_ours(folder: Path) -> bool:
-    return any(any(folder.glob(name)) for name in (PLAN, INDEX, SHARDS))
-
-
-def _remove(folder: Path, names: Sequence[str]) -> None:
-    for name in names:
-        for path in folder.glob(name):
-            path.unlink()
+def _remove_temporary_files(folder: Path) -> None:
+    for name in (PLAN, DOCUMENTS):
+        (folder / name).unlink(missing_ok=True)
     flush_folder(folder)

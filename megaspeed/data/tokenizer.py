@@ -6,25 +6,37 @@
 A byte-level BPE (Radford et al., "Language models are unsupervised multitask learners", 2019,
 section 2.2) begins with the 256 bytes, so it can encode any text. It merges the most frequent pair
 until the vocabulary is full. Training is deterministic for any number of threads.
+
+A long text is encoded in pieces, with an end-of-text token after each document:
+
+    pieces   "The sun"  " rose." |  "It rained." |
+    ids      464 4252   8278 13    1026 33697 13
+    packed   464 4252   8278 13 END 1026 33697 13 END
+                                 ^                 ^  document_ends 5, 9
+
+Every piece is encoded separately, so the ids do not depend on the batches or on the number of
+threads. Memory is bounded by one batch, however long the input is.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.data.documents import Document, read_pieces
 from megaspeed.data.errors import DataError
-from megaspeed.data.pieces import PIECE_BYTES
+from megaspeed.data.pieces import PIECE_BYTES, Piece
+from megaspeed.data.token_file import id_type
 from megaspeed.files.durable import write_file
 from megaspeed.files.paths import special_among
 
@@ -35,17 +47,17 @@ CONFIG_FILE = "tokenizer_config.json"
 TRAINING_SAMPLE_BYTES = 32 << 20
 """More text hardly improves a BPE, but makes its training longer."""
 
+BATCH_CHARACTERS = 1 << 20
+"""Characters that the threads encode together. They take about 100 MB of memory."""
+
 _SETTING = "data.tokenizer"
 _SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end-of-text token
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-# AutoTokenizer reads the class of older files in one of these.
-_NAMES_THE_CLASS = (CONFIG_FILE, "config.json")
 _CONFIG_FILES = (CONFIG_FILE, "special_tokens_map.json")
 # The parts of a tokenizer.json that may add a space before a text, and how each is switched off:
 # Prepend, Metaspace and ByteLevel.
 _PUT_FIRST_SPACE = ("normalizer", "pre_tokenizer")
 _NO_FIRST_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
-_TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
 
 class NoEndOfText(DataError):
@@ -179,11 +191,58 @@ def _without_first_space(part: Any) -> Any:
     return part
 
 
-def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
-    """Load a tokenizer.json, or a folder as Hugging Face writes it. Reads only local files.
+@dataclass(frozen=True)
+class Packed:
+    """The ids of some pieces.
 
-    A folder without a tokenizer.json is loaded by transformers' ``AutoTokenizer``, which knows the
-    older formats.
+    Attributes:
+        ids: shape (tokens,), including end-of-text tokens.
+        document_ends: shape (documents that end here,). For each, the number of ids up to its end.
+    """
+
+    ids: NDArray[np.unsignedinteger]
+    document_ends: NDArray[np.int64]
+
+
+def pack(pieces: Sequence[Piece], tokenizer: TextTokenizer, is_continued: bool = False) -> Packed:
+    """Return the ids of consecutive pieces. ``is_continued``: the first continues a document."""
+    continued = [is_continued, *(not piece.ends_document for piece in pieces)][: len(pieces)]
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    for piece, continues in zip(pieces, continued, strict=True):
+        texts[continues].append(piece.text)
+    encoded = {
+        False: iter(tokenizer.encode(texts[False])),
+        True: iter(tokenizer.encode_continued(texts[True])),
+    }
+    ids: list[int] = []
+    document_ends: list[int] = []
+    for piece, continues in zip(pieces, continued, strict=True):
+        ids.extend(next(encoded[continues]))
+        if piece.ends_document:
+            ids.append(tokenizer.end_of_text)
+            document_ends.append(len(ids))
+    return Packed(
+        np.asarray(ids, dtype=id_type(tokenizer.vocab_size)),
+        np.asarray(document_ends, dtype=np.int64),
+    )
+
+
+def encode(pieces: Iterable[Piece], tokenizer: TextTokenizer) -> Iterator[Packed]:
+    """Yield the ids of all pieces, in the order of the text. Uses all threads."""
+    batch: list[Piece] = []
+    characters, is_continued = 0, False
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= BATCH_CHARACTERS:
+            yield pack(batch, tokenizer, is_continued)
+            batch, characters, is_continued = [], 0, not piece.ends_document
+    if batch:
+        yield pack(batch, tokenizer, is_continued)
+
+
+def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
+    """Load a tokenizer.json, or a folder that has one. Reads only local files.
 
     Args:
         source: the path.
@@ -206,7 +265,7 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
     if special is not None:
         raise DataError(f"{setting}: {special}; name another tokenizer")
     stated = _read_object(file.parent / CONFIG_FILE)
-    tokenizer = _of_file(file, setting) if file.is_file() else _older_format(path, setting)
+    tokenizer = _of_file(file, setting)
     if not tokenizer.get_vocab_size(with_added_tokens=True):
         raise DataError(f"{setting} must have entries, but {path} has none; download it again")
     return TextTokenizer(tokenizer, _find_end_of_text(tokenizer, file.parent), stated)
@@ -218,9 +277,8 @@ def tokenizer_files(source: str) -> list[Path]:
 
 
 def _possible_files(path: Path) -> list[Path]:
-    if path.is_dir():
-        return sorted({file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)})
-    return sorted({path, *(path.parent / name for name in _CONFIG_FILES)})
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    return sorted([file, *(file.parent / name for name in _CONFIG_FILES)])
 
 
 def check_vocabulary(tokenizer_size: int, source: str, vocab_size: int) -> None:
@@ -288,43 +346,8 @@ def _of_file(file: Path, setting: str) -> Tokenizer:
     except Exception as error:  # the bindings raise bare Exception
         raise DataError(
             f"{setting} must be a tokenizer.json or a folder with one, but {file} cannot be read "
-            f"as one ({error}); save it with save_pretrained"
+            f"as one ({error}); save it with AutoTokenizer's save_pretrained"
         ) from error
-
-
-def _older_format(folder: Path, setting: str) -> Tokenizer:
-    try:
-        if not any((folder / name).is_file() for name in _NAMES_THE_CLASS):
-            raise FileNotFoundError(folder)
-        from transformers import AutoTokenizer  # slow to import, and rarely needed
-
-        with quiet_transformers():
-            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        tokenizer = loaded.backend_tokenizer
-        assert isinstance(tokenizer, Tokenizer)
-    except Exception as error:  # transformers raises many kinds, with advice that does not apply
-        raise DataError(
-            f"{setting} must be a tokenizer.json or a folder with one, but {folder} has none, and "
-            "transformers cannot read an older format in it; save it with save_pretrained where "
-            "transformers can (a tokenizer.model needs the package sentencepiece)"
-        ) from error
-    return tokenizer
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hide transformers' progress bars and warnings, but not its errors."""
-    from transformers.utils import logging  # slow to import, and rarely needed
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def check_trainable(vocab_size: int, setting: str = "model.vocab_size") -> None:

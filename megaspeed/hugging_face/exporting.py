@@ -30,12 +30,12 @@ from megaspeed.checkpoint.reading import model_config, read_pieces
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
 from megaspeed.config.model import ModelConfig
-from megaspeed.data.tokenizer import quiet_transformers
 from megaspeed.files.durable import refuse_existing
 from megaspeed.hugging_face.tokenizer import (
     ModelTokenizer,
     find_tokenizer,
     json_file,
+    quiet_transformers,
     read_generation,
     token_ids,
 )

@@ -23,8 +23,9 @@ from transformers import GenerationConfig
 from megaspeed.checkpoint.inspection import checkpoint_named
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokenizer import TextTokenizer, quiet_transformers
+from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.hugging_face.exporting import Precision, StockModel
+from megaspeed.hugging_face.tokenizer import quiet_transformers
 from megaspeed.hugging_face.weights import ComputationError
 
 _LOWEST_TEMPERATURE = 1e-6

@@ -9,7 +9,8 @@ run that starts from the import keep them as long as the run uses the same token
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer import NoEndOfText, TextTokenizer, load_tokenizer, special_tokens
 from megaspeed.hugging_face.weights import HuggingFaceError
 
-_OLDER = ("vocab.json", "tokenizer.model")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 Keys = Mapping[str, Any]
@@ -62,7 +62,7 @@ def find_tokenizer(
     """
     if named is not None:
         return _read_tokenizer(named, vocab_size, "--tokenizer")
-    if not any((folder / name).is_file() for name in (TOKENIZER, *_OLDER)):
+    if not (folder / TOKENIZER).is_file():
         return ModelTokenizer({}, remark="name one with --tokenizer")
     try:
         return _read_tokenizer(folder, vocab_size, "the tokenizer beside a model")
@@ -135,3 +135,19 @@ def token_ids(keys: Keys) -> dict[str, Any]:
 def json_file(values: Keys) -> bytes:
     """JSON in the layout that transformers writes."""
     return (json.dumps(values, indent=2) + "\n").encode()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide transformers' progress bars and warnings, but not its errors."""
+    from transformers.utils import logging  # slow to import, and rarely needed
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -32,9 +32,9 @@ from torch.overrides import TorchFunctionMode
 from megaspeed.checkpoint.reading import load_model, model_config
 from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.config.model import ModelConfig
-from megaspeed.data.tokenizer import quiet_transformers
 from megaspeed.files.durable import new_folder
 from megaspeed.files.paths import free_bytes, nearest_existing
+from megaspeed.hugging_face.tokenizer import quiet_transformers
 from megaspeed.hugging_face.weights import ComputationError, HuggingFaceError
 
 TOLERANCE = 1e-10

@@ -197,7 +197,7 @@ def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
     train, validation = corpus.train, corpus.validation
     sources = len(train.components)
     mixed = f" mixed from {sources} sources" if sources > 1 else ""
-    documents = "" if corpus.documents is None else f"{corpus.documents}; "
+    documents = "" if corpus.documents is None else f"{counted(corpus.documents, 'document')}; "
     line = (
         f"corpus: {documents}{train.tokens:,} training tokens in {corpus.training_sequences:,} "
         f"sequences{mixed}; "

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from megaspeed.config.run import Source
 from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
-from megaspeed.data.pieces import PIECE_BYTES, SKIP_BEFOREHAND, BadRecord
+from megaspeed.data.pieces import PIECE_BYTES, BadRecord
 from megaspeed.data.sources import SourceFile
 from tests.data.written_formats import (
     json_lines,
@@ -280,11 +280,3 @@ def test_an_archive_of_no_bytes_was_cut(tmp_path: Path, name: str) -> None:
     texts, (reported,) = skipped(the_file(tmp_path / name))
     assert texts == [] and reported.startswith("byte 0 of 0 on disk: ")
     assert reported.endswith("; copy the complete file here again")
-
-
-def test_an_alternative_is_named_only_if_it_is_possible(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"oops\n")
-    with pytest.raises(DataError, match=r"; correct it$"):
-        read_documents([the_file(tmp_path / "a.jsonl")])
-    with pytest.raises(DataError, match=r"; correct it, or skip .* `megaspeed tokenize --sk"):
-        read_documents([the_file(tmp_path / "a.jsonl")], SKIP_BEFOREHAND)

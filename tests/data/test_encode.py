@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from megaspeed.data.documents import read_documents, read_pieces
-from megaspeed.data.encode import encode
 from megaspeed.data.pieces import PIECE_BYTES, Piece
 from megaspeed.data.sources import SourceFile
-from megaspeed.data.tokenizer import TextTokenizer, train_tokenizer
+from megaspeed.data.tokenizer import TextTokenizer, encode, train_tokenizer
 from tests.data.numbered_corpus import write_numbered_tokens
 
 TEXTS = ["first document, with words", "second\n", "third: Grüße 漢"]

@@ -11,11 +11,10 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from megaspeed.data import pieces as cutting
 from megaspeed.data.cache import Cache
 from megaspeed.data.documents import read_documents, read_pieces
-from megaspeed.data.encode import encode, pack
 from megaspeed.data.sources import SourceFile
-from megaspeed.data.token_folder import open_token_folder
+from megaspeed.data.token_sources import open_token_folder
 from megaspeed.data.tokenize import tokenize
-from megaspeed.data.tokenizer import END_OF_TEXT, TextTokenizer
+from megaspeed.data.tokenizer import END_OF_TEXT, TextTokenizer, encode, pack
 from tests.data.watching import Record
 from tests.data.words import WORDS, documents
 

@@ -17,7 +17,6 @@ from megaspeed.data.sources import SourceFile
 from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from tests.data.token_folders import write_nanogpt, write_token_folder
 from tests.data.written_formats import (
-    FORMATS,
     json_lines,
     own_datasets_cache,
     plain_text,
@@ -233,25 +232,17 @@ def test_a_source_whose_documents_others_hold_out_is_not_omitted_silently(
     assert len(corpus.train.components) == 3
 
 
-def test_a_glob_of_tokens_and_text_is_refused_and_ordinary_folders_are_skipped(
+def test_a_glob_may_match_text_and_tokens_and_skips_ordinary_folders(
     tmp_path: Path, text: Path, tokens: Path
 ) -> None:
     together = tmp_path / "together"
     (together / "ordinary").mkdir(parents=True)
     tokens.rename(together / "tokens")
-    pattern = f"{together}/*"
-    assert prepared(tmp_path, pattern).train.files[0].path.parent == together / "tokens"
+    (only,) = prepared(tmp_path, f"{together}/*").train.components
     text.rename(together / "z.txt")
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, pattern)
-    assert caught.value.problems == (
-        f"data.train: a source is text or tokens, but '{pattern}' matches {together}/z.txt, which "
-        f"is read as text, and {together}/tokens, which holds tokens; list the two as two sources",
-    )
-    (together / "z.txt").unlink()
-    FORMATS["saved"](together, TEXTS)
-    with pytest.raises(DataError, match="which is read as text"):
-        prepared(tmp_path, pattern)
+    (both,) = prepared(tmp_path, f"{together}/*").train.components
+    assert only.files[0].path.parent == together / "tokens"
+    assert both.files[1:] == only.files
 
 
 def test_32_bit_ids_are_not_read_as_nanogpts_16_bit_ones(tmp_path: Path) -> None:
@@ -309,7 +300,7 @@ def test_of_a_short_document_one_token_stays_for_training(tmp_path: Path) -> Non
     short = str(tmp_path / "short.txt")
     with pytest.raises(DataError) as error:
         prepared(tmp_path, short, validation_fraction=0.9, sequence_length=1)
-    assert str(error.value).count("but has 1 tokens") == 2, "training and validation"
+    assert str(error.value).count("but has 1;") == 2, "training and validation"
 
 
 def test_a_single_document_is_divided(tmp_path: Path) -> None:

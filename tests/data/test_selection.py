@@ -142,7 +142,7 @@ def test_tokens_that_are_trained_on_are_not_validated_on(tmp_path: Path, tokens:
         (reported,) = problems(str(tokens), validation=[str(same)])
         assert "must not be trained on, but 1 of 1 files of data.validation are also in" in reported
     (reported,) = problems(str(tokens), str(tmp_path / "link"))
-    assert "a file may be listed only once" in reported
+    assert f"tokens may be listed only once, but {tokens} is matched 2 times" in reported
 
 
 def test_two_splits_of_a_saved_dataset_are_two_texts(tmp_path: Path) -> None:

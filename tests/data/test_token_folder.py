@@ -13,15 +13,15 @@ from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
 from megaspeed.data.sources import paths_at
 from megaspeed.data.token_file import TokenFile
-from megaspeed.data.token_folder import (
+from megaspeed.data.token_sources import (
     Shard,
     TokenFolderIndex,
     is_token_folder,
     open_token_folder,
     read_index,
+    token_paths,
     write_index,
 )
-from megaspeed.data.token_sources import token_paths
 from megaspeed.files.json_values import read_sealed, write_sealed
 from tests.data.token_folders import open_all
 
@@ -113,7 +113,7 @@ def test_every_damaged_shard_is_named_with_its_numbers(tmp_path: Path) -> None:
     assert "tokens-00000.bin has 4 bytes instead of 6" in cut
     assert "tokens-00001.bin is missing" in missing
     assert "tokens-00002.bin did not: its sha256 is" in altered
-    assert all("copy the folder again, or write it again" in problem for problem in (cut, altered))
+    assert all("copy the folder again, or remove it" in problem for problem in (cut, altered))
 
 
 def test_an_edited_index_is_refused(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def test_an_altered_byte_is_found(tmp_path: Path) -> None:
         open_all(source, cache)
     assert caught.value.problems == (
         f"a shard must stay as it was written, but {path} did not: its sha256 is {found[:16]}... "
-        f"instead of {index.shards[0].checksum[:16]}...; copy the folder again, or write it again "
-        "with `megaspeed tokenize --fresh`",
+        f"instead of {index.shards[0].checksum[:16]}...; copy the folder again, or remove it and "
+        "tokenize again",
     )
 
 

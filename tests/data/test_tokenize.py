@@ -12,17 +12,20 @@ from tokenizers import Tokenizer
 
 from megaspeed.cli import main
 from megaspeed.config.run import Source
-from megaspeed.data import encode as encode_module
+from megaspeed.data import tokenizer as tokenizer_module
 from megaspeed.data.cache import Cache
 from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
-from megaspeed.data.encode import encode
 from megaspeed.data.errors import DataError
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.token_file import TokenFile
-from megaspeed.data.token_folder import Progress, TokenFolderIndex, open_token_folder, read_index
-from megaspeed.data.token_sources import token_paths
-from megaspeed.data.tokenize import tokenize
-from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.token_sources import (
+    TokenFolderIndex,
+    open_token_folder,
+    read_index,
+    token_paths,
+)
+from megaspeed.data.tokenize import Progress, tokenize
+from megaspeed.data.tokenizer import TextTokenizer, encode
 from tests.data.watching import Record, contents
 from tests.data.words import WORDS, documents
 from tests.data.written_formats import FORMATS
@@ -33,7 +36,7 @@ TEXTS = list(documents(40_000))
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(tokenizer_module, "BATCH_CHARACTERS", 2000)
 
 
 @pytest.fixture
@@ -96,7 +99,7 @@ def test_batches_of_any_size_write_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = tokenized(files, tokenizer, tmp_path / "1", shard_tokens=1000)
-    monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", 30_000)
+    monkeypatch.setattr(tokenizer_module, "BATCH_CHARACTERS", 30_000)
     tokenized(files, tokenizer, tmp_path / "3", shard_tokens=1000)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
     assert len(alone.shards) > 2
@@ -117,37 +120,30 @@ def test_the_folder_is_the_corpus_that_training_on_the_text_makes(
     assert file.index.tokenizer_fingerprint == tokenizer.fingerprint
 
 
-def test_a_finished_folder_is_replaced_only_on_request(
+def test_a_finished_folder_is_not_replaced(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
     out = tmp_path / "out"
     tokenized(files, tokenizer, out, shard_tokens=1000)
     before = contents(out)
-    with pytest.raises(DataError, match=r"out is finished .* --fresh"):
+    with pytest.raises(DataError, match=r"out is finished .*, or remove it"):
         tokenized(files, tokenizer, out)
     assert contents(out) == before
-    mapped = opened(out)[0].map()
-    ids = mapped.tolist()
-    index = tokenized(files[:1], tokenizer, out, fresh=True)
-    assert index.documents == 1
-    assert sorted(path.name for path in out.glob("tokens-*")) == ["tokens-00000.bin"]
-    assert mapped.tolist() == ids  # a training run that has the old file mapped keeps it
 
 
 def test_a_folder_with_other_things_in_it_is_left_alone(
     tmp_path: Path, files: list[SourceFile], tokenizer_folder: Path, tokenizer: TextTokenizer
 ) -> None:
     before = contents(tokenizer_folder)
-    for fresh in (False, True):
-        with pytest.raises(DataError, match=r"new or empty folder.*the first tokenizer\.json"):
-            tokenized(files, tokenizer, tokenizer_folder, fresh=fresh)
+    with pytest.raises(DataError, match=r"new or empty folder.*the first tokenizer\.json"):
+        tokenized(files, tokenizer, tokenizer_folder)
     assert contents(tokenizer_folder) == before
 
 
 def test_two_processes_do_not_write_to_one_folder(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
-    with FileLock(tmp_path / ".lock"), pytest.raises(DataError, match="another one writes to"):
+    with FileLock(tmp_path / ".lock"), pytest.raises(DataError, match="no other process writes to"):
         tokenized(files, tokenizer, tmp_path)
 
 
@@ -156,7 +152,7 @@ def test_a_path_that_cannot_be_a_folder_is_reported(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer, name: str
 ) -> None:
     (tmp_path / "a.txt").write_text("kept")
-    with pytest.raises(DataError, match=r"cannot be created or written to .*; name another"):
+    with pytest.raises(DataError, match=r"cannot be locked .*; name another"):
         tokenized(files, tokenizer, tmp_path / name)
     assert (tmp_path / "a.txt").read_text() == "kept"
 
@@ -208,7 +204,7 @@ def test_a_shard_ends_with_the_document_that_fills_it(
     batch_characters: int,
 ) -> None:
     """Shards of 10 tokens, however the ids arrive. No document is cut; the last shard is short."""
-    monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", batch_characters)
+    monkeypatch.setattr(tokenizer_module, "BATCH_CHARACTERS", batch_characters)
     files = write_documents(tmp_path / "a.jsonl", 4, 5, 2, 10, 36, 3)
     one_word = len(tokenizer.encode([WORDS[0]])[0]), len(tokenizer.encode([f" {WORDS[0]}"])[0])
     assert one_word == (1, 1)

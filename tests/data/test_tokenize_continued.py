@@ -16,8 +16,8 @@ import pytest
 
 from megaspeed.cli import main
 from megaspeed.config.run import Source
-from megaspeed.data import encode as encode_module
 from megaspeed.data import tokenize as module
+from megaspeed.data import tokenizer as tokenizer_module
 from megaspeed.data.errors import DataError
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.tokenize import tokenize
@@ -35,7 +35,7 @@ SHARD_TOKENS = 500
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[SourceFile]:
     """Write four files of about ten batches. The plan is saved after each file."""
-    monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(tokenizer_module, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(module, "_SAVED_AT_ONCE_BYTES", 0)
     for name in "abc":
         write_json_lines(tmp_path / f"{name}.jsonl", 20_000)
@@ -186,7 +186,7 @@ def test_a_full_disk_keeps_complete_files_and_the_same_command_continues(
     )
     assert full.returncode == 1
     assert "File too large; complete input files are kept, and the same command" in full.stderr
-    assert f"Make room there, or move {out} to a larger disk" in full.stderr
+    assert "and that the disk has room" in full.stderr
     ended = run([*command, "--output", out])
     assert ended.returncode == 0
     assert contents(out) == contents(whole)
@@ -210,17 +210,15 @@ def test_a_tokenization_continued_after_stops_is_complete(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_bad_records_of_complete_files_are_not_hidden_later(
+def test_bad_records_of_complete_files_stay_listed(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
     files[0].path.write_text("bad\n" + files[0].path.read_text())
-    options: dict[str, Any] = {"shard_tokens": SHARD_TOKENS}
-    tokenize(files, tokenizer, tmp_path / "whole", Record(), skip=lambda record: None, **options)
+    options: dict[str, Any] = {"shard_tokens": SHARD_TOKENS, "skip": lambda record: None}
+    tokenize(files, tokenizer, tmp_path / "whole", Record(), **options)
     with pytest.raises(KeyboardInterrupt):
-        tokenize(files, tokenizer, tmp_path / "out", Stop(15), skip=lambda record: None, **options)
-    with pytest.raises(DataError, match=r"has skipped 1 bad records with --skip-bad"):
-        tokenize(files, tokenizer, tmp_path / "out", Record(), **options)
-    tokenize(files, tokenizer, tmp_path / "out", Record(), skip=lambda record: None, **options)
+        tokenize(files, tokenizer, tmp_path / "out", Stop(15), **options)
+    tokenize(files, tokenizer, tmp_path / "out", Record(), **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert b'"line 1 (byte 0)"' in contents(tmp_path / "out")["skipped.jsonl"]
 
@@ -289,8 +287,6 @@ def test_another_tokenizer_does_not_continue(
     assert main(["train-tokenizer", *text, "--vocab-size", "300", "--output", str(other)]) == 0
     command = ["tokenize", *text, "--output", str(out)]
     assert main([*command, "--tokenizer", str(other)]) == 2
-    assert main([*command, "--tokenizer", str(other), "--fresh"]) == 0
-    assert (out / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["tokens-00000.bin", "documents.jsonl"])
@@ -301,7 +297,7 @@ def test_a_file_shorter_than_the_plan_states_is_refused(
     with pytest.raises(KeyboardInterrupt):
         tokenized(files, tokenizer, out, Stop(15))
     (out / name).write_bytes(b"123")
-    with pytest.raises(DataError, match=rf"{name} must have .* states, but has 3; .*--fresh"):
+    with pytest.raises(DataError, match=rf"{name} must have .* states, but has 3; .*remove"):
         tokenized(files, tokenizer, out, Record())
 
 
@@ -313,18 +309,16 @@ def test_a_plan_that_was_altered_is_refused(
         tokenized(files, tokenizer, out, Stop(15))
     plan = out / "plan.json"
     plan.write_text(plan.read_text().replace('"skipped": 0', '"skipped": 1'))
-    with pytest.raises(DataError, match=r"cannot be continued.* --fresh"):
+    with pytest.raises(DataError, match=r"cannot be continued"):
         tokenized(files, tokenizer, out, Record())
 
 
-def test_a_folder_that_an_earlier_version_did_not_finish_is_replaced_only_with_fresh(
+def test_a_folder_that_an_earlier_version_did_not_finish_is_refused(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
     write_sealed(out / "plan.json", {"format": 1, "input": [], "shard_tokens": SHARD_TOKENS})
     (out / "tokens-00000.bin").write_bytes(b"12")
-    with pytest.raises(DataError, match=r"as it was started, but its format and .* --fresh"):
+    with pytest.raises(DataError, match=r"as it was started, but its format and"):
         tokenized(files, tokenizer, out, Record())
-    tokenize(files, tokenizer, out, Record(), shard_tokens=SHARD_TOKENS, fresh=True)
-    assert "index.json" in contents(out)

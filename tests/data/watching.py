@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megaspeed.data.token_folder import Progress
+from megaspeed.data.tokenize import Progress
 
 
 class Record:

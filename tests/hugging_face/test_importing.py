@@ -324,14 +324,3 @@ def test_too_little_disk_or_memory_is_reported_before_anything_is_written(
     with pytest.raises(HuggingFaceError, match=r"needs 152,704 bytes, but its disk has 100"):
         import_model(folder, tmp_path / "out", verify=False)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_tokenizer_of_an_older_format_is_written_as_a_new_one(copy: Path, folder: Path) -> None:
-    tokens = with_tokenizer(copy.parent / "tokens")
-    vocabulary = json.loads((tokens / "tokenizer.json").read_text())["model"]
-    (copy / "vocab.json").write_text(json.dumps(vocabulary["vocab"]))
-    merges = "\n".join(" ".join(pair) for pair in vocabulary["merges"])
-    (copy / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
-    (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    imported(written(weights_in(folder), copy))
-    assert (copy.parent / "out" / "tokenizer.json").is_file()

@@ -59,7 +59,7 @@ def shown(line: str) -> str:
     return Text.from_markup(line).plain
 
 
-def corpus_of(train: int, validation: int | None, documents: str | None = None) -> PreparedCorpus:
+def corpus_of(train: int, validation: int | None, documents: int | None = None) -> PreparedCorpus:
     """Return a corpus with this many tokens on each side, in sequences of 10."""
 
     def side(tokens: int) -> Mixture:
@@ -89,7 +89,7 @@ def parts(step: int, slowest: float, rank: int = 1) -> PartMetrics:
             "71,001 training tokens in 7,100 sequences|28,999 validation tokens in 2,899 sequences"
             "|29.0% of all|0.3 s",
         ),
-        (describe_corpus(corpus_of(71_001, None, "40 documents"), 1), "40 docu|no validation"),
+        (describe_corpus(corpus_of(71_001, None, 40), 1), "40 docu|no validation"),
         (
             describe_step(step_metrics(tokens_per_second=15360.4)),
             "step      7|loss 3.2500|lr 1.00e-03|grad norm 0.500|15,360 tok/s",

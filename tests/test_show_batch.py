@@ -9,15 +9,15 @@ import pytest
 from rich.console import Console
 
 from megaspeed.cli import main
+from megaspeed.cli.show_batch import samples_table, show_samples
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
-from megaspeed.data.batches import samples_table, show_samples
 from megaspeed.data.corpus import prepare_corpus
 from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.data.tokenizer import load_tokenizer
 from tests.data.numbered_corpus import numbered_mixture
 
-TEXT = Path(__file__).parents[2] / "LICENSE"
+TEXT = Path(__file__).parents[1] / "LICENSE"
 CONFIG: dict[str, Any] = {
     "model": {"preset": "gpt2-nano", "vocab_size": 300},
     "data": {"train": [str(TEXT)], "validation_fraction": 0.0, "sequence_length": 16},
@@ -64,42 +64,6 @@ def test_a_step_shows_what_the_ranks_train_on_in_it(
         assert tokenizer.encode(sample["text"]).ids == sample["ids"]
         assert sample["text"].removesuffix("<|endoftext|>") in text
         assert sample["source"] == str(TEXT)
-
-
-def test_the_documents_of_a_sample_are_named_by_file_and_number(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = config.with_name("texts")
-    texts.mkdir()
-    words = [[f"{name}{number} " * (3 + number % 5) for number in range(40)] for name in "ab"]
-    lines = [json.dumps({"text": text}) for text in words[0]]
-    (texts / "a.jsonl").write_text("\n".join(lines))
-    (texts / "b.txt").write_text("<|endoftext|>".join(words[1]))
-    data = {"train": [f"{texts}/*"], "sequence_length": 16, "validation_fraction": 0.2}
-    config.write_text(json.dumps(CONFIG | {"data": data}))
-    for _ in range(2):  # prepared, and from the cache
-        samples = shown(config, "--samples", "0:100")["samples"]
-        for sample in samples:
-            named = []
-            for place in sample["documents"]:
-                path, number = place.rsplit(", document ", 1)
-                named.append(words["ab".index(Path(path).stem)][int(number) - 1])
-            parts = sample["text"].split("<|endoftext|>")
-            assert len(parts) - (not parts[-1]) == len(named)
-            assert all(part in text for part, text in zip(parts, named, strict=False))
-    assert {place.rsplit(", ", 1)[0] for sample in samples for place in sample["documents"]} == {
-        f"{texts}/a.jsonl",
-        f"{texts}/b.txt",
-    }
-    assert ", document " in capsys.readouterr().out
-    run = load_run(config, [], World(1, "test"))
-    corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
-    for origins in config.with_name("cache").glob("text/*/*/origins.json"):
-        origins.unlink()  # as in a folder of ``megaspeed tokenize``
-    (sample,) = show_samples(corpus, [0])
-    drawn = io.StringIO()
-    Console(width=400, file=drawn).print(samples_table([sample]))
-    assert sample.documents == [] and f"token {sample.first_token:,} of" in drawn.getvalue()
 
 
 def test_any_samples_can_be_shown(config: Path) -> None:
