@@ -70,49 +70,6 @@ class _Message:
     received: Tensor  # this rank's part of the sum, a view of ``sent``
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """How the gradients of a run are accumulated and sent."""
-
-    parts: int  # of the flat gradient; each data rank owns one, at ZeRO-0 all own everything
-    is_stage3: bool
-    is_complete: bool  # whether a complete gradient is accumulated
-    is_offloaded: bool  # whether the partition is in host memory
-    dtype: torch.dtype
-    sent_dtype: torch.dtype
-    uses_all_reduce: bool
-    overlaps: bool
-    # The mean over the data ranks. Either gradients are divided by dp before they are summed,
-    # because a sum of fp16 numbers could be too large for fp16, or the sum is divided by dp.
-    divides_first: bool
-    averages_later: bool
-    sends_copies: bool  # otherwise the complete gradient is sent as it is
-    sums_vectors: bool  # whether gradients of norms and biases are summed over the micro-batches
-    # whether autograd adds to ``grad`` in place. It does so in the dtype of the parameter.
-    autograd_adds: bool
-
-    @classmethod
-    def of(cls, run: Run) -> "Rules":
-        """The rules of ``run``."""
-        dp = run.grid.dp
-        is_stage3, is_complete = run.zero_stage == 3, run.keeps_complete_gradients
-        return cls(
-            parts=run.owners,
-            is_stage3=is_stage3,
-            is_complete=is_complete,
-            is_offloaded=run.config.zero_optimization.offloads_optimizer,
-            dtype=DTYPES[run.accumulation_dtype],
-            sent_dtype=DTYPES[run.reduction_dtype],
-            uses_all_reduce=not run.scatters_reductions,
-            overlaps=run.overlaps_reductions,
-            divides_first=run.divides_gradients_first,
-            averages_later=dp > 1 and not run.divides_gradients_first,
-            sends_copies=run.copies_gradients,
-            sums_vectors=run.sums_vector_gradients,
-            autograd_adds=is_complete and run.precision == run.accumulation_dtype and not is_stage3,
-        )
-
-
 def shape_of(parameter: Any) -> torch.Size:
     """The shape of a parameter, which ZeRO-3 may have partitioned."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
@@ -122,20 +79,28 @@ def shape_of(parameter: Any) -> torch.Size:
 class Reducer:
     """Sends buckets, and adds what it receives to this rank's partition.
 
+    The mean over the data ranks: either gradients are divided by dp before they are summed, because
+    a sum of fp16 numbers could be too large for fp16, or the sum is divided by dp.
+
     Args:
-        rules: the rules of the run.
+        run: the resolved run.
         context: this rank's groups.
     """
 
-    def __init__(self, rules: Rules, context: ParallelContext) -> None:
-        self._rules = rules
+    def __init__(self, run: Run, context: ParallelContext) -> None:
+        self._run = run
+        self._is_stage3 = run.zero_stage == 3
+        self._is_offloaded = run.config.zero_optimization.offloads_optimizer
+        self._sent_dtype = DTYPES[run.reduction_dtype]
         self._device = context.device
         self._axis = context.dp_group
         self._dp = context.dp_size
-        self._exchanges = not rules.uses_all_reduce and dist.get_backend(self._axis) == "gloo"
+        self._exchanges = run.scatters_reductions and dist.get_backend(self._axis) == "gloo"
         # So only one bucket at a time needs memory for a copy, or for what is exchanged.
-        self._is_one_at_a_time = rules.sends_copies or self._exchanges
-        self.own_part = context.dp_rank if rules.parts > 1 else 0
+        self._is_one_at_a_time = run.copies_gradients or self._exchanges
+        self.averages_later = run.grid.dp > 1 and not run.divides_gradients_first
+        """Whether ``receive`` leaves a sum that is not yet divided by dp."""
+        self.own_part = context.dp_rank if run.owners > 1 else 0
         """The index of the part of each flat gradient that this rank owns."""
         self._in_flight: list[_Message] = []
 
@@ -144,10 +109,10 @@ class Reducer:
         if self._is_one_at_a_time:
             self.receive()
         packed = self._packed(bucket)
-        if self._rules.divides_first:
+        if self._run.divides_gradients_first:
             packed = packed / self._dp
         self._in_flight.append(self._start(bucket, packed))
-        if self._is_one_at_a_time and not self._rules.overlaps:
+        if self._is_one_at_a_time and not self._run.overlaps_reductions:
             self.receive()
 
     def receive(self) -> None:
@@ -157,15 +122,15 @@ class Reducer:
                 message.work.wait()
             if message.parts is not None:
                 torch.sum(message.parts, 0, out=message.received)
-            is_copied = self._rules.sends_copies or message.bucket.is_compressed
-            if is_copied or self._rules.is_offloaded:
+            is_copied = self._run.copies_gradients or message.bucket.is_compressed
+            if is_copied or self._is_offloaded:
                 self._add(message)
         self._in_flight.clear()
 
     def shape_of(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of packed gradients: flat, or at ZeRO-3 a row for each rank."""
         part = bucket.partition.numel()
-        return (self._dp, part) if self._rules.is_stage3 else (self._rules.parts * part,)
+        return (self._dp, part) if self._is_stage3 else (self._run.owners * part,)
 
     def pack(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         """Remove the gradients of one micro-batch from the bucket, and return them in its shape."""
@@ -175,7 +140,7 @@ class Reducer:
             return gradients[0].to(dtype).reshape(shape)
         packed = torch.empty(shape, dtype=dtype, device=self._device)
         flat = [gradient.reshape(-1) for gradient in gradients]
-        if self._rules.is_stage3:
+        if self._is_stage3:
             torch._chunk_cat(flat, 0, self._dp, out=packed)
             return packed
         elements = sum(gradient.numel() for gradient in flat)
@@ -187,13 +152,13 @@ class Reducer:
     def _packed(self, bucket: Bucket) -> Tensor:
         """The bucket's gradients: flat, or at ZeRO-3 (dp, elements / dp), one row for each rank."""
         complete = bucket.complete
-        if complete is not None and not self._rules.is_stage3:
-            return complete[: math.prod(self.shape_of(bucket))].to(self._rules.sent_dtype)
+        if complete is not None and not self._is_stage3:
+            return complete[: math.prod(self.shape_of(bucket))].to(self._sent_dtype)
         if bucket.total is not None:
-            return bucket.total.to(self._rules.sent_dtype)
+            return bucket.total.to(self._sent_dtype)
         if complete is None:
-            return self.pack(bucket, self._rules.sent_dtype)
-        shape, dtype = self.shape_of(bucket), self._rules.sent_dtype
+            return self.pack(bucket, self._sent_dtype)
+        shape, dtype = self.shape_of(bucket), self._sent_dtype
         packed = torch.empty(shape, dtype=dtype, device=self._device)
         parts = complete.split(bucket.sizes)
         torch.cat([part.view(self._dp, -1) for part in parts], dim=1, out=packed)
@@ -201,9 +166,9 @@ class Reducer:
 
     def _start(self, bucket: Bucket, packed: Tensor) -> _Message:
         """Start to sum a bucket over the data ranks, in place: all of it, or this rank's row."""
-        rows = packed.view(self._rules.parts, -1)
+        rows = packed.view(self._run.owners, -1)
         received, work, parts = rows[self.own_part], None, None
-        if self._dp > 1 and self._rules.uses_all_reduce:
+        if self._dp > 1 and not self._run.scatters_reductions:
             work = comm.all_reduce(packed, group=self._axis, async_op=True)
         elif self._dp > 1 and self._exchanges:
             parts = torch.empty_like(rows)
@@ -215,7 +180,7 @@ class Reducer:
 
     def _add(self, message: _Message) -> None:
         received = message.received
-        if self._rules.averages_later and self._rules.is_offloaded:
+        if self.averages_later and self._is_offloaded:
             received = received / self._dp  # not on the host, which would wait for the copy
         partition = message.bucket.partition
         if message.bucket.is_filled and partition.device != received.device:

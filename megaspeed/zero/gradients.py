@@ -43,8 +43,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 from torch import Tensor, nn
 
 from megaspeed.config.resolve import Run
+from megaspeed.model.gpt import DTYPES
 from megaspeed.topology.context import ParallelContext
-from megaspeed.zero.buckets import Bucket, Reducer, Rules, shape_of
+from megaspeed.zero.buckets import Bucket, Reducer, shape_of
 from megaspeed.zero.compression import Compressor, make_compressor
 from megaspeed.zero.model_states import (
     GradientFragment,
@@ -81,13 +82,20 @@ class Gradients:
         head_weight: nn.Parameter | None,
         head_is_tied: bool,
     ) -> None:
-        self._rules = Rules.of(run)
+        self._run = run
+        self._is_stage3 = run.zero_stage == 3
+        self._is_complete = run.keeps_complete_gradients
+        self._is_offloaded = run.config.zero_optimization.offloads_optimizer
+        self._overlaps = run.overlaps_reductions
+        # whether autograd adds to ``grad`` in place. It does so in the dtype of the parameter.
+        has_dtype = run.precision == run.accumulation_dtype
+        self._autograd_adds = self._is_complete and has_dtype and not self._is_stage3
         self._optimizer = optimizer
         self._timeline = context.timeline
         self._device = context.device
         self._tensor_axis = context.tp_group
         self._dp = context.dp_size
-        self._reducer = Reducer(self._rules, context)
+        self._reducer = Reducer(run, context)
         self._keeps_error = run.compression is not None and run.compression.error_feedback
         self._compressed_parameters = {id(parameter) for parameter in compressed}
         self._buckets = [
@@ -104,8 +112,8 @@ class Gradients:
         self._loss_scale = 1.0  # of this step
         self.steps_taken = 0
         """Optimizer steps that were not skipped."""
-        self._sums = dict(self._sums_of_parameters()) if self._rules.is_complete else {}
-        if self._rules.overlaps or not self._rules.autograd_adds:
+        self._sums = dict(self._sums_of_parameters()) if self._is_complete else {}
+        if self._overlaps or not self._autograd_adds:
             for parameter in self._bucket_of:
                 parameter.register_post_accumulate_grad_hook(self._take)
         self._without_autograd = set() if head_is_tied else {head_weight}
@@ -120,7 +128,7 @@ class Gradients:
         """Views of this rank's reduced gradients, without padding."""
         self._partitions = [
             [bucket.partition]
-            if self._rules.is_stage3
+            if self._is_stage3
             else GradPartitionBufferGroup(
                 [f.values for b, f in fragments if b == at], bucket.partition
             )
@@ -152,12 +160,12 @@ class Gradients:
     def begin_backward(self, *, last: bool) -> None:
         """Called before each backward. ``last``: whether it is the last one of the step."""
         self._is_last = last
-        self._sends_in_backward = not self._rules.is_complete or (self._rules.overlaps and last)
+        self._sends_in_backward = not self._is_complete or (self._overlaps and last)
         if self._sends_in_backward:
             for bucket in self._buckets:
                 bucket.missing = set(bucket.parameters) - self._without_autograd
                 # If all forwards precede the first backward, the sum of all micro-batches is sent.
-                has_gradients = self._rules.is_complete or bool(bucket.gradients)
+                has_gradients = self._is_complete or bool(bucket.gradients)
                 if not bucket.missing and has_gradients:
                     self._send_in_backward(bucket)
 
@@ -175,18 +183,14 @@ class Gradients:
         and biases need one collective a step, not one for each layer and micro-batch.
         """
         with self._timeline.part("data"):
-            if (
-                self._rules.is_complete
-                and not self._rules.overlaps
-                and (self._dp > 1 or self._rules.is_offloaded)
-            ):
+            if self._is_complete and not self._overlaps and (self._dp > 1 or self._is_offloaded):
                 for bucket in self._buckets:
                     if not (self._compresses and bucket.is_compressed):
                         self._reducer.send(bucket)
             self._reducer.receive()
             if self._compresses and self._compressor is not None:
                 self._compressor.reduce(self._compressed)
-            if self._rules.averages_later and not self._rules.is_offloaded:
+            if self._reducer.averages_later and not self._is_offloaded:
                 sums = [b for b in self._buckets if not (self._compresses and b.is_compressed)]
                 if sums:
                     torch._foreach_div_([bucket.partition for bucket in sums], self._dp)
@@ -194,15 +198,15 @@ class Gradients:
             for bucket in self._partial:
                 total = bucket.partition.to(self._device)
                 comm.all_reduce(total, group=self._tensor_axis)
-                if self._rules.is_offloaded:
+                if self._is_offloaded:
                     bucket.partition.copy_(total, non_blocking=True)
-        if self._rules.is_offloaded and not get_accelerator().is_synchronized_device():
+        if self._is_offloaded and not get_accelerator().is_synchronized_device():
             get_accelerator().current_stream().synchronize()  # the host reads the partition
         self._begins_step = True
 
     def hand_over(self) -> None:
         """Give the partition to DeepSpeed's optimizer, just before its step."""
-        if self._rules.is_offloaded:
+        if self._is_offloaded:
             return  # it is the gradient of the master weights already
         self._optimizer.averaged_gradients.update(enumerate(self._partitions))
 
@@ -234,25 +238,25 @@ class Gradients:
         return iter(()) if self._compressor is None else self._compressor.factors()
 
     def _make_bucket(self, index: int) -> Bucket:
-        rules, master = self._rules, master_partitions(self._optimizer)[index]
+        master, owners = master_partitions(self._optimizer)[index], self._run.owners
         part = master.numel()
-        if rules.is_stage3:
+        if self._is_stage3:
             parameters = self._optimizer.fp16_groups[index]
             sizes = [self._dp * parameter.partition_numel() for parameter in parameters]
         else:
             parameters = self._optimizer.round_robin_bit16_groups[index]
             sizes = [parameter.numel() for parameter in parameters]
         is_compressed = id(parameters[0]) in self._compressed_parameters
-        elements = rules.parts * part
+        elements = owners * part
         if is_compressed:  # equal parts for all data ranks at ZeRO-0, too
             elements = -(-elements // self._dp) * self._dp
-        complete = self._zeros(elements) if rules.is_complete else None
-        if rules.is_offloaded:
+        complete = self._zeros(elements) if self._is_complete else None
+        if self._is_offloaded:
             assert master.grad is not None, "DeepSpeed allocates it in host memory"
             partition = master.grad.view(-1)
         elif is_compressed:
-            partition = self._zeros(elements // rules.parts)[:part]
-        elif complete is not None and (rules.parts == 1 or not rules.is_stage3):
+            partition = self._zeros(elements // owners)[:part]
+        elif complete is not None and (owners == 1 or not self._is_stage3):
             partition = complete.narrow(0, self._reducer.own_part * part, part)
         else:
             partition = self._zeros(part)
@@ -265,12 +269,12 @@ class Gradients:
             is_compressed=is_compressed,
             feedback=self._zeros(elements) if keeps_error else None,
         )
-        if rules.sums_vectors and all(len(shape_of(p)) == 1 for p in parameters):
+        if self._run.sums_vector_gradients and all(len(shape_of(p)) == 1 for p in parameters):
             bucket.total = self._zeros(self._reducer.shape_of(bucket))
         return bucket
 
     def _zeros(self, shape: int | Sequence[int]) -> Tensor:
-        return torch.zeros(shape, dtype=self._rules.dtype, device=self._device)
+        return torch.zeros(shape, dtype=DTYPES[self._run.accumulation_dtype], device=self._device)
 
     def _values_of(self, held: HeldRange) -> Tensor:
         return self._buckets[held.bucket].partition.narrow(0, held.offset, held.length)
@@ -296,7 +300,7 @@ class Gradients:
             bucket.is_filled = False
             if bucket.total is not None:
                 bucket.total.zero_()
-        if self._rules.autograd_adds:
+        if self._autograd_adds:
             for parameter, total in self._sums.items():
                 parameter.grad = total
 
@@ -304,9 +308,9 @@ class Gradients:
         """Called by autograd when the gradient of one micro-batch is in ``parameter.grad``."""
         gradient, bucket = parameter.grad, self._bucket_of[parameter]
         assert gradient is not None
-        if not self._rules.autograd_adds:
+        if not self._autograd_adds:
             parameter.grad = None
-            if self._rules.is_complete:
+            if self._is_complete:
                 # Not _foreach_add_ over a bucket: if the dtypes differ, it also launches a kernel
                 # for each tensor (torch 2.13, ForeachUtils.h), and it would keep all gradients.
                 self._sums[parameter].add_(gradient)
