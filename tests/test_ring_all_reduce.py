@@ -161,27 +161,3 @@ def test_torchrun_starts_it() -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     rows = started(torchrun, "--standalone", "--nproc-per-node=2", EXAMPLE, "--elements", "9")
     assert [row[:2] for row in rows] == [["2", "36"]]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--ranks", "0"], "--ranks 0: give numbers from 1 to 64"),
-        (["--ranks", "2", "65"], "--ranks 65: give numbers from 1 to 64"),
-        (["--elements", "-5"], "--elements -5: give numbers from 1 to"),
-        (["--pictures", str(EXAMPLE)], "File exists"),
-    ],
-)
-def test_bad_input_is_one_line(
-    options: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["ring_all_reduce.py", *options])
-    with pytest.raises(SystemExit) as stop:
-        example().main()
-    # argparse prints its message. The exception of sys.exit contains it.
-    line = capsys.readouterr().err or str(stop.value)
-    assert message in line.splitlines()[-1]
-    assert "Traceback" not in line

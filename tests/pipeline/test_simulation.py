@@ -76,86 +76,38 @@ def test_every_schedule_of_ours_passes(name: str, pipeline_stages: int) -> None:
         check_schedule(schedule, pipeline_stages, micro_batches)
 
 
-@pytest.mark.parametrize(
-    ("edit", "law"),
-    [
-        pytest.param(
-            moved(Backward(2), before=Forward(2)),
-            "Backward(micro_batch=2) comes before Forward(micro_batch=2)",
-            id="backward before forward",
-        ),
-        pytest.param(
-            moved(ReceiveGradient(1), before=SendGradient(1)),
-            "Backward(micro_batch=1) comes before ReceiveGradient(micro_batch=1)",
-            id="backward before its gradient",
-        ),
-        pytest.param(
-            moved(LoadMicroBatch(1), before=SendActivation(1)),
-            "Forward(micro_batch=1) comes before LoadMicroBatch(micro_batch=1)",
-            id="forward of what is not loaded",
-        ),
-        pytest.param(
-            moved(SendActivation(1), before=Forward(1)),
-            "SendActivation(micro_batch=1) comes before Forward(micro_batch=1)",
-            id="send of what is not computed",
-        ),
-        pytest.param(
-            moved(SendGradient(1), before=Backward(1)),
-            "SendGradient(micro_batch=1) comes before Backward(micro_batch=1)",
-            id="send of a gradient that is not computed",
-        ),
-        pytest.param(
-            lambda program: [one for one in program if getattr(one, "micro_batch", None) != 3],
-            "never runs LoadMicroBatch(micro_batch=3)",
-            id="missing micro-batch",
-        ),
-        pytest.param(
-            inserted(Forward(0), before=Forward(1)),
-            "Forward(micro_batch=0) comes twice",
-            id="duplicated micro-batch",
-        ),
-        pytest.param(
-            inserted(LoadMicroBatch(4), before=Forward(1)),
-            "is not possible here",
-            id="micro-batch out of range",
-        ),
-        pytest.param(
-            without(SendActivation(2)),
-            "never runs SendActivation(micro_batch=2)",
-            id="dropped send",
-        ),
-        pytest.param(
-            without(ReceiveActivation(2)),
-            "never runs ReceiveActivation(micro_batch=2)",
-            id="send without receive",
-        ),
-        pytest.param(
-            without(Backward(2), SendGradient(2)),
-            "never runs Backward(micro_batch=2)",
-            id="activations never freed",
-        ),
-        pytest.param(
-            swapped(ReduceGradients(), OptimizerStep()),
-            "OptimizerStep() comes before ReduceGradients(), which it needs",
-            id="step not last",
-        ),
-        pytest.param(
-            moved(OptimizerStep(), before=Backward(3)),
-            "OptimizerStep() comes before Reduce",
-            id="step before the last backward",
-        ),
-        pytest.param(
-            without(OptimizerStep()),
-            "never runs OptimizerStep()",
-            id="no step",
-        ),
-        pytest.param(
-            inserted(ReduceGradients(), before=OptimizerStep()),
-            "ReduceGradients() comes twice",
-            id="reduced twice",
-        ),
-    ],
-)
+REDUCE, STEP = ReduceGradients(), OptimizerStep()
+
+# (the edit of stage 1, the law in the message)
+BROKEN: list[tuple[Edit, str]] = [
+    (moved(Backward(2), before=Forward(2)), f"{Backward(2)} comes before {Forward(2)}"),
+    (
+        moved(ReceiveGradient(1), before=SendGradient(1)),
+        f"{Backward(1)} comes before {ReceiveGradient(1)}",
+    ),
+    (
+        moved(LoadMicroBatch(1), before=SendActivation(1)),
+        f"{Forward(1)} comes before {LoadMicroBatch(1)}",
+    ),
+    (moved(SendActivation(1), before=Forward(1)), f"{SendActivation(1)} comes before {Forward(1)}"),
+    (moved(SendGradient(1), before=Backward(1)), f"{SendGradient(1)} comes before {Backward(1)}"),
+    (
+        lambda program: [one for one in program if getattr(one, "micro_batch", None) != 3],
+        f"never runs {LoadMicroBatch(3)}",
+    ),
+    (inserted(Forward(0), before=Forward(1)), f"{Forward(0)} comes twice"),
+    (inserted(LoadMicroBatch(4), before=Forward(1)), "is not possible here"),
+    (without(SendActivation(2)), f"never runs {SendActivation(2)}"),
+    (without(ReceiveActivation(2)), f"never runs {ReceiveActivation(2)}"),
+    (without(Backward(2), SendGradient(2)), f"never runs {Backward(2)}"),
+    (swapped(REDUCE, STEP), f"{STEP} comes before {REDUCE}, which it needs"),
+    (moved(STEP, before=Backward(3)), f"{STEP} comes before Reduce"),
+    (without(STEP), f"never runs {STEP}"),
+    (inserted(REDUCE, before=STEP), f"{REDUCE} comes twice"),
+]
+
+
+@pytest.mark.parametrize(("edit", "law"), BROKEN)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_stage_that_breaks_a_law_is_refused(schedule: Schedule, edit: Edit, law: str) -> None:
     with pytest.raises(ScheduleError, match=f"pipeline stage 1 of 3.*{re.escape(law)}"):
@@ -179,28 +131,22 @@ def test_an_end_of_the_pipeline_has_no_neighbour_beyond(
         check_schedule(schedule, 3, 4)
 
 
-def test_activations_sent_in_another_order_than_received_are_refused() -> None:
-    # The first stage has computed both before it sends either. So its program alone is valid.
-    second_first = edited(gpipe, 0, moved(SendActivation(0), before=LoadMicroBatch(2)))
-    with pytest.raises(
-        ScheduleError,
-        match=r"pipeline stage 1, .* would get micro-batch 1, which pipeline stage 0 sends first",
-    ):
-        check_schedule(second_first, 3, 4)
+# The stage that sends has computed both before it sends either. So its program alone is valid.
+SECOND_FIRST = {
+    0: edited(gpipe, 0, moved(SendActivation(0), before=LoadMicroBatch(2))),
+    2: edited(
+        gpipe, 2, swapped(Backward(0), Backward(1)), swapped(SendGradient(0), SendGradient(1))
+    ),
+}
 
 
-def test_gradients_sent_in_another_order_than_received_are_refused() -> None:
-    second_first = edited(
-        gpipe,
-        2,
-        swapped(Backward(0), Backward(1)),
-        swapped(SendGradient(0), SendGradient(1)),
-    )
-    with pytest.raises(
-        ScheduleError,
-        match=r"pipeline stage 1, .* would get micro-batch 1, which pipeline stage 2 sends first",
-    ):
-        check_schedule(second_first, 3, 4)
+@pytest.mark.parametrize(("sender", "schedule"), SECOND_FIRST.items())
+def test_messages_sent_in_another_order_than_received_are_refused(
+    sender: int, schedule: Schedule
+) -> None:
+    message = f"stage 1, .* would get micro-batch 1, which pipeline stage {sender} sends first"
+    with pytest.raises(ScheduleError, match=message):
+        check_schedule(schedule, 3, 4)
 
 
 def test_a_deadlock_names_what_each_stage_waits_for() -> None:

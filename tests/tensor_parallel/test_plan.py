@@ -10,7 +10,6 @@ from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.plan import (
     ParameterShard,
-    key_value_replicas,
     shard_of,
     vocabulary_rows_per_rank,
 )
@@ -142,14 +141,3 @@ def test_a_row_parallel_layer_has_columns_and_its_whole_bias() -> None:
     biases = shards(gpt2(), "blocks.0.mlp.down.bias", (32,), 4)
     assert {bias.local_shape for bias in biases} == {(32,)}
     assert [bias.owned_rows for bias in biases] == [32, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("key_value_heads", "size", "replicas"),
-    [(8, 1, 1), (8, 8, 1), (4, 8, 2), (2, 8, 4), (1, 4, 4), (1, 1, 1)],
-)
-def test_a_key_value_head_stands_on_as_many_ranks_as_share_it(
-    key_value_heads: int, size: int, replicas: int
-) -> None:
-    config = llama(num_attention_heads=8, num_key_value_heads=key_value_heads)
-    assert key_value_replicas(config, size) == replicas
