@@ -55,28 +55,6 @@ Counters = dict[str, float]
 """scale, iteration, last_overflow_iteration and hysteresis of fp16's dynamic loss scaler."""
 
 
-def read_loss_scale(scaler: Any) -> Counters | None:
-    """The state of DeepSpeed's loss scaler; None if the scale is constant."""
-    if not scaler.dynamic:
-        return None
-    return {
-        "scale": float(scaler.cur_scale),
-        "iteration": scaler.cur_iter,
-        "last_overflow_iteration": scaler.last_overflow_iter,
-        "hysteresis": scaler.cur_hysteresis,
-    }
-
-
-def load_loss_scale(scaler: Any, saved: Counters) -> None:
-    """Load a saved state into a dynamic scaler. Does nothing if the scale is constant."""
-    if not scaler.dynamic:
-        return
-    scaler.cur_scale = saved["scale"]
-    scaler.cur_iter = saved["iteration"]
-    scaler.last_overflow_iter = saved["last_overflow_iteration"]
-    scaler.cur_hysteresis = saved["hysteresis"]
-
-
 @dataclass(frozen=True)
 class StepOutcome:
     """The result of one optimizer step, the same on every rank."""
@@ -302,12 +280,25 @@ class ZeroEngine:
             self._gathers.free_persistent()
 
     def loss_scale(self) -> Counters | None:
-        """The state of fp16's dynamic loss scale; None if there is none."""
-        return read_loss_scale(self._optimizer.loss_scaler)
+        """The state of fp16's dynamic loss scale; None if the scale is constant."""
+        scaler = self._optimizer.loss_scaler
+        if not scaler.dynamic:
+            return None
+        return {
+            "scale": float(scaler.cur_scale),
+            "iteration": scaler.cur_iter,
+            "last_overflow_iteration": scaler.last_overflow_iter,
+            "hysteresis": scaler.cur_hysteresis,
+        }
 
     def load_loss_scale(self, saved: Counters) -> None:
-        """Load a saved dynamic loss scale. Does nothing if this run has none."""
-        load_loss_scale(self._optimizer.loss_scaler, saved)
+        """Load a saved dynamic loss scale. Does nothing if the scale of this run is constant."""
+        scaler = self._optimizer.loss_scaler
+        if scaler.dynamic:
+            scaler.cur_scale = saved["scale"]
+            scaler.cur_iter = saved["iteration"]
+            scaler.last_overflow_iter = saved["last_overflow_iteration"]
+            scaler.cur_hysteresis = saved["hysteresis"]
 
     def owned_elements(self, parameter: nn.Parameter) -> int:
         """How many leading elements of the local tensor this rank counts in the norm."""

@@ -19,7 +19,7 @@ from megaspeed.training.resumed_run import (
     training_changes,
 )
 from megaspeed.training.worker import Worker
-from megaspeed.zero.engine import Counters, load_loss_scale, read_loss_scale
+from megaspeed.zero.engine import Counters
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
 from tests.checkpoint.written import run_state
 from tests.support.rank_pool import RankPool
@@ -234,12 +234,14 @@ def scales_of_both(launch: LaunchEnvironment) -> tuple[list[float], list[float]]
     """
     run = small_run(TEXT)
     with started(launch, run) as context:
-        Worker(run, context)  # DeepSpeed's scaler needs the rank for its log
+        engine = Worker(run, context).engine
         uninterrupted, resumed = scaler(), scaler()
         scales(uninterrupted, range(6))
-        state = read_loss_scale(uninterrupted)
+        engine.optimizer.loss_scaler = uninterrupted
+        state = engine.loss_scale()
         assert state is not None
-        load_loss_scale(resumed, state)
+        engine.optimizer.loss_scaler = resumed
+        engine.load_loss_scale(state)
         return scales(uninterrupted, range(6, 30)), scales(resumed, range(6, 30))
 
 
@@ -272,10 +274,11 @@ def loss_scale_after_load(
     """Return the counters of a new run's scaler, before and after it loads a checkpoint."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, tiny_corpus(run, cache), context)
-        rank.worker.engine.optimizer.loss_scaler = of_run = scaler()
-        before = read_loss_scale(of_run)
+        engine = rank.worker.engine
+        engine.optimizer.loss_scaler = scaler()
+        before = engine.loss_scale()
         rank.checkpointing.load(checkpoint)
-        return before, read_loss_scale(of_run)
+        return before, engine.loss_scale()
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -290,10 +293,3 @@ def test_a_dynamic_loss_scale_is_saved_and_loaded(
     for before, after in pool.run(2, loss_scale_after_load, run, cache, checkpoint):
         assert before is not None and before["scale"] == 2**16
         assert after == SCALE.model_dump()
-
-
-def test_a_constant_loss_scale_has_no_state() -> None:
-    constant = CreateLossScaler(torch.float, 1.0, dynamic_scaling=False, dynamic_loss_args=None)
-    assert read_loss_scale(constant) is None
-    load_loss_scale(constant, SCALE.model_dump())
-    assert constant.cur_scale == 1.0
