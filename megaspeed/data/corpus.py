@@ -81,9 +81,9 @@ class PreparedCorpus:
     def check(self, vocab_size: int) -> None:
         """Raise DataError with every problem that prevents training on the corpus.
 
-        An id is not below ``vocab_size``, a component does not fill one sequence, or the files were
-        made with different tokenizers. If attention restarts at every document, it is also a
-        problem if the end-of-text token of a file is unknown.
+        An id is not below ``vocab_size``, or a component does not fill one sequence. If attention
+        restarts at every document, it is also a problem if the end-of-text token of a file is
+        unknown.
         """
         large_ids: dict[Path, str | None] = {}  # one for each file, even if it has several parts
         for file in self._files():
@@ -94,7 +94,6 @@ class PreparedCorpus:
             *self._short_components(
                 "data.validation", self.validation, "raise data.validation_fraction, "
             ),
-            *self._other_tokenizers(),
             *(self._other_ends() if self.reset_at_documents else ()),
         ]
         raise_any(dict.fromkeys(problems))  # two parts of a file have the same problem
@@ -111,21 +110,6 @@ class PreparedCorpus:
                     f"{setting} must fill at least one sequence of data.sequence_length + 1 = "
                     f"{self.sequence_length + 1} tokens{source}, but has {component.tokens}; "
                     f"add text, {mend}or shorten data.sequence_length"
-                )
-
-    def _other_tokenizers(self) -> Iterator[str]:
-        known = [
-            (file.path, file.index.tokenizer_fingerprint)
-            for file in self._files()
-            if file.index.tokenizer_fingerprint is not None
-        ]
-        for path, own in known:
-            first, expected = known[0]
-            if own != expected:
-                yield (
-                    f"all token files must be made with one tokenizer, but {first} was made with "
-                    f"{expected[:16]}... and {path} with {own[:16]}...; tokenize one of the two "
-                    "again with the other's tokenizer"
                 )
 
     def _other_ends(self) -> Iterator[str]:

@@ -219,10 +219,8 @@ class JsonLines(TextFormat):
     def _text_of(self, line: bytes) -> str:
         if len(line) > _LONGEST_LINE_BYTES:
             raise _NoText(
-                f"a line must have at most {_LONGEST_LINE_BYTES:,} bytes, because it is read into "
-                "memory, but this one has more, and the rest of the file is not read",
-                "divide its document among several lines, or into files of plain text, which may "
-                "have any length",
+                f"a line must have at most {_LONGEST_LINE_BYTES:,} bytes, but this one has more, "
+                "and the rest of the file is not read"
             )
         if not line.strip():
             return ""

@@ -94,14 +94,6 @@ def open_tokens(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
         if not files:
             raise DataError(f"a source must have tokens, but {path} has none; name another")
         return files
-    special = next(special_among([path]), None)
-    if special is not None:
-        raise DataError(special)
-    if _is_shard(path):
-        raise DataError(
-            f"the shards of a token folder are read through its {INDEX}, but {path} is one shard; "
-            f"name the folder, {path.parent}"
-        )
     return (_open_raw(path, cache),)
 
 
@@ -113,7 +105,7 @@ def why_not_tokens(path: Path, vocab_size: int) -> str | None:
     this.
     """
     special = next(special_among([path]), None)
-    if special is not None or not path.is_file() or _is_shard(path):
+    if special is not None or not path.is_file():
         return special
     ids = np.fromfile(path, dtype=_RAW_DTYPE, count=_LOOKED_AT_IDS)
     lower, upper = ids[0::2], ids[1::2]
@@ -156,11 +148,6 @@ def _read_ids(path: Path) -> Facts:
         digest.update(block.tobytes())
         largest_id = max(largest_id, int(block.max()))
     return {"fingerprint": digest.hexdigest(), "largest_id": largest_id}
-
-
-def _is_shard(path: Path) -> bool:
-    """Return whether it is a file of a finished token folder."""
-    return path.match(SHARDS) and (path.parent / INDEX).is_file()
 
 
 def write_index(folder: Path, index: TokenFolderIndex) -> None:

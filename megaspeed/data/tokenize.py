@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import tokenizers
@@ -55,7 +56,6 @@ _LOCK = ".lock"
 _PROGRESS = "progress"
 # The plan is saved after input files of at least this size, because saving flushes all files.
 _SAVED_AT_ONCE_BYTES = 1 << 26
-_LINES_BYTES = 1 << 20  # lines that are written at once
 
 
 @dataclass
@@ -103,8 +103,7 @@ class TokenFolderWriter:
             DataError: a file is shorter than ``progress`` states.
         """
         self._folder, self._shard_tokens, self.progress = folder, shard_tokens, progress
-        self._lines = {DOCUMENTS: bytearray(), SKIPPED: bytearray()}
-        self._written: set[str] = set()
+        self._streams: dict[str, BinaryIO] = {}
         for path in (*folder.glob(SHARDS), folder / DOCUMENTS, folder / SKIPPED):
             if path.name not in progress.sizes:
                 path.unlink(missing_ok=True)
@@ -113,12 +112,12 @@ class TokenFolderWriter:
 
     def add_document(self, file_name: str, document: DocumentHash) -> None:
         """Write the line of a document."""
-        self._add_line(DOCUMENTS, document_line(file_name, document.size_bytes, document.content))
+        self._append(DOCUMENTS, document_line(file_name, document.size_bytes, document.content))
 
     def add_skipped(self, record: BadRecord) -> None:
         """Write the line of a bad record."""
         facts = {"file": str(record.path), "where": record.where, "problem": record.problem}
-        self._add_line(SKIPPED, json.dumps(facts).encode("utf-8") + b"\n")
+        self._append(SKIPPED, json.dumps(facts).encode("utf-8") + b"\n")
         self.progress.skipped += 1
 
     def write(self, packed: Packed) -> None:
@@ -136,19 +135,14 @@ class TokenFolderWriter:
         """End the open shard, if it has tokens."""
         shard = self._open_shard()
         if shard.tokens:
-            path = self._folder / shard.file
-            _flush(path)
-            self.progress.shards[-1] = replace(shard, checksum=sha256_of(path))
+            self._close(shard.file)
+            checksum = sha256_of(self._folder / shard.file)
+            self.progress.shards[-1] = replace(shard, checksum=checksum)
 
     def flush(self) -> None:
         """Flush everything to the disk, and note the size of each file."""
-        for name, lines in self._lines.items():
-            self._append(name, lines)
-            lines.clear()
-        for name in self._written:
-            _flush(self._folder / name)
-            self.progress.sizes[name] = (self._folder / name).stat().st_size
-        self._written.clear()
+        for name in list(self._streams):
+            self._close(name)
 
     def _open_shard(self) -> Shard:
         """Return the shard that is not complete, which may have no tokens yet."""
@@ -167,17 +161,17 @@ class TokenFolderWriter:
                 )
             ]
 
-    def _add_line(self, name: str, line: bytes) -> None:
-        self._lines[name] += line
-        if len(self._lines[name]) >= _LINES_BYTES:
-            self._append(name, self._lines[name])
-            self._lines[name].clear()
+    def _append(self, name: str, content: bytes) -> None:
+        if name not in self._streams:
+            self._streams[name] = (self._folder / name).open("ab")
+        self._streams[name].write(content)
 
-    def _append(self, name: str, content: bytes | bytearray) -> None:
-        if content:
-            with (self._folder / name).open("ab") as stream:
-                stream.write(content)
-            self._written.add(name)
+    def _close(self, name: str) -> None:
+        if name in self._streams:
+            with self._streams.pop(name) as stream:
+                stream.flush()
+                os.fsync(stream.fileno())
+                self.progress.sizes[name] = stream.tell()
 
 
 def _truncate(path: Path, size_bytes: int) -> None:
@@ -188,11 +182,6 @@ def _truncate(path: Path, size_bytes: int) -> None:
             "remove the folder to start again"
         )
     os.truncate(path, size_bytes)
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def tokenize(

@@ -55,15 +55,6 @@ def test_a_component_that_fills_no_sequence_is_named(file: TokenFile, tmp_path: 
     assert "sequence_length + 1 = 7 tokens, in its source code, but has 12;" in problem
 
 
-def test_files_of_two_tokenizers_are_named_with_both_fingerprints(file: TokenFile) -> None:
-    other = with_index(file, tokenizer_fingerprint="b" * 64)
-    first = with_index(file, tokenizer_fingerprint="a" * 64)
-    foreign = with_index(file, tokenizer_fingerprint=None)
-    corpus_of(first, foreign, first).check(10**6)
-    (problem,) = problems_of(corpus_of(foreign, first, other))
-    assert f"{'a' * 16}... and" in problem and f"with {'b' * 16}..." in problem
-
-
 def test_resetting_at_documents_needs_one_known_end(file: TokenFile) -> None:
     nameless = with_index(file, end_of_text=None)
     other = with_index(file, end_of_text=9)

@@ -137,13 +137,6 @@ def test_an_edited_index_is_refused(tmp_path: Path) -> None:
     assert "does not state what a token folder holds" in refusal(folder)[0]
 
 
-def test_a_shard_is_not_read_without_its_folder(tmp_path: Path) -> None:
-    write_folder(tmp_path / "tokens", [5, 6, 0])
-    shard = tmp_path / "tokens" / "tokens-00000.bin"
-    with pytest.raises(DataError, match=f"name the folder, {tmp_path / 'tokens'}"):
-        open_all(shard, Cache(tmp_path / "cache"))
-
-
 def test_a_folder_without_tokens_is_not_a_source(tmp_path: Path) -> None:
     index = write_folder(tmp_path / "tokens", [5, 0])
     write_index(tmp_path / "tokens", replace(index, shards=(), tokens=0, documents=0))
