@@ -1,8 +1,7 @@
 """Writes files and folders that are complete or absent, even if the process is killed.
 
-    file      FILE.writing                written and flushed to the disk, then renamed to FILE
-    folder    OUT.writing/.unfinished     a lock, held while the folder is filled
-              OUT.writing/...             filled, then renamed to OUT; the lock is removed last
+    file      FILE.writing        written and flushed to the disk, then renamed to FILE
+    folder    OUT.writing/...     filled, then renamed to OUT
 
 A rename replaces the name in one step. A process that has the old file open or mapped keeps it.
 After a loss of power, the new name exists only if its folder was flushed too. A lock on a file lets
@@ -14,7 +13,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -23,7 +22,6 @@ from filelock import FileLock, SoftFileLock, Timeout
 TEMPORARY = ".writing"
 """The end of the name of a file or folder that is being written."""
 
-_UNFINISHED = ".unfinished"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 T = TypeVar("T")
@@ -68,42 +66,28 @@ def flush_folder(path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """An empty folder to fill. It is renamed to ``path`` if the block ends without an error.
 
-    If the block raises, the folder is removed. The block must flush the files that it writes. The
-    remains of a killed process are replaced. Raises FileExistsError if ``path`` exists, or another
-    process is filling it.
+    If the block raises, the folder is removed. The block must flush the files that it writes.
+    Raises FileExistsError if ``path`` exists, or another process is filling it or was killed.
     """
     refuse_existing(path)
     writing = path.with_name(path.name + TEMPORARY)
-    in_use = FileExistsError(
-        f"{path} is filled under the name {writing}, which exists: another process is filling it, "
-        f"or it is not megaspeed's; wait for the other process, move {writing} away, or name "
-        "another folder"
-    )
     try:
         writing.mkdir(parents=True)
     except FileExistsError:
-        # Without the lock file, the folder belongs to someone else.
-        if not (writing / _UNFINISHED).is_file():
-            raise in_use from None
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(lock(writing / _UNFINISHED))
-        except Locked as error:
-            raise in_use from error
-        try:
-            refuse_existing(path)  # another process may have finished it meanwhile
-            _clear(writing)
-            yield writing
-            flush_folder(writing)
-            # A rename would replace an empty folder that another process has made meanwhile.
-            refuse_existing(path)
-            writing.rename(path)
-        except BaseException:
-            shutil.rmtree(writing, ignore_errors=True)
-            raise
-        # After the rename: earlier, another process could make it again and clear the folder.
-        (path / _UNFINISHED).unlink()
-    flush_folder(path)
+        raise FileExistsError(
+            f"{path} is filled under the name {writing}, which exists: another process is filling "
+            f"it, or was killed; wait for the other process, remove {writing}, or name another "
+            "folder"
+        ) from None
+    try:
+        yield writing
+        flush_folder(writing)
+        # A rename would replace an empty folder that another process has made meanwhile.
+        refuse_existing(path)
+        writing.rename(path)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
     flush_folder(path.parent)
 
 
@@ -111,15 +95,6 @@ def refuse_existing(path: Path) -> None:
     """Raise FileExistsError if something exists at ``path``."""
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists already; name a folder that does not exist")
-
-
-def _clear(folder: Path) -> None:
-    """Remove the remains of a killed process, but keeps the lock."""
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != _UNFINISHED:
-            entry.unlink()
 
 
 class Locked(Exception):
