@@ -28,7 +28,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
@@ -38,19 +38,12 @@ from megaspeed.measurement.report import Bar, Column, Part, Report, Table
 from megaspeed.measurement.torch_trainers import Ddp, Fsdp2, refusal
 from megaspeed.measurement.turns import Result, Row, noise_of
 from megaspeed.measurement.verification.comparison import TOLERANCES, relative_difference
-from megaspeed.measurement.watched_step import RankMeasurement, WatchedZero
+from megaspeed.measurement.watched_step import RankMeasurement
 from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.stage_memory import predict_memory
 from megaspeed.planning.costs.traffic import Traffic, by_axis, predict_traffic
+from megaspeed.training.worker import Worker
 from megaspeed.units import Unit, counted, memory_unit, readable_memory, three_digits
-
-Engine = Literal["zero", "ddp", "fsdp"]
-
-TRAINERS: dict[Engine, Callable[..., Any]] = {
-    "zero": WatchedZero.build,
-    "ddp": partial(Ddp, watched=True),
-    "fsdp": partial(Fsdp2, watched=True),
-}
 
 _SIMILAR = 1.05
 
@@ -77,9 +70,8 @@ class StageBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRow(Row):
-    """A ZeRO stage, or an engine of torch."""
+    """A ZeRO stage of megaspeed, or an engine of torch."""
 
-    engine: Engine
     predicted: Sequence[StageBytes] | None = None  # by pipeline stage; None for torch's engines
 
     @property
@@ -136,7 +128,7 @@ class ComparedRow(Row):
 def zero_rows(run: Run, zero_stages: Sequence[int], device_type: DeviceType) -> list[ComparedRow]:
     """Return a row for each ZeRO stage, or two if ``gradient_reduction`` makes a difference."""
     return [
-        _row(run, "zero", f"ZeRO-{stage}", stage, reduction, device_type)
+        _row(run, f"ZeRO-{stage}", Worker, stage, reduction, device_type)
         for stage in sorted(set(zero_stages))
         for reduction in _reductions(run, stage)
     ]
@@ -152,14 +144,14 @@ def baseline_rows(run: Run, baselines: Sequence[str], device_type: DeviceType) -
     if reason is not None:
         problem = f"--baselines {' '.join(baselines)}: {reason}, or omit --baselines"
         raise ConfigError([problem], where=run.name)
-    rows = []
-    if "ddp" in baselines:
-        # DDP keeps complete gradients, so it would gain nothing by reducing more than once.
-        rows.append(_row(run, "ddp", "DDP", run.zero_stage, None, device_type))
-    if "fsdp" in baselines:
-        for reduction in _reductions(run, 3):
-            rows.append(_row(run, "fsdp", "FSDP2", run.zero_stage, reduction, device_type))
-    return rows
+    # DDP keeps complete gradients, so it would gain nothing by reducing more than once.
+    reductions = {"ddp": (None,), "fsdp": _reductions(run, 3)}
+    return [
+        _row(run, name, partial(make, watched=True), run.zero_stage, reduction, device_type)
+        for baseline, name, make in (("ddp", "DDP", Ddp), ("fsdp", "FSDP2", Fsdp2))
+        if baseline in baselines
+        for reduction in reductions[baseline]
+    ]
 
 
 def _reductions(run: Run, zero_stage: int) -> tuple[GradientReduction | None, ...]:
@@ -172,8 +164,8 @@ def _reductions(run: Run, zero_stage: int) -> tuple[GradientReduction | None, ..
 
 def _row(
     run: Run,
-    engine: Engine,
     name: str,
+    make: Callable[..., Any],
     zero_stage: int,
     reduction: GradientReduction | None,
     device_type: DeviceType,
@@ -194,10 +186,9 @@ def _row(
     )
     return ComparedRow(
         label=name if reduction is None else f"{name} {reduction}",
-        engine=engine,
         run=resolved,
-        make=TRAINERS[engine],
-        predicted=_predict(resolved, device_type) if engine == "zero" else None,
+        make=make,
+        predicted=_predict(resolved, device_type) if make is Worker else None,
     )
 
 
@@ -279,7 +270,7 @@ def verdict(result: ComparisonResult) -> str:
     """Return one sentence with figures: the recommended row, or why no row can be recommended."""
     if result.disagreements:
         return "no row is recommended, because the losses disagree."
-    trained = [row for row in result.done if row.engine == "zero"]
+    trained = [row for row in result.done if row.predicted is not None]
     if not trained:
         return "no row is recommended, because no ZeRO row was measured."
     memory = result.device.memory_bytes if result.device is not None else 0
@@ -305,7 +296,7 @@ def verdict(result: ComparisonResult) -> str:
     reasons += [
         f"torch's {row.label} is faster, {three_digits(1e3 * row.step_seconds)} ms"
         for row in result.done
-        if row.engine != "zero" and not result.is_tied(best, row)
+        if row.predicted is None and not result.is_tied(best, row)
     ]
     return f"use {best.label} here (--set {_settings(best)}): {'; '.join(reasons)}."
 
@@ -350,11 +341,7 @@ def report(result: ComparisonResult) -> Report:
         run=result.run,
         result=result,
         parts=parts,
-        facts={
-            "noise": result.noise,
-            "losses_agree": not result.disagreements,
-            "verdict": verdict(result),
-        },
+        facts={"noise": result.noise, "verdict": verdict(result)},
         unit=f"peak of the fullest rank ({memory.name})",
         bars=[_bar(row, memory) for row in result.timed if row.extras],
     )
@@ -377,8 +364,7 @@ def _row_table(result: ComparisonResult, memory: Unit, traffic: Unit) -> Table:
         ),
         Column("peak_bytes", lambda row: row.peak_bytes, f"peak {memory.name}", memory.of),
         Column("sent_bytes", lambda row: row.sent_bytes, f"sent {traffic.name}", traffic.of),
-        Column("engine", lambda row: row.engine),
-        Column("zero_stage", lambda row: row.run.zero_stage if row.engine == "zero" else None),
+        Column("zero_stage", lambda row: row.run.zero_stage if row.predicted else None),
         Column("gradient_reduction", lambda row: row.run.gradient_reduction),
         Column("turn_seconds", lambda row: row.turn_seconds),
         Column("losses", lambda row: row.losses),

@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,9 +31,8 @@ _RANKS_PER_PROCESSOR = 16
 
 DeviceType = Literal["cpu", "cuda"]
 
-_OUTCOME, _YIELDED = "outcome", "yielded"  # names of a rank's files, before its number
-
-_LONGEST_WAIT_SECONDS = 86_400.0  # of one system call, which limits it
+_VALUE, _FAILURE = "value", "failure"  # names of a rank's files, before its number
+_OUT_OF_MEMORY = "out of memory: "
 
 # When one rank fails, the others usually fail too. This is the time for them to write why.
 _SECONDS_FOR_OTHER_FAILURES = 2.0
@@ -51,15 +49,6 @@ class RanksFailed(RuntimeError):
     def __init__(self, reason: str, yielded: Sequence[list[Any]] = ()) -> None:
         super().__init__(reason)
         self.yielded = yielded
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why one rank failed."""
-
-    reason: str  # one line, with the rank
-    out_of_memory: bool
-    at_seconds: float  # by the machine's clock, to find the first of several failures
 
 
 def run_on_ranks(
@@ -111,49 +100,47 @@ def run_on_ranks(
                 each.kill()
             for each in started:
                 each.join()
-        outcomes = _read(folder, _OUTCOME, world_size)
-        yielded = _read(folder, _YIELDED, world_size)
-    reason = _failure_to_report(outcomes, codes, None if finished else timeout_seconds)
-    if reason is not None:
-        raise RanksFailed(reason, yielded if len(yielded) == world_size else ())
-    return outcomes
+        values = [
+            torch.load(file, weights_only=False)
+            for rank in range(world_size)
+            if (file := folder / f"{_VALUE}{rank}").exists()
+        ]
+        failures = sorted(folder.glob(f"{_FAILURE}*"), key=lambda file: file.stat().st_mtime_ns)
+        reasons = [file.read_text(encoding="utf-8") for file in failures]
+    yielded = values if len(values) == world_size else []
+    if reasons or any(codes) or not finished or not yielded:
+        reason = _failure_to_report(reasons, codes, None if finished else timeout_seconds)
+        raise RanksFailed(reason, yielded)
+    return values
 
 
 def _failure_to_report(
-    outcomes: Sequence[Any], codes: Sequence[int | None], exceeded_seconds: float | None
-) -> str | None:
-    """Return why the ranks failed; None if they did not.
+    reasons: Sequence[str], codes: Sequence[int | None], exceeded_seconds: float | None
+) -> str:
+    """Return why the ranks failed.
 
     If one rank ends, the others fail, too. So only one failure is reported: a rank that was out of
     memory, else a rank that was killed, else the first exception.
 
     Args:
-        outcomes: what the ranks have written: a result or a failure. A killed rank writes nothing.
+        reasons: one for each rank that raised an exception, the first one first.
         codes: the exit code of each rank; None if it had not ended.
         exceeded_seconds: the time limit, if it was exceeded.
     """
-    failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
-    failures.sort(key=lambda failure: (not failure.out_of_memory, failure.at_seconds))
-    killed = -signal.SIGKILL in codes
-    if failures and (failures[0].out_of_memory or not killed):
-        return failures[0].reason
+    for reason in reasons:
+        if reason.startswith(_OUT_OF_MEMORY):
+            return reason
+    if -signal.SIGKILL in codes and exceeded_seconds is None:
+        return "a rank was killed by SIGKILL; the system does this if memory runs out"
+    if reasons:
+        return reasons[0]
     if exceeded_seconds is not None:
         limit = f"{exceeded_seconds:g} s; raise --timeout, the limit of a measurement"
         return f"not finished after {limit}"
-    if len(outcomes) == len(codes) and not failures:
-        return None
-    if killed:
-        return "a rank was killed by SIGKILL; the system does this if memory runs out"
     code = next((code for code in codes if code), 0)
     if code < 0:
         return f"a rank was killed by signal {-code} ({signal.strsignal(-code)})"
     return f"a rank ended without a result, with exit code {code}"
-
-
-def _read(folder: Path, name: str, world_size: int) -> list[Any]:
-    """Return what the ranks have written, without those that have written nothing."""
-    files = [folder / f"{name}{rank}" for rank in range(world_size)]
-    return [torch.load(file, weights_only=False) for file in files if file.exists()]
 
 
 def _wait(ranks: Sequence[BaseProcess], timeout_seconds: float | None) -> bool:
@@ -164,7 +151,7 @@ def _wait(ranks: Sequence[BaseProcess], timeout_seconds: float | None) -> bool:
         left = deadline - time.monotonic()
         if left <= 0:
             return False
-        wait([rank.sentinel for rank in running], min(left, _LONGEST_WAIT_SECONDS))
+        wait([rank.sentinel for rank in running], min(left, 86_400.0))  # a system call's limit
         running = [rank for rank in running if rank.exitcode is None]
         if running and any(rank.exitcode for rank in ranks):
             deadline_of_others = time.monotonic() + _SECONDS_FOR_OTHER_FAILURES
@@ -207,36 +194,36 @@ def _rank_main(
         local_world_size=world_size,
         source="--world-size",
     )
+    value, code = folder / f"{_VALUE}{rank}", 0
     try:
-        outcome = function(launch, *arguments)
-        if isinstance(outcome, Iterator):
-            values, outcome = outcome, []
-            for value in values:
-                outcome.append(value)
-                _write(outcome, folder / f"{_YIELDED}{rank}")  # kept if the rank fails later
+        result = function(launch, *arguments)
+        if isinstance(result, Iterator):
+            yielded = []
+            for each in result:
+                yielded.append(each)
+                _write(yielded, value)  # kept if the rank fails later
+        else:
+            _write(result, value)
     except Exception as error:
         traceback.print_exc()
-        outcome = _failure(error, rank)
-    _write(outcome, folder / f"{_OUTCOME}{rank}")
-    end_process(1 if isinstance(outcome, _Failure) else 0)
+        (folder / f"{_FAILURE}{rank}").write_text(_reason(error, rank), encoding="utf-8")
+        code = 1
+    end_process(code)
 
 
-def _write(outcome: Any, file: Path) -> None:
-    write_file(file, lambda stream: torch.save(outcome, stream))
+def _write(value: Any, file: Path) -> None:
+    write_file(file, lambda stream: torch.save(value, stream))
 
 
-def _failure(error: Exception, rank: int) -> _Failure:
+def _reason(error: Exception, rank: int) -> str:
+    """One line."""
     # torch's CPU allocator raises a plain RuntimeError.
     out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         "DefaultCPUAllocator" in str(error)
     )
     first_line = (str(error).strip().splitlines() or [""])[0]
-    what = "out of memory: " if out_of_memory else ""
-    return _Failure(
-        reason=f"{what}{type(error).__name__}: {first_line} (rank {rank})",
-        out_of_memory=out_of_memory,
-        at_seconds=time.time(),
-    )
+    what = _OUT_OF_MEMORY if out_of_memory else ""
+    return f"{what}{type(error).__name__}: {first_line} (rank {rank})"
 
 
 @contextmanager

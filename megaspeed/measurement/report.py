@@ -138,19 +138,23 @@ class Report:
         # Imported here: matplotlib takes long to import.
         from matplotlib.figure import Figure
 
-        width = max(6.4, 0.8 + 0.95 * len(self.bars))
-        figure = Figure(figsize=(width, 4.8), layout="constrained")
+        places, predicts = np.arange(len(self.bars)), any(bar.predicted for bar in self.bars)
+        figure = Figure(figsize=(max(6.4, 0.8 + 0.95 * len(places)), 4.8), layout="constrained")
         axes = figure.subplots()
-        _draw_bars(axes, self.bars)
-        predicts = any(bar.predicted for bar in self.bars)
+        right = places + (_BAR_WIDTH / 2 if predicts else 0.0)
+        tops = _stack(axes, right, [bar.parts for bar in self.bars], labelled=True)
+        if predicts:
+            predicted = [bar.predicted or {} for bar in self.bars]
+            _stack(axes, places - _BAR_WIDTH / 2, predicted, labelled=False)
+        for place, bar, top in zip(right, self.bars, tops, strict=True):
+            axes.text(place, top, bar.text, ha="center", va="bottom", fontsize=7)
+        axes.set_xticks(places, [bar.label.replace(" ", "\n") for bar in self.bars], fontsize=7.5)
         axes.set_ylabel(self.unit + ("; hatched: predicted" if predicts else ""), fontsize=8)
+        axes.margins(y=0.1)  # space for the text above the bars
         # parse_math is off because a "$" in the run's name is not a formula.
         title = "\n".join(describe_run(self.run, self.result.device))
         axes.set_title(title, fontsize=7.5, loc="left", parse_math=False)
-        handles, labels = axes.get_legend_handles_labels()
-        if len(labels) > 1:
-            style = {"ncols": 4, "fontsize": 8, "frameon": False}
-            figure.legend(handles, labels, loc="outside lower center", **style)
+        figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
         figure.savefig(picture, dpi=160)
 
 
@@ -181,24 +185,6 @@ def describe_run(run: Run, device: Device | None) -> list[str]:
         f"{model.hidden_size:,}, {model.num_attention_heads} heads, vocabulary "
         f"{model.vocab_size:,} ({'tied' if model.tie_word_embeddings else 'untied'})",
     ]
-
-
-def _draw_bars(axes: Any, bars: Sequence[Bar]) -> None:
-    places, predicts = np.arange(len(bars)), any(bar.predicted for bar in bars)
-    right = places + (_BAR_WIDTH / 2 if predicts else 0.0)
-    tops = _stack(axes, right, [bar.parts for bar in bars], labelled=True)
-    if predicts:
-        predicted = [bar.predicted or {} for bar in bars]
-        tops = np.maximum(tops, _stack(axes, places - _BAR_WIDTH / 2, predicted, labelled=False))
-    for place, bar, top in zip(right, bars, tops, strict=True):
-        offset = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(bar.text, (place, top), **offset, fontsize=7)
-    axes.set_xticks(places, [bar.label.replace(" ", "\n") for bar in bars], fontsize=7.5)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.1)  # space for the text above the bars
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", alpha=0.3)
 
 
 def _stack(axes: Any, places: Any, stacks: Sequence[Mapping[str, float]], *, labelled: bool) -> Any:

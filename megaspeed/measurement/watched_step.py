@@ -9,9 +9,9 @@ what it holds and which changes free most memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from megaspeed.planning.costs.traffic import Collective, Messages, Traffic, Traf
 from megaspeed.planning.variants import Training, single_changes
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.worker import Load, StepResult, Worker, peak_memory
-from megaspeed.units import memory_unit
+from megaspeed.units import markdown_table, memory_unit
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.model_states import master_partitions
 
@@ -102,14 +102,57 @@ class Watched(Protocol):
         """One optimizer step."""
 
 
+class WatchedWorker:
+    """A worker and the tensors of its ZeRO optimizer."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.context = worker.context
+        self.train_step = worker.train_step
+        self._engine = worker.engine
+
+    def held(self) -> Held:
+        return held_by(self._engine)
+
+    def differentiated(self) -> Iterable[Tensor]:
+        return self._engine.module.parameters()
+
+    def call_after_backward(self, function: Callable[[], None]) -> None:
+        self._engine.after_backward = function
+        # Before the step, the gradients that the reduction made exist, too.
+        self._engine.before_step = function
+
+
+def held_by(engine: ZeroEngine) -> Held:
+    """Return the model states of a rank: partitions, and what stays gathered, at ZeRO-3."""
+    states = engine.optimizer.optimizer.state.values()
+    moments = (each for state in states for each in state.values() if isinstance(each, Tensor))
+    parameters = list(engine.module.parameters())
+    return {
+        "parameters": [
+            *(parameter.data for parameter in parameters if getattr(parameter, "ds_persist", True)),
+            *(getattr(parameter, "ds_tensor", None) for parameter in parameters),
+        ],
+        "gradients": held_gradients(engine),
+        "optimizer_states": [*master_partitions(engine.optimizer), *moments],
+    }
+
+
+def held_gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    """Yield gradients, complete or partitioned, accumulated or not."""
+    yield from engine.gradients.tensors()
+    for parameter in (*engine.module.parameters(), *master_partitions(engine.optimizer)):
+        yield parameter.grad
+
+
 def measure(
-    watched: Watched, load: Load, learning_rate: float
+    trainer: Worker | Watched, load: Load, learning_rate: float
 ) -> tuple[StepResult, RankMeasurement]:
     """Train one step and measure it. All ranks call this together.
 
     The optimizer's states must exist, so this cannot be the first step. Compiled blocks run without
     compilation, because torch 2.13 compiles nothing while operations are watched.
     """
+    watched = WatchedWorker(trainer) if isinstance(trainer, Worker) else trainer
     context = watched.context
     log = AllocationLog(context.device, _category_of)
     _claim(log, watched.held())
@@ -150,40 +193,6 @@ def _claim(log: AllocationLog, held: Held) -> None:
         log.claim(category, tensors)
 
 
-def held_by(engine: ZeroEngine) -> Held:
-    """Return the model states of a rank."""
-    return {
-        "parameters": held_parameters(engine),
-        "gradients": held_gradients(engine),
-        "optimizer_states": held_optimizer_states(engine),
-    }
-
-
-class WatchedZero:
-    """A worker and the tensors of its ZeRO optimizer."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.context = worker.context
-        self.train_step = worker.train_step
-        self._engine = worker.engine
-
-    @classmethod
-    def build(cls, run: Run, context: ParallelContext) -> Self:
-        """Build a worker, and watch it."""
-        return cls(Worker(run, context))
-
-    def held(self) -> Held:
-        return held_by(self._engine)
-
-    def differentiated(self) -> Iterable[Tensor]:
-        return self._engine.module.parameters()
-
-    def call_after_backward(self, function: Callable[[], None]) -> None:
-        self._engine.after_backward = function
-        # Before the step, the gradients that the reduction made exist, too.
-        self._engine.before_step = function
-
-
 _FOR_COMMUNICATION = (
     "torch.distributed.fsdp.",
     "torch.distributed.algorithms.",
@@ -203,30 +212,6 @@ def _category_of(module: str) -> Category | None:
     if module == "deepspeed.runtime.zero.linear":  # a linear layer's forward and backward
         return "activations"
     return "communication_buffers" if module.startswith(_FOR_COMMUNICATION) else None
-
-
-def held_parameters(engine: ZeroEngine) -> Iterator[Tensor | None]:
-    """Yield the model's parameters; at ZeRO-3 their partitions, and those that stay gathered."""
-    for parameter in engine.module.parameters():
-        if getattr(parameter, "ds_persist", True):
-            yield parameter.data
-        yield getattr(parameter, "ds_tensor", None)
-
-
-def held_gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
-    """Yield gradients, complete or partitioned, accumulated or not."""
-    yield from engine.gradients.tensors()
-    for parameter in engine.module.parameters():
-        yield parameter.grad
-    for master in master_partitions(engine.optimizer):
-        yield master.grad
-
-
-def held_optimizer_states(engine: ZeroEngine) -> Iterator[Tensor | None]:
-    """Yield fp32 master weights and AdamW's moments."""
-    yield from master_partitions(engine.optimizer)
-    for state in engine.optimizer.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 class TrafficLog(TorchDispatchMode):
@@ -305,58 +290,39 @@ def _group_in(arguments: Sequence[Any]) -> dist.ProcessGroup:
 
 
 def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine | None) -> str:
-    """Report what a rank that is out of memory holds: predicted and measured memory, best changes.
+    """Report what a rank that is out of memory holds, predicted and measured, and the best changes.
 
-        Memory of rank 5 (pipeline stage 1) in GiB, measured on the GPU:
-                                       predicted    measured
-        parameters                          2.90        2.90
+        Memory of rank 5 (pipeline stage 1), measured on the GPU:
+        | GiB                   | predicted | measured |
+        | --------------------- | --------: | -------: |
+        | parameters            |      2.90 |     2.90 |
         ...
         Changes that free most memory on the fullest rank (predicted):
             18.11 GiB: --set parallel.activation_checkpointing=full
 
     ``engine`` is None if memory ran out before it was built.
     """
-    predicted = predict_memory(run, context.pp_rank).peak
-    held: MemoryBytes | None = None
-    if engine is not None:
-        log = AllocationLog(context.device)
-        _claim(log, held_by(engine))
-        held = log.live()
-    on_gpu = context.device.type == "cuda"
-    most = peak_memory(context.device)
-    others = predicted.activations + predicted.communication_buffers
-    rows: list[tuple[str, int, int | None]] = [
-        (name.replace("_", " "), getattr(predicted, name), getattr(held, name, None))
-        for name in ("parameters", "gradients", "optimizer_states")
+    predicted = asdict(predict_memory(run, context.pp_rank).peak)
+    log = AllocationLog(context.device)
+    _claim(log, {} if engine is None else held_by(engine))
+    held, total = asdict(log.live()), sum(predicted.values())
+    unit = memory_unit([total])
+    rows = [
+        (name.replace("_", " "), unit.of(size), unit.of(held[name]) if held[name] else "-")
+        for name, size in predicted.items()
     ]
-    rows += [
-        ("activations and buffers", others, most - held.total if on_gpu and held else None),
-        ("total, at the peak", predicted.total, most),
-    ]
-    unit = memory_unit([predicted.total])
-    lines = [
-        f"Memory of rank {context.rank} (pipeline stage {context.pp_rank}) in {unit.name}, "
-        f"measured {'on the GPU' if on_gpu else 'of the whole process, with its libraries'}:",
-        f"{'':28}{'predicted':>12}{'measured':>12}",
-        *(
-            f"{name:28}{unit.of(before):>12}{'' if now is None else unit.of(now):>12}"
-            for name, before, now in rows
-        ),
-    ]
-    if on_gpu:
-        total = torch.cuda.get_device_properties(context.device).total_memory
-        reserved = torch.cuda.memory_reserved(context.device)
-        lines.append(
-            f"The GPU has {unit.of(total)} {unit.name}, of which torch has reserved "
-            f"{unit.of(reserved)} {unit.name}."
-        )
-    gpus_per_node = max(1, torch.cuda.device_count())
-    changes = single_changes(Training(stated=run.config, run=run), gpus_per_node)[:_MOST_CHANGES]
-    if changes:
-        lines.append("Changes that free most memory on the fullest rank (predicted):")
-        lines += [
-            f"{unit.of(freed):>9} {unit.name}: --set {' '.join(text)}" for freed, text in changes
+    rows.append(("total, at the peak", unit.of(total), unit.of(peak_memory(context.device))))
+    where = "on the GPU" if context.device.type == "cuda" else "of the process with its libraries"
+    changes = single_changes(
+        Training(stated=run.config, run=run), max(1, torch.cuda.device_count())
+    )[:_MOST_CHANGES]
+    return "\n".join(
+        [
+            f"Memory of rank {context.rank} (pipeline stage {context.pp_rank}), measured {where}:",
+            *markdown_table((unit.name, "predicted", "measured"), rows),
+            "Changes that free most memory on the fullest rank (predicted):"
+            if changes
+            else "No single change of the settings frees memory: use more ranks.",
+            *(f"    {unit.named(freed)}: --set {' '.join(text)}" for freed, text in changes),
         ]
-    else:
-        lines.append("No single change of the settings frees memory: use more ranks.")
-    return "\n".join(lines)
+    )

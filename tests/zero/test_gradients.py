@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.watched_step import WatchedZero, measure
+from megaspeed.measurement.watched_step import measure
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero.buckets import Bucket, Reducer
@@ -207,7 +207,7 @@ def most_gradient_bytes_per_element(
     with one_rank(launch, run, corpus) as rank:
         rank.train_step(0)
         load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
-        _, measured = measure(WatchedZero(rank.worker), load, LEARNING_RATE)
+        _, measured = measure(rank.worker, load, LEARNING_RATE)
         elements = sum(p.numel() for p in rank.engine.module.parameters())
         return measured.peak.gradients / elements
 

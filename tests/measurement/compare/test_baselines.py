@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.compare import TRAINERS, ComparedRow, baseline_rows
+from megaspeed.measurement.compare import ComparedRow, baseline_rows
 from megaspeed.measurement.verification.comparison import TOLERANCES
 from megaspeed.measurement.watched_step import measure
 from megaspeed.model.parameters import parameters_of
@@ -56,7 +56,7 @@ def train_zero(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> T
 
 def train_baseline(launch: LaunchEnvironment, row: ComparedRow, corpus: PreparedCorpus) -> Trained:
     with _context(launch, row.run) as context:
-        worker = TRAINERS[row.engine](row.run, context)
+        worker = row.make(row.run, context)
         inputs = StepInputs(row.run, corpus, context)
         results = [_step(worker, inputs, step) for step in range(STEPS - 1)]
         last = STEPS - 1

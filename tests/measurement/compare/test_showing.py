@@ -4,15 +4,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from megaspeed.measurement.compare import TRAINERS, ComparedRow, ComparisonResult, report
+from megaspeed.measurement.compare import ComparedRow, ComparisonResult, report
+from megaspeed.measurement.torch_trainers import Ddp
 from tests.measurement.compare.figures import all_watched, result, run, trained, turn, zero_2
 
 FAILED = replace(zero_2()[1], failure="failed in turn 1: out of memory: too much (rank 1)")
 BASELINE = ComparedRow(
     label="DDP",
-    engine="ddp",
     run=run(),
-    make=TRAINERS["ddp"],
+    make=Ddp,
     turns=[turn(250, 125, 500)],
     extras=all_watched(),
 )

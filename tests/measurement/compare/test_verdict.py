@@ -97,7 +97,7 @@ def test_a_failed_row_is_excluded() -> None:
 
 def test_a_baseline_is_never_recommended_but_named_if_it_is_faster() -> None:
     zero = row(0, ms=[100, 102, 104], peak=20, sent=1)
-    ddp = replace(row(1, ms=[50, 51, 52], peak=20, sent=1), engine="ddp", label="DDP")
+    ddp = replace(row(1, ms=[50, 51, 52], peak=20, sent=1), predicted=None, label="DDP")
     text = verdict_on(zero, ddp)
     assert text.startswith("use ZeRO-0 here ")
     assert text.endswith("; torch's DDP is faster, 51.0 ms.")

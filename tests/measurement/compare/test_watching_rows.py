@@ -11,9 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from megaspeed.measurement import turns
-from megaspeed.measurement.compare import TRAINERS, zero_rows
+from megaspeed.measurement.compare import zero_rows
 from megaspeed.measurement.turns import Steps, take_turn, take_turns
 from megaspeed.measurement.watched_step import RankMeasurement
+from megaspeed.training.worker import Worker
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
 
@@ -64,7 +65,7 @@ def test_memory_and_traffic_of_compiled_blocks_are_those_without_compilation(
         run = tiny_run(TEXT, dp=2, training={"compile": compiles})
         corpus = tiny_corpus(run, tmp_path)
         steps = Steps(warm_up=1, timed=1, timeout_seconds=60.0, extra="memory")
-        ranks = pool.run(2, take_turn, TRAINERS["zero"], run, corpus, steps)
+        ranks = pool.run(2, take_turn, Worker, run, corpus, steps)
         measured.append([watched for _, watched in ranks])
     assert measured[0] == measured[1] and isinstance(measured[0][0], RankMeasurement)
     compiled, plain = (

@@ -11,7 +11,7 @@ import pytest
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.watched_step import RankMeasurement, WatchedZero, measure
+from megaspeed.measurement.watched_step import RankMeasurement, measure
 from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.stage_memory import predict_memory
 from megaspeed.topology.launch import LaunchEnvironment
@@ -66,7 +66,7 @@ def one_measured_step(
     with one_rank(launch, run, corpus) as rank:
         rank.train_step(0)
         load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
-        return measure(WatchedZero(rank.worker), load, LEARNING_RATE)[1]
+        return measure(rank.worker, load, LEARNING_RATE)[1]
 
 
 def measured_by_stage(pool: RankPool, run: Run, cache: Path) -> list[list[RankMeasurement]]:
