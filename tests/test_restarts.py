@@ -11,17 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch.distributed as dist
 
-from megaspeed.config.resolve import Run
 from megaspeed.supervision import watchdog
-from megaspeed.supervision.meeting import Meeting
-from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.resume import Restarts
 from tests.support.forked import Forked
 from tests.support.launched import free_port
-from tests.support.tiny import tiny_run
-from tests.test_faults import CONFIG, HOST, SCRIPT, TEXT, Job, Launcher, alone
+from tests.test_faults import CONFIG, HOST, SCRIPT, Job, Launcher, alone
 
 # To run more: KILLS=50 python -m pytest tests/test_restarts.py -k random --timeout 4000
 KILLS = int(os.environ.get("KILLS", "2"))
@@ -141,25 +135,6 @@ def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
     assert all(abs(loss - undisturbed[step]) <= 1e-6 for step, loss in found.items())
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "forked"])
-def test_a_run_that_always_fails_at_one_step_ends(tmp_path: Path, launcher: Launcher) -> None:
-    """torchrun's agent or a supervisor ends it."""
-    supervised = launcher == "forked"
-    job = Job(
-        tmp_path,
-        launcher,
-        *SAVES,
-        *(["training.restart=9"] if supervised else []),
-        fault="raise rank=0 step=8",
-        ranks=1,
-        launcher_options=[] if supervised else ["--max-restarts", "3"],
-    )
-    ended = job.ended()
-    assert ended.code == 1
-    assert ended.out.count("two attempts in a row have failed after step 7, so another rest") == 1
-    assert ended.out.count("the run continues after step 5") == 1, "after the first failure"
-
-
 def test_a_single_process_is_restarted_and_stopped(tmp_path: Path) -> None:
     job = Job(tmp_path, "forked", *SAVES, "training.restart=1", ranks=1)
     wait_for_step(job, 7)
@@ -198,56 +173,6 @@ def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -
     ended = [job.ended() for job in jobs]
     assert ended[1 - victim].code == 1
     assert "restart 1 of 2" not in ended[0].err + ended[1].err
-
-
-def attempt(
-    number: int, store: dist.Store, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> str | None:
-    """Return what an attempt decides, given the attempts before it."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
-    launch = LaunchEnvironment(0, 1, 0, 1, "test")
-    restarts = Restarts(Meeting(store, launch, between_attempts=store))
-    problem = restarts.problem(last_step(run.run_dir))
-    assert restarts.final_code == (None if problem is None else 1)
-    restarts.note_opened()
-    return problem
-
-
-def write_steps(run: Run, last: int) -> None:
-    run.run_dir.mkdir(exist_ok=True)
-    records = [json.dumps({"step": step}) + "\n" for step in range(1, last + 1)]
-    (run.run_dir / "metrics.jsonl").write_text("".join(records))
-
-
-def test_a_run_ends_after_two_failures_at_one_step_and_not_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It resumes at 100. An earlier version ended it at the second failure, although that was at an
-    earlier step than the first.
-    """
-    store, run = dist.HashStore(), tiny_run(TEXT, training={"run_dir": str(tmp_path / "run")})
-    for number, step in enumerate((190, 120, 150, 110, 120)):
-        assert attempt(number, store, monkeypatch, run) is None
-        write_steps(run, step)
-    assert attempt(5, store, monkeypatch, run) is None, "120, but not twice in a row"
-    write_steps(run, 120)
-    problem = attempt(6, store, monkeypatch, run)
-    assert problem is not None
-    assert "two attempts in a row have failed after step 120" in problem
-
-
-def test_a_run_ends_after_two_failures_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The records are those of attempt 0, because no later attempt has opened the run folder."""
-    store, run = dist.HashStore(), tiny_run(TEXT, training={"run_dir": str(tmp_path / "run")})
-    assert attempt(0, store, monkeypatch, run) is None
-    write_steps(run, 7)
-    monkeypatch.setattr(Restarts, "note_opened", lambda self: None)
-    assert attempt(1, store, monkeypatch, run) is None
-    assert attempt(2, store, monkeypatch, run) is None, "one failure before training"
-    problem = attempt(3, store, monkeypatch, run)
-    assert problem is not None and "have failed before training began" in problem
 
 
 CHEAP = """

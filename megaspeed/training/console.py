@@ -1,22 +1,16 @@
 """What rank 0 prints: warnings, a description of the run, a line for each log interval, a summary.
 
-On a terminal, a progress bar with the remaining time is shown below the lines. A file or a pipe
-gets only the lines, without control characters. Its steps end with the time since the first step
-began and the time that is left.
+The line of a step ends with the time since the first step began and the time that is left.
 """
 
 import signal
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Self
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -46,11 +40,6 @@ from megaspeed.units import counted
 
 SLOW = 1.5
 """A rank is reported as slow if it works this many times as long as the median rank."""
-
-_SPEED_SECONDS = 3600.0
-"""The remaining time is estimated from this period. rich's default, 30 s, may be too short for
-two steps.
-"""
 
 
 COLUMNS = 80
@@ -317,37 +306,17 @@ class ConsoleObserver(Observer):
         self._begin = begin
         self._console = console
         self._records = records
-        self._progress = ProgressBar(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("steps"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-            redirect_stderr=sys.stderr.isatty(),  # otherwise a log file would lack the errors
-            refresh_per_second=2,  # drawing takes processor time from training
-            speed_estimate_period=_SPEED_SECONDS,
-        )
-        self._task = self._progress.add_task("training", total=self._steps, completed=begin.step)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        # The bar hides the cursor, and a killed process would not show it again.
-        self._console.show_cursor(True)
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._progress.stop()
+        self._start = self._console.get_time()
+        self._first_step_seconds = 0.0  # it also compiles, so the remaining time does not count it
 
     def step(self, metrics: StepMetrics) -> None:
-        """Record the step and move the bar."""
+        """Record the step."""
         self._write(metrics)
-        self._progress.update(self._task, completed=metrics.step)
         is_first = metrics.step == self._begin.step + 1
+        if is_first:
+            self._first_step_seconds = self._console.get_time() - self._start
         if metrics.skipped or is_first or metrics.step % self._log_interval == 0:
-            self._print(describe_step(metrics) + self._times())
+            self._print(f"{describe_step(metrics)}  {self._times(metrics.step)}")
         if is_first and self._begin.step > 0:
             self._print(describe_resumed(self._begin, metrics))
 
@@ -392,12 +361,14 @@ class ConsoleObserver(Observer):
         """Print that a checkpoint was saved, or why it was not."""
         self._print(describe_save(report))
 
-    def _times(self) -> str:
-        """Return, for a log without a bar, the time since training started and what is left."""
-        (task,) = self._progress.tasks
-        times = [] if self._console.is_terminal else [task.elapsed, task.time_remaining]
-        known = [str(timedelta(seconds=int(seconds))) for seconds in times if seconds]
-        return f"  {', '.join(known)}{' left' if len(known) > 1 else ''}" if known else ""
+    def _times(self, step: int) -> str:
+        """Return the time since training started, and what is left from the second step on."""
+        elapsed, taken = self._console.get_time() - self._start, step - self._begin.step
+        line = str(timedelta(seconds=int(elapsed)))
+        if taken == 1 or step == self._steps:
+            return line
+        left = (elapsed - self._first_step_seconds) / (taken - 1) * (self._steps - step)
+        return f"{line}, {timedelta(seconds=int(left))} left"
 
     def _write(self, metrics: Metrics) -> None:
         self._check_folder()

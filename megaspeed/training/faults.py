@@ -24,7 +24,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,18 +45,20 @@ class _Fault:
     """The kind of a fault, and the rank, phase and instruction where it is injected."""
 
     kind: str
-    rank: int
-    phase: str
+    rank: str
+    step: str = ""
+    phase: str = ""
     work: str = ""
-    seconds: float = 3.0
+    seconds: str = "3"
     parameter: str = ""
-    was_injected: bool = False
+    was_injected: bool = field(default=False, init=False)
 
     def inject(self, activity: Activity, cause: Callable[[], object]) -> None:
         """Let ``activity`` call ``cause`` when this rank reaches the phase and the instruction."""
 
         def on_begin(phase: str, work: object) -> None:
-            is_here = phase == self.phase and bool(self.work) == (work is not None)
+            is_here = phase == (self.phase or f"step {self.step}")
+            is_here = is_here and bool(self.work) == (work is not None)
             is_here = is_here and (not self.work or repr(work).startswith(self.work))
             if is_here and (not self.was_injected or self.kind == "slow"):
                 self.was_injected = True
@@ -101,7 +104,7 @@ _OF_THE_PROCESS: dict[str, Callable[[_Fault], object]] = {
     "lock": lambda fault: ctypes.PyDLL(None).sleep(_MANY_SECONDS),
     "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
-    "slow": lambda fault: time.sleep(fault.seconds),
+    "slow": lambda fault: time.sleep(float(fault.seconds)),
     "disk": lambda fault: resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE_BYTES,) * 2),
 }
 _KINDS = (*_OF_THE_PROCESS, "nan", "corrupt")
@@ -118,20 +121,11 @@ def _fault_of(rank: int) -> _Fault | None:
     if not text:
         return None
     kind, *settings = shlex.split(text)
-    values = dict(setting.split("=", 1) for setting in settings if "=" in setting)
-    step = values.pop("step", None)
     try:
-        fault = _Fault(
-            kind=kind,
-            rank=int(values.pop("rank")),
-            phase=values.pop("phase", f"step {step}"),
-            work=values.pop("work", ""),
-            seconds=float(values.pop("seconds", "3")),
-            parameter=values.pop("parameter", ""),
-        )
-    except (KeyError, ValueError) as error:
-        problem = f"{VARIABLE} is {text!r}; this setting is missing or wrong: {error}"
-        raise ConfigError([problem], VARIABLE) from error
-    if values or kind not in _KINDS:
-        raise ConfigError([f"{VARIABLE} is {text!r}, with an unknown kind or setting"], VARIABLE)
-    return fault if fault.rank == rank else None
+        values: dict[str, Any] = dict(setting.split("=", 1) for setting in settings)
+        fault = _Fault(kind, **values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError([f"{VARIABLE} is {text!r}: {error}"], VARIABLE) from error
+    if kind not in _KINDS:
+        raise ConfigError([f"{VARIABLE} is {text!r}, with an unknown kind"], VARIABLE)
+    return fault if fault.rank == str(rank) else None

@@ -44,10 +44,10 @@ from megaspeed.training.console import (
     print_warning,
     summary_table,
 )
-from megaspeed.training.metrics import MetricsFile, device_name, last_step
+from megaspeed.training.metrics import MetricsFile, device_name
 from megaspeed.training.replicas import ReplicasDiffer
 from megaspeed.training.reporting import Reporting, draw_loss_curve
-from megaspeed.training.resume import AUTO, NoProgress, Restarts, ResumeOptions, Start, find_start
+from megaspeed.training.resume import AUTO, Restarts, ResumeOptions, Start, find_start
 from megaspeed.training.run_folder import (
     LOSS_CURVE,
     METRICS,
@@ -63,7 +63,7 @@ from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, Trai
 from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import ZeroEngine
 
-STOPPED = (RanksDisagree, CannotCompile, TrainingDiverged, ReplicasDiffer, NoProgress)
+STOPPED = (RanksDisagree, CannotCompile, TrainingDiverged, ReplicasDiffer)
 """Exceptions that all ranks raise, with a message for the user."""
 
 EXPECTED = (*STOPPED, RankFailed, RunFolderLost, OSError)
@@ -184,9 +184,6 @@ class Job:
         self.log.open()
         waited = _SECONDS_TO_WAIT_FOR_LOCK if restarts.number else 0.0
         with run_lock(run.run_dir, context, wait_seconds=waited) as check_folder:
-            problem = broadcast(group, lambda: restarts.problem(last_step(run.run_dir / METRICS)))
-            if problem is not None:
-                raise NoProgress(problem)
             options = self.options
             if broadcast(
                 group, lambda: restarts.opened and bool(checkpoint_folder(run).newest_first())
@@ -285,10 +282,10 @@ class Job:
             Reporting(run, begin.step, partial(print_warning, self.console)) as reporting,
             MetricsFile(run.run_dir / METRICS) as metrics,
             MetricsFile(run.run_dir / PARTS) as parts,
-            ConsoleObserver(
-                run, self.console, (metrics, reporting), parts, begin, crowded, check_folder
-            ) as observer,
         ):
+            observer = ConsoleObserver(
+                run, self.console, (metrics, reporting), parts, begin, crowded, check_folder
+            )
             return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
 
     def _print_summary(self, summary: TrainingSummary, device_type: str) -> None:

@@ -148,12 +148,6 @@ def records_up_to(step: int, lines: bytes) -> bytes:
     return b"".join(line + b"\n" for line in kept)
 
 
-def last_step(file: Path) -> int:
-    """Return the last step in a metrics file; 0 if it has none."""
-    lines = file.read_bytes().splitlines() if file.exists() else []
-    return max(map(_step_of, lines), default=0)
-
-
 def _step_of(line: bytes) -> int:
     """Return the step of a record; -1 if the line is not a record."""
     try:

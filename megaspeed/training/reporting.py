@@ -35,9 +35,11 @@ _CLOSING_SECONDS_OF_A_FAILURE = 5.0
 
 _WAITING_RECORDS = 10_000
 
+Row = tuple[int, Mapping[str, float]]
+"""The step and the numbers by name of a record."""
 
-Rows = Iterator[tuple[int, Mapping[str, float]]]
-"""The step and the numbers by name of each record. Ends at the end of the run."""
+Rows = Iterator[Row]
+"""All records. Ends at the end of the run."""
 
 Service = Callable[[Run, int, Rows], None]
 """Sends all rows of a run that starts or resumes at a step; called in a separate thread."""
@@ -124,17 +126,27 @@ class Reporting:
         warn: Callable[[str], None],
         services: Mapping[ReportTo, Service] = SERVICES,
     ) -> None:
-        self._outboxes = [
-            _Outbox(name, functools.partial(services[name], run, step), warn)
-            for name in dict.fromkeys(run.config.training.report_to)
-        ]
+        self._warn = warn
+        self._closing = threading.Event()
+        self._slow: set[ReportTo] = set()  # the services whose queue was full
+        self._senders: dict[ReportTo, tuple[threading.Thread, queue.Queue[Row]]] = {}
+        for name in dict.fromkeys(run.config.training.report_to):
+            rows: queue.Queue[Row] = queue.Queue(_WAITING_RECORDS)
+            send = functools.partial(services[name], run, step)
+            # A daemon thread, so a service that hangs does not keep the process alive.
+            thread = threading.Thread(target=self._send, args=(name, send, rows), daemon=True)
+            self._senders[name] = thread, rows
+            thread.start()
 
     def write(self, metrics: Metrics) -> None:
         """Queue one record; never waits."""
-        if self._outboxes and not isinstance(metrics, PartMetrics):
+        if self._senders and not isinstance(metrics, PartMetrics):
             values = dict(_numbers(dataclasses.asdict(metrics)))
-            for outbox in self._outboxes:
-                outbox.put(metrics.step, values)
+            for name, (thread, rows) in self._senders.items():
+                if rows.full() and thread.is_alive():  # a service that failed has a warning already
+                    self._slow.add(name)
+                elif not rows.full():
+                    rows.put_nowait((metrics.step, values))
 
     def __enter__(self) -> Self:
         return self
@@ -142,56 +154,27 @@ class Reporting:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         seconds = CLOSING_SECONDS if kind is None else _CLOSING_SECONDS_OF_A_FAILURE
         deadline = time.monotonic() + seconds
-        for outbox in self._outboxes:
-            outbox.closing.set()
-        for outbox in self._outboxes:
-            outbox.join_until(deadline)
+        self._closing.set()
+        for name, (thread, _) in self._senders.items():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive() or name in self._slow:
+                self._warn(f"{name} was too slow for all records; metrics.jsonl has all")
 
-
-class _Outbox:
-    """One service, the queue of its records, and the thread that sends them."""
-
-    def __init__(
-        self, name: str, send: Callable[[Rows], None], warn: Callable[[str], None]
-    ) -> None:
-        self._name, self._send, self._warn = name, send, warn
-        self._waiting: queue.Queue[tuple[int, Mapping[str, float]]] = queue.Queue(_WAITING_RECORDS)
-        self.closing = threading.Event()
-        self._has_failed = False
-        self._lost = 0
-        # A daemon thread, so a service that hangs does not keep the process alive.
-        self._thread = threading.Thread(target=self._run, name=f"report to {name}", daemon=True)
-        self._thread.start()
-
-    def put(self, step: int, values: Mapping[str, float]) -> None:
-        if not self._has_failed:
-            try:
-                self._waiting.put_nowait((step, values))
-            except queue.Full:
-                self._lost += 1
-
-    def join_until(self, deadline: float) -> None:
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if not self._has_failed and (self._lost or self._thread.is_alive()):
-            lost = self._lost + self._waiting.qsize()
-            self._warn(f"{self._name} was too slow for {lost:,} records; metrics.jsonl has all")
-
-    def _run(self) -> None:
+    def _send(self, name: str, send: Callable[[Rows], None], rows: "queue.Queue[Row]") -> None:
         try:
-            self._send(self._rows())
+            send(self._until_closed(rows))
         except (Exception, SystemExit) as error:
-            self._has_failed = True
             self._warn(
-                f"{self._name} receives no more records of this run; training continues, and "
+                f"{name} receives no more records of this run; training continues, and "
                 f"metrics.jsonl has all: {type(error).__name__}: {error}"
             )
 
-    def _rows(self) -> Rows:
+    def _until_closed(self, rows: "queue.Queue[Row]") -> Rows:
         while True:
             try:
-                yield self._waiting.get(timeout=0.2)
+                yield rows.get(timeout=0.2)
             except queue.Empty:
-                if self.closing.is_set():
+                if self._closing.is_set():
                     return
 
 

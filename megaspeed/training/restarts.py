@@ -2,9 +2,7 @@
 
     attempt 0    --fresh: step 0 ... 63, fails
     restart 1    auto: from the checkpoint of step 60 ... 61, fails for another reason
-    restart 2    auto: from the checkpoint of step 60 ... 63, fails
-    restart 3    auto: from the checkpoint of step 60 ... 63, fails
-    restart 4    ends at once, because restarts 2 and 3 have failed after the same step
+    restart 2    auto: from the checkpoint of step 60 ...
 
 ``resume.Restarts`` makes the decisions of an attempt. This file starts the attempts.
 

@@ -26,7 +26,6 @@ from megaspeed.config.resolve import Run
 from megaspeed.files.paths import expand_home, path_argument
 from megaspeed.supervision.answers import broadcast
 from megaspeed.supervision.meeting import Meeting
-from megaspeed.supervision.process_end import EXIT_FAILED
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.restarts import FINAL_CODE
 from megaspeed.training.resumed_run import (
@@ -38,15 +37,11 @@ from megaspeed.training.run_folder import checkpoint_folder
 
 AUTO, NEVER = "auto", "never"
 
-# Keys of the store that outlives an attempt.
-_OPENED, _LAST_STEP = "opened by attempt", "last step"
+_OPENED = "opened by attempt"
+"""A key of the store that outlives an attempt."""
 
 MOST_CHANGES = 12
 """How many changes of the configuration are listed."""
-
-
-class NoProgress(RuntimeError):
-    """The last two attempts failed after the same step, so another probably would, too."""
 
 
 def restart_number() -> int:
@@ -60,8 +55,11 @@ class Restarts:
     def __init__(self, meeting: Meeting) -> None:
         self._store = meeting.between_attempts
         self.number = restart_number()
-        self.opened = self.number > 0 and (self._store is None or self._store.check([_OPENED]))
+
+    @property
+    def opened(self) -> bool:
         """Whether an earlier attempt has opened the run folder, so this one continues in it."""
+        return self.number > 0 and (self._store is None or self._store.check([_OPENED]))
 
     @property
     def final_code(self) -> int | None:
@@ -86,31 +84,6 @@ class Restarts:
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         line = f"restart {self.number} of {most}: the run continues after step {step}"
         return [line] if self.number else []
-
-    def problem(self, last_step: int) -> str | None:
-        """Why a restart would not help; None if it may.
-
-        Rank 0 calls this before it changes the folder.
-        """
-        if not self.number or self._store is None:
-            return None
-        opened = int(self._store.get(_OPENED)) if self.opened else -1
-        where = None
-        if opened == self.number - 1:
-            step = str(last_step)
-            if self._store.check([_LAST_STEP]) and self._store.get(_LAST_STEP).decode() == step:
-                where = f"after step {step}"
-            self._store.set(_LAST_STEP, step)
-        elif opened < self.number - 2:
-            where = "before training began"
-        if where is None:
-            return None
-        self.give_up(EXIT_FAILED)
-        return (
-            f"two attempts in a row have failed {where}, so another restart would not help. The "
-            "messages above and the ranks' log files state the cause. Fix it and start the run "
-            "again; it continues from its newest checkpoint"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

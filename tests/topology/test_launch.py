@@ -112,9 +112,6 @@ def test_ranks_beside_other_mpi_ranks_are_refused_naming_both() -> None:
         ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "1 from single process, but PMI_SIZE=4"),
         ({"PMIX_RANK": "3"}, "1 from single process, but PMIX_RANK=3"),
         (_torchrun(PMIX_RANK="8"), "8 from RANK/WORLD_SIZE, but PMIX_RANK=8"),
-        (_torchrun(LOCAL_WORLD_SIZE="9"), "8 from RANK/WORLD_SIZE, but LOCAL_WORLD_SIZE=9"),
-        (_torchrun(LOCAL_SIZE="16"), "8 from RANK/WORLD_SIZE, but LOCAL_SIZE=16"),
-        ({"LOCAL_WORLD_SIZE": "2"}, "1 from single process, but LOCAL_WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_NTASKS": "0"}, "but SLURM_NTASKS=0"),
     ],
 )
@@ -136,7 +133,9 @@ def test_an_address_that_no_machine_has_is_refused_with_its_name(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_RESOLVE_SECONDS", 0.0)
-    with pytest.raises(LaunchError, match=f"MASTER_ADDR is '{address}', which cannot be resolved"):
+    with pytest.raises(
+        LaunchError, match=f"MASTER_ADDR is '{address[:80]}', which cannot be resolved"
+    ):
         read_launch_environment(_torchrun(MASTER_ADDR=address))
 
 
@@ -203,7 +202,7 @@ def test_a_rank_that_is_no_number_is_refused_with_its_text(text: str) -> None:
 def test_a_value_of_thousands_of_digits_is_not_repeated_in_full(
     name: str, environ: dict[str, str]
 ) -> None:
-    with pytest.raises(LaunchError, match=f"{name} .*77...77") as refused:
+    with pytest.raises(LaunchError, match=f"{name} .*777") as refused:
         read_launch_environment({**environ, name: "7" * 5000})
     assert len(str(refused.value)) < 600
 

@@ -124,8 +124,8 @@ def endings(launch: LaunchEnvironment, config: Path, commands: list[list[str]]) 
 def endings_without_a_decision(
     launch: LaunchEnvironment, config: Path, error: Exception
 ) -> list[Ending]:
-    """Run the main job on this rank. Rank 0 cannot decide whether a restart helps."""
-    with mock.patch.object(Restarts, "problem", side_effect=error):
+    """Run the main job on this rank. Rank 0 cannot decide where a restart continues."""
+    with mock.patch.object(Restarts, "opened", new_callable=mock.PropertyMock, side_effect=error):
         return endings(launch, config, [[]])
 
 

@@ -162,5 +162,5 @@ def test_a_service_that_hangs_costs_a_step_nothing_and_the_end_little(
             report.write(step_metrics(step=step))
         assert time.monotonic() - start < 0.5
     assert 0.5 <= time.monotonic() - start < 5
-    assert warnings == ["wandb was too slow for 1,000 records; metrics.jsonl has all"]
+    assert warnings == ["wandb was too slow for all records; metrics.jsonl has all"]
     for_ever.set()
