@@ -7,8 +7,8 @@ Among the splits that reach this minimum,
 2. among equally even ones, the one with the fewest layers in the earliest stages, because under
    1f1b the earliest stages keep the most micro-batches.
 
-So 9 equal layers on 4 stages are split 2 2 2 3. Both steps are dynamic programs over (number of
-stages, number of layers).
+So 9 equal layers on 4 stages are split 2 2 2 3. The minimum is found by bisection, the most even
+split by a dynamic program over (number of stages, number of layers).
 """
 
 from collections.abc import Sequence
@@ -35,35 +35,27 @@ def partition_layers(costs: Sequence[int], pipeline_stages: int) -> list[range]:
     assert 1 <= pipeline_stages <= len(costs), "a rule checked that each stage has a layer"
     # cumulative[i] is the cost of the first i layers.
     cumulative = list(accumulate(costs, initial=0))
-    bottleneck = _smallest_bottleneck(cumulative, pipeline_stages)
+    bottleneck = _smallest_bottleneck(costs, pipeline_stages)
     ends = _most_even_ends(cumulative, pipeline_stages, bottleneck)
     return [range(start, end) for start, end in pairwise([0, *ends])]
 
 
-def _smallest_bottleneck(cumulative: Sequence[int], pipeline_stages: int) -> int:
-    """The smallest possible cost of the most expensive stage.
+def _smallest_bottleneck(costs: Sequence[int], pipeline_stages: int) -> int:
+    """The smallest possible cost of the most expensive stage, by bisection.
 
-    For the first n layers on s stages, it is the minimum over the start k of the last stage,
-
-        best(s, n) = min_k max(best(s - 1, k), cost of layers k..n)
-
-    As k grows, the first term never falls and the second never rises. As n grows, the best k never
-    falls. So one sweep of k serves all n.
+    A bottleneck is possible if stages that take as many layers as fit are few enough. Fewer stages
+    than there are can be split further.
     """
-    layers = len(cumulative) - 1
-    best = list(cumulative)  # one stage; best[n] is defined if n >= number of stages
-    for stages in range(2, pipeline_stages + 1):
-        fewer, best = best, [0] * (layers + 1)
-        start = stages - 1
-        for end in range(stages, layers + 1):
-            reached = max(fewer[start], cumulative[end] - cumulative[start])
-            while start + 1 < end:
-                moved = max(fewer[start + 1], cumulative[end] - cumulative[start + 1])
-                if moved > reached:
-                    break
-                start, reached = start + 1, moved
-            best[end] = reached
-    return best[layers]
+    low, high = max(costs), sum(costs)
+    while low < high:
+        bottleneck = (low + high) // 2
+        needed, filled = 1, 0
+        for cost in costs:
+            if filled + cost > bottleneck:
+                needed, filled = needed + 1, 0
+            filled += cost
+        low, high = (low, bottleneck) if needed <= pipeline_stages else (bottleneck + 1, high)
+    return low
 
 
 def _most_even_ends(cumulative: Sequence[int], pipeline_stages: int, bottleneck: int) -> list[int]:

@@ -131,10 +131,7 @@ def optimizer_group(
 
 def vocabulary_rows_per_rank(vocab_size: int, size: int) -> int:
     """Rows of the padded vocabulary on each tensor rank."""
-    return (
-        math.ceil(math.ceil(vocab_size / size) / _VOCABULARY_ROW_MULTIPLE)
-        * _VOCABULARY_ROW_MULTIPLE
-    )
+    return math.ceil(vocab_size / size / _VOCABULARY_ROW_MULTIPLE) * _VOCABULARY_ROW_MULTIPLE
 
 
 def tokens_of_a_chunk(tokens: int, columns: int) -> int:

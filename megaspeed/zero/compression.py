@@ -23,9 +23,9 @@ Why not a library: torch's hooks need DDP's buckets, and its PowerSGD waits for 
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,23 +46,27 @@ _SMALL_NORM = 1e-16
 much smaller numbers are 0 in fp32."""
 
 
-class Compressor(Protocol):
-    """Reduces the compressed buckets over the data axis."""
+class Compressor(ABC):
+    """Reduces the compressed buckets over the data axis. By default without a state."""
 
     def is_due(self, step: int) -> bool:
         """Whether step ``step``, counted from 1 without skipped steps, is compressed."""
+        return True
 
+    @abstractmethod
     def reduce(self, compressed: Sequence[Bucket]) -> None:
         """Write the mean to each ``partition``, and leave in ``complete`` what was not sent."""
 
-    def keep(self) -> None:
+    def keep(self) -> None:  # noqa: B027 - there may be no state
         """Use the state of this step in the next one. Called after a step that was not skipped."""
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that are held from step to step."""
+        return iter(())
 
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """(parameter, state of the method for it), equal on all data ranks."""
+        return iter(())
 
 
 def make_compressor(run: Run, context: ParallelContext, compressed: Sequence[Bucket]) -> Compressor:
@@ -103,7 +107,7 @@ def unpacked(message: Tensor) -> Tensor:
     return message[..., :-4].float().mul_(scales)
 
 
-class Int8:
+class Int8(Compressor):
     """Reduces gradients as blocks of 8-bit integers.
 
     The complete gradient is a matrix with a row for each data rank, which owns that row. Columns of
@@ -122,18 +126,6 @@ class Int8:
         self._keeps_error = run.compression.error_feedback
         self._axis, self._dp, self._rank = context.dp_group, context.dp_size, context.dp_rank
         self._stage, self._run = run.zero_stage, run
-
-    def is_due(self, step: int) -> bool:
-        return True
-
-    def keep(self) -> None:
-        pass
-
-    def tensors(self) -> Iterator[Tensor]:
-        return iter(())
-
-    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        return iter(())
 
     def reduce(self, compressed: Sequence[Bucket]) -> None:
         for bucket in compressed:
@@ -245,7 +237,7 @@ def orthogonalize(matrices: Tensor) -> None:
         _orthogonalize_gram_schmidt(matrices, epsilon=_SMALL_NORM)
 
 
-class PowerSgd:
+class PowerSgd(Compressor):
     """All-reduces two thin matrices instead of each gradient.
 
         P = sum (n, m) x Q of the previous step   --all-reduce, orthogonalize--> P
