@@ -1,14 +1,12 @@
 """Options that name text: files of every format, and datasets."""
 
 import argparse
-from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from megaspeed.cli.options import add_values, utf8_text
 from megaspeed.config.run import Source
-from megaspeed.data.errors import raise_any
-from megaspeed.data.sources import Found, SourceFile, files_by_source, find
-from megaspeed.data.token_sources import token_paths
+from megaspeed.data.errors import DataError
+from megaspeed.data.sources import SourceFile, files_by_source, find
 from megaspeed.files.paths import path_problem
 
 
@@ -50,9 +48,9 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
         Source(dataset=name, configuration=options.configuration, **read_as)
         for name in options.dataset
     ]
-    found = find([*paths, *datasets])
-    raise_any(_problems(options, found))
-    return list(chain(*files_by_source(found, "INPUT")))
+    if options.configuration and not datasets:
+        raise DataError("--configuration needs --dataset; name it, or remove the option")
+    return list(chain(*files_by_source(find([*paths, *datasets]), "INPUT")))
 
 
 def _not_empty(text: str) -> str:
@@ -70,17 +68,3 @@ def _input(text: str) -> str:
 
 def _name(text: str) -> str:
     return _not_empty(utf8_text(text))
-
-
-def _problems(options: argparse.Namespace, found: Sequence[Found]) -> Iterator[str]:
-    if options.configuration and not options.dataset:
-        yield "--configuration needs --dataset, but it is missing; name it, or remove the option"
-    # A tokenization that is continued may find its own output beside its text.
-    own = options.output.resolve() if "output" in options else None
-    for source, paths in found:
-        tokens = [place for place in token_paths(paths) if place.resolve() != own]
-        if tokens:
-            yield (
-                f"INPUT must be text, but '{source}' names {tokens[0]}, which holds token "
-                "ids; name only the text that they were made from"
-            )

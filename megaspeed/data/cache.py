@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,30 +91,27 @@ class Cache:
         )
 
 
-def remembered(
-    cache: Cache, kind: str, files: Sequence[Path], read: Callable[[], Facts], purpose: str
-) -> Facts:
-    """Return ``read()``, or its earlier result if the files have not changed since.
+def remembered(cache: Cache, kind: str, file: Path, read: Callable[[], Facts]) -> Facts:
+    """Return ``read()``, or its earlier result if the file has not changed since.
 
-    The facts are stored under the path, size, mtime and ctime of the files.
+    The facts are stored under the path, size, mtime and ctime of the file.
 
     Args:
         cache: the cache that stores the facts.
         kind: the folder of the cache for these facts.
-        files: all files that the facts depend on.
-        read: reads the files. Called under the cache's lock, so only once on a machine.
-        purpose: why the files are read, for the log.
+        file: the file that the facts depend on.
+        read: reads the file. Called under the cache's lock, so only once on a machine.
     """
-    path = cache.root / kind / f"{cache_key(_FORMAT, [state_of(file) for file in files])}.json"
+    path = cache.root / kind / f"{cache_key(_FORMAT, [state_of(file)])}.json"
     facts = read_sealed(path)
     if facts is None:
         with cache.lock():
             facts = read_sealed(path)  # another process may have written it
             if facts is None:
-                states = [state_of(file) for file in files]
-                logger.info("reading %s once, %s", files[0], purpose)
+                state = state_of(file)
+                logger.info("reading %s once", file)
                 facts = read()
-                if states == [state_of(file) for file in files]:
+                if state == state_of(file):
                     _store(path, facts)
     return facts
 

@@ -299,9 +299,6 @@ class SavedDataset(TextFormat):
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
         import datasets
 
-        wrong = self.problem(path)
-        if wrong is not None:
-            raise DataError(wrong)
         try:
             dataset = datasets.load_from_disk(str(self._folder(path)))
         except Exception as error:  # of datasets, pyarrow, json
@@ -405,7 +402,14 @@ def _pieces_of_rows(
         on_bad(BadRecord(path, "its columns", problem, STATE_FIELD))
         return
     row = 0
-    for values in _until_broken(batches, lambda error: on_bad(_cannot_be_read(path, error))):
+    while True:
+        try:
+            values = next(batches, None)
+        except Exception as error:  # pyarrow and datasets raise many kinds
+            on_bad(_cannot_be_read(path, error))
+            return
+        if values is None:
+            return
         for value in values:
             wrong = what_is_wrong(value)
             if wrong is not None:
@@ -414,16 +418,6 @@ def _pieces_of_rows(
             elif value:
                 yield from pieces_of(str(value), round((row + 1) * bytes_per_row))
             row += 1
-
-
-def _until_broken(
-    batches: Iterator[Iterable[object]], on_broken: Callable[[Exception], None]
-) -> Iterator[Iterable[object]]:
-    """Yield the batches before the first one that cannot be read."""
-    try:
-        yield from batches
-    except Exception as error:  # pyarrow and datasets raise many kinds
-        on_broken(error)
 
 
 def _cannot_be_read(path: Path, error: Exception) -> BadRecord:

@@ -49,7 +49,6 @@ class TokenIndex:
         documents: number of documents. An end-of-text token, if there is one, follows each.
         dtype: the type of the ids in the file.
         largest_id: an upper bound of the ids in the file.
-        vocab_size: one more than the largest id of the tokenizer.
         end_of_text: the id that ends every document and occurs nowhere else.
         tokenizer_fingerprint: sha256 of the tokenizer as JSON.
         corpus_fingerprint: sha256 over the documents' names, sizes and contents; over the ids if
@@ -60,7 +59,6 @@ class TokenIndex:
     documents: int | None
     dtype: IdType
     largest_id: int
-    vocab_size: int | None
     end_of_text: int | None
     tokenizer_fingerprint: str | None
     corpus_fingerprint: str

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from megaspeed.data.cache import Cache, remembered
 from megaspeed.data.errors import DataError, raise_any
@@ -68,13 +68,14 @@ class TokenFolderIndex(TokenIndex):
     """The content of a token folder. All facts are known, and are those of all shards together.
 
     Attributes:
+        vocab_size: one more than the largest id of the tokenizer.
         shards: in order.
     """
 
     documents: int
-    vocab_size: int
     end_of_text: int
     tokenizer_fingerprint: str
+    vocab_size: int
     shards: tuple[Shard, ...]
 
 
@@ -126,14 +127,12 @@ def _open_raw(path: Path, cache: Cache) -> TokenFile:
             f"a .bin holds a number of complete 16-bit ids, but {path} has {size} bytes; it was "
             "truncated or has another format: copy it again, or tokenize again"
         )
-    purpose = "for its largest id and its checksum"
-    found = remembered(cache, "surveys", [path], lambda: _read_ids(path), purpose)
+    found = remembered(cache, "surveys", path, lambda: _read_ids(path))
     index = TokenIndex(
         tokens=size // 2,
         documents=None,
         dtype=_RAW_DTYPE,
         largest_id=found["largest_id"],
-        vocab_size=None,
         end_of_text=None,
         tokenizer_fingerprint=None,
         corpus_fingerprint=found["fingerprint"],
@@ -188,10 +187,7 @@ def read_index(folder: Path) -> TokenFolderIndex:
         raise DataError(
             f"token folders have format {_FORMAT}, but {path} has format {found}; {_COPY_AGAIN}"
         )
-    try:
-        return TypeAdapter(TokenFolderIndex).validate_python(facts)
-    except ValidationError as error:
-        raise DataError(f"{path} does not state what a token folder holds: {error}") from error
+    return TypeAdapter(TokenFolderIndex).validate_python(facts)
 
 
 def open_token_folder(folder: Path, cache: Cache) -> tuple[TokenFile, ...]:
@@ -245,13 +241,7 @@ def _problem(path: Path, shard: Shard, dtype: IdType, cache: Cache) -> str | Non
             f"a shard must be as long as its index states, but {path} has {size} bytes instead of "
             f"{expected}; {_COPY_AGAIN}"
         )
-    facts = remembered(
-        cache,
-        "checksums",
-        [path],
-        lambda: {"sha256": sha256_of(path)},
-        "to compare its checksum",
-    )
+    facts = remembered(cache, "checksums", path, lambda: {"sha256": sha256_of(path)})
     if facts["sha256"] == shard.checksum:
         return None
     return (

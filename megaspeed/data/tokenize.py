@@ -357,17 +357,15 @@ def _earlier_progress(folder: Path, plan: Facts) -> Progress:
         return Progress()
     stored = before.pop(_PROGRESS, None)
     differing = [key for key, value in plan.items() if before.get(key) != value]
-    is_readable = "format" not in differing
-    progress = TypeAdapter(Progress).validate_python(stored) if is_readable else Progress()
-    if is_readable and not progress.tokens:
-        return Progress()
-    if differing:
-        raise DataError(
-            f"the tokenization in {folder} can only be continued as it was started, but its "
-            f"{' and '.join(differing)} differed then; restore that, name another --output, or "
-            "remove the folder to start again"
-        )
-    return progress
+    if not differing:
+        return TypeAdapter(Progress).validate_python(stored)
+    if "format" not in differing and not stored["shards"]:
+        return Progress()  # nothing was written yet
+    raise DataError(
+        f"the tokenization in {folder} can only be continued as it was started, but its "
+        f"{' and '.join(differing)} differed then; restore that, name another --output, or remove "
+        "the folder to start again"
+    )
 
 
 def _refuse_others(folder: Path) -> None:

@@ -256,9 +256,8 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
     path = Path(source)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not os.path.exists(path):
-        law = f'is "{TRAIN}" or a path' if setting == _SETTING else "is a path"
         raise DataError(
-            f"{setting} {law} (nothing is downloaded), but there is no {path.absolute()}; "
+            f"{setting} is a path (nothing is downloaded), but there is no {path.absolute()}; "
             "correct the path"
         )
     special = next(special_among(_possible_files(path)), None)

@@ -15,7 +15,6 @@ def write_numbered_tokens(folder: Path, tokens: int, name: str, first_id: int = 
         documents=1,
         dtype="<u4",
         largest_id=first_id + tokens - 1,
-        vocab_size=first_id + tokens,
         end_of_text=0,
         tokenizer_fingerprint="numbers",
         corpus_fingerprint=name,

@@ -28,7 +28,6 @@ def token_file(folder: Path, documents: list[int], end_of_text: int | None = END
         documents=len(documents),
         dtype="<u2",
         largest_id=max(ids),
-        vocab_size=None,
         end_of_text=end_of_text,
         tokenizer_fingerprint=None,
         corpus_fingerprint="all",

@@ -68,7 +68,7 @@ def test_a_folder_is_its_shards_in_order(tmp_path: Path) -> None:
     assert (first.index.documents, second.index.documents) == (1, 2)
     for file in (first, second):
         assert file.index.largest_id == 299
-        assert (file.index.vocab_size, file.index.end_of_text) == (300, 0)
+        assert file.index.end_of_text == 0
         assert file.index.tokenizer_fingerprint == "tokenizer"
     opened = open_all(tmp_path / "tokens", Cache(tmp_path / "cache"))
     assert opened == (first, second)
@@ -132,9 +132,6 @@ def test_an_edited_index_is_refused(tmp_path: Path) -> None:
     assert "have format 2, but" in refusal(folder)[0] and "has format 9" in refusal(folder)[0]
     write_sealed(path, facts | {"format": 1, "samples": ["of version 0.2"]})
     assert read_index(folder).tokens == 3
-    del facts["dtype"]
-    write_sealed(path, facts)
-    assert "does not state what a token folder holds" in refusal(folder)[0]
 
 
 def test_a_folder_without_tokens_is_not_a_source(tmp_path: Path) -> None:
@@ -163,7 +160,7 @@ def test_every_shard_is_read_completely_once_on_a_machine(
     source, cache = tmp_path / "tokens", Cache(tmp_path / "cache")
     for _ in range(2):
         open_all(source, cache)
-        reported = [record.getMessage().split(" once, ")[0] for record in caplog.records]
+        reported = [record.getMessage().removesuffix(" once") for record in caplog.records]
         shards = [tmp_path / "tokens" / f"tokens-0000{number}.bin" for number in range(2)]
         assert reported == [f"reading {shard}" for shard in shards]
 

@@ -63,7 +63,7 @@ def corpus_of(train: int, validation: int | None, documents: int | None = None) 
     """Return a corpus with this many tokens on each side, in sequences of 10."""
 
     def side(tokens: int) -> Mixture:
-        index = TokenIndex(tokens, None, "<u2", 1, None, None, None, "c0ffee")
+        index = TokenIndex(tokens, None, "<u2", 1, None, None, "c0ffee")
         return Mixture((Component((TokenFile(TEXT, index),), 1.0, "text"),))
 
     held_out = None if validation is None else side(validation)
