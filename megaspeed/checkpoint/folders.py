@@ -202,19 +202,19 @@ def locate(path: Path) -> list[Path]:
         CheckpointError: ``path`` is not a checkpoint, a folder of checkpoints or a run folder.
     """
     try:
-        return [path] if is_checkpoint(path) else folder_of_checkpoints(path).newest_first()
+        return [path] if _is_checkpoint(path) else _folder_of_checkpoints(path).newest_first()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
 
 
-def is_checkpoint(path: Path) -> bool:
+def _is_checkpoint(path: Path) -> bool:
     """Whether ``path`` is one checkpoint, complete or not. It may have been renamed."""
     if not path.is_dir():
         return False
     return (path / MANIFEST).is_file() or step_named(path.resolve().name) is not None
 
 
-def folder_of_checkpoints(path: Path) -> CheckpointFolder:
+def _folder_of_checkpoints(path: Path) -> CheckpointFolder:
     """The folder of checkpoints at ``path``, or of the run in ``path``.
 
     Raises CheckpointError if there is none.

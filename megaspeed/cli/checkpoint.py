@@ -60,21 +60,15 @@ def _show(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     """Check all checkpoints, newest first, and report each as soon as it is read."""
-    from megaspeed.checkpoint.folders import folder_of_checkpoints, is_checkpoint, locate
+    from megaspeed.checkpoint.folders import locate
     from megaspeed.checkpoint.inspection import inspect
 
-    checkpoints = locate(options.path)
-    leftovers = []
-    if not is_checkpoint(options.path):
-        leftovers = folder_of_checkpoints(options.path).leftovers()
     found = []
-    for inspection in map(inspect, checkpoints):
+    for inspection in map(inspect, locate(options.path)):
         if not inspection.checkpoint.is_dir():
             continue  # a running job has deleted it meanwhile
         found.append(inspection)
         say(_describe(inspection))
-    for leftover in leftovers:
-        say(f"{leftover.name}  not a checkpoint: its save or removal was killed, or is in progress")
     complete = bool(found) and not any(inspection.problems for inspection in found)
     if not found:
         say(f"{options.path} has no checkpoint", error=True)
@@ -88,7 +82,6 @@ def _verify(options: argparse.Namespace) -> int:
             }
             for inspection in found
         ],
-        "leftovers": [str(leftover) for leftover in leftovers],
     }
     write_json(options, figures)
     return EXIT_DONE if complete else EXIT_FAILED
