@@ -63,10 +63,7 @@ def test_a_gpu_with_bf16_and_no_stated_precision_is_slow() -> None:
 def test_dropout_is_named_with_its_cost_and_how_to_do_without() -> None:
     changes = {"model": DROPOUTS, "train_batch_size": 2400}
     (warning,) = warnings(BY_TORCHRUN, changes)
-    rows, heads, tokens = small_run(TEXT, **changes).batch.micro_batch_size, 4, 16
-    kept = rows * heads * tokens * tokens * (4 + 4) / 2**20
-    assert kept > 9
-    assert f"({kept:,.1f} MiB for each block and micro-batch)" in warning
+    assert "without its fused kernel" in warning
     for name, rate in DROPOUTS.items():
         assert f"model.{name} {rate:g}" in warning and f"model.{name}=0" in warning
 
