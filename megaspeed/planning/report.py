@@ -33,15 +33,6 @@ _REDUCTIONS: Mapping[GradientReduction, str] = {
     "per_micro_batch": "micro-batch",
 }
 
-_RESERVED: Mapping[str, str] = {
-    "total": "besides tensors",
-    "context": "  CUDA and its kernels",
-    "nccl": "  buffers of NCCL",
-    "workspace": "  workspace of cuBLAS",
-    "fragmentation": "  holes in the allocator",
-}
-"""Attribute of ``ReservedMemory`` -> its row."""
-
 TERMS: Mapping[str, str] = {
     "products": "matrix products of blocks",
     "attention": "attention",
@@ -130,14 +121,9 @@ def _ranks(plan: Plan) -> Parts:
 
 
 def _place(axis: AxisPlacement) -> str:
-    crossing, groups = axis.groups_across_nodes, len(axis.groups)
     if axis.size == 1:
         return "one rank"
-    if not crossing:
-        return "within a node"
-    if crossing < groups:
-        return f"{crossing:,} of {groups:,} cross nodes"
-    return f"across {axis.most_nodes:,} nodes"
+    return "within a node" if axis.most_nodes == 1 else f"across {axis.most_nodes:,} nodes"
 
 
 def _stages(plan: Plan) -> Parts:
@@ -193,7 +179,7 @@ def _memory(plan: Plan) -> Parts:
         sizes = {"model states": prediction.heaviest.state_bytes, "peak": peak.total}
         sizes |= {f"  {name.replace('_', ' ')}": size for name, size in vars(peak).items()}
         if reserved is not None and reserved.total:
-            sizes |= {row: getattr(reserved, name) for name, row in _RESERVED.items()}
+            sizes["besides tensors"] = reserved.total
         reduction = _REDUCTIONS[prediction.run.gradient_reduction]
         figures = {"gradients are reduced each": reduction}
         figures |= {row: unit.of(size) for row, size in sizes.items()}
@@ -210,6 +196,8 @@ def _memory(plan: Plan) -> Parts:
     yield f"Memory in {unit.name} of the rank that holds the most"
     yield _by_zero_stage(plan, cells)
     yield f"{_CONFIGURED}; model states: parameters, gradients and optimizer states"
+    if plan.cluster is not None:
+        yield "besides tensors: CUDA, NCCL's buffers, cuBLAS's workspace, the allocator's holes"
 
 
 def _by_zero_stage(plan: Plan, cells: Callable[[PlannedZero], Mapping[str, str]]) -> Table:

@@ -40,12 +40,6 @@ class AxisPlacement:
         """Ranks of each group."""
         return len(self.groups[0])
 
-    @property
-    def stride(self) -> int:
-        """The distance in ranks between two neighbours of a group."""
-        first = self.groups[0]
-        return first[1] - first[0] if self.size > 1 else 1
-
     @cached_property
     def _ranks_of_nodes(self) -> list[list[int]]:
         """For each group, how many of its ranks each of its nodes has."""
@@ -53,11 +47,6 @@ class AxisPlacement:
             list(Counter(rank // self.gpus_per_node for rank in group).values())
             for group in self.groups
         ]
-
-    @property
-    def groups_across_nodes(self) -> int:
-        """Number of groups with ranks on more than one node."""
-        return sum(len(nodes) > 1 for nodes in self._ranks_of_nodes)
 
     @cached_property
     def most_nodes(self) -> int:
@@ -88,8 +77,7 @@ class AxisPlacement:
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers, without a list of all ranks."""
-        names = ("size", "stride", "groups_across_nodes", "most_nodes", "between_nodes")
-        figures = picked(self, *names)
+        figures = picked(self, "size", "most_nodes", "between_nodes")
         return {**figures, "first_group": self.groups[0], "groups": len(self.groups)}
 
 

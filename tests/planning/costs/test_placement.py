@@ -16,9 +16,9 @@ def test_the_example_of_the_docstring() -> None:
     ranks = Placement(Grid(2, 4, 4), 8)
     assert ranks.nodes == 4
     tp, dp, pp = (axis_of(2, 4, 4, 8, axis) for axis in ("tp", "dp", "pp"))
-    assert (tp.groups[0], tp.stride, tp.groups_across_nodes) == ([0, 1, 2, 3], 1, 0)
-    assert (dp.groups[0], dp.stride, dp.most_nodes) == ([0, 4, 8, 12], 4, 2)
-    assert (pp.groups[0], pp.stride, pp.most_nodes) == ([0, 16], 16, 2)
+    assert (tp.groups[0], tp.most_nodes) == ([0, 1, 2, 3], 1)
+    assert (dp.groups[0], dp.most_nodes) == ([0, 4, 8, 12], 2)
+    assert (pp.groups[0], pp.most_nodes) == ([0, 16], 2)
     # These are the hops of the rings 0 4 8 12, and of the world's 4 nodes. Each line 0 16 is one
     # hop.
     parts: dict[TrafficAxis, float] = {"tp": 0.0, "dp": 2 / 4, "pp": 1.0, "world": 4 / 32}
@@ -29,7 +29,7 @@ def test_everything_within_one_node() -> None:
     ranks = Placement(Grid(2, 2, 2), 8)
     assert ranks.nodes == 1
     assert {ranks.along(axis).between_nodes for axis in get_args(TrafficAxis)} == {0.0}
-    assert not any(ranks.along(axis).groups_across_nodes for axis in AXES)
+    assert {ranks.along(axis).most_nodes for axis in AXES} == {1}
 
 
 def test_a_tensor_group_that_does_not_divide_the_node_crosses_in_part() -> None:
@@ -37,7 +37,8 @@ def test_a_tensor_group_that_does_not_divide_the_node_crosses_in_part() -> None:
     third cross.
     """
     tp = axis_of(1, 4, 3, 4, "tp")
-    assert (len(tp.groups), tp.groups_across_nodes, tp.most_nodes) == (4, 2, 2)
+    assert (len(tp.groups), tp.most_nodes) == (4, 2)
+    assert tp.between_nodes == 4 / 12
 
 
 def test_a_node_that_is_filled_in_part_counts() -> None:
@@ -51,7 +52,7 @@ def test_pipeline_stages_can_share_a_node() -> None:
     """pp 4 x dp 1 x tp 2 on nodes of 4: pipeline stages 0, 1 | 2, 3."""
     pp = axis_of(4, 1, 2, 4, "pp")
     assert pp.groups == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert (pp.groups_across_nodes, pp.most_nodes) == (2, 2)
+    assert pp.most_nodes == 2
 
 
 def test_530b_keeps_tensor_groups_within_a_node_and_lists_no_more_than_first_groups() -> None:
