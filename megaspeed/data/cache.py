@@ -2,7 +2,7 @@
 
     CACHE/text/KEY/...             the tokens of a corpus of text, see ``text_cache.py``
     CACHE/checksums/KEY.json       the checksum of a shard of a token folder
-    CACHE/surveys/KEY.json         what a pass over a foreign token file found
+    CACHE/surveys/KEY.json         what a pass over a .bin of ids found
     CACHE/write.lock               held by the process that writes
 
 A process may be killed at any moment, so every entry is written under a temporary name and renamed.

@@ -287,7 +287,6 @@ def _finish(folder: Path, tokenizer: TextTokenizer, progress: Progress) -> Token
         largest_id=progress.largest_id,
         shards=tuple(progress.shards),
     )
-
     flush_folder(folder)
     write_index(folder, index)
     _remove_temporary_files(folder)
