@@ -53,7 +53,15 @@ def find_data_problems(correct: RunConfig) -> list[str]:
     # No tokenizer exceeds the size that stands for one which is not known.
     vocab_size = getattr(model, "vocab_size", sys.maxsize)
     problems: list[str] = []
-    search = Thread(target=lambda: problems.extend(find_problems(data, vocab_size)), daemon=True)
+
+    def find() -> None:
+        try:
+            problems.extend(find_problems(data, vocab_size))
+        except OSError as error:  # would end only this thread
+            path, why = error.filename or "a file", error.strerror or error
+            problems.append(f"data: {path} cannot be read: {why}; name what this user may read")
+
+    search = Thread(target=find, daemon=True)
     search.start()
     search.join(_LONGEST_SECONDS)
     if search.is_alive():

@@ -1,5 +1,6 @@
 """Problems with the data of a configuration are found even if other sections have mistakes."""
 
+import errno
 import json
 import sysconfig
 from pathlib import Path
@@ -41,6 +42,19 @@ def test_missing_text_is_found_even_if_other_keys_are_wrong(
     data = {"sequence_length": 16, "train": [MISSING]}
     (problem,) = problems_in_file(tmp_path, data=data, **wrong_elsewhere)
     assert problem.startswith("data.train: ") and MISSING in problem
+
+
+def test_data_that_this_user_may_not_read_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search runs in a thread. An error ended only this thread, and no problem was reported."""
+
+    def find_problems(*_: Any) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", "ids.bin")
+
+    monkeypatch.setattr(checked_run, "find_problems", find_problems)
+    (problem,) = problems_in_file(tmp_path)
+    assert problem.startswith("data: ids.bin cannot be read: Permission denied")
 
 
 def test_overrides_are_checked(tmp_path: Path) -> None:
