@@ -142,7 +142,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     figures = {
         "checkpoint": str(model.source),
         "dtype": options.dtype,
-        "opening": model.opening,
+        "opening": list(model.opening),
         "sequence_length": length,
         "files": len(files),
         "documents": score.documents,
