@@ -3,9 +3,7 @@
 Rank 0 reads the records, decides whether further checks are possible, and sends this plan. So no
 rank waits in a collective if configurations differ or ranks are missing. The further checks:
 
-    clock          each rank compares its clock with the time at which rank 0 sent the plan
     run folder     rank 0 writes a file; every rank reads it, then writes and removes its own file
-    ports          node 0 --> node 1 --> node 2 --> ... --> node 0      each connects to the next
     tp, dp, world  all-reduce of few and of many bytes
     pp             each stage sends to the next while it receives from the previous one
 

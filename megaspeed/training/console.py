@@ -129,7 +129,7 @@ def launch_warnings(
 
     ``visible_gpus`` is the number of GPUs that this process sees, and ``has_bf16`` whether they
     compute in bf16. ``processors`` is the number of processors of this machine, and ``threads`` the
-    number of torch's threads in this process, which may run on ``numa_nodes`` NUMA nodes.
+    number of torch's threads in this process.
     ``torchrun_restarts`` is None without torchrun.
     """
     warnings = [
