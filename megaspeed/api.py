@@ -26,7 +26,7 @@ A value of a mapping may be a mapping itself, which changes only the keys that i
 
 
 def load_config(path: str | os.PathLike[str], overrides: Overrides = ()) -> RunConfig:
-    """Read a JSON file, with the files that it extends, and checks it.
+    """Read a JSON file, with the files that it extends, and check it.
 
     Raises:
         ConfigError: with all mistakes that can be seen without the number of processes.
@@ -42,7 +42,9 @@ def plan(
     device: str | None = None,
     cluster: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The figures of ``megaspeed plan --json``: layers, memory, traffic, time. Runs nothing.
+    """Return the figures of ``megaspeed plan --json``: layers, memory, traffic and time.
+
+    No process is started.
 
     Args:
         path: the JSON file of the run.

@@ -222,7 +222,7 @@ class Job:
     def _memory_explained(
         self, context: ParallelContext, engine: ZeroEngine | None
     ) -> Iterator[None]:
-        """Adds an explanation to an exception if its cause is that memory ran out."""
+        """Add an explanation to an exception if its cause is that memory ran out."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -239,7 +239,7 @@ class Job:
         checkpointing: Checkpointing,
         context: ParallelContext,
     ) -> Progress:
-        """Load the checkpoint, if there is one, and opens the run folder."""
+        """Load the checkpoint, if there is one, and open the run folder."""
         begin = Progress()
         if start.checkpoint is not None:
             with self.activity.during(f"loading {start.checkpoint}", timeouts=SAVE_TIMEOUTS):
@@ -289,7 +289,7 @@ class Job:
             return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
 
     def _print_summary(self, summary: TrainingSummary, device_type: str) -> None:
-        """Draw the loss curve and prints the last figures."""
+        """Draw the loss curve, and print the last figures."""
         metrics, picture = self.run.run_dir / METRICS, self.run.run_dir / LOSS_CURVE
         files = f"metrics: {metrics}   loss curve: {picture}"
         try:

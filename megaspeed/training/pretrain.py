@@ -75,7 +75,7 @@ def main(
     launchers: Sequence[int] | None = None,
     explain_memory: ExplainMemory | None = None,
 ) -> int:
-    """Train as the command line states; returns the exit code.
+    """Train as the command line states, and return the exit code.
 
     Args:
         arguments: the command line; this process's own if omitted.
@@ -178,7 +178,7 @@ def _print_warnings(run: Run, launch: LaunchEnvironment, console: Console) -> No
 
 
 def _report_no_meeting(error: Exception, launch: LaunchEnvironment) -> int:
-    """Report why the ranks do not meet, and returns the exit code."""
+    """Report why the ranks do not meet, and return the exit code."""
     of_this_rank_alone = isinstance(error, TopologyError)
     no_rank_0 = launch.rank == 1 and isinstance(error, GroupError)  # rank 0 may be missing
     prints = launch.local_rank == 0 or of_this_rank_alone or no_rank_0
@@ -187,7 +187,7 @@ def _report_no_meeting(error: Exception, launch: LaunchEnvironment) -> int:
 
 
 def _run(job: Job) -> int:
-    """Run the job while the ranks watch each other, and reports how it ended."""
+    """Run the job while the ranks watch each other, and report how it ended."""
     watch, launch = job.watch, job.meeting.launch
     expected = (*EXPECTED, *_WRONG_INPUT, GroupError)
     try:
