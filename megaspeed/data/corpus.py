@@ -36,7 +36,7 @@ class PreparedCorpus:
         train: the data of the training samples.
         validation: the validation data; None if there is none.
         tokenizer: a folder with tokenizer.json and tokenizer_config.json in the cache; None if all
-            sources are foreign token files and no tokenizer is named.
+            sources are .bin files of ids and no tokenizer is named.
         sequence_length: S, tokens.
         seed: ``data.seed``.
         reset_at_documents: whether attention and positions restart at every document.

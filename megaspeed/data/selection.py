@@ -10,8 +10,8 @@ The tokenizer is determined by ``data.tokenizer`` and the sources:
     a path       any                              this tokenizer; token folders must be made with it
     train        token folders, and others        the folders' tokenizer, which must be the same
     train        text                             a tokenizer trained on the text
-    train        foreign token files              none, because none is needed
-    train        text and foreign token files     refused: the tokenizer of the ids is unknown
+    train        .bin files                       none, because none is needed
+    train        text and .bin files              refused: the tokenizer of the ids is unknown
 """
 
 from collections import Counter
