@@ -4,6 +4,7 @@ The axes are ``pp`` (pipeline), ``dp`` (data, with ZeRO stages 0 to 3) and ``tp`
 layout of ranks trains the same model as one process. Each folder imports only from the folders
 above it:
 
+    units             counts and bytes as people read them
     files/            files and folders that are complete or absent
     topology/         rank arithmetic, and the process groups of a rank
     supervision/      what happens if a rank fails, hangs or is stopped
@@ -21,7 +22,7 @@ above it:
     measurement/      trains to find something out: verify, compare, bench, scaling
     doctor/           checks whether a run can start
     reports/          compares the folders of runs, or shows them on one page
-    cli/              the ``megaspeed`` command, a file for one or two subcommands
+    cli/              the ``megaspeed`` command, a file for one to three subcommands
 
 ``docs/architecture.md`` follows one micro-batch from the loader to the optimizer.
 

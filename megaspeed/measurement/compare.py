@@ -239,7 +239,7 @@ class ComparisonResult(Result[ComparedRow]):
 
     @property
     def succeeded(self) -> bool:
-        """Whether no row failed, all figures are known, and all losses are the same."""
+        """Whether every row took all its turns, and all losses agree."""
         return super().succeeded and not self.disagreements
 
     @property

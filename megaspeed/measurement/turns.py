@@ -239,8 +239,8 @@ def take_turn(
 ) -> Iterator[Any]:
     """Train as one rank. Yield its ``TimedRank``, and then what ``steps.extra`` asks for.
 
-    ``make`` builds what has ``Worker``'s ``train_step``: for "memory" a ``Watched``, for "parts" a
-    ``Worker``.
+    ``make`` builds what has ``Worker``'s ``train_step``: for "memory" a ``Worker`` or a
+    ``Watched``, for "parts" a ``Worker``.
     """
     with ParallelContext.create(run.grid, launch, timeout_seconds=steps.timeout_seconds) as context:
         trainer, inputs = make(run, context), StepInputs(run, corpus, context)

@@ -261,8 +261,8 @@ class TrafficLog(TorchDispatchMode):
         group = _group_in(args)
         if group.size() > 1 and group.group_name not in self._axes:
             raise RuntimeError(
-                f"Every collective runs along an axis, but {operator} runs over ranks "
-                f"{dist.get_process_group_ranks(group)}, but no axis of this rank has that group."
+                f"Every collective must run along an axis, but {operator} runs over ranks "
+                f"{dist.get_process_group_ranks(group)}, and no axis of this rank has that group."
             )
         result = function(*args, **(kwargs or {}))
         if group.size() > 1:

@@ -18,8 +18,7 @@ from megaspeed.planning.costs.workload import Cluster, attended_tokens, workload
 
 TYPICAL_FACTOR = 1.15
 """Nine of ten runs of a source that was left out of the fit take between 1 / this and this many
-times the predicted time, if all sources have equal weight
-(``scripts/benchmark_plan.py``)."""
+times the predicted time, if all sources have equal weight (``scripts/benchmark_plan.py``)."""
 
 LARGE_FACTOR = TYPICAL_FACTOR**3
 """The same for runs with more than ``MUCH_COMMUNICATION``, or with steps below ``SHORT_STEP``. This

@@ -1,6 +1,7 @@
 """One rank of a run: its pipeline stage's engine, its neighbours, its schedule.
 
-    learning rate, micro-batches -> [schedule -> executor -> engine] -> loss, gradient norm, skipped
+    counts of samples and steps -> ``StepInputs`` -> micro-batches, learning rate
+    micro-batches, learning rate -> [schedule -> executor -> engine] -> loss, gradient norm, skipped
 
 The worker computes one step or one evaluation. The trainer decides when, and on which samples.
 """

@@ -125,7 +125,7 @@ def a_group_of_its_own(context: ParallelContext) -> None:
     ("send", "complaint"),
     [
         (all_to_all_of_a_list, "c10d::alltoall_ is not known"),
-        (a_group_of_its_own, r"ranks \[0, 1\], but no axis of this rank has that group"),
+        (a_group_of_its_own, r"ranks \[0, 1\], and no axis of this rank has that group"),
     ],
 )
 def test_traffic_that_cannot_be_counted_is_an_error(
