@@ -138,11 +138,11 @@ def read_pieces(
         raise CheckpointError(f"{folder}: {describe(error)}") from error
 
 
-def load_model(checkpoint: Path, *, dtype: torch.dtype = torch.float32) -> GPT:
+def load_model(checkpoint: Path) -> GPT:
     """The model with the checkpoint's master weights, in evaluation mode and without gradients.
 
-    In fp32, the files are read directly into the parameters; otherwise one saved box at a time is
-    copied. A tied head is the embedding. Raises CheckpointError if it cannot be read.
+    The files are read directly into the parameters. A tied head is the embedding. Raises
+    CheckpointError if it cannot be read.
     """
     config = model_config(checkpoint)
     with torch.device("meta"):
@@ -150,9 +150,9 @@ def load_model(checkpoint: Path, *, dtype: torch.dtype = torch.float32) -> GPT:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     materialize(
         model,
-        lambda name: torch.empty(shapes[name], dtype=dtype),
+        lambda name: torch.empty(shapes[name], dtype=torch.float32),
         device=torch.device("cpu"),
-        dtype=dtype,
+        dtype=torch.float32,
     )
     model.requires_grad_(False)
     # A tied head is among them once, as the embedding. It was saved under this name.

@@ -85,13 +85,6 @@ def test_it_computes_and_does_not_train(folder: CheckpointFolder) -> None:
     assert logits.shape == (1, 8, CONFIG.model.vocab_size) and logits.isfinite().all()
 
 
-def test_another_precision_is_the_rounded_weights(folder: CheckpointFolder) -> None:
-    exact = load_model(folder.path(100)).state_dict()
-    rounded = load_model(folder.path(100), dtype=torch.bfloat16).state_dict()
-    assert exact.keys() == rounded.keys()
-    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
-
-
 def test_the_newest_complete_one_is_taken_and_each_skipped_one_is_reported(
     folder: CheckpointFolder,
 ) -> None:
