@@ -219,7 +219,7 @@ def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]
     for stage in stages:
         for each in compared:
             if each.layout.pp * each.layout.tp == 1:
-                yield bench_section(each, stage, options, machine)
+                yield bench_section(each, stage, options)
         yield from verifications[1:] if stage == stages[0] else ()
 
 
@@ -284,9 +284,7 @@ def compare_section(
     )
 
 
-def bench_section(
-    compared: Section, stage: int, options: argparse.Namespace, machine: Machine
-) -> Section:
+def bench_section(compared: Section, stage: int, options: argparse.Namespace) -> Section:
     """Return megaspeed and Hugging Face + DeepSpeed in turns.
 
     Hugging Face's model needs more memory, so both train with a quarter of the micro-batch.
