@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from megaspeed.checked_run import load_checked_run
+from megaspeed.checkpoint.run_state import NOT_STATED
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
@@ -148,7 +149,7 @@ def _fingerprints(corpus: PreparedCorpus) -> dict[str, str]:
     return {
         "training text": corpus.fingerprint,
         "validation text": "none" if corpus.validation is None else corpus.validation.fingerprint,
-        "tokenizer": corpus.tokenizer_fingerprint or "not stated",
+        "tokenizer": corpus.tokenizer_fingerprint or NOT_STATED,
     }
 
 
