@@ -79,7 +79,6 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 def run_plan(options: argparse.Namespace) -> int:
     """Print the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
-
     stated = _stated_cluster(options)
     training = _training(options, stated)
     try:
@@ -117,7 +116,6 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def _stated_cluster(options: argparse.Namespace) -> ClusterConfig:
     """Return the cluster of the options, if it has what other options need."""
-
     stated = read_cluster({key: getattr(options, key) for key in ClusterConfig.model_fields})
     wants = ("what_if", "write", "tokens", "calibrate", "dollars_per_gpu_hour")
     wanted = next((name for name in wants if getattr(options, name)), None)
@@ -128,7 +126,6 @@ def _stated_cluster(options: argparse.Namespace) -> ClusterConfig:
 
 def _training(options: argparse.Namespace, stated: ClusterConfig) -> Training:
     """Return the run on the stated number of ranks, or on all devices."""
-
     world_source = "--nodes" if options.world_size is None else "--world-size"
     options.world_size = stated.ranks(options.world_size)
     device_type: Literal["cuda", "cpu"] = "cpu" if stated.device == CPU else "cuda"
@@ -177,7 +174,6 @@ def _put(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 def run_schedule(options: argparse.Namespace) -> int:
     """Print the timetable of the run's pipeline: rows are pipeline stages, columns are time."""
-
     run = load(options)
     stages, micro_batches = run.grid.pp, run.batch.gradient_accumulation_steps
     schedule = SCHEDULES[run.config.parallel.schedule]

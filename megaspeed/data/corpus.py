@@ -16,13 +16,7 @@ from megaspeed.data.cache import Cache, default_cache_dir
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.hold_out import hold_out_tokens
 from megaspeed.data.mixture import Component, Mixture
-from megaspeed.data.selection import (
-    Selection,
-    Share,
-    find_problems,
-    first_ids,
-    select_files,
-)
+from megaspeed.data.selection import Selection, Share, find_problems, first_ids, select_files
 from megaspeed.data.text_cache import Parts, TokenizedText, build_text, recall_text
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_sources import open_tokens

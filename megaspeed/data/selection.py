@@ -21,11 +21,7 @@ from pathlib import Path
 
 from megaspeed.config.run import DataConfig, Source
 from megaspeed.data.errors import DataError, for_each, raise_any
-from megaspeed.data.sources import (
-    SourceFile,
-    files_by_source,
-    find,
-)
+from megaspeed.data.sources import SourceFile, files_by_source, find
 from megaspeed.data.token_sources import is_token_folder, read_index, token_paths, why_not_tokens
 from megaspeed.data.tokenizer import (
     TOKENIZER_FILE,

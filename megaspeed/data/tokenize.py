@@ -31,14 +31,7 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import CUT_RULE, BadRecord, OnBad, Piece, refuse
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.token_file import id_type
-from megaspeed.data.token_sources import (
-    INDEX,
-    PLAN,
-    SHARDS,
-    Shard,
-    TokenFolderIndex,
-    write_index,
-)
+from megaspeed.data.token_sources import INDEX, PLAN, SHARDS, Shard, TokenFolderIndex, write_index
 from megaspeed.data.tokenizer import Packed, TextTokenizer, encode
 from megaspeed.files.durable import TEMPORARY, Locked, flush_folder, lock
 from megaspeed.files.json_values import Facts, read_sealed, write_sealed

@@ -86,11 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_rank(launch: LaunchEnvironment, run: Run) -> dict[str, float]:
     """Return this rank's figures: rates in operations or bytes a second, times in seconds."""
     block, small = block_run(run), small_run(run)
-    model, tokens = (
-        block.config.model,
-        block.batch.micro_batch_size * block.config.data.sequence_length,
-    )
-    flops = 3 * sum(product.flops for product in block_products(model, tokens, 1))
+    tokens = block.batch.micro_batch_size * block.config.data.sequence_length
+    flops = 3 * sum(product.flops for product in block_products(block.config.model, tokens, 1))
     a, b, c = (torch.randn(_ELEMENTS) for _ in range(3))
     with ParallelContext.create(small.grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
         timed = partial(_seconds, group=context.world_group)
@@ -146,11 +143,8 @@ def _products(run: Run) -> Callable[[], None]:
 
 def _block(run: Run) -> Callable[[], None]:
     """The forward and backward of a block, whose gradients are added to earlier ones."""
-    model, rows, length = (
-        run.config.model,
-        run.batch.micro_batch_size,
-        run.config.data.sequence_length,
-    )
+    model, rows = run.config.model, run.batch.micro_batch_size
+    length = run.config.data.sequence_length
     dtype = DTYPES[run.precision]
     block = Block(model, name="blocks.0", seed=0).to(dtype).train()
     for parameter in block.parameters():

@@ -41,7 +41,6 @@ from megaspeed.units import counted
 SLOW = 1.5
 """A rank is reported as slow if it works this many times as long as the median rank."""
 
-
 COLUMNS = 80
 """Lines that describe a run have at most this many columns."""
 

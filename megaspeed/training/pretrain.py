@@ -35,11 +35,7 @@ from megaspeed.supervision.process_end import (
 )
 from megaspeed.topology.activity import START_UP_TIMEOUTS, Activity
 from megaspeed.topology.grid import TopologyError
-from megaspeed.topology.launch import (
-    LaunchEnvironment,
-    LaunchError,
-    read_launch_environment,
-)
+from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 from megaspeed.topology.process_settings import set_defaults
 from megaspeed.topology.store import GroupError, print_error
 from megaspeed.training.console import (
@@ -51,12 +47,7 @@ from megaspeed.training.console import (
 from megaspeed.training.faults import inject_into_process
 from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job
 from megaspeed.training.reporting import check_packages
-from megaspeed.training.resume import (
-    Restarts,
-    ResumeOptions,
-    check_resume,
-    restart_number,
-)
+from megaspeed.training.resume import Restarts, ResumeOptions, check_resume, restart_number
 from megaspeed.training.run_folder import RunFolderLost, check_run_folder
 
 _SECONDS_FOR_RANK_0_TO_PRINT = 5.0

@@ -28,11 +28,7 @@ from megaspeed.supervision.answers import broadcast
 from megaspeed.supervision.meeting import Meeting
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.restarts import FINAL_CODE
-from megaspeed.training.resumed_run import (
-    config_changes,
-    rate_change,
-    training_changes,
-)
+from megaspeed.training.resumed_run import config_changes, rate_change, training_changes
 from megaspeed.training.run_folder import checkpoint_folder
 
 AUTO, NEVER = "auto", "never"

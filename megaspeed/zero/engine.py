@@ -32,11 +32,7 @@ from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.gradients import Gradients
 from megaspeed.zero.layer_gathers import LayerGathers
-from megaspeed.zero.model_states import (
-    StateFragment,
-    load_state,
-    state_fragments,
-)
+from megaspeed.zero.model_states import StateFragment, load_state, state_fragments
 from megaspeed.zero.reductions import (
     OwnedSquares,
     add_gradients_of_other_end,

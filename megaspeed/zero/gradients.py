@@ -47,12 +47,7 @@ from megaspeed.model.gpt import DTYPES
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.buckets import Bucket, Reducer, shape_of
 from megaspeed.zero.compression import Compressor, make_compressor
-from megaspeed.zero.model_states import (
-    GradientFragment,
-    HeldRange,
-    held_ranges,
-    master_partitions,
-)
+from megaspeed.zero.model_states import GradientFragment, HeldRange, held_ranges, master_partitions
 
 
 class Gradients:
