@@ -136,8 +136,8 @@ def bench(options: argparse.Namespace) -> int:
 
 def scaling(options: argparse.Namespace) -> int:
     """Train every number of ranks, then show and write the figures."""
-    from megaspeed.measurement.scaling import ScalingResult, report, scaled_rows
-    from megaspeed.measurement.turns import WARM_UP_STEPS
+    from megaspeed.measurement.scaling import report, scaled_rows
+    from megaspeed.measurement.turns import WARM_UP_STEPS, Result
 
     sizes, device_type = sorted(set(options.world_sizes)), device_type_here()
     overrides = [*options.overrides, "parallel.spare_ranks=false"]
@@ -145,7 +145,7 @@ def scaling(options: argparse.Namespace) -> int:
     rows = scaled_rows(base, sizes, device_type, weak=options.weak)
 
     def report_of(**measured: Any) -> "Report":
-        return report(ScalingResult(weak=options.weak, **measured))
+        return report(Result(**measured), weak=options.weak)
 
     return _measure(
         options, rows, report_of, warm_up=WARM_UP_STEPS, extra="parts", size_option=_SIZES

@@ -12,7 +12,7 @@ row's parts are means over the middle half of its steps by time, so they add up 
 single slow steps do not count.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -23,7 +23,6 @@ from megaspeed.measurement.local_ranks import DeviceType
 from megaspeed.measurement.report import Bar, Column, Report, Table
 from megaspeed.measurement.turns import WARM_UP_STEPS, Result, Row
 from megaspeed.topology.activity import PARTS, Part
-from megaspeed.topology.launch import usable_processors
 from megaspeed.training.profile import PART_LABELS
 from megaspeed.training.worker import Worker
 from megaspeed.units import counted, three_digits
@@ -108,41 +107,19 @@ def scaled_rows(
     return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScalingResult(Result[ScaledRow]):
-    """All rows of one configuration, from the smallest number of ranks to the largest."""
-
-    weak: bool
-
-    @property
-    def notes(self) -> Iterator[str]:
-        """Yield what went wrong, and what the figures mean if ranks share processors."""
-        yield from super().notes
-        if self.done and self.done[0] is not self.rows[0]:
-            yield f"efficiency is relative to {self.done[0].label}, the fewest that trained"
-        processors = usable_processors()
-        if self.device is not None and self.device.name == "CPU":
-            sharing = [str(row.ranks) for row in self.done if row.ranks > processors]
-            if sharing:
-                yield (
-                    f"{', '.join(sharing)} ranks share {processors} processors, so tokens/s cannot "
-                    "grow with the ranks. The figures show the cost of communication and of "
-                    "sharing on this machine, not the scaling of a cluster."
-                )
-
-
-def report(result: ScalingResult) -> Report:
+def report(result: Result[ScaledRow], *, weak: bool) -> Report:
     """Return the report: a line for each number of ranks, and what each part of a step loses."""
-    rows, run, mode = result.done, result.rows[0].run, "weak" if result.weak else "strong"
+    rows, run, mode = result.done, result.rows[0].run, "weak" if weak else "strong"
     batch = (
         "each data rank keeps its micro-batches, so train_batch_size grows"
-        if result.weak
+        if weak
         else "train_batch_size stays, so each data rank has fewer micro-batches"
     )
     parts: list[str | list[str] | Table] = [
         f"{mode} scaling: {batch}; parallel.pipeline and parallel.tensor stay, so the data degree "
         f"(dp) grows. {counted(result.steps, 'step')} each after {WARM_UP_STEPS} that warm up; "
-        "means over the middle half of the steps, and over the ranks.",
+        "means over the middle half of the steps, and over the ranks. Ranks that share processors "
+        "show the cost of sharing them, not the scaling of a cluster.",
         _row_table(rows),
         "Efficiency = tokens/s of a rank / tokens/s of a rank in the first line. A part loses the "
         "time by which it is longer than there, for each token of a rank. Communication includes "

@@ -292,14 +292,6 @@ def _group_in(arguments: Sequence[Any]) -> dist.ProcessGroup:
 def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine | None) -> str:
     """Report what a rank that is out of memory holds, predicted and measured, and the best changes.
 
-        Memory of rank 5 (pipeline stage 1), measured on the GPU:
-        | GiB                   | predicted | measured |
-        | --------------------- | --------: | -------: |
-        | parameters            |      2.90 |     2.90 |
-        ...
-        Changes that free most memory on the fullest rank (predicted):
-            18.11 GiB: --set parallel.activation_checkpointing=full
-
     ``engine`` is None if memory ran out before it was built.
     """
     predicted = asdict(predict_memory(run, context.pp_rank).peak)

@@ -11,14 +11,12 @@ import pytest
 from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.run import PowerSgdCompression
-from megaspeed.measurement import scaling
 from megaspeed.measurement.scaling import (
     ScaledRow,
-    ScalingResult,
     report,
     scaled_rows,
 )
-from megaspeed.measurement.turns import Device, Steps, TimedRank, take_turns
+from megaspeed.measurement.turns import Device, Result, Steps, TimedRank, take_turns
 from megaspeed.topology.activity import PARTS, Part
 from megaspeed.topology.grid import Grid
 from tests.support.rank_pool import RankPool
@@ -78,19 +76,6 @@ def test_single_slow_steps_do_not_count() -> None:
     seconds = [9.0, 1.0, 4.0, 2.0, 100.0, 3.0, 5.0, 6.0]
     row = trained(rows_of(1)[0], [parts_of(compute=each) for each in seconds])
     assert row.seconds == (3 + 4 + 5 + 6) / 4
-
-
-def test_ranks_that_share_processors_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "usable_processors", lambda: 2)
-
-    def notes(device: str) -> list[str]:
-        rows = [trained(row, [parts_of(compute=1.0)], device) for row in rows_of(1, 2, 4)]
-        result = ScalingResult(weak=False, steps=1, turns=1, rows=rows)
-        return list(result.notes)
-
-    (note,) = notes("CPU")
-    assert note.startswith("4 ranks share 2 processors, so tokens/s cannot grow")
-    assert notes("NVIDIA H200") == []
 
 
 @pytest.mark.parametrize(
@@ -199,13 +184,10 @@ def test_a_row_that_fails_is_reported_and_the_others_are_kept() -> None:
     one, two = rows_of(1, 2)
     one = replace(one, failure="failed in turn 1: out of memory; see log")
     rows = [one, trained(two, [parts_of(compute=1.0)])]
-    result = ScalingResult(weak=False, steps=1, turns=1, rows=rows)
+    result = Result(steps=1, turns=1, rows=rows)
     assert not result.succeeded
-    assert list(result.notes) == [
-        "1 rank failed in turn 1: out of memory; see log",
-        "efficiency is relative to 2 ranks, the fewest that trained",
-    ]
-    (row,) = report(result).figures["rows"]
+    assert list(result.notes) == ["1 rank failed in turn 1: out of memory; see log"]
+    (row,) = report(result, weak=False).figures["rows"]
     assert (row["ranks"], row["efficiency"]) == (2, 1)
 
 
