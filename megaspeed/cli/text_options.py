@@ -3,11 +3,13 @@
 import argparse
 from itertools import chain
 
-from megaspeed.cli.options import add_values, utf8_text
+from megaspeed.cli.options import add_flags, add_values, utf8_text
 from megaspeed.config.run import Source
 from megaspeed.data.errors import DataError
 from megaspeed.data.sources import SourceFile, files_by_source, find
 from megaspeed.files.paths import path_problem
+
+_OF_DATASETS = ("configuration", "revision", "streaming")
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +32,11 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     add_values(
         parser,
         ("--configuration", _name, "NAME", None, "of the datasets"),
+        ("--revision", _name, "NAME", None, "of the datasets"),
         ("--text-field", _name, "NAME", "text", "of JSON lines and tables (text)"),
         ("--split", _name, "NAME", "train", "of datasets (train)"),
     )
+    add_flags(parser, ("--streaming", "read datasets over the network, keep no copy"))
 
 
 def text_files(options: argparse.Namespace) -> list[SourceFile]:
@@ -44,12 +48,11 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
     read_as = {"text_field": options.text_field, "split": options.split}
     # Not validated: a configuration must be UTF-8, but the name of a file need not be.
     paths = [Source.model_construct(path=path, **read_as) for path in options.input]
-    datasets = [
-        Source(dataset=name, configuration=options.configuration, **read_as)
-        for name in options.dataset
-    ]
-    if options.configuration and not datasets:
-        raise DataError("--configuration needs --dataset; name it, or remove the option")
+    of_datasets = {name: getattr(options, name) for name in _OF_DATASETS}
+    datasets = [Source(dataset=name, **of_datasets, **read_as) for name in options.dataset]
+    if any(of_datasets.values()) and not datasets:
+        names = ", ".join(f"--{name}" for name in _OF_DATASETS)
+        raise DataError(f"{names} need --dataset; name it, or remove the options")
     return list(chain(*files_by_source(find([*paths, *datasets]), "INPUT")))
 
 

@@ -113,6 +113,10 @@ class Source(Section):
     """The name passed to datasets.load_dataset, instead of a path."""
     configuration: str | None = Field(default=None, min_length=1)
     """Configuration of the dataset, which is passed to load_dataset."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Revision of the dataset, which is passed to load_dataset."""
+    streaming: bool = False
+    """Whether load_dataset reads over the network, without a local copy."""
     split: str = Field(default="train", min_length=1)
     """Split of the dataset, or of a folder of save_to_disk that has several splits."""
     text_field: str = Field(default="text", min_length=1)
@@ -126,8 +130,11 @@ class Source(Section):
     def _names_one_place(self) -> Self:
         if (self.path is None) == (self.dataset is None):
             raise ValueError("an object that states either path or dataset")
-        if self.dataset is None and self.configuration is not None:
-            raise ValueError("an object without configuration, which only a dataset can have")
+        if self.dataset is None and (self.configuration or self.revision or self.streaming):
+            raise ValueError(
+                "an object without what only a dataset can have: configuration, "
+                "revision and streaming"
+            )
         return self
 
     def __str__(self) -> str:

@@ -305,7 +305,9 @@ class SavedDataset(TextFormat):
             on_bad(_cannot_be_read(path, error))
             return
         size_bytes = self.state(path)[1]
-        yield from _pieces_of_dataset(path, dataset, self.text_field, size_bytes, on_bad)
+        yield from _pieces_of_dataset(
+            path, dataset, self.text_field, on_bad, size_bytes / max(1, len(dataset))
+        )
 
     def state(self, path: Path) -> FileState:
         """Return the total size of the files, and their latest times."""
@@ -335,45 +337,58 @@ class NamedDataset(TextFormat):
     """A dataset that ``datasets.load_dataset`` loads by name.
 
     Attributes:
-        configuration: passed to ``load_dataset``; None for its own default.
+        configuration, revision: passed to ``load_dataset``; None for its own default.
+        streaming: whether rows are read over the network, without a local copy.
         split: passed to ``load_dataset``.
         text_field: the column that has the text.
     """
 
     configuration: str | None = None
+    revision: str | None = None
+    streaming: bool = False
     split: str = "train"
     text_field: str = "text"
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
-        yield from _pieces_of_dataset(path, self._load(path), self.text_field, 0, on_bad)
+        dataset = self._ask(path, "load_dataset", split=self.split, streaming=self.streaming)
+        yield from _pieces_of_dataset(path, dataset, self.text_field, on_bad)
 
     def state(self, path: Path) -> FileState:
-        """Return the fingerprint of the dataset, which changes if a file of it changes."""
-        return f"{path}{self.part()} {self._load(path)._fingerprint}", 0, 0, 0
+        """Return what identifies the dataset's files: names, sizes, times or the hub's hashes."""
+        builder = self._ask(path, "load_dataset_builder")
+        files = builder.config.data_files or {}
+        origins = [sorted(map(repr, each.origin_metadata)) for each in files.values()]
+        return f"{path}{self.part()} {builder.hash} {builder.config_id} {origins}", 0, 0, 0
 
     def part(self) -> str:
         configuration = f"/{self.configuration}" if self.configuration else ""
-        return f"{configuration}[{self.split}]"
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{configuration}{revision}[{self.split}]"
 
-    def _load(self, path: Path) -> Any:
-        """Return the dataset, which is downloaded if this machine has no copy."""
+    def _ask(self, path: Path, function: str, **arguments: Any) -> Any:
+        """Call a function of ``datasets``. Convert any exception to a DataError."""
         import datasets
 
+        load = getattr(datasets, function)
         try:
-            return datasets.load_dataset(str(path), self.configuration, split=self.split)
+            return load(str(path), self.configuration, revision=self.revision, **arguments)
         except Exception as error:  # of datasets, the hub's client, the network
             raise DataError(
                 f"datasets.load_dataset must find every dataset, but for {path}{self.part()} it "
-                f"reports: {error}; correct the name, configuration or split. Without a network, "
-                "save the dataset elsewhere with save_to_disk and name that folder as path"
+                f"reports: {error}; correct the name, configuration, revision or split. Without a "
+                "network, save the dataset elsewhere with save_to_disk and name that folder as path"
             ) from error
 
 
 def _pieces_of_dataset(
-    path: Path, dataset: Any, column: str, size_bytes: int, on_bad: OnBad
+    path: Path, dataset: Any, column: str, on_bad: OnBad, bytes_per_row: float = 0.0
 ) -> Iterator[Piece]:
-    """Yield the texts in a column of a Dataset, which has ``size_bytes`` on the disk."""
-    names, bytes_per_row = dataset.column_names, size_bytes / max(1, len(dataset))
+    """Yield the texts in a column of a Dataset or an IterableDataset."""
+    try:
+        names = dataset.column_names or list(next(iter(dataset), ()))  # a stream may not know them
+    except Exception as error:  # of datasets, the hub's client, the network
+        on_bad(_cannot_be_read(path, error))
+        return
     one_column = dataset.select_columns([column] if column in names else [])
     columns = (batch[column] for batch in one_column.iter(batch_size=_ROWS_AT_ONCE))
     yield from _pieces_of_rows(path, column, names, columns, bytes_per_row, on_bad)

@@ -194,7 +194,8 @@ def _matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path,
 def _files_of(source: Source, paths: Sequence[Path]) -> list[SourceFile]:
     """Return the files of a source, sorted by name. Links to files that it has are omitted."""
     if source.dataset is not None:
-        dataset = NamedDataset(source.configuration, source.split, source.text_field)
+        keys = ("configuration", "revision", "streaming", "split", "text_field")
+        dataset = NamedDataset(**{key: getattr(source, key) for key in keys})
         return [SourceFile(source.dataset + dataset.part(), Path(source.dataset), dataset)]
     files = sorted(_files_at(source, paths), key=lambda file: file.name)
     own: dict[tuple[str, str], SourceFile] = {}

@@ -252,10 +252,13 @@ def test_an_error_of_load_dataset_is_reported_with_the_mend(
 
 
 @pytest.mark.usefixtures("own_datasets_cache")
-def test_a_named_dataset_without_the_column_lists_those_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_named_dataset_without_the_column_lists_those_it_has(
+    tmp_path: Path, streaming: bool
+) -> None:
     (tmp_path / "named").mkdir()
     (tmp_path / "named" / "train.jsonl").write_bytes(json_lines(["a"], field="content"))
-    source = Source(dataset=str(tmp_path / "named"))
+    source = Source(dataset=str(tmp_path / "named"), streaming=streaming)
     (file,) = list_files([source], "data.train")
     with pytest.raises(DataError, match=r'but is missing; the columns are "id", "content"'):
         texts_in(file.pieces())

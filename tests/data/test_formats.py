@@ -131,9 +131,12 @@ def test_the_bytes_read_so_far_are_reported_for_progress(tmp_path: Path, kind: s
         assert 0 < read_bytes[-1] <= file.state()[1]
 
 
-def test_a_named_dataset_has_another_state_once_a_file_of_it_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["named", "named, streaming"])
+def test_a_named_dataset_has_another_state_once_a_file_of_it_changed(
+    tmp_path: Path, kind: str
+) -> None:
     """If the state stayed the same, a run would use the tokens of the earlier content."""
-    file = written("named", tmp_path, TEXTS)
+    file = written(kind, tmp_path, TEXTS)
     before = file.state()
     assert before == file.state()
     (tmp_path / "named" / "train.jsonl").write_bytes(json_lines(TEXTS[:-1]))

@@ -119,8 +119,8 @@ def test_a_suffix_states_the_format_and_a_dot_in_a_folders_name_does_not(tmp_pat
 
 def test_a_dataset_is_one_file_named_by_everything_that_identifies_it() -> None:
     whole = Source(dataset="wiki")
-    part = Source(dataset="wiki", configuration="en", split="test")
-    assert names(whole, part) == ["wiki[train]", "wiki/en[test]"]
+    part = Source(dataset="wiki", configuration="en", revision="v1", split="test")
+    assert names(whole, part) == ["wiki[train]", "wiki/en@v1[test]"]
     with pytest.raises(DataError, match="wiki is matched by both 'wiki' and 'wiki'"):
         names(whole, whole)
 

@@ -23,9 +23,10 @@ def problems(*arguments: str) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def test_a_configuration_needs_a_dataset() -> None:
-    (reported,) = problems("python-stdlib", "--configuration", "en")
-    assert reported.startswith("--configuration needs --dataset")
+@pytest.mark.parametrize("option", ["--configuration en", "--revision v1", "--streaming"])
+def test_an_option_of_datasets_needs_a_dataset(option: str) -> None:
+    (reported,) = problems("python-stdlib", *option.split())
+    assert "need --dataset" in reported
 
 
 def test_token_ids_are_not_text(tmp_path: Path) -> None:

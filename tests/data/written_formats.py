@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -56,11 +57,11 @@ def _bytes(content: Callable[[Texts], bytes]) -> Callable[[Path, Texts], object]
     return lambda path, texts: path.write_bytes(content(texts))
 
 
-def _named(folder: Path, texts: Texts) -> Source:
+def _named(folder: Path, texts: Texts, *, streaming: bool = False) -> Source:
     """Write a dataset with a name. The name of a folder needs no network."""
     (folder / "named").mkdir()
     (folder / "named" / "train.jsonl").write_bytes(json_lines(texts))
-    return Source(dataset=str(folder / "named"))
+    return Source(dataset=str(folder / "named"), streaming=streaming)
 
 
 def zst(content: bytes) -> bytes:
@@ -80,6 +81,7 @@ FORMATS: dict[str, Callable[[Path, Texts], Source]] = {
     "saved": _file(saved, "dataset"),
     "saved splits": _file(saved_splits, "splits"),
     "named": _named,
+    "named, streaming": partial(_named, streaming=True),
 }
 
 
