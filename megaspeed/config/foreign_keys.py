@@ -199,6 +199,15 @@ _ADAM = {"adam": "Adam", "adamw": "AdamW"}
 _SIZES = ("zero_optimization.sub_group_size", "zero_optimization.reduce_bucket_size")
 """Keys for which 0 would mean that each parameter is sent or updated separately."""
 
+_STAGES = {
+    "stage3_": (3,),
+    "sub_group_size": (3,),
+    "offload_param": (3,),
+    "offload_optimizer": (1, 2, 3),
+    "use_multi_rank_bucket_allreduce": (1, 2),
+}
+"""Key of zero_optimization, or how it begins -> the stages at which it has an effect."""
+
 
 @dataclass(frozen=True)
 class Accepted:
@@ -235,7 +244,9 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
     _rename(tree, notes, problems)
     _refuse_other_optimizers(tree, problems)
     dropped: dict[str, list[KeyPath]] = defaultdict(list)
+    kept: dict[str, list[KeyPath]] = defaultdict(list)
     auto: list[KeyPath] = []
+    stage = _at(tree, ("zero_optimization", "stage"))
     for path in (path for path in paths_in(tree) if path[0] not in _OWN):
         name, value = dotted(path), _at(tree, path)
         if str(path[-1]).startswith("_"):
@@ -250,13 +261,23 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
             dropped["this value changes nothing"].append(path)
         elif name in REFUSED:
             problems.append(Problem(path, f"{name} cannot be used here: {REFUSED[name]}"))
+        elif (stages := _stages_of(path)) and (stage or 0) not in stages and value is not None:
+            kept[f"it is for ZeRO-{', '.join(map(str, stages))}"].append(path)
     for path in chain(auto, *dropped.values(), (problem.path for problem in problems)):
         remove(tree, path)
     notes += (
         f"no effect here: {', '.join(map(dotted, paths))}: {reason}"
-        for reason, paths in dropped.items()
+        for reason, paths in chain(dropped.items(), kept.items())
     )
     return Accepted(tree, tuple(problems), tuple(notes), tuple(auto))
+
+
+def _stages_of(path: KeyPath) -> tuple[int, ...]:
+    """Return the ZeRO stages at which a key has an effect; none if that is not decided by them."""
+    if path[:-1] != ("zero_optimization",):
+        return ()
+    name = str(path[-1])
+    return _STAGES.get("stage3_" if name.startswith("stage3_") else name, ())
 
 
 def remove(tree: dict[str, Any], path: KeyPath) -> None:
@@ -281,6 +302,8 @@ def _rename(tree: dict[str, Any], notes: list[str], problems: list[Problem]) -> 
         remove(tree, path)
         is_off = new == "parallel.tensor" and value == 0
         if value in (None, "auto") or value is False or is_off:
+            if value == "auto":
+                notes.append(f'"auto" means omitted here: {old}')
             continue
         if value is True and "offload" in old:
             value = {"device": "cpu"}

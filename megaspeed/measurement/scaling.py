@@ -166,7 +166,7 @@ def _loss_table(rows: Sequence[ScaledRow]) -> Table:
 
     def lost(row: ScaledRow) -> Column:
         shares = row.lost(rows[0])
-        return Column(str(row.ranks), shares.__getitem__, row.label, "{:.1%}".format)
+        return Column(str(row.ranks), shares.__getitem__, row.label, "{:z.1%}".format)
 
     part = Column("part", PART_LABELS.__getitem__, "lost by")
     return Table("losses", [part, *map(lost, rows)], PARTS)

@@ -155,6 +155,22 @@ def test_a_size_of_0_is_the_default(key: str) -> None:
     assert notes(**zero) == (f"no effect here: zero_optimization.{key}: 0 stands for the default",)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "stages"),
+    [
+        ("stage3_max_live_parameters", 1000, "3"),
+        ("offload_param", {"device": "cpu"}, "3"),
+        ("offload_optimizer", {"device": "cpu"}, "1, 2, 3"),
+        ("use_multi_rank_bucket_allreduce", True, "1, 2"),
+    ],
+)
+def test_a_key_of_another_stage_is_named(key: str, value: Any, stages: str) -> None:
+    for stage in range(4):
+        named = notes(zero_optimization={"stage": stage, key: value})
+        note = f"no effect here: zero_optimization.{key}: it is for ZeRO-{stages}"
+        assert named == (() if str(stage) in stages else (note,))
+
+
 @pytest.mark.parametrize("old", RENAMED)
 def test_an_old_name_is_read_as_its_new_one(old: str) -> None:
     new = RENAMED[old]
@@ -241,6 +257,8 @@ def test_auto_in_an_old_name_is_as_if_omitted() -> None:
     assert notes(world_size=1, bfloat16={"enabled": "auto"}, zero_optimization=old) == (
         '"auto" means omitted here: bf16.enabled false',
         "bfloat16 is read as bf16",
+        '"auto" means omitted here: zero_optimization.cpu_offload',
+        '"auto" means omitted here: zero_optimization.prefetch_bucket_size',
     )
 
 
