@@ -38,7 +38,7 @@ from importlib import import_module
 from typing import Any
 
 __all__ = ["__version__", "load_config", "plan", "train"]  # see __getattr__
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def __getattr__(name: str) -> Any:
