@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
+from megaspeed.measurement.cpu_speed import _block
+from megaspeed.model.gpt import Block
 from megaspeed.planning.costs.step_time import Rates, predict_step_time
 from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.measured_cpu import (
@@ -83,6 +87,22 @@ def test_what_is_measured_is_not_the_run() -> None:
         assert (small.grid.dp, small.zero_stage) == (2, 3)
         assert small.config.model.hidden_size < model.hidden_size
     assert (one.num_attention_heads, one.num_key_value_heads) == (6, 6)
+
+
+def test_a_block_with_a_window_is_measured_with_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an earlier version, such a block attended to all earlier tokens."""
+    masks, forward = [], Block.forward
+
+    def noted(block: Block, x: Tensor, *arguments: Any) -> Tensor:
+        masks.append(arguments[2])
+        return forward(block, x, *arguments)
+
+    monkeypatch.setattr(Block, "forward", noted)
+    for window in ("null", "16", "64"):
+        run = run_of("data.sequence_length=64", f"model.sliding_window={window}")
+        _block(block_run(run))()
+    assert [mask is None for mask in masks] == [True, False, True]
+    assert masks[1].isfinite().sum(dim=-1).tolist() == [min(16, 1 + query) for query in range(64)]
 
 
 @pytest.mark.slow
