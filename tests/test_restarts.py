@@ -180,9 +180,9 @@ import os, signal, sys, time
 from pathlib import Path
 
 from megaspeed.supervision.process_end import end_process
-from megaspeed.training import restarts
+from megaspeed.training import supervisor
 
-restarts._SECONDS_TO_END = {seconds_to_end}
+supervisor._SECONDS_TO_END = {seconds_to_end}
 rank, folder = int(os.environ["RANK"]), Path(__file__).parent
 
 
@@ -195,7 +195,7 @@ def train():
     return 0
 
 
-end_process(restarts.run_supervised(train))
+end_process(supervisor.run_supervised(train))
 """
 
 

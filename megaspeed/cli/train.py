@@ -87,7 +87,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
     gc.disable()  # the objects that imports make live as long as the process
     launchers = launcher_processes()  # one that ends while torch is loaded would not be found later
     from megaspeed.supervision.process_end import end_process, keep_output_open
-    from megaspeed.training.restarts import run_supervised
+    from megaspeed.training.supervisor import run_supervised
 
     def train() -> int:
         # Imported here, because a supervisor does not need them.

@@ -204,9 +204,9 @@ class _LastingStream:
 def launcher_processes() -> list[int]:
     """Process numbers of the launchers above this process, from the parent upwards.
 
-        deepspeed (runner)  ->  python -m deepspeed.launcher.launch  ->  this rank
-        torchrun, megaspeed train                                    ->  this rank
-        any of them, or none  ->  supervisor (training/restarts.py)  ->  this rank
+        deepspeed (runner)  ->  python -m deepspeed.launcher.launch    ->  this rank
+        torchrun, megaspeed train                                      ->  this rank
+        any of them, or none  ->  supervisor (training/supervisor.py)  ->  this rank
 
     DeepSpeed's runner does not forward signals to a launcher on the same host. If the runner is
     stopped, only the runner ends, and this process continues without it.

@@ -27,9 +27,9 @@ from megaspeed.files.paths import expand_home, path_argument
 from megaspeed.supervision.answers import broadcast
 from megaspeed.supervision.meeting import Meeting
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.restarts import FINAL_CODE
 from megaspeed.training.resumed_run import config_changes, rate_change, training_changes
 from megaspeed.training.run_folder import checkpoint_folder
+from megaspeed.training.supervisor import FINAL_CODE
 
 AUTO, NEVER = "auto", "never"
 
@@ -46,7 +46,10 @@ def restart_number() -> int:
 
 
 class Restarts:
-    """What an attempt knows about earlier attempts of the same launch."""
+    """What an attempt knows about earlier attempts of the same launch.
+
+    torchrun or ``supervisor`` starts the attempts.
+    """
 
     def __init__(self, meeting: Meeting) -> None:
         self._store = meeting.between_attempts

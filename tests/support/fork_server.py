@@ -24,7 +24,7 @@ IMPORTED_ONCE = [
     "megaspeed.planning.prediction",
     "megaspeed.measurement.compare",
     "megaspeed.training.pretrain",
-    "megaspeed.training.restarts",
+    "megaspeed.training.supervisor",
     "matplotlib.backends.backend_agg",
     # DeepSpeed imports these at its first engine.
     "deepspeed.runtime.superoffload.superoffload_stage3",
