@@ -9,7 +9,8 @@
     Head          hidden (B, S, D) -> logits (B, S, V)
 
 A GPT with all layers is the complete model. A GPT with some of them is one pipeline stage, and its
-parameters keep their full names. Nothing here depends on ranks or collectives.
+parameters keep their full names. Nothing here calls a collective. ``parallelize`` replaces modules,
+and sets how many ranks share a sequence (``sequence_parts``).
 """
 
 from collections.abc import Callable, Mapping
@@ -222,7 +223,7 @@ class GPT(nn.Module):
             selective = recomputation == "selective" and name in recomputed
             compose = recomputing if selective else keeping
             self.blocks[name] = Block(config, name=f"blocks.{name}", seed=seed, compose=compose)
-        self.checkpointed = recomputed if recomputation == "full" else set()
+        self.fully_recomputed = recomputed if recomputation == "full" else set()
         self.head = Head(config) if last in layers else None
         if config.tie_word_embeddings and self.embedding is not None and self.head is not None:
             self.head.output.weight = self.embedding.tokens.weight
@@ -268,7 +269,7 @@ class GPT(nn.Module):
             else:
                 cu_seqlens = boundaries_of_rows(len(x), sequence, x.device)
         for name, block in self.blocks.items():
-            if name in self.checkpointed and self.training:
+            if name in self.fully_recomputed and self.training:
                 inputs = (x, samples, angles, mask, cu_seqlens, longest)
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:

@@ -50,21 +50,16 @@ Outcome = TypeVar("Outcome")
 class StageEngine(Protocol):
     """The engine of one pipeline stage."""
 
-    def forward(self, micro_batch: int, x: Tensor, batch: MicroBatch) -> Tensor:
+    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
         """Run the layers of the stage on ``x``. The last stage returns the sum of the losses."""
 
     def backward(
-        self,
-        micro_batch: int,
-        output: Tensor | GradientEdge,
-        gradient: Tensor | None,
-        *,
-        last: bool,
+        self, output: Tensor | GradientEdge, gradient: Tensor | None, *, last: bool
     ) -> None:
         """Back-propagate from the loss (``gradient`` is None) or from the edge of an output."""
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the data axis."""
+        """Average over the data axis, and sum partial gradients over the tensor axis."""
 
     def reduce_tied_gradients(self) -> None:
         """Sum the gradients over the pipeline stages that share a weight."""
@@ -192,7 +187,7 @@ class Executor:
             with self._timeline.part("pipeline"):
                 self._neighbours.before.finish()
             x = self._inputs[m].requires_grad_(torch.is_grad_enabled())
-        output = self._engine.forward(m, x, batch)
+        output = self._engine.forward(x, batch)
         if self._neighbours.after is None:
             self.losses[m] = output.detach()
             self._ends[m] = output
@@ -210,7 +205,7 @@ class Executor:
                 self._neighbours.after.finish()
         end, gradient = self._ends.pop(m), self._output_gradients.pop(m, None)
         self._backwards_left -= 1
-        self._engine.backward(m, end, gradient, last=self._backwards_left == 0)
+        self._engine.backward(end, gradient, last=self._backwards_left == 0)
         x = self._inputs.pop(m, None)
         if x is not None:
             assert x.grad is not None

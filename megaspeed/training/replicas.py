@@ -28,7 +28,7 @@ from megaspeed.tensor_parallel.plan import key_value_replicas
 from megaspeed.topology.store import ranks_named
 from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import parameter_fragments
-from megaspeed.zero.reductions import exchange
+from megaspeed.zero.reductions import all_gather_numbers
 
 _ELEMENTS_AT_ONCE = 1 << 22
 _WORD_BYTES = 8
@@ -122,7 +122,7 @@ class Replicas:
         for slot, _, values in self._copies():
             copies[slot].append(values)
         own = [fingerprint(tensors) if tensors else None for tensors in copies.values()]
-        table = exchange(own, self._context.world_group, self._context.device)
+        table = all_gather_numbers(own, self._context.world_group, self._context.device)
         differing = [
             slot
             for column, slot in enumerate(_SLOTS)

@@ -26,7 +26,7 @@ from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, forward_only, passes_of, stage_program
 from megaspeed.pipeline.simulation import check_schedule
-from megaspeed.tensor_parallel.parallelize import parallelize, shared_initial_shard
+from megaspeed.tensor_parallel.parallelize import parallelize
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.compilation import Compilation, agree_to_compile
 from megaspeed.training.faults import inject_into_model
@@ -41,7 +41,7 @@ from megaspeed.training.rank_model import (
     vocab_parallel_loss,
 )
 from megaspeed.zero.build import build_engine
-from megaspeed.zero.reductions import exchange
+from megaspeed.zero.reductions import all_gather_numbers
 
 Load = Callable[[int], MicroBatch]
 
@@ -133,15 +133,6 @@ class Worker:
             module,
             self.shards,
             # Functions, because ``zero`` may not import this folder.
-            initial_value=lambda name: shared_initial_shard(
-                model,
-                run.config.training.seed,
-                name,
-                self.shards[name],
-                group=context.dp_group,
-                device=context.device,
-                dtype=DTYPES[run.precision],
-            ),
             parameter_groups=lambda named: parameter_groups(named, model, optimizer),
             make_optimizer=lambda groups: make_optimizer(groups, optimizer),
             loss=vocab_parallel_loss(run, axis),
@@ -206,7 +197,7 @@ class Worker:
         Waits until the device has finished that step.
         """
         own = self.context.timeline.pop_seconds(wait=True)
-        return exchange(own, self.context.world_group, self.context.device)
+        return all_gather_numbers(own, self.context.world_group, self.context.device)
 
     @torch.no_grad()
     def evaluate(self, load: Load, micro_batches: int, predicted_tokens: int) -> float:
@@ -215,7 +206,8 @@ class Worker:
         self.engine.train(False)
         pp_size, pp_rank = self.context.pp_size, self.context.pp_rank
         executor.run(stage_program(forward_only, pp_size, pp_rank, micro_batches))
-        rows = exchange((executor.loss_sum,), self.context.world_group, self.context.device)
+        own, context = (executor.loss_sum,), self.context
+        rows = all_gather_numbers(own, context.world_group, context.device)
         return self._loss_of([loss for (loss,) in rows]) / predicted_tokens
 
     def non_finite(self) -> list[NonFinite]:

@@ -18,7 +18,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
-from megaspeed.tensor_parallel.parallelize import materialize
+from megaspeed.tensor_parallel.parallelize import materialize, shared_initial_shard
 from megaspeed.tensor_parallel.plan import (
     OptimizerGroup,
     ParameterShard,
@@ -131,7 +131,6 @@ def build_engine(
     model: GPT,
     shards: Mapping[str, ParameterShard],
     *,
-    initial_value: Callable[[str], Tensor],
     parameter_groups: Callable[[Mapping[str, nn.Parameter]], list[dict[str, Any]]],
     make_optimizer: OptimizerFactory,
     loss: VocabParallelLoss,
@@ -144,7 +143,6 @@ def build_engine(
         context: this rank's groups.
         model: this rank's tensor-parallel layers on the meta device, which get their values here.
         shards: full name -> this rank's shard of the parameter.
-        initial_value: full name -> initial value of this rank's shard.
         parameter_groups: (full name -> parameter) -> parameter groups of the optimizer.
         make_optimizer: parameter groups -> optimizer.
         loss: the loss of the last pipeline stage.
@@ -155,6 +153,17 @@ def build_engine(
     mpu = DataAxis(context, replicate=run.zero_stage == 0)
     dtype = DTYPES[run.precision]
 
+    def initial_value(name: str) -> Tensor:
+        return shared_initial_shard(
+            run.config.model,
+            run.config.training.seed,
+            name,
+            shards[name],
+            group=context.dp_group,
+            device=context.device,
+            dtype=dtype,
+        )
+
     def partition(layer: nn.Module) -> None:
         if run.zero_stage == 3:
             group = mpu.get_data_parallel_group()
@@ -164,7 +173,7 @@ def build_engine(
 
     materialize(model, initial_value, device=context.device, dtype=dtype, on_layer_ready=partition)
     parameters = dict(model.named_parameters())
-    labels = _optimizer_groups(run, parameters)
+    labels = _labels(run, parameters)
     tied = next((p for p, label in labels.items() if label == "tied"), None)
     compressed = _compressed_gradients(run, parameters)
     groups = _split_by_label(parameter_groups(parameters), labels)
@@ -194,9 +203,7 @@ def _prepare_deepspeed(context: ParallelContext) -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
-def _optimizer_groups(
-    run: Run, parameters: Mapping[str, nn.Parameter]
-) -> dict[nn.Parameter, OptimizerGroup]:
+def _labels(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, OptimizerGroup]:
     model, split = run.config.model, run.sequence_parallel
     return {
         parameter: optimizer_group(

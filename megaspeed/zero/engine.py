@@ -36,7 +36,7 @@ from megaspeed.zero.model_states import StateFragment, load_state, state_fragmen
 from megaspeed.zero.reductions import (
     OwnedSquares,
     add_gradients_of_other_end,
-    exchange,
+    all_gather_numbers,
     first_non_finite,
 )
 from megaspeed.zero.workarounds import (
@@ -144,13 +144,12 @@ class ZeroEngine:
         if self._gathers is not None:
             self._gathers.expect(passes)
 
-    def forward(self, micro_batch: int, x: Tensor, batch: MicroBatch) -> Tensor:
+    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
         """Run this rank's layers on one micro-batch.
 
         Args:
-            micro_batch: its index.
             x: token ids (B, S) on the first pipeline stage, hidden states (B, S, D) on the others.
-            batch: its rows. Their sample indices determine the dropout masks.
+            batch: the rows of the micro-batch. Their sample indices determine the dropout masks.
 
         Returns:
             The sum of the losses on the last pipeline stage, hidden states on the others.
@@ -170,17 +169,11 @@ class ZeroEngine:
         return output
 
     def backward(
-        self,
-        micro_batch: int,
-        output: Tensor | GradientEdge,
-        gradient: Tensor | None,
-        *,
-        last: bool,
+        self, output: Tensor | GradientEdge, gradient: Tensor | None, *, last: bool
     ) -> None:
         """Back-propagate one micro-batch.
 
         Args:
-            micro_batch: its index.
             output: on the last pipeline stage the loss that ``forward`` returned; on the others the
                 graph's edge at the output, because the output may have been sent and freed.
             gradient: with respect to the output of ``forward``; None for the loss.
@@ -239,7 +232,8 @@ class ZeroEngine:
         squares = self._owned_squares()
         context = self._context
         with context.timeline.part("world"):
-            reports = exchange((squares, loss, *notes()), context.world_group, context.device)
+            own = (squares, loss, *notes())
+            reports = all_gather_numbers(own, context.world_group, context.device)
         losses = [report[1] for report in reports]
         scaled_norm = self._norm_of([report[0] for report in reports], losses)
         finite = math.isfinite(scaled_norm)

@@ -1,7 +1,7 @@
-"""Sums over the model axes: tied weights, the norm of all ranks.
+"""Sums that follow the reduction over the data axis: of a tied weight, and of the gradient norm.
 
-They use the fragments after the reduction over the data axis. Ranks that are summed here hold the
-same ranges of the same parameters, so a sum of fragments is the fragment of the sum.
+They use the reduced fragments. The two pipeline stages that share a tied weight hold the same
+ranges of it, so the sum of their fragments is the fragment of the sum.
 
 The gradient norm counts each element of all logical parameters once, at every layout:
 
@@ -42,11 +42,11 @@ def add_gradients_of_other_end(
     for piece in chain.from_iterable(t.view(-1).split(_MESSAGE_ELEMENTS) for t in tensors):
         own = piece.to(device)
         others = torch.empty_like(own)
-        exchange = [
+        messages = [
             dist.P2POp(dist.isend, as_message(own), peer, group),
             dist.P2POp(dist.irecv, as_message(others), peer, group),
         ]
-        for work in dist.batch_isend_irecv(exchange):
+        for work in dist.batch_isend_irecv(messages):
             work.wait()
         piece.copy_(own + others)
 
@@ -114,7 +114,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def exchange(
+def all_gather_numbers(
     own: Sequence[Tensor | float | None], group: dist.ProcessGroup, device: torch.device
 ) -> list[list[float]]:
     """All-gather some numbers in fp64. Runs one collective, and the host reads its result once:

@@ -105,8 +105,8 @@ class RaceFinder(TorchDispatchMode):
                 boxed = result[-1] if isinstance(result, tuple) else result
                 work = dist.Work.unbox(boxed)
                 self._works[id(work)] = work, dict(stream.clock)
-            if name == "c10d::allreduce_" and "exchange" in where:
-                # The host reads the numbers that it exchanged. On a CPU, the dispatcher does not
+            if name == "c10d::allreduce_" and "all_gather_numbers" in where:
+                # The host reads the numbers that it gathered. On a CPU, the dispatcher does not
                 # see this read.
                 self._accelerator.host_clock.update(self._accelerator.current_stream().clock)
         return result

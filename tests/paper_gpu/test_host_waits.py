@@ -70,7 +70,7 @@ def test_the_host_waits_for_the_device_once_a_step(pool: RankPool, case: str) ->
     step = paper_step(pool, **CASES[case])
     assert step.device_waits == {}
     ((place, count),) = step.reads.items()
-    assert "exchange" in place and count == 1
+    assert "all_gather_numbers" in place and count == 1
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -7,7 +7,7 @@ arguments. Then the simulator of ``nccl_simulator.py`` runs the notes of all ran
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -106,21 +106,19 @@ class NotingEngine:
         self._notes = notes
         self._group = group
         self._other_end = other_end
+        self._backwards = count()  # both schedules run them in order
 
-    def forward(self, micro_batch: int, x: Tensor, batch: MicroBatch) -> Tensor:
+    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        micro_batch = int(batch.samples)
         self._notes.actions.append(Compute(f"forward {micro_batch}"))
         self._notes.collective(self._notes.data, f"gather for forward {micro_batch}")
         self._notes.actions.append(Compute(f"forward {micro_batch}"))
         return x * torch.ones((), requires_grad=True)
 
     def backward(
-        self,
-        micro_batch: int,
-        output: Tensor | GradientEdge,
-        gradient: Tensor | None,
-        *,
-        last: bool,
+        self, output: Tensor | GradientEdge, gradient: Tensor | None, *, last: bool
     ) -> None:
+        micro_batch = next(self._backwards)
         self._notes.actions.append(Compute(f"backward {micro_batch}"))
         self._notes.collective(self._notes.data, f"reduce after backward {micro_batch}")
         torch.autograd.backward(output, gradient)
@@ -159,7 +157,8 @@ def noted(
 
     def load(micro_batch: int) -> MicroBatch:
         notes.actions.append(Compute(f"copy micro-batch {micro_batch} to the device"))
-        return MicroBatch(tokens=torch.ones(1), targets=torch.ones(1), samples=torch.zeros(1))
+        samples = torch.tensor(micro_batch)
+        return MicroBatch(tokens=torch.ones(1), targets=torch.ones(1), samples=samples)
 
     patch = pytest.MonkeyPatch()
     is_end = stages > 1 and stage in (0, stages - 1)

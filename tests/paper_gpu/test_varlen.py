@@ -323,7 +323,7 @@ def test_no_pass_reads_the_documents_from_the_device(
     (step,) = pool.run(1, step_as_on_a_gpu, rank, {**RESET, **layout})
     assert step.device_waits == {}
     ((place, count),) = step.reads.items()
-    assert "exchange" in place and count == 1
+    assert "all_gather_numbers" in place and count == 1
 
 
 def test_a_block_launches_two_kernels_more_than_in_a_row_of_one_document(pool: RankPool) -> None:

@@ -72,7 +72,8 @@ class PlainEngine:
         self.last_flags: list[bool] = []
         self.reductions: list[str] = []
 
-    def forward(self, micro_batch: int, x: Tensor, batch: MicroBatch) -> Tensor:
+    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        micro_batch = int(batch.samples[0]) // 2
         seen: list[Tensor] = [x]
         hooks = [
             layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output))
@@ -90,12 +91,7 @@ class PlainEngine:
         return output
 
     def backward(
-        self,
-        micro_batch: int,
-        output: Tensor | GradientEdge,
-        gradient: Tensor | None,
-        *,
-        last: bool,
+        self, output: Tensor | GradientEdge, gradient: Tensor | None, *, last: bool
     ) -> None:
         self.last_flags.append(last)
         torch.autograd.backward(output, gradient)

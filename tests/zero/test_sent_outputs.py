@@ -25,8 +25,8 @@ def outputs_during_backwards(
         outputs: list[weakref.ref[torch.UntypedStorage]] = []
         seen: list[tuple[int, int]] = []
 
-        def watched(micro_batch: int, x: Tensor, batch: MicroBatch) -> Tensor:
-            output = forward(micro_batch, x, batch)
+        def watched(x: Tensor, batch: MicroBatch) -> Tensor:
+            output = forward(x, batch)
             outputs.append(weakref.ref(output.untyped_storage()))
             return output
 
