@@ -1,4 +1,6 @@
-"""The families of models. To add one, define its ``Family`` and name it in ``FAMILIES``.
+"""The families of models.
+
+To add one, define its ``Family``, and name it in ``FamilyName`` and ``FAMILIES``.
 
 Models of Llama's families rotate dim i of a head together with dim i + K/2, as our model does, so
 the rows of a head keep their order.

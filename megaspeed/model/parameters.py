@@ -16,7 +16,8 @@
     head.output             (V, D)                 vocabulary      untied, or on another stage
 
 The modules of ``GPT`` are made from these rows (``gpt.py``). Shards (``tensor_parallel``), initial
-values, weight decay, FLOPs, saved activations, traffic and Hugging Face's tensors derive from them.
+values, weight decay, FLOPs, traffic, memory of parameters and Hugging Face's tensors derive from
+them. Saved activations and the time of pointwise operations do not (``planning/costs``).
 """
 
 import math

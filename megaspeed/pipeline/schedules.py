@@ -28,10 +28,9 @@ always, on two communicators if the device is synchronised between the send and 
 batch, a send and a receive complete together, in any order. So each stage yields its receive
 directly after its send, and ``form_exchanges`` joins the two into one batch.
 
-To add a schedule, write a generator, name it in ``SCHEDULES``, state its peak of micro-batches in
-``peak_micro_batches_in_flight``, and test it with ``check_schedule``. (An interleaved schedule,
-Narayanan et al. 2021, section 2.2.2, gives a stage several chunks of layers. It would be a
-generator whose instructions also name the chunk.)
+``docs/architecture.md`` describes how to add a schedule. (An interleaved schedule, Narayanan et al.
+2021, section 2.2.2, gives a stage several chunks of layers. It would be a generator whose
+instructions also name the chunk.)
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,9 @@
-"""The shard of each parameter that one tensor rank holds. Plain arithmetic, no torch.
+"""The shard of each parameter that one tensor rank holds, and what follows from it. No torch.
 
 The model's table (``model/parameters.py``) states how each parameter is split. This file computes
-the rows and columns of each rank. ``parallelize`` applies them to the model.
+the rows and columns of each rank. ``parallelize`` applies them to the model. Also here, for the
+engine and for predictions: the optimizer group of each parameter, which gradients are compressed,
+and how many tokens a chunk of the loss has.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What rank 0 prints: warnings, a description of the run, a line for each log interval, a summary.
+"""What rank 0 prints: warnings, a description of the run, lines of steps, a summary.
 
 The line of a step ends with the time since the first step began and the time that is left.
 """
@@ -284,7 +284,10 @@ def describe_save(report: SaveReport) -> str:
 
 
 class ConsoleObserver(Observer):
-    """Writes every step to the records and every ``log_interval``-th to the console."""
+    """Writes every step to the records, and every ``log_interval``-th to the console.
+
+    The first step of a start and skipped steps are printed, too.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,8 @@
-"""What a run records: one JSON object for each optimizer step, the same keys at every layout."""
+"""What a run records: JSON objects with the same keys at every layout.
+
+metrics.jsonl   each optimizer step, and each validation
+parts.jsonl     the times of the parts of each timed step
+"""
 
 import contextlib
 import dataclasses

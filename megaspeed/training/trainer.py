@@ -279,10 +279,7 @@ class Trainer:
         return is_last or (interval > 0 and step % interval == 0)
 
     def _is_timed(self, step: int) -> bool:
-        """True for the steps that the console prints. Timing only these costs little.
-
-        True also for the steps that are profiled.
-        """
+        """True for every ``log_interval``-th step and for profiled ones. So timing costs little."""
         return step % self._run.config.training.log_interval == 0 or self._profile.covers(step)
 
     def _report(self, reports: Iterable[SaveReport]) -> None:

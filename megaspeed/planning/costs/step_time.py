@@ -323,6 +323,8 @@ class Rates:
             gelu               2 F            3 F
             swiglu             3 F            5 F
 
+        Norms of each head (``qk_norm``) and dropout of hidden states are not counted.
+
         The gradient of a weight is added to its sum: the gradient is read, and the sum is read and
         written. ZeRO-3 instead copies each gathered weight out of the receive buffer in both
         passes, and each gradient into a send buffer.
