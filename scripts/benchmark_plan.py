@@ -248,7 +248,7 @@ def _workload(row: Row, recomputed_share: float) -> Workload:
     return Workload(
         model=model,
         sequence_length=int(row["seq_len"]),
-        grid=Grid(pp=pp, dp=dp, tp=tp),
+        grid=Grid(pp=pp, dp=dp, tp=tp, replicate=dp if stage == 0 else 1),
         micro_batch_size=size,
         micro_batches=micro_batches,
         blocks_of_stages=_blocks(model, row, pp),

@@ -30,7 +30,7 @@ def _sum_of_ranks(launch: LaunchEnvironment, scale: float) -> float:
     grid = Grid(pp=1, dp=launch.world_size, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         total = torch.tensor(scale * context.rank)
-        dist.all_reduce(total, group=context.dp_group)
+        dist.all_reduce(total, group=context.data_group)
         return total.item()
 
 

@@ -45,10 +45,29 @@ class Layout(Section):
     pp: int
     dp: int
     tp: int
+    replicate: int = 1
     zero_stage: int
     schedule: str
     sequence_parallel: bool
     precision: str
+
+    @property
+    def senders(self) -> int:
+        """The ranks between which compressed gradients are sent."""
+        return self.replicate if self.replicate > 1 else self.dp
+
+    def compression_tensors(
+        self, model: ModelConfig, compression: Compression | None
+    ) -> dict[str, Shape]:
+        """Name -> shape of the tensors that compressed gradients add to a checkpoint."""
+        return compression_tensors(
+            model,
+            compression,
+            pp=self.pp,
+            tp=self.tp,
+            senders=self.senders,
+            has_factors=self.replicate in (1, self.dp),
+        )
 
     def __str__(self) -> str:
         return (
@@ -112,8 +131,7 @@ class RunState(Section):
             compression = _COMPRESSION.validate_python(stated)
         except ValidationError as error:
             raise _invalid(RUN_STATE, "parallel.gradient_compression", error) from error
-        layout = self.layout
-        return compression_tensors(model, compression, pp=layout.pp, dp=layout.dp, tp=layout.tp)
+        return self.layout.compression_tensors(model, compression)
 
     @property
     def origin(self) -> str:

@@ -7,7 +7,7 @@
 They follow from the model alone. An imported model that was not trained yet has no moments. With
 ``parallel.gradient_compression`` there are also, of each compressed matrix,
 
-    feedback0.blocks.0.mlp.up.weight     (F, D)   what data rank 0 has not sent, feedback1, ...
+    feedback0.blocks.0.mlp.up.weight     (F, D)   what data rank or replica 0 has not sent, ...
     factor0.blocks.0.mlp.up.weight       (D, r)   PowerSGD's Q of tensor rank 0, factor1, ...
 
 The first and the last pipeline stage each have these tensors for a tied weight, under the names of
@@ -84,21 +84,36 @@ def expected_tensors(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[s
 
 
 def compression_tensors(
-    model: ModelConfig, compression: Compression | None, *, pp: int, dp: int, tp: int
+    model: ModelConfig,
+    compression: Compression | None,
+    *,
+    pp: int,
+    tp: int,
+    senders: int,
+    has_factors: bool,
 ) -> dict[str, Shape]:
-    """Name in the checkpoint -> shape of the tensors that compression adds at a layout."""
+    """Name in the checkpoint -> shape of the tensors that compression adds at a layout.
+
+    Args:
+        model: the model.
+        compression: how gradients are compressed.
+        pp, tp: the degrees.
+        senders: ranks between which compressed gradients are sent: the replicas, or if there is
+            one, all data ranks.
+        has_factors: False for parts of matrices, whose PowerSGD's Q is not saved.
+    """
     matrices = {
         name: parameter
         for name, parameter in parameters_of(model).items()
-        if dp > 1 and is_compressed(model, parameter, compression, size=tp)
+        if senders > 1 and is_compressed(model, parameter, compression, size=tp)
     }
     if model.tie_word_embeddings and pp > 1 and EMBEDDING_WEIGHT in matrices:
         matrices[HEAD_WEIGHT] = matrices[EMBEDDING_WEIGHT]
     tensors: dict[str, Shape] = {}
     for name, parameter in matrices.items():
         if compression is not None and compression.error_feedback:
-            tensors |= {key(f"{FEEDBACK}{rank}", name): parameter.shape for rank in range(dp)}
-        if compression is not None and compression.type == "powersgd":
+            tensors |= {key(f"{FEEDBACK}{rank}", name): parameter.shape for rank in range(senders)}
+        if has_factors and compression is not None and compression.type == "powersgd":
             shards = [shard_of(model, parameter, rank=rank, size=tp) for rank in range(tp)]
             tensors |= {
                 key(f"{FACTOR}{rank}", name): (shard.local_shape[1], compression.rank)

@@ -118,8 +118,11 @@ REFUSED: Mapping[str, str] = _by_key(
         "DeepSpeed 0.19 no longer supports it; remove it": (
             "nebula sparse_attention eigenvalue quantize_training compression_training "
             "progressive_layer_drop curriculum_learning graph_harvesting elasticity "
-            "zero_optimization.zeropp_loco_param zero_optimization.mics_shard_size "
-            "zero_optimization.mics_hierarchical_params_gather"
+            "zero_optimization.zeropp_loco_param zero_optimization.mics_hierarchical_params_gather"
+        ),
+        "here ZeRO partitions over dp / parallel.replicate neighbours on the data axis, and sums "
+        "gradients over the replicas; set parallel.replicate to dp / this number": (
+            "zero_optimization.zero_hpz_partition_size zero_optimization.mics_shard_size"
         ),
         "the model computes in one type; set bf16.enabled or fp16.enabled": (
             "amp torch_autocast data_types.param_dtype data_types.buffer_dtype "
@@ -161,8 +164,8 @@ REFUSED: Mapping[str, str] = _by_key(
         "DeepSpeed compares over all ranks, but other pipeline stages wait for activations "
         "meanwhile: a deadlock; remove it": "zero_optimization.enable_sanity_checks",
         "DeepSpeed forms its groups from consecutive ranks, which is wrong with pipeline or tensor "
-        "parallelism; remove it": (
-            "zero_optimization.zero_hpz_partition_size zero_optimization.zero_quantized_gradients"
+        'parallelism; set parallel.gradient_compression to "int8"': (
+            "zero_optimization.zero_quantized_gradients"
         ),
         "with it, layouts would no longer train the same model; remove it": (
             "zero_optimization.zero_quantized_weights zero_optimization.zenflow"
@@ -260,7 +263,8 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
         elif name in REFUSED and _is_off(name, value):
             dropped["this value changes nothing"].append(path)
         elif name in REFUSED:
-            problems.append(Problem(path, f"{name} cannot be used here: {REFUSED[name]}"))
+            reason = REFUSED[name].replace("this number", json.dumps(value))
+            problems.append(Problem(path, f"{name} cannot be used here: {reason}"))
         elif (stages := _stages_of(path)) and (stage or 0) not in stages and value is not None:
             kept[f"it is for ZeRO-{', '.join(map(str, stages))}"].append(path)
     for path in chain(auto, *dropped.values(), (problem.path for problem in problems)):

@@ -21,7 +21,7 @@ from typing import Self
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.rules import RULES, check, divisors, listed, tensor_degrees
-from megaspeed.config.run import ParallelConfig, RunConfig
+from megaspeed.config.run import RunConfig
 from megaspeed.config.section import LARGEST_ACCUMULATION
 from megaspeed.topology.grid import Grid
 
@@ -85,17 +85,26 @@ _UNDETERMINED = (
 )
 
 
-def find_grid(parallel: ParallelConfig, stated: StatedBatch, world: World) -> Grid | None:
+def find_grid(config: RunConfig, world: World) -> Grid | None:
     """Return the grid, or None if no grid fits. With spare ranks, it also fits the batch."""
+    parallel, stated = config.parallel, StatedBatch.of(config)
     pp, tp = parallel.pipeline, parallel.tensor
     largest = world.size // (pp * tp)
-    if not parallel.spare_ranks:
-        dp = largest if parallel.data == "auto" else parallel.data
-        return Grid(pp, dp, tp) if pp * dp * tp == world.size else None
-    degrees = range(largest, 0, -1) if parallel.data == "auto" else [parallel.data]
+    if parallel.data != "auto":
+        degrees = [parallel.data]
+    elif parallel.spare_ranks:
+        degrees = [*range(largest, 0, -1)]
+    else:
+        degrees = [largest]
     for dp in degrees:
-        if dp <= largest and solve_batch(stated, dp) is not None:
-            return Grid(pp, dp, tp)
+        if parallel.spare_ranks:
+            fits = dp <= largest and solve_batch(stated, dp) is not None
+        else:
+            fits = dp > 0 and pp * dp * tp == world.size
+        # ZeRO-0 partitions over one rank: all data ranks are replicas.
+        replicate = dp if config.zero_optimization.stage == 0 else parallel.replicate
+        if fits and dp % replicate == 0:
+            return Grid(pp, dp, tp, replicate)
     return None
 
 
@@ -196,6 +205,25 @@ def degrees_fit_world(config: RunConfig, world: World) -> Iterator[str]:
     yield f"{law}; {', or '.join(mends) or batch}"
 
 
+def replicas_divide_data(config: RunConfig, world: World) -> Iterator[str]:
+    """The replicas of ZeRO's partitions divide the data degree. ZeRO-0 partitions nothing."""
+    parallel, stage = config.parallel, config.zero_optimization.stage
+    dp = world.size // (parallel.pipeline * parallel.tensor)
+    dp = dp if parallel.data == "auto" else parallel.data
+    replicate = parallel.replicate
+    if stage == 0 and replicate not in (1, dp):
+        yield (
+            f"parallel.replicate {replicate} needs ZeRO-1, 2 or 3: with zero_optimization.stage 0, "
+            "each data rank holds everything; remove it, or set zero_optimization.stage"
+        )
+    elif dp % replicate and not (parallel.spare_ranks and find_grid(config, world)):
+        yield (
+            f"parallel.replicate {replicate} must divide the data degree, dp {dp}, because ZeRO "
+            "partitions over dp / replicate ranks; valid parallel.replicate: "
+            f"{listed(divisors(dp))}"
+        )
+
+
 def _has_degrees(model: ModelConfig, product: int) -> bool:
     """Return whether the model allows a pipeline and a tensor degree of this product."""
     valid = tensor_degrees(model)
@@ -213,7 +241,7 @@ def batch_multiplies(config: RunConfig, world: World) -> Iterator[str]:
     parallel, stated = config.parallel, StatedBatch.of(config)
     if not stated.is_determined:
         return
-    grid = find_grid(parallel, stated, world)
+    grid = find_grid(config, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     if grid is not None and batch is None:
         yield explain_batch(
@@ -261,6 +289,7 @@ def fp16_needs_a_gpu(config: RunConfig, world: World) -> Iterator[str]:
 _NEED_WORLD = (
     degrees_fit_world,
     batch_multiplies,
+    replicas_divide_data,
     profiled_ranks_exist,
     fp16_needs_a_gpu,
 )

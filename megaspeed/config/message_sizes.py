@@ -43,7 +43,7 @@ def buckets(run: Run, sizes: Sequence[int], head: int | None = None) -> list[ran
     """
     most = _bucket_elements(run)
     if run.zero_stage == 3:
-        most = min(most, run.grid.dp * run.config.zero_optimization.sub_group_size)
+        most = min(most, run.grid.shard * run.config.zero_optimization.sub_group_size)
     return _neighbours(sizes, most, alone=None if run.keeps_complete_gradients else head)
 
 

@@ -61,7 +61,8 @@ class Run:
         """The degrees of the three axes."""
         parallel = self.config.parallel
         assert parallel.data != "auto", "a resolved run states it"
-        return Grid(parallel.pipeline, parallel.data, parallel.tensor)
+        replicate = parallel.data if self.zero_stage == 0 else parallel.replicate
+        return Grid(parallel.pipeline, parallel.data, parallel.tensor, replicate)
 
     @cached_property
     def batch(self) -> Batch:
@@ -90,11 +91,6 @@ class Run:
         return self.config.zero_optimization.stage
 
     @property
-    def owners(self) -> int:
-        """The number of data ranks over which ZeRO partitions; 1 at ZeRO-0."""
-        return 1 if self.zero_stage == 0 else self.grid.dp
-
-    @property
     def sequence_parallel(self) -> bool:
         """Whether activations between blocks are split over the tensor axis."""
         return self.config.parallel.sequence_parallel is True and self.grid.tp > 1
@@ -104,11 +100,11 @@ class Run:
         """The number type in which gradients are summed over micro-batches."""
         return self.config.data_types.grad_accum_dtype
 
-    @property
+    @cached_property
     def keeps_complete_gradients(self) -> bool:
         """Whether a rank accumulates complete gradients over a step, not partitions."""
         reduced_once = self.zero_stage < 2 or self.gradient_reduction == "per_step"
-        return reduced_once or self.grid.dp == 1
+        return reduced_once or self.grid.shard == 1
 
     @property
     def reduction_dtype(self) -> Precision:
@@ -130,9 +126,19 @@ class Run:
 
     @property
     def copies_gradients(self) -> bool:
-        """Whether gradients are copied to be reduced; if not, complete gradients are sent."""
+        """Whether gradients are copied to be reduced over the shards; if not, complete gradients
+        are sent.
+        """
         is_another = self.reduction_dtype != self.accumulation_dtype or self.divides_gradients_first
-        return self.zero_stage == 3 or not self.keeps_complete_gradients or is_another
+        is_copied = self.zero_stage == 3 or not self.keeps_complete_gradients or is_another
+        return self.grid.shard > 1 and is_copied
+
+    @property
+    def copies_partitions(self) -> bool:
+        """Whether partitions of gradients are copied to be summed over the replicas."""
+        is_another = self.reduction_dtype != self.accumulation_dtype
+        is_divided = self.grid.shard == 1 and self.divides_gradients_first
+        return self.grid.replicate > 1 and (is_another or is_divided)
 
     @property
     def sums_vector_gradients(self) -> bool:
@@ -147,7 +153,7 @@ class Run:
         """Whether a rank receives only its part of the reduced gradients."""
         zero = self.config.zero_optimization
         all_reduces = self.zero_stage < 3 and zero.use_multi_rank_bucket_allreduce
-        return self.zero_stage > 0 and zero.reduce_scatter and not all_reduces
+        return self.grid.shard > 1 and zero.reduce_scatter and not all_reduces
 
     @property
     def overlaps_reductions(self) -> bool:
@@ -191,7 +197,7 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
     if problems:
         raise ConfigError(problems, where=name)
     stated = StatedBatch.of(config)
-    grid = find_grid(config.parallel, stated, world)
+    grid = find_grid(config, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     assert grid is not None and batch is not None, "the rules found a grid and a batch"
     keys = {
@@ -211,12 +217,13 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
 def _gradient_reduction(config: RunConfig) -> GradientReduction:
     """auto depends on the ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not.
 
-    Compression needs the complete gradient of a step.
+    Compression needs the complete gradient of a step, or replicas, which are summed once a step.
     """
     if config.parallel.gradient_reduction != "auto":
         return config.parallel.gradient_reduction
     compresses = not isinstance(config.parallel.gradient_compression, str)
-    return "per_step" if config.zero_optimization.stage < 2 or compresses else "per_micro_batch"
+    once = compresses and config.parallel.replicate == 1
+    return "per_step" if config.zero_optimization.stage < 2 or once else "per_micro_batch"
 
 
 def _splits_sequence(config: RunConfig, device_type: str) -> bool:
@@ -256,14 +263,15 @@ def _message_sizes(config: RunConfig, tp: int, device_type: str) -> dict[str, An
     for one size of model. With them, a model of a few hundred million parameters has one bucket,
     and every parameter of a small one stays gathered, so a higher stage saves nothing.
     """
-    hidden, compression = config.model.hidden_size, config.parallel.gradient_compression
+    hidden, parallel = config.model.hidden_size, config.parallel
+    sends_early = isinstance(parallel.gradient_compression, str) or parallel.replicate > 1
     values = {
         # a block: 4 hidden_size^2 in the attention, about 8 in the feed-forward layer
         "reduce_bucket_size": max(12 * hidden**2 // tp, SMALLEST_DEFAULT_BUCKET),
         "stage3_prefetch_bucket_size": SMALLEST_DEFAULT_BUCKET,
         # norms and biases stay gathered
         "stage3_param_persistence_threshold": 10 * hidden,
-        "overlap_comm": device_type == "cuda" and isinstance(compression, str),
+        "overlap_comm": device_type == "cuda" and sends_early,
     }
     zero = config.zero_optimization
     omitted = (name for name in values if getattr(zero, name) is None)

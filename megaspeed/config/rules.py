@@ -263,9 +263,9 @@ def one_type_of_messages(config: RunConfig) -> Iterator[str]:
 
 @rule
 def compression_has_complete_gradients(config: RunConfig) -> Iterator[str]:
-    """Compression needs the complete sum of a step on each rank."""
+    """Compression needs the complete sum of a step on each rank, if there are no replicas."""
     compression, zero = config.parallel.gradient_compression, config.zero_optimization
-    if isinstance(compression, str):
+    if isinstance(compression, str) or config.parallel.replicate > 1:
         return
     name = f'parallel.gradient_compression "{compression.type}"'
     if config.parallel.gradient_reduction == "per_micro_batch" and zero.stage >= 2:

@@ -63,6 +63,11 @@ class ParallelConfig(Section):
     """Number of pipeline stages (pp); at most as many as there are blocks."""
     tensor: int = Field(default=1, gt=0, le=LARGEST_WORLD)
     """Tensor-parallel degree (tp); must divide the attention heads and the feed-forward width."""
+    replicate: int = Field(default=1, gt=0, le=LARGEST_WORLD)
+    """Number of data ranks that hold the same partition of ZeRO 1, 2 or 3. It must divide data.
+    ZeRO partitions over data / replicate neighbours, and the replicas sum their partition of the
+    gradients once a step. If these neighbours are on one node, ZeRO gathers nothing over the
+    network. ZeRO-0 has only replicas."""
     spare_ranks: bool = False
     """true: more processes may be started than the layout uses. The spare ranks wait until the run
     ends. With data "auto", data is the largest degree that fits the batch. false: the number of
@@ -77,14 +82,15 @@ class ParallelConfig(Section):
     gradient_reduction: Literal["auto", "per_step", "per_micro_batch"] = "auto"
     """When gradients are reduced over dp: once a step (least traffic) or after every micro-batch
     (least memory). auto: per_step for ZeRO 0 and 1, and for gradient_compression int8 or powersgd;
-    otherwise per_micro_batch."""
+    otherwise per_micro_batch. Replicas are always summed once a step."""
     gradient_compression: Annotated[
         Literal["none", "bf16"] | Annotated[Compression, Field(discriminator="type")],
         BeforeValidator(_object_of_type, json_schema_input_type=_StatedCompression),
     ] = "none"
-    """How gradients are sent over the data axis. none: as they are. bf16: in bf16, as with
-    communication_data_type. int8 and powersgd compress matrices, and send vectors as they are. The
-    training is then close to that of one process, but not equal. "int8" means {"type": "int8"}."""
+    """How gradients are sent over the data axis, or between replicas if there are several. none:
+    as they are. bf16: in bf16, as with communication_data_type. int8 and powersgd compress
+    matrices, and send vectors as they are. The training is then close to that of one process, but
+    not equal. "int8" means {"type": "int8"}."""
     activation_checkpointing: Recomputation = "none"
     """What a block computes again in the backward pass instead of keeping it. selective: norms,
     activation functions, rotary positions, and attention that has dropout; the block keeps its

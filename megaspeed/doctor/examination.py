@@ -228,8 +228,8 @@ def _measure_links(record: Record, run: Run, launch: LaunchEnvironment, seconds:
         nonlocal step
         # The groups have a longer timeout. Otherwise NCCL would end the process before its report.
         with ParallelContext.create(run.grid, launch, timeout_seconds=2 * seconds) as context:
-            for axis in ("tp", "dp", "pp", "world"):
-                group = getattr(context, f"{axis}_group")
+            groups = {"tp": context.tp_group, **context.data_groups, "pp": context.pp_group}
+            for axis, group in {**groups, "world": context.world_group}.items():
                 if group is not None and group.size() > 1:
                     step = f"while measuring {axis} {dist.get_process_group_ranks(group)}"
                     links.append(_measure(axis, group, context))

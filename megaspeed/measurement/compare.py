@@ -158,7 +158,8 @@ def _reductions(run: Run, zero_stage: int) -> tuple[GradientReduction | None, ..
     """The reductions that make a difference at this ZeRO stage; (None,) if none does."""
     if run.compression is not None:
         return (None,)  # it needs complete gradients
-    several = run.batch.gradient_accumulation_steps > 1 and run.grid.dp > 1
+    shards = run.grid.dp // run.config.parallel.replicate
+    several = run.batch.gradient_accumulation_steps > 1 and shards > 1
     return ("per_micro_batch", "per_step") if zero_stage >= 2 and several else (None,)
 
 
@@ -179,6 +180,8 @@ def _row(
         "zero_optimization.stage": zero_stage,
         "parallel.gradient_reduction": reduction or "per_step",
     }
+    if zero_stage == 0 or name == "DDP":  # all ranks are replicas
+        keys["parallel.replicate"] = 1
     resolved = resolve_run(
         run.config.compressed_from_step_1().changed(keys),
         World(run.grid.world_size, "--world-size", device_type),

@@ -154,7 +154,7 @@ class Plain:
         norm = nn.utils.get_total_norm(gradients)
         if isinstance(self.model, FSDPModule):
             squares = norm.double().square()
-            dist.all_reduce(squares, group=self.context.dp_group)
+            dist.all_reduce(squares, group=self.context.data_group)
             norm = squares.sqrt().float()
         if largest:
             torch._foreach_mul_(gradients, (largest / (norm + 1e-6)).clamp(max=1.0))
@@ -204,7 +204,8 @@ class Ddp(Plain):
     """DistributedDataParallel over the data axis: reduces in the last micro-batch of a step."""
 
     def _engine(self) -> nn.Module:
-        group, device = self.context.dp_group, self.context.device
+        # All data ranks, because pp and tp are 1.
+        group, device = self.context.world_group, self.context.device
         self._ddp = DistributedDataParallel(
             self.model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -248,7 +249,7 @@ class Fsdp2(Plain):
         self._guided, self._keeps = guided, guided and run.zero_stage < 3
         bf16 = torch.bfloat16 if run.precision == "bf16" else None
         self._how: dict[str, Any] = {
-            "mesh": DeviceMesh.from_group(context.dp_group, context.device.type),
+            "mesh": _mesh(context),
             "mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32),
         }
         super().__init__(run, context, watched=watched)
@@ -277,6 +278,16 @@ class Fsdp2(Plain):
     def _logits(self, batch: MicroBatch) -> Tensor:
         logits: Tensor = self._called(batch.tokens, batch.samples, batch.documents)
         return logits
+
+
+def _mesh(context: ParallelContext) -> DeviceMesh:
+    """The data ranks: one dimension, or replicas x shards (torch's hybrid sharding)."""
+    device, grid = context.device.type, context.grid
+    if context.replica_group is None or grid.shard == 1:
+        return DeviceMesh.from_group(context.data_group, device)
+    ranks = torch.arange(grid.dp).view(grid.replicate, grid.shard)
+    groups = [context.replica_group, context.shard_group]
+    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=("replica", "shard"))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ what it holds and which changes free most memory.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -223,22 +223,25 @@ class TrafficLog(TorchDispatchMode):
     Every collective of torch is an operator of its dispatcher, in forward and backward and for
     every caller. An unknown collective is an error. Only the sender of a message counts it.
 
-    A data or tensor axis that spans all ranks uses the world's group (``topology/context.py``).
-    fp64 messages of that group count for the world, all others for the axis.
+    Data ranks are one axis, dp, or two, shard and replica. A data or tensor axis that spans all
+    ranks uses the world's group (``topology/context.py``). fp64 messages of that group count for
+    the world, all others for the axis.
     """
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
         self._world = context.world_group.group_name
-        axes: list[tuple[dist.ProcessGroup | None, TrafficAxis]] = [
-            (context.world_group, "world"),
-            (context.pp_group, "pp"),
-            (context.dp_group, "dp"),
-            (context.tp_group, "tp"),
-        ]
+        groups = {
+            "world": context.world_group,
+            "pp": context.pp_group,
+            **context.data_groups,
+            "tp": context.tp_group,
+        }
         # If an axis has the world's group, its entry replaces the world's, because it comes later.
-        self._axes = {
-            group.group_name: axis for group, axis in axes if group is not None and group.size() > 1
+        self._axes: dict[str, TrafficAxis] = {
+            group.group_name: cast(TrafficAxis, axis)
+            for axis, group in groups.items()
+            if group is not None and group.size() > 1
         }
         self._messages = Messages()
 

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from megaspeed.config.resolve import GradientReduction, describe_recomputation, dropout_warning
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
-from megaspeed.planning.costs.placement import AxisPlacement
+from megaspeed.planning.costs.placement import AxisPlacement, Placement
 from megaspeed.planning.costs.traffic import axis_totals
 from megaspeed.planning.forecast import Forecast, TrainingTime
 from megaspeed.planning.plan import Plan, PlannedStage, PlannedZero
@@ -226,10 +226,12 @@ def _traffic(plan: Plan) -> Parts:
     )
     for each in predictions:
         sent = each.busiest
-        shares = {axis: plan.ranks.along(axis).between_nodes for axis, _ in sent.traffic}
+        ranks = Placement(each.run.grid, plan.ranks.gpus_per_node)
+        shares = {axis: ranks.along(axis).between_nodes for axis, _ in sent.traffic}
         between = sum(int(shares[axis] * size) for (axis, _), size in sent.traffic.items())
         totals = axis_totals(sent.traffic)
-        cells = [totals["tp"], totals["dp"], totals["pp"], totals["world"]]
+        data = totals["dp"] + totals["shard"] + totals["replica"]
+        cells = [totals["tp"], data, totals["pp"], totals["world"]]
         cells += [sent.sent_bytes - between, between]
         table.add_row(_zero_stage(plan, each.run.zero_stage), *map(unit.of, cells))
     yield table
@@ -338,6 +340,7 @@ def what_if_report(found: WhatIf) -> Parts:
         if len(grids) > _SHOWN_LAYOUTS:
             yield f"and {len(grids) - _SHOWN_LAYOUTS} more: --json"
         yield f"{_CONFIGURED}; tight: the upper end of the interval of its memory does not fit"
+        yield "R: replicas of ZeRO's partitions (parallel.replicate); at ZeRO-0, all data ranks"
         yield ""
         yield f"best: {best.run.grid}, ZeRO-{best.run.zero_stage}: {best.seconds:.3g} s a step"
         text = (
@@ -351,14 +354,16 @@ def what_if_report(found: WhatIf) -> Parts:
 
 def _layouts(shown: Sequence[Layout]) -> Table:
     memory = memory_unit(layout.peak_bytes for layout in shown)
-    headings = ("pp", "dp", "tp", "ZeRO", "reduce\neach", "recompute", "micro-\nbatches")
-    table = table_of(right=(*headings, "of\nsize", "step\ns", "MFU", f"peak\n{memory.name}"))
+    headings = ("pp", "dp", "tp", "ZeRO", "R", "reduce\neach", "recompute")
+    sizes = ("micro-\nbatches", "of\nsize")
+    table = table_of(right=(*headings, *sizes, "step\ns", "MFU", f"peak\n{memory.name}"))
     table.add_column("", no_wrap=True)
     for layout in shown:
         run, grid, mfu = layout.run, layout.run.grid, layout.forecast.mfu
         table.add_row(
             *map(str, (grid.pp, grid.dp, grid.tp)),
             f"{run.zero_stage}{'' if layout.set_text else ' *'}",
+            str(grid.replicate),
             "step" if run.keeps_complete_gradients else "micro",
             run.config.parallel.activation_checkpointing,
             f"{run.batch.gradient_accumulation_steps:,}",

@@ -23,6 +23,7 @@ ranks:
     gradient reduction       once for each micro-batch: more traffic
     ZeRO-2, ZeRO-3           the same; ZeRO-3 also gathers parameters (ZeRO, section 7.2)
     smaller micro-batch      smaller matrices, and more traffic that occurs once for each
+    fewer replicas           the shards of a replica may no longer be on one node
     more tensor ranks        four collectives a block; within a node only
     more pipeline stages     a larger bubble
 
@@ -32,11 +33,11 @@ micro-batches are powers of two, and the configured size. A larger micro-batch n
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, islice, product
 from math import inf
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -49,10 +50,12 @@ from megaspeed.config.run import Recomputation, RunConfig
 from megaspeed.files.json_values import picked
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.planning.costs.reserved_memory import Verdict, reserved_memory, verdict
-from megaspeed.planning.costs.workload import Cluster
+from megaspeed.planning.costs.step_time import Rates, stage_times
+from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.forecast import Forecast, forecast
 from megaspeed.planning.prediction import predict
 
+_MUCH_FASTER = 0.99
 _DATA, _MICRO_BATCH = "parallel.data", "train_micro_batch_size_per_gpu"
 
 
@@ -63,6 +66,7 @@ class Settings:
     pp: int
     dp: int
     tp: int
+    replicate: int  # of ZeRO-1, 2 and 3
     zero_stage: int
     micro_batch_size: int
     activation_checkpointing: Recomputation
@@ -79,13 +83,15 @@ class Settings:
     @property
     def keys(self) -> dict[str, Any]:
         """Dotted key of the JSON -> value."""
-        return {key: getattr(self, field) for field, key in _KEYS.items()}
+        keys = {key: getattr(self, field) for field, key in _KEYS.items()}
+        return {**keys, _KEYS["replicate"]: 1 if self.zero_stage == 0 else self.replicate}
 
 
 _KEYS = {
     "pp": "parallel.pipeline",
     "dp": _DATA,
     "tp": "parallel.tensor",
+    "replicate": "parallel.replicate",
     "sequence_parallel": "parallel.sequence_parallel",
     "schedule": "parallel.schedule",
     "activation_checkpointing": "parallel.activation_checkpointing",
@@ -235,6 +241,7 @@ def _changes(training: Training, gpus_per_node: int) -> list[list[Settings]]:
             for zero_stage in range(max(2, s.zero_stage + 1), 4)
             if s.dp > 1
         ],
+        [replace(s, replicate=count) for count in reversed(divisors(s.replicate)[:-1])],
         [replace(s, micro_batch_size=size) for size in reversed(divisors(s.micro_batch_size)[:-1])],
         [
             replace(_at(s, pp=s.pp, tp=tp), sequence_parallel=sequence_parallel)
@@ -295,7 +302,7 @@ class Layout:
         """Return the figures as JSON values."""
         run, parallel = self.run, self.run.config.parallel
         return {
-            **picked(run.grid, "pp", "dp", "tp"),
+            **picked(run.grid, "pp", "dp", "tp", "replicate"),
             **picked(run, "zero_stage", "gradient_reduction"),
             **picked(parallel, "schedule", "activation_checkpointing", "recomputed_blocks"),
             "micro_batch_size": run.batch.micro_batch_size,
@@ -326,7 +333,8 @@ class WhatIf:
         """Return the fastest variant of each (pp, dp, tp), the fastest first."""
         found: dict[object, Layout] = {}
         for layout in self.layouts:
-            found.setdefault(layout.run.grid, layout)
+            grid = layout.run.grid
+            found.setdefault((grid.pp, grid.dp, grid.tp), layout)
         return list(found.values())
 
     def as_json(self) -> dict[str, Any]:
@@ -338,9 +346,9 @@ class WhatIf:
 def what_if(training: Training, cluster: Cluster) -> WhatIf:
     """Return every variant of the training that fits the cluster's devices.
 
-    Variants differ in degrees (pp, dp, tp), ZeRO stage, gradient reduction, schedule, recomputation
-    and micro-batch. Those that break a rule of the configuration are omitted. So are tensor groups
-    larger than a node: the collectives of every block would go over the network.
+    Variants differ in degrees (pp, dp, tp), ZeRO stage, replicas, gradient reduction, schedule,
+    recomputation and micro-batch. Those that break a rule of the configuration are omitted. So are
+    tensor groups larger than a node: the collectives of every block would go over the network.
     """
     layouts: list[Layout] = []
     peaks: list[int] = []
@@ -348,29 +356,79 @@ def what_if(training: Training, cluster: Cluster) -> WhatIf:
     for sizes in _variants(training, cluster.gpus_per_node):
         for index, settings in enumerate(sizes):
             try:
-                run = training.under(settings)
+                peak, layout = _layout(training, settings, cluster)
             except ConfigError:
                 continue
-            peaks.append(predict(run, training.device_type).fullest.peak_bytes)
-            word = _verdict(run, peaks[-1], cluster)
-            if word == "does not fit":
+            peaks.append(peak)
+            if layout is None:
                 too_large += len(sizes) - index
                 break
-            layouts.append(
-                Layout(
-                    forecast=forecast(run, cluster),
-                    peak_bytes=peaks[-1],
-                    verdict=word,
-                    set_text=training.set_text(settings),
-                )
-            )
+            layouts += [layout, *_with_replicas(training, settings, layout, cluster)]
     layouts.sort(key=lambda layout: (layout.seconds, layout.peak_bytes))
     least = min(peaks, default=None)
     return WhatIf(layouts=tuple(layouts), too_large=too_large, least_peak_bytes=least)
 
 
+def _layout(training: Training, settings: Settings, cluster: Cluster) -> tuple[int, Layout | None]:
+    """Return the peak with these settings, and the layout if it fits.
+
+    Raises:
+        ConfigError: the settings break a rule of the configuration.
+    """
+    run = training.under(settings)
+    peak = predict(run, training.device_type).fullest.peak_bytes
+    word = _verdict(run, peak, cluster)
+    if word == "does not fit":
+        return peak, None
+    return peak, Layout(
+        forecast=forecast(run, cluster),
+        peak_bytes=peak,
+        verdict=word,
+        set_text=training.set_text(settings),
+    )
+
+
+def _with_replicas(
+    training: Training, settings: Settings, layout: Layout, cluster: Cluster
+) -> Iterator[Layout]:
+    """Yield the layout with the number of replicas that makes it fastest, and with the stated one.
+
+    More replicas need more memory, so they must make the step at least 1 % shorter. ZeRO-0 has only
+    replicas.
+    """
+    work, layers = workload_of(layout.run, cluster.device_type), layout.forecast.step.layers
+
+    counts = divisors(settings.dp)[1:-1] if settings.zero_stage > 0 else []
+    if not counts:
+        return
+    times = [sum(both) for both in zip(*stage_times(work, layers), strict=True)]
+    slowest = times.index(max(times))
+
+    def changing(count: int) -> float:
+        """The seconds of a step that depend on the number of replicas."""
+        grid = replace(work.grid, replicate=count)
+        rates = Rates(replace(work, grid=grid), cluster)
+        both = layers.block.forward, layers.block.backward
+        return rates.network.dp(slowest, *both) + rates.optimizer(slowest)
+
+    saved = {count: changing(1) - changing(count) for count in counts}
+    least = (1 - _MUCH_FASTER) * layout.seconds / cluster.calibration
+    faster = sorted((count for count in counts if saved[count] > least), key=saved.__getitem__)
+
+    def fitting(counts: Sequence[int]) -> Iterator[Layout]:
+        for count in counts:
+            _, found = _layout(training, replace(settings, replicate=count), cluster)
+            yield from () if found is None else (found,)
+
+    chosen = [*islice(fitting(faster[::-1]), 1)]
+    stated = training.settings.replicate
+    if stated in counts and stated not in [each.run.grid.replicate for each in chosen]:
+        chosen += fitting([stated])
+    yield from chosen
+
+
 def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings]]:
-    """Yield all combinations, valid or not: a list for each, by size of the micro-batch."""
+    """Yield all combinations with one replica: a list for each, by size of the micro-batch."""
     own = training.settings
     for pp, dp, tp in _degrees(training, largest_tensor):
         samples = training.run.batch.train_batch_size // dp
@@ -389,6 +447,7 @@ def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings
             is_own = recomputation == own.activation_checkpointing
             variant = replace(
                 at_degrees,
+                replicate=1,
                 zero_stage=zero_stage,
                 gradient_reduction=reduction,
                 schedule=schedule,

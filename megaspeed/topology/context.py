@@ -4,7 +4,8 @@ Rank 5 of pp 2 x dp 2 x tp 2 (drawn in ``grid.py``) belongs to
 
     world_group       0 .. 7     all ranks
     tp_group          4 5        shares every matrix of pipeline stage 1
-    dp_group          5 7        holds the same weights, sees other samples
+    shard_group       5 7        holds the other partitions of ZeRO, sees other samples
+    replica_group     -          holds the same partition (``Grid.replicate``), sees other samples
     pp_group          1 5        activations forward, gradients back, gradients of tied weights
     checkpoint_group  0 .. 7     all ranks, over gloo, for saves beside the training
 
@@ -12,15 +13,16 @@ Code that communicates takes the context as an argument. No other module creates
 keeps one in a global. Every rank creates its groups in this order:
 
     world        all ranks                       init_process_group
-    tp, dp, pp   all groups along that axis      one call for each axis
+    tp, shard,   all groups along that axis      one call for each axis
+    replica, pp
     checkpoint   all ranks, over gloo            one call
 
 On NCCL the groups along an axis are one ``split_group`` of the world's communicator. (``new_group``
 would be a world-wide call for each group: thousands of them at 4,096 ranks.) gloo cannot split, but
 there only the members of a group call ``new_group``, so it is one call for each axis too.
 
-An axis of one rank sends nothing and has no group, except the data axis, because DeepSpeed
-partitions over it. An axis that spans all ranks uses the world's group, because a communicator
+An axis of one rank sends nothing and has no group, except the shards, because DeepSpeed partitions
+over them. An axis that spans all ranks uses the world's group, because a communicator
 costs GPU memory, and one thread issues all its collectives in order. A pipeline axis that spans
 all ranks still has its own group, which carries only point-to-point messages.
 """
@@ -38,7 +40,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from megaspeed.topology.activity import Activity, Timeline
-from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError
+from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError, ZeroAxis
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import (
     allow_open_files,
@@ -50,7 +52,7 @@ from megaspeed.topology.store import GroupError, open_store
 
 _DISK_TIMEOUTS = 4  # how many times longer a rank may wait for another rank's disk
 _SECONDS_TO_ABORT = 5.0
-_ORDER: tuple[Axis, ...] = ("tp", "dp", "pp")
+_ORDER: tuple[Axis | ZeroAxis, ...] = ("tp", "shard", "replica", "pp")
 # A group of one rank does not wait for other ranks. But NCCL's timeout starts at the call, and
 # kernels that were launched before it may wait for other ranks.
 _ONE_RANK_NEVER_WAITS = timedelta(days=1)
@@ -103,12 +105,13 @@ def create_groups(
     mine = {"world": world_group}
     for axis in _ORDER:
         size = grid.size_along(axis)
-        if size == 1 and axis != "dp":
+        if size == 1 and axis != "shard":
             continue
         if size == grid.world_size and axis != "pp":
             mine[axis] = world_group
         else:
-            mine[axis] = own_group(axis, grid.groups_along(axis), rank, device, timeout)
+            waits = timeout if size > 1 else _ONE_RANK_NEVER_WAITS
+            mine[axis] = own_group(axis, grid.groups_along(axis), rank, device, waits)
     # A separate thread writes checkpoints from host memory, so they do not use NCCL, and their
     # collectives do not mix with those of training. Ranks mostly wait for a disk in them.
     with _errors_name_the_group("checkpoint", range(grid.world_size), rank):
@@ -194,7 +197,8 @@ class ParallelContext:
     device: torch.device
     world_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup | None  # None if the axis has one rank
-    dp_group: dist.ProcessGroup  # exists even with one rank, because DeepSpeed partitions over it
+    shard_group: dist.ProcessGroup  # exists even with one rank: DeepSpeed partitions over it
+    replica_group: dist.ProcessGroup | None  # None if there is one replica
     pp_group: dist.ProcessGroup | None  # point-to-point messages; None if the axis has one rank
     checkpoint_group: dist.ProcessGroup  # used by one thread at a time, not always the main one
     activity: Activity  # what this rank is doing
@@ -248,7 +252,8 @@ class ParallelContext:
             device=device,
             world_group=world_group,
             tp_group=groups.get("tp"),
-            dp_group=groups["dp"],
+            shard_group=groups["shard"],
+            replica_group=groups.get("replica"),
             pp_group=groups.get("pp"),
             checkpoint_group=groups["checkpoint"],
             activity=activity or Activity(),
@@ -269,13 +274,6 @@ class ParallelContext:
         else:
             _abort_groups()
 
-    def group_of_this_rank(self) -> dist.ProcessGroup:
-        """A group of this rank alone. All ranks call this together: it may create groups."""
-        if self.dp_size == 1:
-            return self.dp_group
-        alone = [[rank] for rank in range(self.grid.world_size)]
-        return own_group("self", alone, self.rank, self.device, _ONE_RANK_NEVER_WAITS)
-
     @property
     def pp_rank(self) -> int:
         return self.coordinates.pp
@@ -283,6 +281,30 @@ class ParallelContext:
     @property
     def dp_rank(self) -> int:
         return self.coordinates.dp
+
+    @property
+    def data_groups(self) -> dict[str, dist.ProcessGroup]:
+        """The groups of data ranks by name: dp, or shard and replica if both have several ranks."""
+        if self.replica_group is None:
+            return {"dp": self.shard_group}
+        if self.grid.shard == 1:
+            return {"dp": self.replica_group}
+        return {"shard": self.shard_group, "replica": self.replica_group}
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks with the same parameters: the data axis, or its shards if it has replicas, too."""
+        return next(iter(self.data_groups.values()))
+
+    @property
+    def shard_rank(self) -> int:
+        """Which partition of ZeRO this rank holds. Neighbours on the data axis differ in it."""
+        return self.coordinates.dp % self.grid.shard
+
+    @property
+    def replica_rank(self) -> int:
+        """Which of the ranks with this partition it is."""
+        return self.coordinates.dp // self.grid.shard
 
     @property
     def tp_rank(self) -> int:

@@ -25,6 +25,15 @@ Eight ranks as pp 2 x dp 2 x tp 2:
     >>> grid.groups_along("pp")  # send activations to each other
     [[0, 4], [1, 5], [2, 6], [3, 7]]
 
+ZeRO partitions over ``shard`` neighbours on the data axis. The ``replicate`` ranks that hold the
+same partition are replicas: dp = replicate * shard.
+
+    >>> hybrid = Grid(pp=1, dp=4, tp=2, replicate=2)
+    >>> hybrid.groups_along("shard")  # each holds one complete set of partitions
+    [[0, 2], [1, 3], [4, 6], [5, 7]]
+    >>> hybrid.groups_along("replica")  # hold the same partition
+    [[0, 4], [1, 5], [2, 6], [3, 7]]
+
 Plain integers: nothing here needs torch, a process or a GPU.
 """
 
@@ -33,6 +42,8 @@ from typing import Literal, NamedTuple
 
 Axis = Literal["pp", "dp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
+ZeroAxis = Literal["replica", "shard"]
+"""The two axes into which ``replicate`` divides the data axis."""
 
 
 class TopologyError(ValueError):
@@ -52,17 +63,31 @@ class Grid:
     """The sizes of the three axes. See the module's docstring for the order of ranks."""
 
     pp: int  # pipeline stages
-    dp: int  # replicas of the model, each with its own samples
+    dp: int  # copies of the model, each with its own samples
     tp: int  # ranks that share each matrix
+    replicate: int = 1  # data ranks that hold the same partition of ZeRO
 
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
             if size < 1:
                 raise TopologyError(f"every axis must have at least 1 rank, but {axis} is {size}")
+        if self.replicate < 1 or self.dp % self.replicate:
+            raise TopologyError(f"dp {self.dp} must be divisible by replicate {self.replicate}")
 
     def __str__(self) -> str:
-        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+        replicas = f" ({self.replicate} replicas x {self.shard})" if self.is_hybrid else ""
+        return f"pp {self.pp} x dp {self.dp}{replicas} x tp {self.tp}"
+
+    @property
+    def shard(self) -> int:
+        """The number of data ranks over which ZeRO partitions."""
+        return self.dp // self.replicate
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the data axis has several shards and several replicas."""
+        return 1 < self.replicate < self.dp
 
     @property
     def world_size(self) -> int:
@@ -94,7 +119,7 @@ class Grid:
         at = self.coordinates_of(rank)
         return f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp})"
 
-    def groups_along(self, axis: Axis) -> list[list[int]]:
+    def groups_along(self, axis: Axis | ZeroAxis) -> list[list[int]]:
         """All groups of ranks that differ in ``axis`` alone.
 
         They are sorted by their first rank, so all ranks can create them in the same order.
@@ -107,14 +132,17 @@ class Grid:
             for first in range(block, block + stride)
         ]
 
-    def size_along(self, axis: Axis) -> int:
+    def size_along(self, axis: Axis | ZeroAxis) -> int:
         """The number of ranks on ``axis``."""
-        return self._sizes[AXES.index(axis)]
+        if axis == "replica":
+            return self.replicate
+        return self.shard if axis == "shard" else self._sizes[AXES.index(axis)]
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
         return (self.pp, self.dp, self.tp)
 
-    def _stride(self, axis: Axis) -> int:
+    def _stride(self, axis: Axis | ZeroAxis) -> int:
         """The difference of two ranks that are neighbours on ``axis``."""
-        return {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]
+        data = {"dp": self.tp, "shard": self.tp, "replica": self.shard * self.tp}
+        return {"pp": self.dp * self.tp, **data, "tp": 1}[axis]

@@ -4,8 +4,7 @@
     files --all parts--> pieces (views of the engine's state) --> the engine continues
 
 Exactly one rank, the owner, writes each element. Every rank that holds a copy reads it. There are
-copies of parameters that tensor ranks share, and of a tied embedding. At ZeRO-0, all data ranks
-hold copies.
+copies of parameters that tensor ranks share, and of a tied embedding. Replicas hold copies of all.
 
 A checkpoint also has the run's tokenizer, and the generation_config.json of an imported model.
 """
@@ -45,7 +44,6 @@ from megaspeed.checkpoint.tensors import (
     KINDS,
     HostCopy,
     Piece,
-    compression_tensors,
     expected_tensors,
     key,
     mismatches,
@@ -78,8 +76,8 @@ class Checkpointing:
             worker.context.checkpoint_group,
             keep_last=training.keep_last,
             expected=expected_tensors(self._run.config.model)
-            | compression_tensors(
-                self._run.config.model, self._run.compression, **dataclasses.asdict(self._run.grid)
+            | layout_of(self._run).compression_tensors(
+                self._run.config.model, self._run.compression
             ),
             # Read now, because the cache may be emptied while the run continues.
             beside=read_tokenizer_files(corpus.tokenizer if worker.context.rank == 0 else None),
@@ -242,11 +240,9 @@ class Checkpointing:
     def _written_part(self, owned_elements: int) -> range:
         """Which of its leading ``owned_elements`` elements this rank writes.
 
-        At ZeRO-0, every data rank holds all of them, and each writes its share.
+        Each replica holds all of them, and writes its share.
         """
-        if self._run.zero_stage > 0:
-            return range(owned_elements)
-        rank, ranks = self._worker.context.dp_rank, self._worker.context.dp_size
+        rank, ranks = self._worker.context.replica_rank, self._run.grid.replicate
         return range(owned_elements * rank // ranks, owned_elements * (rank + 1) // ranks)
 
 
@@ -265,6 +261,7 @@ def layout_of(run: Run) -> Layout:
     return Layout(
         pp=run.grid.pp,
         dp=run.grid.dp,
+        replicate=run.grid.replicate,
         tp=run.grid.tp,
         zero_stage=run.zero_stage,
         schedule=run.config.parallel.schedule,
@@ -294,11 +291,13 @@ def _fingerprint(tokenizer_json: bytes) -> str:
 def _compression_pieces(worker: Worker) -> Iterator[Piece]:
     """The pieces of compressed gradients that this rank writes: views of its state."""
     context, engine = worker.context, worker.engine
-    for parameter, values in engine.gradients.feedback():
-        name = engine.names[parameter]
-        tensor = key(f"{FEEDBACK}{context.dp_rank}", name)
-        yield from pieces_of(tensor, worker.shards[name], 0, values)
-    if context.dp_rank == 0:  # all data ranks have the same
+    grid = context.grid
+    rank = context.replica_rank if grid.replicate > 1 else context.dp_rank
+    for held in engine.gradients.feedback():
+        name = engine.names[held.parameter]
+        tensor = key(f"{FEEDBACK}{rank}", name)
+        yield from pieces_of(tensor, worker.shards[name], held.start, held.values)
+    if context.dp_rank == 0 and not grid.is_hybrid:  # all data ranks have the same
         for parameter, factor in engine.gradients.factors():
             yield _factor_piece(worker, engine.names[parameter], factor)
 
@@ -313,6 +312,7 @@ def _load_compression(
         another dp              each rank gets the mean of all        the same
         another pp              each rank gets its part of it         the same
         another tp              each rank gets its part of it         as before the first step
+        shards and replicas     each replica gets its own or the mean as before the first step
         no compression, dp 1    is dropped: no step would send it     is dropped
 
     A step sends the mean over the data ranks of gradient and feedback. So if each rank gets the
@@ -328,28 +328,33 @@ def _load_compression(
     assert saved.layout is not None, "a run has saved these tensors"
     gradients, names = worker.engine.gradients, worker.engine.names
     factors = [_factor_piece(worker, names[p], factor) for p, factor in gradients.factors()]
-    if saved.layout.tp == worker.run.grid.tp:
+    grid, context = worker.run.grid, worker.context
+    if saved.layout.tp == grid.tp and not grid.is_hybrid:
         read_pieces(
             checkpoint, [p for p in factors if there.get(p.key) == tuple(p.full_shape)], group
         )
-    joins_ends = worker.run.grid.pp == 1 and worker.run.config.model.tie_word_embeddings
-    same = saved.layout.dp == worker.run.grid.dp
-    ranks = [worker.context.dp_rank] if same else list(range(saved.layout.dp))
-    feedback = {names[parameter]: values for parameter, values in gradients.feedback()}
+    joins_ends = grid.pp == 1 and worker.run.config.model.tie_word_embeddings
+    senders = grid.replicate if grid.replicate > 1 else grid.dp
+    own = context.replica_rank if grid.replicate > 1 else context.dp_rank
+    same = saved.layout.senders == senders
+    ranks = [own] if same else list(range(saved.layout.senders))
+    # What all senders hold, divided by dp, is what was not sent of the mean.
+    share = grid.dp / saved.layout.dp * saved.layout.senders / senders / len(ranks)
+    feedback = {names[held.parameter]: held for held in gradients.feedback()}
     for rank in ranks:
         pieces: list[Piece] = []
         read: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, values in feedback.items():
+        for name, held in feedback.items():
             for source in (
                 (name, HEAD_WEIGHT) if joins_ends and name == EMBEDDING_WEIGHT else (name,)
             ):
                 tensor = key(f"{FEEDBACK}{rank}", source)
                 if tensor in there:
-                    read.append((values, torch.zeros_like(values)))
-                    pieces += pieces_of(tensor, worker.shards[name], 0, read[-1][1])
+                    read.append((held.values, torch.zeros_like(held.values)))
+                    pieces += pieces_of(tensor, worker.shards[name], held.start, read[-1][1])
         read_pieces(checkpoint, pieces, group)
         for values, part in read:
-            values.add_(part, alpha=1 / len(ranks))
+            values.add_(part, alpha=share)
 
 
 def _factor_piece(worker: Worker, name: str, factor: torch.Tensor) -> Piece:

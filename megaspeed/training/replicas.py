@@ -1,13 +1,14 @@
 """Check that the copies which several ranks hold are still equal, bit by bit.
 
     tensors                                                 ranks that hold copies
-    parameters (ZeRO-0 to 2), master weights (ZeRO-0)       data ranks
+    parameters (ZeRO-0 to 2)                                data ranks
+    master weights, parameters (ZeRO-3)                     replicas: at ZeRO-0, all data ranks
     norms, learned positions, row-parallel biases           tensor ranks
     key and value heads, if there are fewer than ranks      neighbouring tensor ranks
     a tied embedding                                        first and last pipeline stage
 
-If ZeRO partitions a tensor, data ranks hold no copies of it. Then each part is compared along the
-other axes.
+If ZeRO partitions a tensor, the shards hold no copies of it. Then each part is compared along the
+other axes, and with that of the replicas.
 
 For each set of ranks that hold the same copies, a rank computes one number, a fingerprint, from the
 bits of its copies. A rank has at most eight fingerprints. One small collective and one read by the
@@ -171,11 +172,11 @@ class Replicas:
         """Groups of ranks whose fingerprints must be equal."""
         kind, holders = slot
         grid = self._run.grid
-        copies_over_dp = self._run.zero_stage <= (2 if kind == "parameter" else 0)
+        is_complete = kind == "parameter" and self._run.zero_stage < 3
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(grid.world_size):
             at = grid.coordinates_of(rank)
-            part = 0 if copies_over_dp else at.dp
+            part = 0 if is_complete else at.dp % grid.shard
             key: dict[Holders, tuple[int, ...]] = {
                 "own": (part, at.pp, at.tp),
                 "tensor ranks": (part, at.pp),

@@ -1,10 +1,11 @@
-"""Reduces buckets of gradients over the data axis.
+"""Reduces buckets of gradients over the data axis: over the shards, then over the replicas.
 
-    gradients of a bucket --pack--> one tensor --reduce--> this rank's part --add--> partition
+    gradients of a bucket --pack--> one tensor --reduce over the shards--> this rank's part
+        --add--> partition --all-reduce over the replicas, once a step--> partition
 
-    ZeRO 0         flat                     an all-reduce: every rank owns everything
-    ZeRO 1, 2      flat, with padding       a reduce-scatter: rank r owns the r-th of dp equal parts
-    ZeRO 3         (dp, elements / dp)      a reduce-scatter: row r is the part of rank r
+    ZeRO 0         flat                        one shard: every rank owns everything
+    ZeRO 1, 2      flat, with padding          a reduce-scatter: rank r of the shards owns part r
+    ZeRO 3         (shards, elements / shards) a reduce-scatter: row r is the part of rank r
 
 A bucket is a parameter group of the optimizer (``build``): consecutive parameters with at most
 ``reduce_bucket_size`` elements, or one larger parameter.
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES
 from megaspeed.topology.context import ParallelContext
+from megaspeed.zero.model_states import HeldRange
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,21 +39,25 @@ class Bucket:
     They are one flat tensor with the layout of DeepSpeed's master weights:
 
         ZeRO 0         [ a | b | c | padding ]    every rank owns everything
-        ZeRO 1, 2      [ a | b | c | padding ]    rank r owns the r-th of dp equal parts
-        ZeRO 3         [ a_r | b_r | c_r ]        rank r owns the r-th of dp equal parts of a, b, c
+        ZeRO 1, 2      [ a | b | c | padding ]    shard r owns the r-th of equal parts
+        ZeRO 3         [ a_r | b_r | c_r ]        shard r owns the r-th of equal parts of a, b, c
     """
 
     parameters: Sequence[Any]  # in the order of the flat tensor; with DeepSpeed's attributes
     sizes: Sequence[int]  # elements of each parameter; at ZeRO-3 with padding
     complete: Tensor | None  # the sum of this rank's gradients; None if only the partition is kept
     partition: Tensor  # the part that this rank owns
+    sum: Tensor  # to which the reduction over the shards adds: the partition, if not compressed
     total: Tensor | None = None  # packed sum over the micro-batches; None if each one is reduced
-    is_compressed: bool = False  # if so, ``partition`` shares no memory with ``complete``
-    # What was not sent, without loss scale, with the layout of ``complete``. None without feedback.
+    # ``complete`` or ``sum``, if it is compressed. Then ``partition`` shares no memory with it.
+    compressed: Tensor | None = None
+    ranges: Sequence[HeldRange] = ()  # the place of each parameter in ``compressed``
+    # What was not sent, without loss scale, with the layout of ``compressed``.
     feedback: Tensor | None = None
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # not reduced yet
     missing: set[nn.Parameter] = field(default_factory=set)  # not computed yet in this backward
-    is_filled: bool = False  # whether the partition contains gradients of this step
+    is_filled: bool = False  # whether ``sum`` contains gradients of this step
+    is_replicated: bool = False  # whether the replicas have started to sum it in this step
 
     @property
     def starts(self) -> list[int]:
@@ -66,8 +72,9 @@ class _Message:
     bucket: Bucket
     work: Any  # None if nothing is sent
     sent: Tensor  # must not be freed before the work has ended
-    parts: Tensor | None  # over gloo: this rank's part of every rank's gradients, a row each
     received: Tensor  # this rank's part of the sum, a view of ``sent``
+    parts: Tensor | None = None  # over gloo: this rank's part of every rank's gradients, in rows
+    is_last: bool = False  # whether the replicas sum the partition next
 
 
 def shape_of(parameter: Any) -> torch.Size:
@@ -93,44 +100,109 @@ class Reducer:
         self._is_offloaded = run.config.zero_optimization.offloads_optimizer
         self._sent_dtype = DTYPES[run.reduction_dtype]
         self._device = context.device
-        self._axis = context.dp_group
+        self._shard_group, self._shards = context.shard_group, run.grid.shard
+        self._replica_group = context.replica_group
         self._dp = context.dp_size
-        self._exchanges = run.scatters_reductions and dist.get_backend(self._axis) == "gloo"
-        # So only one bucket at a time needs memory for a copy, or for what is exchanged.
-        self._is_one_at_a_time = run.copies_gradients or self._exchanges
+        self._exchanges = run.scatters_reductions and dist.get_backend(self._shard_group) == "gloo"
+        # So only one bucket at a time needs memory for a copy, or for what is exchanged. A bucket
+        # that is received can be summed over the replicas while the next one is reduced.
+        self._is_one_at_a_time = run.copies_gradients or self._exchanges or run.grid.replicate > 1
         self.averages_later = run.grid.dp > 1 and not run.divides_gradients_first
         """Whether ``receive`` leaves a sum that is not yet divided by dp."""
-        self.own_part = context.dp_rank if run.owners > 1 else 0
+        self.own_part = context.shard_rank
         """The index of the part of each flat gradient that this rank owns."""
+        self.compresses = False
+        """Whether another object (``compression``) reduces the compressed buckets of this step."""
         self._in_flight: list[_Message] = []
+        self._between_replicas: list[_Message] = []
 
-    def send(self, bucket: Bucket) -> None:
-        """Start to reduce a bucket. Without overlap, a copy is received before ``send`` returns."""
+    def is_compressed_now(self, bucket: Bucket) -> bool:
+        """Whether another object reduces this bucket in this step."""
+        return self.compresses and bucket.compressed is not None
+
+    def send(self, bucket: Bucket, *, last: bool) -> None:
+        """Start to reduce a bucket. Without overlap, a copy is received before ``send`` returns.
+
+        Args:
+            bucket: with gradients.
+            last: whether the step has no more gradients of the bucket, so that the replicas can sum
+                its partition as soon as it is reduced.
+        """
+        if self._shards == 1:
+            self._sum_replicas(bucket)
+            return
+        if self._replica_group is None and self.is_compressed_now(bucket):
+            return
         if self._is_one_at_a_time:
-            self.receive()
+            self._receive_parts()
         packed = self._packed(bucket)
         if self._run.divides_gradients_first:
             packed = packed / self._dp
-        self._in_flight.append(self._start(bucket, packed))
+        self._in_flight.append(self._start(bucket, packed, last))
+        del packed
         if self._is_one_at_a_time and not self._run.overlaps_reductions:
-            self.receive()
+            self._receive_parts()
 
-    def receive(self) -> None:
-        """Wait for all messages, and add what this rank owns to its partition."""
-        for message in self._in_flight:
-            if message.work is not None:
-                message.work.wait()
+    def receive(self, buckets: Sequence[Bucket]) -> None:
+        """Wait for all messages. Afterwards the partitions are sums over all data ranks."""
+        self._receive_parts()
+        for bucket in buckets:
+            if not bucket.is_replicated:
+                self._sum_replicas(bucket)
+            bucket.is_replicated = False
+        self._receive_replicas()
+
+    def _receive_parts(self) -> None:
+        """Wait for the reductions over the shards, and add what this rank owns."""
+        while self._in_flight:
+            message = self._in_flight.pop(0)
+            bucket, is_last = message.bucket, message.is_last
+            message.work.wait()
             if message.parts is not None:
                 torch.sum(message.parts, 0, out=message.received)
-            is_copied = self._run.copies_gradients or message.bucket.is_compressed
-            if is_copied or self._is_offloaded:
+            if self._run.copies_gradients or bucket.compressed is not None or self._is_offloaded:
                 self._add(message)
-        self._in_flight.clear()
+            del message  # frees a copy
+            if is_last:
+                self._sum_replicas(bucket)
+
+    def _sum_replicas(self, bucket: Bucket) -> None:
+        """Start to sum this rank's partition over the replicas."""
+        bucket.is_replicated = True
+        if self.is_compressed_now(bucket):
+            return
+        group, offloads_all = self._replica_group, self._shards == 1 and self._is_offloaded
+        if group is None and not offloads_all:
+            return
+        if self._run.copies_partitions:
+            self._receive_replicas()
+        source = bucket.complete if offloads_all else bucket.sum
+        assert source is not None, "with one shard, complete gradients are kept"
+        part = source[: bucket.partition.numel()]
+        sent = part.to(self._device, self._sent_dtype, non_blocking=True)
+        if self._shards == 1 and self._run.divides_gradients_first:
+            sent = sent / self._dp
+        work = None if group is None else comm.all_reduce(sent, group=group, async_op=True)
+        self._between_replicas.append(_Message(bucket, work, sent, sent))
+        if self._run.copies_partitions and not self._run.overlaps_reductions:
+            self._receive_replicas()
+
+    def _receive_replicas(self) -> None:
+        for message in self._between_replicas:
+            bucket, received = message.bucket, message.received
+            if message.work is not None:
+                message.work.wait()
+            if self._is_offloaded and self._shards == 1 and self.averages_later:
+                received = received / self._dp  # not on the host, which would wait for the copy
+            is_copied = bucket.sum is not bucket.partition or self._run.copies_partitions
+            if is_copied or self._is_offloaded:
+                bucket.partition.copy_(received, non_blocking=True)
+        self._between_replicas.clear()
 
     def shape_of(self, bucket: Bucket) -> tuple[int, ...]:
-        """Return the shape of packed gradients: flat, or at ZeRO-3 a row for each rank."""
+        """Return the shape of packed gradients: flat, or at ZeRO-3 a row for each shard."""
         part = bucket.partition.numel()
-        return (self._dp, part) if self._is_stage3 else (self._run.owners * part,)
+        return (self._shards, part) if self._is_stage3 else (self._shards * part,)
 
     def pack(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         """Remove the gradients of one micro-batch from the bucket, and return them in its shape."""
@@ -141,7 +213,7 @@ class Reducer:
         packed = torch.empty(shape, dtype=dtype, device=self._device)
         flat = [gradient.reshape(-1) for gradient in gradients]
         if self._is_stage3:
-            torch._chunk_cat(flat, 0, self._dp, out=packed)
+            torch._chunk_cat(flat, 0, self._shards, out=packed)
             return packed
         elements = sum(gradient.numel() for gradient in flat)
         torch.cat(flat, out=packed[:elements])
@@ -150,7 +222,7 @@ class Reducer:
         return packed
 
     def _packed(self, bucket: Bucket) -> Tensor:
-        """The bucket's gradients: flat, or at ZeRO-3 (dp, elements / dp), one row for each rank."""
+        """The bucket's gradients: flat, or at ZeRO-3 one row for each shard."""
         complete = bucket.complete
         if complete is not None and not self._is_stage3:
             return complete[: math.prod(self.shape_of(bucket))].to(self._sent_dtype)
@@ -161,28 +233,28 @@ class Reducer:
         shape, dtype = self.shape_of(bucket), self._sent_dtype
         packed = torch.empty(shape, dtype=dtype, device=self._device)
         parts = complete.split(bucket.sizes)
-        torch.cat([part.view(self._dp, -1) for part in parts], dim=1, out=packed)
+        torch.cat([part.view(self._shards, -1) for part in parts], dim=1, out=packed)
         return packed
 
-    def _start(self, bucket: Bucket, packed: Tensor) -> _Message:
-        """Start to sum a bucket over the data ranks, in place: all of it, or this rank's row."""
-        rows = packed.view(self._run.owners, -1)
-        received, work, parts = rows[self.own_part], None, None
-        if self._dp > 1 and not self._run.scatters_reductions:
-            work = comm.all_reduce(packed, group=self._axis, async_op=True)
-        elif self._dp > 1 and self._exchanges:
+    def _start(self, bucket: Bucket, packed: Tensor, is_last: bool) -> _Message:
+        """Start to sum a bucket over the shards, in place: all of it, or this rank's row."""
+        rows = packed.view(self._shards, -1)
+        received, parts = rows[self.own_part], None
+        if not self._run.scatters_reductions:
+            work = comm.all_reduce(packed, group=self._shard_group, async_op=True)
+        elif self._exchanges:
             parts = torch.empty_like(rows)
-            work = comm.all_to_all_single(parts, rows, group=self._axis, async_op=True)
-        elif self._dp > 1:
+            work = comm.all_to_all_single(parts, rows, group=self._shard_group, async_op=True)
+        else:
             sent = packed.view(-1)
-            work = comm.reduce_scatter_fn(received, sent, group=self._axis, async_op=True)
-        return _Message(bucket, work, packed, parts, received)
+            work = comm.reduce_scatter_fn(received, sent, group=self._shard_group, async_op=True)
+        return _Message(bucket, work, packed, received, parts, is_last)
 
     def _add(self, message: _Message) -> None:
         received = message.received
         if self.averages_later and self._is_offloaded:
             received = received / self._dp  # not on the host, which would wait for the copy
-        partition = message.bucket.partition
+        partition = message.bucket.sum[: received.numel()]  # without the padding of compression
         if message.bucket.is_filled and partition.device != received.device:
             # The device adds, so the host does not wait for it.
             before = partition.to(received.device, non_blocking=True)

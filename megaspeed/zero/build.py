@@ -40,9 +40,8 @@ from megaspeed.zero.workarounds import (
 def deepspeed_json(run: Run) -> dict[str, Any]:
     """DeepSpeed's configuration for one rank of ``run``. These keys differ from the run's JSON:
 
-    zero_optimization.stage 0    1, over a group of one rank: nothing is partitioned, and all
-                                 stages and dtypes use the same code. This package averages the
-                                 gradients over the data axis.
+    zero_optimization.stage 0    1, over one shard: nothing is partitioned, and all stages and
+                                 dtypes use the same code.
     gradient_accumulation_steps  1: the schedule counts micro-batches, and the loss is scaled
                                  before backward.
     contiguous_gradients,        false: ``gradients`` reduces gradients, so DeepSpeed needs
@@ -60,7 +59,7 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
         json.pop(key, None)
     json["train_micro_batch_size_per_gpu"] = run.batch.micro_batch_size
     json["gradient_accumulation_steps"] = 1
-    json["train_batch_size"] = run.batch.micro_batch_size * run.owners
+    json["train_batch_size"] = run.batch.micro_batch_size * run.grid.shard
     json["zero_force_ds_cpu_optimizer"] = False
     json["zero_allow_untested_optimizer"] = True
     json["timers"] = {"throughput": {"enabled": False}}
@@ -78,17 +77,17 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
 class DataAxis:
     """DeepSpeed's ``mpu`` (model parallel unit) for one engine. All ranks create it together.
 
-    DeepSpeed partitions over the data axis. This package does everything that spans the model axes:
-    the norm, tied weights, the agreement to skip a step. So there is no model-parallel group for
-    DeepSpeed: None, which its ZeRO optimizers accept (deepspeed/comm/pg_utils.py, is_parallel).
+    DeepSpeed partitions over the shards. This package sums over replicas, and does everything that
+    spans the model axes: the norm, tied weights, the agreement to skip a step. So there is no
+    model-parallel group for DeepSpeed: None, which its ZeRO optimizers accept
+    (deepspeed/comm/pg_utils.py, is_parallel).
 
     Args:
         context: this rank's groups.
-        replicate: ZeRO-0: partition over this rank alone, so that every rank holds everything.
     """
 
-    def __init__(self, context: ParallelContext, *, replicate: bool) -> None:
-        self._partition_group = context.group_of_this_rank() if replicate else context.dp_group
+    def __init__(self, context: ParallelContext) -> None:
+        self._partition_group = context.shard_group
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         """The group over which ZeRO partitions."""
@@ -150,7 +149,7 @@ def build_engine(
     """
     _prepare_deepspeed(context)
     json = deepspeed_json(run)
-    mpu = DataAxis(context, replicate=run.zero_stage == 0)
+    mpu = DataAxis(context)
     dtype = DTYPES[run.precision]
 
     def initial_value(name: str) -> Tensor:
@@ -159,7 +158,7 @@ def build_engine(
             run.config.training.seed,
             name,
             shards[name],
-            group=context.dp_group,
+            group=context.data_group,
             device=context.device,
             dtype=dtype,
         )
@@ -248,25 +247,27 @@ def _in_buckets(
 ) -> list[dict[str, Any]]:
     """Put each bucket of gradients (``reduce_bucket_size``) into a group of its own.
 
-    Compressed gradients stay together. With one data rank, nothing is reduced.
+    Compressed gradients stay together, unless they are reduced over shards before they are
+    compressed. With one data rank, nothing is reduced.
 
-    At ZeRO-1 and 2, DeepSpeed divides every group into dp equal parts. So a rank owns a row of each
-    bucket, and one reduce-scatter sums a bucket for all its owners. If a bucket were a part of a
-    group, it would be a part of one or a few rows, and each owner would need a message of its own.
+    At ZeRO-1 and 2, DeepSpeed divides every group into equal parts, one for each shard. So a rank
+    owns a row of each bucket, and one reduce-scatter sums a bucket for all its owners. If a bucket
+    were a part of a group, it would be a part of one or a few rows, and each owner would need a
+    message of its own.
     """
     if run.grid.dp == 1:
         return groups
 
     def elements(parameter: Any) -> int:
         if run.zero_stage == 3:
-            return run.grid.dp * int(parameter.partition_numel())
+            return run.grid.shard * int(parameter.partition_numel())
         return int(parameter.numel())
 
     weight = None if model.head is None else model.head.output.weight
     split = []
     for group in groups:
         members, together = group["params"], [range(len(group["params"]))]
-        if members[0] not in compressed:
+        if members[0] not in compressed or run.grid.is_hybrid:
             head = next((i for i, p in enumerate(members) if p is weight), None)
             together = buckets(run, list(map(elements, members)), head)
         split += [{**group, "params": members[one.start : one.stop]} for one in together]

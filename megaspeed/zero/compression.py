@@ -1,5 +1,8 @@
 """Compresses the gradients of matrices before they are sent over the data axis.
 
+With several replicas, the gradients are reduced over the shards as they are, and compressed before
+they are sent between the replicas.
+
     gradients of a step + feedback = sum --compress--> messages --reduce--> mean of what was sent
                                      sum - what this rank sent = feedback for the next step
 
@@ -8,8 +11,8 @@ not send, a later step sends. The complete gradient starts as the feedback, and 
 gradients. The reduction leaves in it what was not sent, which is the new feedback.
 
     int8       blocks of 8-bit integers with an fp32 scale. Each rank sums the parts that it owns in
-               fp32 (as ZeRO++ does: Wang et al. 2023, section 3.3). At ZeRO-0 it then sends the sum
-               to all ranks, also as such blocks.
+               fp32 (as ZeRO++ does: Wang et al. 2023, section 3.3). A replica then sends its sum to
+               all others, also as such blocks.
     powersgd   a matrix of n x m as the product of (n, rank) and (rank, m), which are all-reduced
                (Vogels et al. 2019, "PowerSGD", algorithms 1 and 2)
 
@@ -55,7 +58,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def reduce(self, compressed: Sequence[Bucket]) -> None:
-        """Write the mean to each ``partition``, and leave in ``complete`` what was not sent."""
+        """Write the mean to each ``partition``, and leave in ``compressed`` what was not sent."""
 
     def keep(self) -> None:  # noqa: B027 - there may be no state
         """Use the state of this step in the next one. Called after a step that was not skipped."""
@@ -110,8 +113,8 @@ def unpacked(message: Tensor) -> Tensor:
 class Int8(Compressor):
     """Reduces gradients as blocks of 8-bit integers.
 
-    The complete gradient is a matrix with a row for each data rank, which owns that row. Columns of
-    about ``reduce_bucket_size`` elements together are sent at a time:
+    The gradient is a matrix with a row for each rank, which sums that row. Columns of about
+    ``reduce_bucket_size`` elements together are sent at a time:
 
         columns --quantize--> all-to-all: row r to rank r --sum in fp32--> partition
 
@@ -124,8 +127,10 @@ class Int8(Compressor):
         assert isinstance(run.compression, Int8Compression)
         self._block = run.compression.block
         self._keeps_error = run.compression.error_feedback
-        self._axis, self._dp, self._rank = context.dp_group, context.dp_size, context.dp_rank
-        self._stage, self._run = run.zero_stage, run
+        self._run, self._dp = run, run.grid.dp
+        self._gathers = context.replica_group is not None
+        self._axis = context.replica_group or context.shard_group
+        self._rank, self._rows = dist.get_rank(self._axis), dist.get_world_size(self._axis)
 
     def reduce(self, compressed: Sequence[Bucket]) -> None:
         for bucket in compressed:
@@ -133,29 +138,29 @@ class Int8(Compressor):
                 self._reduce(rows, own)
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """(columns of the complete gradient, (dp, width) each; their place in the partition)."""
-        assert bucket.complete is not None
-        if self._stage == 3:
-            parts = [part.view(self._dp, -1) for part in bucket.complete.split(bucket.sizes)]
+        """(columns of the gradient, (ranks, width) each; their place in the partition)."""
+        flat = _compressed(bucket)
+        if self._run.zero_stage == 3 and not self._gathers:
+            parts = [part.view(self._rows, -1) for part in flat.split(bucket.sizes)]
             for members in buckets(self._run, bucket.sizes):
                 rows = parts[members.start : members.stop]
-                start = bucket.starts[members.start] // self._dp
+                start = bucket.starts[members.start] // self._rows
                 yield rows, bucket.partition.narrow(0, start, sum(row.shape[1] for row in rows))
             return
-        matrix = bucket.complete.view(self._dp, -1)
+        matrix = flat.view(self._rows, -1)
         columns = matrix.shape[1]
-        # At ZeRO-0 the partition is complete, and its memory also has the padding after it.
+        # Replicas have all rows of the partition, whose memory also has the padding after it.
         own = bucket.partition
-        if self._stage == 0:
+        if self._gathers:
             own = own.as_strided(matrix.shape, (columns, 1))
-        width = columns_sent_together(self._run, self._dp, self._block)
+        width = columns_sent_together(self._run, self._rows, self._block)
         for start in range(0, columns, width):
             yield [matrix[:, start : start + width]], own[..., start : start + width]
 
     def _reduce(self, rows: list[Tensor], own: Tensor) -> None:
         width = sum(row.shape[1] for row in rows)
-        padding = rows[0].new_zeros(self._dp, -width % self._block)
-        values = torch.cat([*rows, padding], dim=1).view(self._dp, -1, self._block)
+        padding = rows[0].new_zeros(self._rows, -width % self._block)
+        values = torch.cat([*rows, padding], dim=1).view(self._rows, -1, self._block)
         levels, scales = quantized(values)
         message = packed(levels, scales)
         values -= levels.mul_(scales)
@@ -163,7 +168,7 @@ class Int8(Compressor):
         received = torch.empty_like(message)
         dist.all_to_all_single(received, message, group=self._axis)
         total = unpacked(received).sum(0)
-        if self._stage == 0:
+        if self._gathers:
             levels, scales = quantized(total)
             message = packed(levels, scales)
             # The owner of these elements sends the error of the sum in the next step.
@@ -174,7 +179,7 @@ class Int8(Compressor):
             total = unpacked(received)
         own.copy_(total.div_(self._dp).view(*own.shape[:-1], -1)[..., :width], non_blocking=True)
         if self._keeps_error:
-            errors = values.view(self._dp, -1)[:, :width].split([r.shape[1] for r in rows], dim=1)
+            errors = values.view(self._rows, -1)[:, :width].split([r.shape[1] for r in rows], dim=1)
             torch._foreach_copy_(rows, errors)
 
 
@@ -204,23 +209,32 @@ class _Batch:
         return flat.as_strided(size, step, flat.storage_offset() + self.starts[0])
 
 
-def batches_of(bucket: Bucket) -> list[_Batch]:
-    """All matrices of a bucket, in few batches.
+def batches_of(bucket: Bucket, rank: int) -> tuple[list[_Batch], list[slice]]:
+    """All matrices of a bucket in few batches, and the ranges that are in none.
 
     Blocks of the model have equal matrices at equal distances, so the number of batches does not
-    depend on the number of blocks.
+    depend on the number of blocks. A replica may hold a part of a matrix: its complete rows are a
+    matrix of their own, if rank x (rows + columns) numbers are fewer than it has.
     """
     batches: list[_Batch] = []
     latest: dict[tuple[int, int], _Batch] = {}
-    for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
-        rows, columns = shape_of(parameter)
+    rest: list[slice] = []
+    for held in bucket.ranges:
+        columns = shape_of(held.parameter)[1]
+        before = -held.start % columns  # elements of a row that begins on another rank
+        rows = max(0, held.length - before) // columns
+        if rank * (rows + columns) >= rows * columns:
+            rest.append(slice(held.offset, held.offset + held.length))
+            continue
+        start, end = held.offset + before, held.offset + before + rows * columns
+        rest += [slice(held.offset, start), slice(end, held.offset + held.length)]
         batch = latest.get((rows, columns))
         if batch is None or not batch.continues(start):
             batch = latest[rows, columns] = _Batch((rows, columns))
             batches.append(batch)
-        batch.parameters.append(parameter)
+        batch.parameters.append(held.parameter)
         batch.starts.append(start)
-    return batches
+    return batches, [part for part in rest if part.start < part.stop]
 
 
 def orthogonalize(matrices: Tensor) -> None:
@@ -238,7 +252,7 @@ def orthogonalize(matrices: Tensor) -> None:
 
 
 class PowerSgd(Compressor):
-    """All-reduces two thin matrices instead of each gradient.
+    """All-reduces two thin matrices instead of each gradient, and what is in no matrix as it is.
 
         P = sum (n, m) x Q of the previous step   --all-reduce, orthogonalize--> P
         Q = sum transposed (m, n) x P             --all-reduce, mean-----------> Q
@@ -253,9 +267,12 @@ class PowerSgd(Compressor):
     def __init__(self, run: Run, context: ParallelContext, compressed: Sequence[Bucket]) -> None:
         assert isinstance(run.compression, PowerSgdCompression)
         self._compression, self._rank_of = run.compression, run.compression.rank
-        self._axis, self._dp, self._own = context.dp_group, context.dp_size, context.dp_rank
-        self._stage, self._device = run.zero_stage, context.device
-        self._batches = [batches_of(bucket) for bucket in compressed]
+        self._run, self._dp, self._device = run, run.grid.dp, context.device
+        self._is_replica = context.replica_group is not None
+        self._axis = context.replica_group or context.shard_group
+        self._shard = context.shard_rank
+        found = [batches_of(bucket, self._rank_of) for bucket in compressed]
+        self._batches, self._rest = zip(*found, strict=True)
         elements = sum(self._sizes(1))
         # The same on every data rank. Computed on the host, so that all devices have the same.
         generator = torch.Generator().manual_seed(run.config.training.seed)
@@ -278,11 +295,20 @@ class PowerSgd(Compressor):
 
     def reduce(self, compressed: Sequence[Bucket]) -> None:
         sums = [
-            batch.of(_complete(bucket))
+            batch.of(_compressed(bucket))
             for bucket, batches in zip(compressed, self._batches, strict=True)
             for batch in batches
         ]
-        left = torch.empty(sum(self._sizes(0)), device=self._device)
+        rest = [
+            _compressed(bucket)[part]
+            for bucket, parts in zip(compressed, self._rest, strict=True)
+            for part in parts
+        ]
+        elements = sum(self._sizes(0))
+        sent = torch.empty(elements + sum(map(len, rest)), device=self._device)
+        left = sent[:elements]
+        if rest:
+            torch.cat(rest, out=sent[elements:])
         lefts, rights = self._parts(left, 0), self._parts(self._next, 1)
         for matrices, p, q, initial in zip(
             sums, lefts, self._parts(self._right, 1), self._parts(self._initial, 1), strict=True
@@ -291,7 +317,7 @@ class PowerSgd(Compressor):
             # A gradient of zeros makes Q zero. Then all later products would be zero, too.
             largest = torch.linalg.vector_norm(q, math.inf, dim=1, keepdim=True)
             torch.bmm(matrices, torch.where(largest == 0, initial, q / largest), out=p)
-        dist.all_reduce(left, group=self._axis)
+        dist.all_reduce(sent, group=self._axis)
         for matrices, p, q in zip(sums, lefts, rights, strict=True):
             largest = torch.linalg.vector_norm(p, math.inf, dim=1, keepdim=True)
             p /= torch.where(largest == 0, 1.0, largest)
@@ -300,20 +326,33 @@ class PowerSgd(Compressor):
         dist.all_reduce(self._next, group=self._axis)
         self._next /= self._dp
         products = zip(lefts, rights, strict=True)
+        means = []
         for bucket, batches in zip(compressed, self._batches, strict=True):
-            mean = bucket.partition if self._stage == 0 else torch.zeros_like(_complete(bucket))
+            flat = _compressed(bucket)
+            in_place = self._is_replica and bucket.partition.device == flat.device
+            means.append(bucket.partition if in_place else torch.zeros_like(flat))
             for batch, (p, q) in zip(batches, products, strict=False):
-                torch.bmm(p, q.mT, out=batch.of(mean))
+                torch.bmm(p, q.mT, out=batch.of(means[-1]))
+        if rest:
+            parts = zip(means, self._rest, strict=True)
+            averages = (sent[elements:] / self._dp).split([*map(len, rest)])
+            torch._foreach_copy_([mean[part] for mean, each in parts for part in each], averages)
+        for bucket, mean in zip(compressed, means, strict=True):
             if self._compression.error_feedback:
-                _complete(bucket)[: mean.numel()] -= mean
-            if self._stage > 0:
+                _compressed(bucket)[: mean.numel()] -= mean
+            if mean is not bucket.partition:
                 bucket.partition.copy_(self._partition(bucket, mean), non_blocking=True)
+        if self._compression.error_feedback and rest:
+            torch._foreach_zero_(rest)  # all of it was sent
 
     def _partition(self, bucket: Bucket, mean: Tensor) -> Tensor:
-        if self._stage < 3:
-            return mean.view(self._dp, -1)[self._own]
+        if self._is_replica:
+            return mean[: bucket.partition.numel()]
+        shards = self._run.grid.shard
+        if self._run.zero_stage < 3:
+            return mean.view(shards, -1)[self._shard]
         parts = mean.split(bucket.sizes)
-        return torch.cat([part.view(self._dp, -1)[self._own] for part in parts])
+        return torch.cat([part.view(shards, -1)[self._shard] for part in parts])
 
     def _all_batches(self) -> Iterator[_Batch]:
         return itertools.chain.from_iterable(self._batches)
@@ -332,6 +371,6 @@ class PowerSgd(Compressor):
         ]
 
 
-def _complete(bucket: Bucket) -> Tensor:
-    assert bucket.complete is not None, "compression needs the complete gradient"
-    return bucket.complete
+def _compressed(bucket: Bucket) -> Tensor:
+    assert bucket.compressed is not None
+    return bucket.compressed

@@ -99,7 +99,7 @@ class ZeroEngine:
         self.loss = loss
         """The loss of the last pipeline stage."""
         self._loss_scale = loss_scale
-        self._replicated = run.zero_stage == 0
+        self._replicas = run.grid.replicate
         self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
         """Full name of each of this rank's parameters."""
         self._gathers: LayerGathers | None = None
@@ -303,8 +303,7 @@ class ZeroEngine:
         """The norm, multiplied by the loss scale; NaN if the loss of a rank is not finite."""
         if not all(map(math.isfinite, losses)):
             return math.nan
-        copies = self._context.dp_size if self._replicated else 1
-        return math.sqrt(sum(squares) / copies)
+        return math.sqrt(sum(squares) / self._replicas)
 
 
 def _head_weight(model: GPT) -> nn.Parameter | None:

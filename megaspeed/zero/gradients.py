@@ -2,6 +2,7 @@ r"""Accumulates the gradients of a step, and reduces them over the data axis.
 
     complete      autograd --add--> complete gradient      --reduce--> partition of this rank
     partitioned   autograd -------> gradients of a bucket  --reduce--> partition of this rank, added
+    replicas      partition of this rank --sum, once a step--> partition of this rank
 
     complete    this rank's sum over the micro-batches of a step, of all parameters of a bucket
     total       the same of norms and biases, packed as it is sent, if only partitions are kept
@@ -19,13 +20,14 @@ an exception: they are summed over the micro-batches, and reduced once a step. T
 the sum takes little memory, and it saves a collective in every other micro-batch.
 
 With ``overlap_comm`` a bucket is reduced while the backward continues. A complete gradient is then
-reduced during the last backward of a step. ``buckets`` states how a bucket is reduced.
+reduced during the last backward of a step, and replicas sum a partition as soon as it is complete.
+``buckets`` states how a bucket is reduced.
 
-A compressed gradient (``compression``) is complete, too. It starts as the feedback, which is what
-the previous step has not sent. What this step does not send stays in ``complete`` until
-``end_step`` copies it to the feedback:
+A compressed gradient (``compression``) is complete, or with replicas the sum that they compress. It
+starts as the feedback, which is what the previous step has not sent. What this step does not send
+stays in it until ``end_step`` copies it to the feedback:
 
-    feedback --x loss scale--> complete --autograd adds, reduce--> what was not sent --> feedback
+    feedback --x loss scale--> gradient --autograd adds, reduce--> what was not sent --> feedback
                                                    \-> partition: the mean
 
 This replaces the hooks and buckets of DeepSpeed 0.19.8. They run Python code for each parameter in
@@ -89,7 +91,7 @@ class Gradients:
         self._timeline = context.timeline
         self._device = context.device
         self._tensor_axis = context.tp_group
-        self._dp = context.dp_size
+        self._dp, self._shards = context.dp_size, run.grid.shard
         self._reducer = Reducer(run, context)
         self._keeps_error = run.compression is not None and run.compression.error_feedback
         self._compressed_parameters = {id(parameter) for parameter in compressed}
@@ -99,11 +101,10 @@ class Gradients:
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         members = {id(parameter) for parameter in partial}
         self._partial = [bucket for bucket in self._buckets if id(bucket.parameters[0]) in members]
-        self._compressed = [bucket for bucket in self._buckets if bucket.is_compressed]
+        self._compressed = [bucket for bucket in self._buckets if bucket.compressed is not None]
         self._compressor: Compressor | None = None
         if self._compressed:
             self._compressor = make_compressor(run, context, self._compressed)
-        self._compresses = False  # in this step
         self._loss_scale = 1.0  # of this step
         self.steps_taken = 0
         """Optimizer steps that were not skipped."""
@@ -133,7 +134,7 @@ class Gradients:
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that hold gradients between two micro-batches."""
         for bucket in self._buckets:
-            held = (bucket.partition, bucket.complete, bucket.feedback, bucket.total)
+            held = (bucket.partition, bucket.sum, bucket.complete, bucket.feedback, bucket.total)
             yield from (tensor for tensor in held if tensor is not None)
         if self._compressor is not None:
             yield from self._compressor.tensors()
@@ -178,17 +179,16 @@ class Gradients:
         and biases need one collective a step, not one for each layer and micro-batch.
         """
         with self._timeline.part("data"):
-            if self._is_complete and not self._overlaps and (self._dp > 1 or self._is_offloaded):
+            if self._is_complete and not self._overlaps:
                 for bucket in self._buckets:
-                    if not (self._compresses and bucket.is_compressed):
-                        self._reducer.send(bucket)
-            self._reducer.receive()
-            if self._compresses and self._compressor is not None:
+                    self._reducer.send(bucket, last=True)
+            self._reducer.receive(self._buckets)
+            if self._reducer.compresses and self._compressor is not None:
                 self._compressor.reduce(self._compressed)
             if self._reducer.averages_later and not self._is_offloaded:
-                sums = [b for b in self._buckets if not (self._compresses and b.is_compressed)]
-                if sums:
-                    torch._foreach_div_([bucket.partition for bucket in sums], self._dp)
+                plain = [b for b in self._buckets if not self._reducer.is_compressed_now(b)]
+                if plain:
+                    torch._foreach_div_([bucket.partition for bucket in plain], self._dp)
         with self._timeline.part("tensor"):
             for bucket in self._partial:
                 total = bucket.partition.to(self._device)
@@ -210,60 +210,75 @@ class Gradients:
         if not taken:
             return
         self.steps_taken += 1
-        if self._compresses:
+        if self._reducer.compresses:
             assert self._compressor is not None
             self._compressor.keep()
         for bucket in self._compressed:
-            if bucket.feedback is None or bucket.complete is None:
+            if bucket.feedback is None or bucket.compressed is None:
                 continue
-            if self._compresses:
-                torch.div(bucket.complete, self._loss_scale, out=bucket.feedback)
+            if self._reducer.compresses:
+                torch.div(bucket.compressed, self._loss_scale, out=bucket.feedback)
             else:
                 bucket.feedback.zero_()  # it was a part of the sum, which was sent completely
 
-    def feedback(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """(parameter, flat view of the part of its gradient that this rank has not sent yet)."""
+    def feedback(self) -> Iterator[GradientFragment]:
+        """What this rank has not sent yet of each compressed gradient."""
         for bucket in self._compressed:
             if bucket.feedback is not None:
-                for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
-                    yield parameter, bucket.feedback.narrow(0, start, shape_of(parameter).numel())
+                for held in bucket.ranges:
+                    values = bucket.feedback.narrow(0, held.offset, held.length)
+                    yield GradientFragment(held.parameter, held.start, values)
 
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """PowerSGD's Q (columns, rank) of each compressed parameter, equal on all data ranks."""
         return iter(()) if self._compressor is None else self._compressor.factors()
 
     def _make_bucket(self, index: int) -> Bucket:
-        master, owners = master_partitions(self._optimizer)[index], self._run.owners
-        part = master.numel()
+        master, shards = master_partitions(self._optimizer)[index], self._shards
+        part, replicas = master.numel(), self._run.grid.replicate
         if self._is_stage3:
             parameters = self._optimizer.fp16_groups[index]
-            sizes = [self._dp * parameter.partition_numel() for parameter in parameters]
+            sizes = [shards * parameter.partition_numel() for parameter in parameters]
         else:
             parameters = self._optimizer.round_robin_bit16_groups[index]
             sizes = [parameter.numel() for parameter in parameters]
         is_compressed = id(parameters[0]) in self._compressed_parameters
-        elements = owners * part
-        if is_compressed:  # equal parts for all data ranks at ZeRO-0, too
-            elements = -(-elements // self._dp) * self._dp
+        # Compression divides what replicas sum into equal parts.
+        padded = -(-part // replicas) * replicas if is_compressed else part
+        elements = shards * part if shards > 1 else padded
         complete = self._zeros(elements) if self._is_complete else None
         if self._is_offloaded:
             assert master.grad is not None, "DeepSpeed allocates it in host memory"
             partition = master.grad.view(-1)
         elif is_compressed:
-            partition = self._zeros(elements // owners)[:part]
-        elif complete is not None and (owners == 1 or not self._is_stage3):
+            partition = self._zeros(padded)[:part]
+        elif complete is not None and (shards == 1 or not self._is_stage3):
             partition = complete.narrow(0, self._reducer.own_part * part, part)
         else:
             partition = self._zeros(part)
-        keeps_error = is_compressed and self._keeps_error
+        total = partition
+        if is_compressed and replicas > 1:
+            total = self._zeros(padded) if complete is None or shards > 1 else complete
+        compressed = (total if replicas > 1 else complete) if is_compressed else None
+        feedback = None
+        if compressed is not None and self._keeps_error:
+            feedback = torch.zeros_like(compressed)
         bucket = Bucket(
             parameters=parameters,
             sizes=sizes,
             complete=complete,
             partition=partition,
-            is_compressed=is_compressed,
-            feedback=self._zeros(elements) if keeps_error else None,
+            sum=total,
+            compressed=compressed,
+            feedback=feedback,
         )
+        if compressed is not None:
+            bucket.ranges = [
+                HeldRange(p, 0, index, start, shape_of(p).numel())
+                for p, start in zip(parameters, bucket.starts, strict=True)
+            ]
+            if compressed is not complete:
+                bucket.ranges = [h for h in held_ranges(self._optimizer) if h.bucket == index]
         if self._run.sums_vector_gradients and all(len(shape_of(p)) == 1 for p in parameters):
             bucket.total = self._zeros(self._reducer.shape_of(bucket))
         return bucket
@@ -286,13 +301,15 @@ class Gradients:
         self._begins_step = False
         self._loss_scale = float(self._optimizer.loss_scale)
         if self._compressor is not None:
-            self._compresses = self._compressor.is_due(self.steps_taken + 1)
+            self._reducer.compresses = self._compressor.is_due(self.steps_taken + 1)
         for bucket in self._buckets:
-            if bucket.feedback is not None:
-                torch.mul(bucket.feedback, self._loss_scale, out=bucket.complete)
-            elif bucket.complete is not None:
+            if bucket.complete is not None and bucket.complete is not bucket.compressed:
                 bucket.complete.zero_()
-            bucket.is_filled = False
+            if bucket.compressed is not None and bucket.feedback is not None:
+                torch.mul(bucket.feedback, self._loss_scale, out=bucket.compressed)
+            elif bucket.compressed is not None:
+                bucket.compressed.zero_()
+            bucket.is_filled = bucket.sum is bucket.compressed
             if bucket.total is not None:
                 bucket.total.zero_()
         if self._autograd_adds:
@@ -322,4 +339,4 @@ class Gradients:
 
     def _send_in_backward(self, bucket: Bucket) -> None:
         with self._timeline.part("data"):
-            self._reducer.send(bucket)
+            self._reducer.send(bucket, last=self._is_last and self._overlaps)

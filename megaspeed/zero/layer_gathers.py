@@ -174,13 +174,13 @@ class LayerGathers:
         self._timeline = context.timeline
         layers = model.layer_modules()
         persistent: list[Any] = [p for p in model.parameters() if _is_persistent(p)]
-        self._persistent = GatheredLayer(persistent, context.dp_group, context.device)
+        self._persistent = GatheredLayer(persistent, context.shard_group, context.device)
 
         def own(layer: nn.Module) -> list[Any]:
             return [p for p in layer.parameters() if not _is_persistent(p)]
 
         def gathered(layer: nn.Module) -> GatheredLayer:
-            return GatheredLayer(own(layer), context.dp_group, context.device)
+            return GatheredLayer(own(layer), context.shard_group, context.device)
 
         embedding = [] if model.embedding is None else [gathered(model.embedding)]
         sizes = [sum(p.ds_numel for p in own(block)) for block in model.blocks.values()]

@@ -82,8 +82,19 @@ def test_every_zero_stage_follows_every_other() -> None:
 
 
 def run_at(layout: int, zero_stage: int, folder: Path, changes: dict[str, Any]) -> Run:
-    pp, dp, tp = LAYOUTS[layout]
+    return run_of(LAYOUTS[layout], zero_stage, folder, changes)
+
+
+def run_of(
+    layout: tuple[int, int, int],
+    zero_stage: int,
+    folder: Path,
+    changes: dict[str, Any],
+    replicate: int = 1,
+) -> Run:
+    pp, dp, tp = layout
     parallel = {
+        "replicate": replicate,
         "sequence_parallel": tp > 1 and zero_stage % 2 == 1,
         "schedule": ("gpipe", "1f1b")[zero_stage % 2],
     }
@@ -142,3 +153,26 @@ def assert_continues(before: Stretch, after: Stretch, run: Run, checkpoint: str)
     for uninterrupted, resumed in zip(before.losses, after.losses, strict=True):
         assert abs(resumed - uninterrupted) <= allowed * abs(uninterrupted), where
     assert after.rates == before.rates and after.samples == before.samples, where
+
+
+# (pp, dp, tp), replicas, ZeRO stage
+REPLICAS = (((1, 4, 1), 2, 3), ((2, 4, 1), 2, 1), ((1, 2, 2), 1, 3), ((1, 4, 2), 4, 2))
+
+
+@pytest.mark.timeout(500)
+def test_a_run_continues_with_other_replicas(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
+) -> None:
+    """Each layout loads what each of the others has saved."""
+    saved: dict[Path, Stretch] = {}
+    for number, (layout, replicate, stage) in enumerate(REPLICAS):
+        run = run_of(layout, stage, tmp_path / f"{number}", {}, replicate)
+        size = run.grid.world_size
+        stretch = pool.run(size, save_and_continue, run, corpus, BEFORE, AFTER)[0]
+        saved[only_checkpoint(run.run_dir)] = stretch
+    for layout, replicate, stage in REPLICAS:
+        run = run_of(layout, stage, tmp_path / "unused", {}, replicate)
+        wanted = list(saved)
+        resumed = pool.run(run.grid.world_size, continue_from, run, corpus, wanted, AFTER)[0]
+        for checkpoint, after in zip(wanted, resumed, strict=True):
+            assert_continues(saved[checkpoint], after, run, str(checkpoint))

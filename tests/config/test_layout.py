@@ -14,8 +14,8 @@ from megaspeed.config.layout import (
     find_grid,
     solve_batch,
 )
+from megaspeed.config.loading import parse_config
 from megaspeed.config.rules import divisors
-from megaspeed.config.run import ParallelConfig
 from megaspeed.topology.grid import Grid
 from tests.config.small import load, small, write
 
@@ -89,9 +89,9 @@ def _check_offers(stated: StatedBatch, dp: int) -> int:
 
 
 def test_auto_data_degree_is_what_remains() -> None:
-    parallel, stated = ParallelConfig(pipeline=2, tensor=4), StatedBatch(16, 2, None)
-    assert find_grid(parallel, stated, World(24, "x")) == Grid(pp=2, dp=3, tp=4)
-    assert find_grid(parallel, stated, World(20, "x")) is None
+    config = parse_config(small(train_batch_size=24, parallel={"pipeline": 2, "tensor": 4}))
+    assert find_grid(config, World(24, "x")) == Grid(pp=2, dp=3, tp=4, replicate=3)
+    assert find_grid(config, World(20, "x")) is None
 
 
 def test_a_world_has_at_least_one_process() -> None:
@@ -107,11 +107,14 @@ def test_divisors_are_all_and_ascending() -> None:
 @pytest.mark.parametrize(
     ("world", "overrides", "grid", "spare"),
     [
-        (7, (), Grid(1, 4, 1), 3),  # 16 samples in micro-batches of 2: dp 5, 6 and 7 do not divide
-        (8, (), Grid(1, 8, 1), 0),
-        (7, ("parallel.tensor=2",), Grid(1, 2, 2), 3),
+        # 16 samples in micro-batches of 2: dp 5, 6 and 7 do not divide
+        (7, (), Grid(1, 4, 1, 4), 3),
+        (8, (), Grid(1, 8, 1, 8), 0),
+        (7, ("parallel.tensor=2",), Grid(1, 2, 2, 2), 3),
         (7, ("parallel.tensor=2", "parallel.pipeline=2"), Grid(2, 1, 2), 3),
-        (7, ("parallel.data=2",), Grid(1, 2, 1), 5),
+        (7, ("parallel.data=2",), Grid(1, 2, 1, 2), 5),
+        # dp is a multiple of the replicas.
+        (7, ("parallel.replicate=2", "zero_optimization.stage=1"), Grid(1, 4, 1, 2), 3),
     ],
 )
 def test_spare_ranks_are_those_beyond_the_largest_layout_that_keeps_the_batch(

@@ -86,7 +86,7 @@ def test_the_batch_of_each_number_of_ranks(weak: bool, batches: list[int]) -> No
     base = tiny_run(TEXT, pp=2, **MICRO)
     runs = [row.run for row in scaled_rows(base, [2, 4, 8], "cpu", weak=weak)]
     assert runs[0].batch == base.batch and runs[0].as_json() == base.as_json()
-    assert [run.grid for run in runs] == [Grid(2, dp, 1) for dp in (1, 2, 4)]
+    assert [run.grid for run in runs] == [Grid(2, dp, 1, dp) for dp in (1, 2, 4)]
     assert [run.batch.train_batch_size for run in runs] == batches
     assert {run.batch.micro_batch_size for run in runs} == {3}
     micro_batches = [run.batch.gradient_accumulation_steps for run in runs]

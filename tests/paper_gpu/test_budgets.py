@@ -139,8 +139,8 @@ def _most_messages(launch: LaunchEnvironment, stage: int, overlaps: bool) -> int
     """Return the most buckets that are in flight when the next part of the step begins."""
     send, in_flight = Reducer.send, []
 
-    def counted(reducer: Reducer, bucket: Bucket) -> None:
-        send(reducer, bucket)
+    def counted(reducer: Reducer, bucket: Bucket, *, last: bool) -> None:
+        send(reducer, bucket, last=last)
         in_flight.append(len(reducer._in_flight))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -30,6 +30,12 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
     return {"dp": 2, "zero_optimization": {"stage": stage, **more}}
 
 
+def replicas(stage: int, *, parallel: Any = None, **more: Any) -> dict[str, Any]:
+    """Return a run with ZeRO on two shards and two replicas."""
+    hybrid = {"replicate": 2, "gradient_reduction": "per_micro_batch", **(parallel or {})}
+    return {**zero(stage, **more), "dp": 4, "parallel": hybrid}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "zero0": zero(0),
     "zero0-overlap": zero(0, **OVERLAP),
@@ -60,6 +66,17 @@ CASES: dict[str, dict[str, Any]] = {
         f"{how['type']}-zero{stage}": zero(stage) | {"parallel": {"gradient_compression": how}}
         for how in (INT8, POWER_SGD)
         for stage in (0, 1, 3)
+    },
+    **{f"zero{stage}-replicas": replicas(stage) for stage in (1, 2, 3)},
+    **{f"zero{stage}-replicas-overlap": replicas(stage, **OVERLAP) for stage in (1, 2, 3)},
+    "zero3-replicas-once-a-step": replicas(3, parallel={"gradient_reduction": "per_step"}),
+    "zero1-replicas-of-all": replicas(1, **OVERLAP, parallel={"replicate": 4}),
+    **{
+        f"zero{stage}-replicas-{how['type']}": replicas(
+            stage, **OVERLAP, parallel={"gradient_compression": how}
+        )
+        for how in (INT8, POWER_SGD)
+        for stage in (1, 3)
     },
     "fp32": {"dp": 2, "bf16": {"enabled": False}, "gradient_clipping": 0.0},
 }

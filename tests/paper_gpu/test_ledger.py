@@ -33,6 +33,16 @@ CASES: list[tuple[tuple[int, int, int], int, dict[str, Any], dict[str, Any]]] = 
     ((4, 2, 1), 3, TIED, {"schedule": "1f1b"}),
     ((1, 4, 2), 3, TIED, {}),
     ((1, 2, 4), 1, UNTIED, {}),
+    ((1, 4, 2), 1, TIED, {"replicate": 2, **SEQUENCE_PARALLEL}),
+    ((2, 4, 1), 2, UNTIED, {"replicate": 2, **PER_MICRO_BATCH}),
+    ((2, 4, 1), 3, TIED, {"replicate": 2, "schedule": "gpipe"}),
+    ((1, 6, 1), 3, UNTIED, {"replicate": 3, "gradient_compression": {"type": "int8"}}),
+    (
+        (2, 4, 1),
+        1,
+        UNTIED,
+        {"replicate": 2, "gradient_compression": {"type": "powersgd", "start_step": 2}},
+    ),
     ((2, 2, 2), 1, TIED, {"gradient_compression": {"type": "int8"}}),
     ((2, 2, 2), 3, TIED, {"gradient_compression": {"type": "powersgd", "start_step": 2}}),
 ]

@@ -16,7 +16,7 @@ from tests.paper_gpu.accelerator import PaperStream, paper_accelerator
 from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
 from tests.paper_gpu.races import RaceFinder
 from tests.paper_gpu.recorder import caller
-from tests.paper_gpu.test_host_waits import CASES, OVERLAP, PER_MICRO_BATCH, zero
+from tests.paper_gpu.test_host_waits import CASES, OVERLAP, PER_MICRO_BATCH, replicas, zero
 from tests.support.rank_pool import RankPool
 
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
@@ -36,6 +36,8 @@ MORE_CASES: dict[str, dict[str, Any]] = {
         for stage in (2, 3)
     },
     "zero3-overlap-nothing-persists": zero(3, **OVERLAP, **NOTHING_PERSISTS),
+    **{f"zero{stage}-replicas-offload": replicas(stage, **OVERLAP, **OFFLOAD) for stage in (1, 3)},
+    "zero1-replicas-of-all-offload": replicas(1, **OFFLOAD, parallel={"replicate": 4}),
     "zero2-small-buckets": zero(2, **OVERLAP, **ALL_REDUCE, reduce_bucket_size=2000)
     | {"parallel": PER_MICRO_BATCH},
 }
@@ -129,6 +131,7 @@ def _races_without_joins(
         ("zero/layer_gathers", "zero3"),
         ("zero/buckets", "zero3"),
         ("zero/buckets", "zero2-overlap"),
+        ("zero/buckets", "zero3-replicas-overlap"),
         ("pipeline/p2p", "3d-last"),
         ("tensor_parallel/collectives", "3d-last"),
     ],

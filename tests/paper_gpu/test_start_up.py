@@ -85,12 +85,14 @@ def start_up(recorder: Recorder, grid: Grid) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("grid", "split"),
     [
-        (Grid(pp=8, dp=64, tp=8), ["tp", "dp", "pp"]),
-        (Grid(pp=1, dp=512, tp=8), ["tp", "dp"]),
-        (Grid(pp=64, dp=64, tp=1), ["dp", "pp"]),
-        (Grid(pp=512, dp=1, tp=8), ["tp", "dp", "pp"]),  # DeepSpeed needs a data group of one rank
+        (Grid(pp=8, dp=64, tp=8), ["tp", "shard", "pp"]),
+        (Grid(pp=8, dp=64, tp=8, replicate=8), ["tp", "shard", "replica", "pp"]),
+        (Grid(pp=8, dp=64, tp=8, replicate=64), ["tp", "shard", "replica", "pp"]),
+        (Grid(pp=1, dp=512, tp=8), ["tp", "shard"]),
+        (Grid(pp=64, dp=64, tp=1), ["shard", "pp"]),
+        (Grid(pp=512, dp=1, tp=8), ["tp", "shard", "pp"]),  # DeepSpeed needs a group of one rank
         (Grid(pp=1, dp=4096, tp=1), []),  # the default group
-        (Grid(pp=4096, dp=1, tp=1), ["dp", "pp"]),
+        (Grid(pp=4096, dp=1, tp=1), ["shard", "pp"]),
     ],
     ids=str,
 )
@@ -103,14 +105,13 @@ def test_4096_ranks_start_with_one_call_for_each_axis(
     assert time.process_time() - start < MOST_SECONDS
     made = [(call, options.get("group_desc")) for call, options in recorder.calls]
     assert made == [("init", None), *(("split", axis) for axis in split), ("new", "checkpoint")]
-    # A ZeRO-0 run splits the world once more, into groups of one rank.
-    assert len(made) + 1 <= MOST_WORLD_WIDE_CALLS
-    for axis in ("pp", "dp", "tp"):
+    assert len(made) <= MOST_WORLD_WIDE_CALLS
+    for axis in ("pp", "shard", "replica", "tp"):
         own = next(ranks for ranks in grid.groups_along(axis) if recorder.rank in ranks)
         if axis in mine:
             assert mine[axis].ranks == own
         else:
-            assert axis != "dp" and own == [recorder.rank]
+            assert axis != "shard" and own == [recorder.rank]
 
 
 def test_only_the_checkpoint_group_is_not_split_from_the_worlds_communicator(

@@ -3,6 +3,8 @@
 every ZeRO stage with every set of axes that are in use     4 stages x 8 sets
 every layout of up to 8 ranks                               17 layouts
 every two values of two settings, pp, dp and tp among them  pairwise (Cohen et al. 1997)
+
+A second table has shards and replicas (``HYBRID``), again with all pairs.
 """
 
 import itertools
@@ -34,6 +36,24 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
 }
 
 
+HYBRID: Mapping[str, Sequence[Any]] = {
+    "layout": [
+        (pp, replicate, shard, tp)
+        for pp, replicate, shard, tp in itertools.product((1, 2), (1, 2, 4), (1, 2, 3, 4), (1, 2))
+        if pp * replicate * shard * tp <= 8
+    ],
+    "zero_stage": (1, 2, 3),
+    "overlap_comm": (False, True),
+    "gradient_reduction": ("per_step", "per_micro_batch"),
+    "micro_batches": (1, 2),
+    "tied": (True, False),
+    "schedule": ("1f1b", "gpipe"),
+    "sequence_parallel": (False, True),
+    "reduced_in": ("fp32", "bf16"),
+}
+_DEGREES = {3: ("pp", "dp", "tp"), 4: ("pp", "replicate", "shard", "tp"), 0: ()}
+
+
 def axes_in_use(layout: tuple[int, int, int]) -> tuple[bool, bool, bool]:
     """Return whether pp, dp and tp have more than one rank."""
     pp, dp, tp = layout
@@ -42,20 +62,21 @@ def axes_in_use(layout: tuple[int, int, int]) -> tuple[bool, bool, bool]:
 
 def is_possible(row: Row) -> bool:
     """Return whether a (partial) row can run. Sequence parallelism needs a tensor axis."""
-    return not (row.get("sequence_parallel") and "layout" in row and row["layout"][2] == 1)
+    return not (row.get("sequence_parallel") and "layout" in row and row["layout"][-1] == 1)
 
 
 def pairs_of(row: Row) -> set[Pair]:
-    """Return every pair of values that a row covers. A layout counts as its three degrees."""
-    degrees = zip(("pp", "dp", "tp"), row.get("layout", ()), strict=False)
+    """Return every pair of values that a row covers. A layout counts as its degrees."""
+    layout = row.get("layout", ())
+    degrees = zip(_DEGREES[len(layout)], layout, strict=True)
     values = [(name, value) for name, value in row.items() if name != "layout"]
     return set(itertools.combinations(sorted([*values, *degrees], key=lambda item: item[0]), 2))
 
 
-def possible_pairs() -> set[Pair]:
+def possible_pairs(settings: Mapping[str, Sequence[Any]] = SETTINGS) -> set[Pair]:
     """Return every pair of values that can run together."""
-    two = itertools.combinations(SETTINGS, 2)
-    rows = ({a: x, b: y} for a, b in two for x, y in itertools.product(SETTINGS[a], SETTINGS[b]))
+    two = itertools.combinations(settings, 2)
+    rows = ({a: x, b: y} for a, b in two for x, y in itertools.product(settings[a], settings[b]))
     return set().union(*(pairs_of(row) for row in rows if is_possible(row)))
 
 
@@ -74,18 +95,33 @@ def covering_rows() -> list[Row]:
     return rows
 
 
+def hybrid_rows() -> list[Row]:
+    """Return rows of ``HYBRID`` that cover all pairs."""
+    missing = possible_pairs(HYBRID)
+    rows: list[Row] = []
+    while missing:
+        rows.append(_filled({}, missing, rows, HYBRID))
+        missing -= pairs_of(rows[-1])
+    return rows
+
+
 def _new(row: Row, missing: set[Pair]) -> int:
     return len(pairs_of(row) & missing)
 
 
-def _filled(row: Row, missing: set[Pair], rows: Sequence[Row]) -> Row:
+def _filled(
+    row: Row,
+    missing: set[Pair],
+    rows: Sequence[Row],
+    settings: Mapping[str, Sequence[Any]] = SETTINGS,
+) -> Row:
     """Fill each open setting of the row with the value that covers most of the missing pairs. Among
     equals, take the value that the fewest rows have.
     """
-    for name in SETTINGS:
+    for name in settings:
         if name in row:
             continue
-        values = [value for value in SETTINGS[name] if is_possible({**row, name: value})]
+        values = [value for value in settings[name] if is_possible({**row, name: value})]
         used = Counter(other[name] for other in rows)
         new = {value: _new({**row, name: value}, missing) for value in values}
         row = {**row, name: max(values, key=lambda value: (new[value], -used[value]))}

@@ -73,7 +73,9 @@ class References:
     def of(self, run: Run, steps: int) -> ReferenceRun:
         corpus = tiny_corpus(run, self.cache)
         config = run.config
-        numerics = f"{run.precision} {config.gradient_clipping} {steps}"
+        numerics = (
+            f"{run.precision} {config.gradient_clipping} {steps} {run.batch.train_batch_size}"
+        )
         key = f"{config.model!r} {config.data!r} {numerics}"
         if key not in self._known:
             batches = functools.partial(whole_batch, run, corpus)

@@ -189,7 +189,7 @@ def draw_together(launch: LaunchEnvironment, dtype: torch.dtype) -> dict[str, tu
         ParallelContext.create(Grid(pp=1, dp=3, tp=1), launch, timeout_seconds=30) as context,
     ):
         patch.setattr(initialization, "_draw_block", counted)
-        group, device = context.dp_group, context.device
+        group, device = context.data_group, context.device
         for tp_rank in range(2):
             for name, shard in on_meta(config, tp_rank, 2)[1].items():
                 drawn.clear()

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.grid import AXES, Coordinates, Grid, TopologyError
+from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError, ZeroAxis
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.store import GroupError
 from tests.support.rank_pool import RankFailure, RankPool
 
-GROUPS = ("world", "tp", "dp", "pp", "checkpoint")
+GROUPS = ("world", "tp", "shard", "replica", "pp", "checkpoint")
 
 
 def _groups(context: ParallelContext) -> dict[str, dist.ProcessGroup]:
@@ -27,7 +27,7 @@ def _groups(context: ParallelContext) -> dict[str, dist.ProcessGroup]:
 
 def _members(launch: LaunchEnvironment, grid: Grid) -> dict[str, list[int]]:
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
-        groups = _groups(context) | {"self": context.group_of_this_rank()}
+        groups = _groups(context)
         return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
 
 
@@ -75,7 +75,7 @@ def _three_contexts_in_a_row(launch: LaunchEnvironment) -> list[float]:
     for grid in (Grid(pp=1, dp=4, tp=1), Grid(pp=2, dp=1, tp=2), Grid(pp=1, dp=4, tp=1)):
         with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
             mine = torch.tensor(float(context.rank))
-            dist.all_reduce(mine, group=context.dp_group)
+            dist.all_reduce(mine, group=context.data_group)
             sums.append(mine.item())
     return sums
 
@@ -101,7 +101,7 @@ def _a_context_after_an_exception(launch: LaunchEnvironment) -> float:
     assert not dist.is_initialized()
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         mine = torch.tensor(2.0**context.rank)
-        dist.all_reduce(mine, group=context.dp_group)
+        dist.all_reduce(mine, group=context.data_group)
         return mine.item()
 
 
@@ -130,10 +130,22 @@ def test_rank_5_of_eight_has_the_groups_of_the_docstring(pool: RankPool) -> None
     assert pool.run(8, _members, Grid(pp=2, dp=2, tp=2))[5] == {
         "world": [0, 1, 2, 3, 4, 5, 6, 7],
         "tp": [4, 5],
-        "dp": [5, 7],
+        "shard": [5, 7],
         "pp": [1, 5],
         "checkpoint": [0, 1, 2, 3, 4, 5, 6, 7],
-        "self": [5],
+    }
+    assert pool.run(8, _members, Grid(pp=1, dp=4, tp=2, replicate=2))[5] == {
+        "world": [0, 1, 2, 3, 4, 5, 6, 7],
+        "tp": [4, 5],
+        "shard": [5, 7],
+        "replica": [1, 5],
+        "checkpoint": [0, 1, 2, 3, 4, 5, 6, 7],
+    }
+    assert pool.run(2, _members, Grid(pp=1, dp=2, tp=1, replicate=2))[1] == {
+        "world": [0, 1],
+        "shard": [1],
+        "replica": [0, 1],
+        "checkpoint": [0, 1],
     }
 
 
@@ -144,15 +156,18 @@ def test_rank_5_of_eight_has_the_groups_of_the_docstring(pool: RankPool) -> None
         Grid(pp=4, dp=1, tp=2),
         Grid(pp=1, dp=3, tp=2),
         Grid(pp=3, dp=1, tp=1),
+        Grid(pp=1, dp=4, tp=2, replicate=2),
+        Grid(pp=2, dp=3, tp=1, replicate=3),
     ],
     ids=str,
 )
 def test_a_sum_over_a_group_is_the_sum_over_its_ranks(pool: RankPool, grid: Grid) -> None:
-    along = {axis: grid.groups_along(axis) for axis in AXES}
+    axes: tuple[Axis | ZeroAxis, ...] = ("tp", "shard", "replica", "pp")
+    along = {axis: grid.groups_along(axis) for axis in axes}
     everyone = [list(range(grid.world_size))]
-    lists = {"world": everyone, "checkpoint": everyone, "dp": along["dp"]}
-    # An axis of one rank has no group, except the data axis.
-    lists |= {axis: along[axis] for axis in AXES if grid.size_along(axis) > 1}
+    lists: dict[str, list[list[int]]] = {"world": everyone, "checkpoint": everyone}
+    # An axis of one rank has no group, except the shards.
+    lists |= {axis: along[axis] for axis in axes if grid.size_along(axis) > 1 or axis == "shard"}
     for rank, sums in enumerate(pool.run(grid.world_size, _sums, grid)):
         mine = {name: next(g for g in groups if rank in g) for name, groups in lists.items()}
         assert sums == {name: sum(2**r for r in ranks) for name, ranks in mine.items()}

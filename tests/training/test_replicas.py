@@ -50,6 +50,10 @@ LAYOUTS = [
     Layout(2, 2, 1, 0, {"model": TIED, **BF16}),
     Layout(1, 2, 2, 3, {"model": SHARED_HEADS, **BF16}),
     Layout(1, 2, 1, 2, {"model": TIED, "zero_optimization": OFFLOAD, **BF16}),
+    Layout(1, 4, 1, 1, {"model": TIED, "parallel": {"replicate": 2}}),
+    Layout(
+        1, 6, 1, 3, {"model": TIED, "parallel": {"replicate": 3}, "train_batch_size": 48, **BF16}
+    ),
 ]
 
 
@@ -142,6 +146,22 @@ DAMAGES: list[tuple[Layout, dict[Damage, str]]] = [
     (
         LAYOUTS[5],
         {Damage(1, "parameter", NORM): f"parameter {NORM} on ranks 0, 1, which do not agree"},
+    ),
+    (
+        LAYOUTS[9],
+        {
+            Damage(3, "parameter", QKV): f"parameter {QKV} on rank 3, unlike 3",
+            Damage(2, "master weight", QKV): (
+                f"master weight {QKV} on ranks 0, 2, which do not agree"
+            ),
+        },
+    ),
+    (
+        LAYOUTS[10],
+        {
+            Damage(5, "parameter", QKV): f"parameter {QKV} on rank 5, unlike 2",
+            Damage(4, "master weight", QKV): f"master weight {QKV} on rank 4, unlike 2",
+        },
     ),
     *((LAYOUTS[number], {}) for number in (3, 6, 7, 8)),
 ]

@@ -23,6 +23,7 @@ from megaspeed.zero.compression import (
     quantized,
     unpacked,
 )
+from megaspeed.zero.model_states import HeldRange
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import LLAMA, merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OneRank, one_rank, small_run
@@ -73,6 +74,25 @@ SHAPES = [(10, 24), (17, 24), (10, 24), (10, 24), (17, 24)]
 Means = list[Tensor]
 
 
+def compressed_bucket(
+    parameters: list[nn.Parameter], sizes: list[int], flat: Tensor, partition: Tensor
+) -> Bucket:
+    """Return a bucket whose complete gradient, of these sizes with padding, is compressed."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return Bucket(
+        parameters=parameters,
+        sizes=sizes,
+        complete=flat,
+        partition=partition,
+        sum=flat,
+        compressed=flat,
+        ranges=[
+            HeldRange(parameter, 0, 0, start, parameter.numel())
+            for parameter, start in zip(parameters, starts, strict=True)
+        ],
+    )
+
+
 def means_of(
     launch: LaunchEnvironment, run: Run, gradient: Callable[[int, int], Tensor], steps: int
 ) -> Means:
@@ -89,13 +109,7 @@ def means_of(
     whole = math.ceil(sum(sizes) / (2 * dp)) * 2 * dp if stage < 3 else sum(sizes)
     own = whole if stage == 0 else whole // dp
     with ParallelContext.create(run.grid, launch, timeout_seconds=60) as context:
-        bucket = Bucket(
-            parameters=parameters,
-            sizes=sizes,
-            complete=torch.zeros(whole),
-            partition=torch.zeros(own),
-            is_compressed=True,
-        )
+        bucket = compressed_bucket(parameters, sizes, torch.zeros(whole), torch.zeros(own))
         assert bucket.complete is not None
         compressor = make_compressor(run, context, [bucket])
         received = []
@@ -210,7 +224,8 @@ def test_matrices_at_equal_distances_are_one_batch() -> None:
     sizes = [math.prod(shape) for shape in shapes]
     flat = torch.arange(float(sum(sizes)))
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    batches = batches_of(Bucket(parameters=parameters, sizes=sizes, complete=flat, partition=flat))
+    batches, rest = batches_of(compressed_bucket(parameters, sizes, flat, flat), rank=1)
+    assert rest == []
     assert [(b.shape, len(b.parameters)) for b in batches] == [
         ((9, 4), 1),
         ((6, 4), 3),
@@ -412,7 +427,7 @@ def test_offloaded_partitions_are_those_on_the_device(
 
 def feedback_of(rank: OneRank) -> dict[str, Tensor]:
     engine = rank.engine
-    return {engine.names[p]: values.clone() for p, values in engine.gradients.feedback()}
+    return {engine.names[f.parameter]: f.values.clone() for f in engine.gradients.feedback()}
 
 
 def norms_and_feedback_in_fp16(

@@ -235,8 +235,8 @@ def padding_and_messages(
     """Return (all of the partition is finite, elements of padding, most messages in flight)."""
     empty, send, in_flight = torch.empty, Reducer.send, []
 
-    def counted(reducer: Reducer, bucket: Bucket) -> None:
-        send(reducer, bucket)
+    def counted(reducer: Reducer, bucket: Bucket, *, last: bool) -> None:
+        send(reducer, bucket, last=last)
         in_flight.append(len(reducer._in_flight))
 
     with one_rank(launch, run, corpus) as rank, pytest.MonkeyPatch.context() as patch:

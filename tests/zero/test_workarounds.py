@@ -281,13 +281,14 @@ def test_without_declaring_that_nothing_is_compiled_an_extension_is_built(pool: 
 class AllAxes(DataAxis):
     """An mpu that has the tensor and pipeline axes, which DeepSpeed's own norm needs."""
 
-    def __init__(self, context: ParallelContext, *, replicate: bool) -> None:
-        super().__init__(context, replicate=replicate)
+    def __init__(self, context: ParallelContext) -> None:
+        super().__init__(context)
         self._context = context
         grid = context.grid
         ranks = range(grid.world_size)
         one_model = [r for r in ranks if grid.coordinates_of(r).dp == context.dp_rank]
         self._model_group = dist.new_group(one_model, use_local_synchronization=True)
+        self._alone = dist.new_group([context.rank], use_local_synchronization=True)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self._model_group
@@ -299,7 +300,7 @@ class AllAxes(DataAxis):
         return dist.get_rank(self._model_group)
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._context.tp_group or self._context.group_of_this_rank()
+        return self._context.tp_group or self._alone
 
     def get_tensor_model_parallel_world_size(self) -> int:
         return self._context.tp_size
@@ -416,7 +417,7 @@ def future_warnings(
         with one_rank(launch, run, corpus) as rank:
             rank.train_step(0)
             part, complete = torch.empty(1), torch.ones(launch.world_size)
-            comm.reduce_scatter_fn(part, complete, group=rank.context.dp_group)
+            comm.reduce_scatter_fn(part, complete, group=rank.context.data_group)
     return [str(w.message) for w in caught if issubclass(w.category, FutureWarning)]
 
 

@@ -226,7 +226,7 @@ def gather_state(worker: Worker, kind: str) -> LogicalTensors | None:
 
 
 def _complete_shards(worker: Worker, fragments: Iterable[Fragment]) -> dict[str, Tensor]:
-    """This rank's tensor shards, put together from the fragments of the data axis."""
+    """This rank's tensor shards, put together from the fragments of all shards."""
     names = worker.engine.names
     shapes = {name: shard.local_shape for name, shard in worker.shards.items()}
     flat = torch.zeros(sum(map(math.prod, shapes.values())))
@@ -234,9 +234,9 @@ def _complete_shards(worker: Worker, fragments: Iterable[Fragment]) -> dict[str,
     by_name = dict(zip(shapes, parts, strict=True))
     for parameter, start, values in fragments:
         by_name[names[parameter]][start : start + values.numel()] = values
-    if worker.run.zero_stage > 0:
+    if worker.run.grid.shard > 1:
         on_device = flat.to(worker.context.device)
-        dist.all_reduce(on_device, group=worker.context.dp_group)
+        dist.all_reduce(on_device, group=worker.context.shard_group)
         flat.copy_(on_device)
     return {name: part.view(shapes[name]) for name, part in by_name.items()}
 

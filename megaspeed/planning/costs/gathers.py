@@ -71,19 +71,19 @@ def gathered_in_pass(
     pass, for which the last layers of this one gather ahead; None if this is the last pass of a
     step.
 
-    Each parameter is received in its final place, which is aligned. With one data rank, partitions
+    Each parameter is received in its final place, which is aligned. With one shard, partitions
     are complete parameters, so nothing is gathered. Only offloaded partitions are copied to the
     device, unless the rank computes on the CPU (``on_host``). Below ZeRO-3, all are 0.
     """
-    zero, dp, element = run.config.zero_optimization, run.grid.dp, BYTES_OF[run.precision]
+    zero, shards, element = run.config.zero_optimization, run.grid.shard, BYTES_OF[run.precision]
     layers = len({parameter.layer for parameter in parameters})
-    if run.zero_stage < 3 or (dp == 1 and (on_host or not zero.offloads_parameters)):
+    if run.zero_stage < 3 or (shards == 1 and (on_host or not zero.offloads_parameters)):
         return [0] * layers
     orders = _gathered_by_pass(run, parameters)
 
     @lru_cache
     def size(gathered: _Gathered) -> int:
-        regions = (dp * partition_elements(parameter, dp) for parameter in gathered.parameters)
+        regions = (shards * partition_elements(p, shards) for p in gathered.parameters)
         return element * sum(aligned_elements(region, element) for region in regions)
 
     # The backward of the embedding gathers nothing, and holds what is held after the pass.

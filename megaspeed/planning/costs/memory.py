@@ -82,13 +82,15 @@ def model_states(
     partition = own * BYTES_OF[run.accumulation_dtype]
     complete = _complete_elements(run, parameters) * BYTES_OF[run.accumulation_dtype]
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
-    if run.keeps_complete_gradients and (run.zero_stage < 3 or run.grid.dp == 1):
+    if run.keeps_complete_gradients and (run.zero_stage < 3 or run.grid.shard == 1):
         # The partition is a part of the complete gradient, except for compressed gradients.
         partition = own_elements(run, compressed) * BYTES_OF["fp32"]
     if zero.offloads_optimizer:
         partition = own * BYTES_OF["fp32"] if on_host else 0
         states = states if on_host else 0
-    held = own * run.owners
+    if run.grid.is_hybrid:  # the sum over the shards, which replicas compress
+        partition += own_elements(run, compressed) * BYTES_OF["fp32"]
+    held = own * run.grid.shard
     if run.zero_stage == 3:
         is_elsewhere = zero.offloads_parameters and not on_host
         held = elements_of(stay_gathered(run, parameters)) + (0 if is_elsewhere else own)
@@ -133,7 +135,7 @@ def gradient_copy_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
     if run.accumulation_dtype == "fp32" or run.config.zero_optimization.offloads_optimizer:
         return 0
     largest = max(elements for _, elements in flat_buckets(run, parameters))
-    return largest // run.owners * BYTES_OF["fp32"]
+    return largest // run.grid.shard * BYTES_OF["fp32"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +154,13 @@ def gradient_buckets(
 
     On a CPU (``on_host``) the ranks exchange their parts of a bucket (``zero.buckets``).
     """
-    sent = run.reduction_dtype
+    sent, grid = run.reduction_dtype, run.grid
     exchanges = on_host and run.scatters_reductions
-    if run.grid.dp == 1 or not (run.copies_gradients or exchanges):
+    if not (run.copies_gradients or run.copies_partitions or exchanges):
         return []
     of_the_loss, found = head_weight(parameters), []
-    for own in reduced_together(run, [p for p in parameters if not p.is_compressed]):
-        elements = flat_elements(run, own)
+    is_reduced = [p for p in parameters if grid.is_hybrid or not p.is_compressed]
+    for own, elements in flat_buckets(run, is_reduced):
         is_summed = is_summed_over_step(run, own[0])
         # The sum of norms' and biases' gradients has the layout in which it is sent.
         has_layout = not run.keeps_complete_gradients and (
@@ -169,6 +171,8 @@ def gradient_buckets(
         is_sent_itself = has_layout and sent == dtype
         copied = 0 if is_sent_itself or not run.copies_gradients else elements
         exchanged = elements if exchanges else 0
+        if run.copies_partitions and (grid.shard == 1 or run.overlaps_reductions):
+            exchanged += elements // grid.shard  # between replicas
         computed = elements_of(p for p in own if p != of_the_loss)
         found.append(
             Bucket(
@@ -191,29 +195,60 @@ def _compression_state_bytes(run: Run, compressed: Sequence[LocalParameter]) -> 
     method = run.compression
     if method is None:
         return 0
-    elements = _complete_elements(run, compressed) if method.error_feedback else 0
+    sent = own_elements if run.grid.is_hybrid else _complete_elements
+    elements = sent(run, compressed) if method.error_feedback else 0
     if method.type == "powersgd":
-        elements += 3 * method.rank * sum(parameter.shape[1] for parameter in compressed)
+        matrices, _ = powersgd_matrices(run, compressed)
+        elements += 3 * method.rank * sum(columns for _, columns in matrices)
     return elements * BYTES_OF["fp32"]
+
+
+def powersgd_matrices(
+    run: Run, parameters: Sequence[LocalParameter]
+) -> tuple[list[tuple[int, int]], int]:
+    """Return the matrices that PowerSGD sends as products, and the elements that it sends as is.
+
+    With shards and replicas, matrices are the complete rows that the first shard holds.
+    """
+    method = run.compression
+    assert method is not None and method.type == "powersgd"
+    compressed = [parameter for parameter in parameters if parameter.is_compressed]
+    if not run.grid.is_hybrid:
+        return [(p.shape[0], p.shape[1]) for p in compressed], 0
+    matrices, elements = [], 0
+    for bucket, flat in flat_buckets(run, compressed):
+        left = flat // run.grid.shard
+        for parameter in bucket:
+            each = partition_elements(parameter, run.grid.shard)
+            held = each if run.zero_stage == 3 else min(parameter.elements, left)
+            left -= held
+            columns = parameter.shape[1]
+            rows = held // columns
+            if method.rank * (rows + columns) < rows * columns:
+                matrices.append((rows, columns))
+                held -= rows * columns
+            elements += held
+    return matrices, elements
 
 
 def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
     """Return the columns of each part of the gradients that int8 compresses and sends together.
 
-    Each part is a matrix with a row for each data rank.
+    Each part is a matrix with a row for each rank: each replica, or each data rank.
     """
-    dp, method = run.grid.dp, run.compression
+    method, replicas, shards = run.compression, run.grid.replicate, run.grid.shard
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
     if method is None or method.type != "int8":
         return []
-    if run.zero_stage == 3:
+    if run.zero_stage == 3 and replicas == 1:
         return [
-            sum(partition_elements(parameter, dp) for parameter in bucket)
+            sum(partition_elements(parameter, shards) for parameter in bucket)
             for bucket in reduced_together(run, compressed)
         ]
-    together, columns = columns_sent_together(run, dp, method.block), []
+    rows = replicas if replicas > 1 else shards
+    together, columns = columns_sent_together(run, rows, method.block), []
     for _, elements in flat_buckets(run, compressed):
-        each = math.ceil(elements / dp)
+        each = math.ceil(elements / run.grid.dp)
         columns += [min(together, each - start) for start in range(0, each, together)]
     return columns
 
@@ -223,26 +258,28 @@ def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> 
 
     int8 processes one part of the gradients at a time. For the reduction, it holds the part in
     fp32, the message that it sends, the message that it receives, the received message in fp32, and
-    the sum of its dp rows. At ZeRO-0 it then gathers: it holds the part and the gathered message in
+    the sum of its rows. A replica then gathers: it holds the part and the gathered message in
     fp32, the gathered message, and of one row the message and two fp32 copies.
 
-    PowerSGD holds P, and from ZeRO-1 on the complete product. At ZeRO-3 it copies its partition.
+    PowerSGD holds P and, without replicas, the complete product. At ZeRO-3 it copies its partition.
     """
-    method, dp = run.compression, run.grid.dp
+    method, grid = run.compression, run.grid
+    rows = grid.replicate if grid.replicate > 1 else grid.shard
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
     if method is None or not compressed:
         return 0
     if method.type == "powersgd":
-        left = method.rank * sum(parameter.shape[0] for parameter in compressed)
-        product = _complete_elements(run, compressed) if run.zero_stage > 0 else 0
-        copied = own_elements(run, compressed) if run.zero_stage == 3 else 0
+        matrices, rest = powersgd_matrices(run, parameters)
+        left = method.rank * sum(height for height, _ in matrices) + 2 * rest
+        product = _complete_elements(run, compressed) if grid.replicate == 1 else 0
+        copied = own_elements(run, compressed) if product and run.zero_stage == 3 else 0
         return (left + product + copied) * BYTES_OF["fp32"]
     block = method.block
-    elements = dp * max(
+    elements = rows * max(
         math.ceil(columns / block) * block for columns in int8_columns(run, compressed)
     )
     message = elements // block * (block + BYTES_OF["fp32"])
     numbers = elements * BYTES_OF["fp32"]
-    reducing = 2 * numbers + 2 * message + numbers // dp
-    gathering = 2 * numbers + message + (message + 2 * numbers) // dp
-    return max(reducing, gathering) if run.zero_stage == 0 else reducing
+    reducing = 2 * numbers + 2 * message + numbers // rows
+    gathering = 2 * numbers + message + (message + 2 * numbers) // rows
+    return max(reducing, gathering) if grid.replicate > 1 else reducing

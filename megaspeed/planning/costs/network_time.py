@@ -40,6 +40,9 @@ SLOWDOWN_BY_OVERLAP = 0.189
 """Computation takes longer by this fraction while a collective runs beside it, because both use
 processors, memory and power (Lee et al. 2025, arXiv 2507.03114, abstract: 18.9 % on average)."""
 
+RingAxis = Literal["shard", "replica", "tp"]
+"""The axes with collectives other than that of all ranks."""
+
 _SIMULATED = 6
 """This many micro-batches for each stage are simulated. Each further micro-batch takes the same
 time. With random times of stages and messages, the error of a step is below 0.2 %."""
@@ -126,12 +129,15 @@ class Network:
             forward: seconds of a block's forward.
             backward: seconds of its backward.
 
-        ZeRO-0 has an all-reduce of gradients. ZeRO-1 and 2 have a reduce-scatter, and an all-gather
-        of parameters after the step, each for every bucket. ZeRO-3 gathers each layer in the
-        forward and in the backward of each micro-batch, and reduces its gradients (Rajbhandari et
-        al. 2020, section 7). Small blocks are gathered together (``gathered_together``). The group
-        that is last in one pass and first in the next one is gathered once for both. So if one
-        group has all blocks, it is gathered once a step.
+        ZeRO-1 and 2 have a reduce-scatter, and an all-gather of parameters after the step, each for
+        every bucket. ZeRO-3 gathers each layer in the forward and in the backward of each
+        micro-batch, and reduces its gradients (Rajbhandari et al. 2020, section 7). Small blocks
+        are gathered together (``gathered_together``). The group that is last in one pass and first
+        in the next one is gathered once for both. So if one group has all blocks, it is gathered
+        once a step.
+
+        Replicas all-reduce their partition of the gradients once a step, for every bucket. At
+        ZeRO-0, all data ranks are replicas.
 
         Compressed gradients take the fraction ``sent_share`` of these bytes. The time to compress
         them is not included.
@@ -139,20 +145,25 @@ class Network:
         If a collective overlaps with computation, only the part that takes longer than the
         computation is added. It also slows the computation by ``SLOWDOWN_BY_OVERLAP``.
         """
+        return self._shards(stage, forward, backward) + self._replicas(stage, backward)
+
+    def _shards(self, stage: int, forward: float, backward: float) -> float:
+        """The part of ``dp`` within the groups over which ZeRO partitions."""
         work = self.work
-        if work.grid.dp == 1:
+        if work.grid.shard == 1:
             return 0.0
         blocks, count = work.blocks_of_stages[stage], work.micro_batches
         overlaps = work.overlaps_dp and self.overlaps
+        share = work.sent_share if work.grid.replicate == 1 else 1.0
         if work.zero_stage == 3:
             weights = block_parameters(work.model) / work.grid.tp
             together = max(1, min(blocks, int(work.gathered_together // weights)))
-            group = self.collective("dp", "all_gather", together * weights * work.element_bytes)
+            group = self.collective("shard", "all_gather", together * weights * work.element_bytes)
             groups = max(1, math.ceil(blocks / together))
             kept = (2 * count - 1) / (2 * count * groups) if work.gathered_together else 0.0
             gather = group / together * (1 - kept)  # for each block and pass, on average
-            gradients = weights * work.gradient_bytes * work.sent_share
-            reduce = self.collective("dp", "reduce_scatter", gradients)
+            gradients = weights * work.gradient_bytes * share
+            reduce = self.collective("shard", "reduce_scatter", gradients)
             if not overlaps:
                 return blocks * (2 * count * gather + work.reductions * reduce)
             in_forward = _added(gather, forward)
@@ -162,21 +173,30 @@ class Network:
             exposed = reduce if work.reduces_in_backward else blocks * work.reductions * reduce
             return count * blocks * (in_forward + in_backward) + group + exposed
         parameters = work.parameters_of_rank(stage)
-        gradients = parameters * work.gradient_bytes * work.sent_share
+        gradients = parameters * work.gradient_bytes * share
         buckets = max(1, math.ceil(gradients / work.bucket_bytes))
-        kind: Message = "all_reduce" if work.zero_stage == 0 else "reduce_scatter"
-        reduction = buckets * self.collective("dp", kind, gradients / buckets)
+        reduction = buckets * self.collective("shard", "reduce_scatter", gradients / buckets)
         if overlaps:
-            window = blocks * backward
-            last = reduction / buckets  # of the layers that the backward reaches last
-            reduction = last + _added(reduction - last, window)
-        gather = 0.0
-        if work.zero_stage > 0:
-            weights = parameters * work.element_bytes
-            gather = buckets * self.collective("dp", "all_gather", weights / buckets)
+            reduction = _beside(reduction, blocks * backward, buckets)
+        weights = parameters * work.element_bytes
+        gather = buckets * self.collective("shard", "all_gather", weights / buckets)
         return work.reductions * reduction + gather
 
-    def collective(self, axis: Literal["dp", "tp"], kind: Message, message: float) -> float:
+    def _replicas(self, stage: int, backward: float) -> float:
+        """The part of ``dp`` between the ranks that hold the same partition."""
+        work, grid = self.work, self.work.grid
+        if grid.replicate == 1:
+            return 0.0
+        gradients = work.parameters_of_rank(stage) * work.gradient_bytes * work.sent_share
+        buckets = max(1, math.ceil(gradients / work.bucket_bytes))
+        message = gradients / grid.shard / buckets
+        reduction = buckets * self.collective("replica", "all_reduce", message)
+        overlaps = work.reduces_in_backward if work.zero_stage == 3 else work.overlaps_dp
+        if overlaps and self.overlaps and work.sent_share == 1.0:
+            reduction = _beside(reduction, work.blocks_of_stages[stage] * backward, buckets)
+        return reduction
+
+    def collective(self, axis: RingAxis, kind: Message, message: float) -> float:
         """Return the seconds of an all-reduce (2 rounds), or of another collective (1 round).
 
         n ranks on N nodes form a ring. Each sends rounds x (n-1)/n of the message in
@@ -197,7 +217,7 @@ class Network:
             hops = min(hops, (ranks / nodes - 1 + levels) * _HOP_OF_TREE)
         return _START + rounds * (hops + (ranks - 1) / ranks * message / bandwidth)
 
-    def ring_bandwidth(self, axis: Literal["dp", "tp"]) -> float:
+    def ring_bandwidth(self, axis: RingAxis) -> float:
         """Return the bytes a second of the ring of the axis's group that is placed worst.
 
         A ring enters and leaves each node once, through the network of all GPUs that the group has
@@ -215,6 +235,15 @@ def _added(communication: float, computation: float) -> float:
     """Return the seconds that a collective adds to the computation beside it."""
     together = min(communication, computation)
     return communication - together + SLOWDOWN_BY_OVERLAP * together
+
+
+def _beside(reduction: float, backward: float, buckets: int) -> float:
+    """Return the seconds that reductions add to a backward beside which they run.
+
+    The last one is of the layers that the backward reaches last, so nothing hides it.
+    """
+    last = reduction / buckets
+    return last + _added(reduction - last, backward)
 
 
 def closed_form(

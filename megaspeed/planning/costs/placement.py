@@ -99,7 +99,9 @@ class Placement:
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers of all axes as JSON values."""
-        axes = {axis: self.along(axis).as_json() for axis in AXES}
+        names: tuple[TrafficAxis, ...] = AXES
+        names += ("shard", "replica") if self.grid.is_hybrid else ()
+        axes = {axis: self.along(axis).as_json() for axis in names}
         return {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "axes": axes}
 
 

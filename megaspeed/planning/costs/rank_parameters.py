@@ -2,11 +2,12 @@
 
     zero_stage   each data rank owns          padded to a multiple of
     0            every tensor                 2 elements
-    1 and 2      1/dp of each tensor          2 dp
-    3            1/dp of each parameter       dp for each parameter
+    1 and 2      1/n of each tensor           2 n, for n shards (dp if there are no replicas)
+    3            1/n of each parameter        n for each parameter
 
 A flat tensor is a bucket: parameters of one optimizer group whose gradients are reduced together.
-With one data rank, and for compressed gradients, it is the complete group.
+With one data rank, it is the complete group, and so it is for compressed gradients, unless they are
+reduced over shards before replicas compress them.
 """
 
 import math
@@ -106,14 +107,15 @@ def elements_of(parameters: Iterable[LocalParameter]) -> int:
     return sum(parameter.elements for parameter in parameters)
 
 
-def partition_elements(parameter: LocalParameter, dp: int) -> int:
+def partition_elements(parameter: LocalParameter, shards: int) -> int:
     """ZeRO-3: return the elements of each rank's part of a parameter, including padding."""
-    return math.ceil(parameter.elements / dp)
+    return math.ceil(parameter.elements / shards)
 
 
 def sharded_elements(run: Run, parameters: Iterable[LocalParameter]) -> int:
     """ZeRO-3: return the elements of all parameters, each with its padding."""
-    return run.grid.dp * sum(partition_elements(each, run.grid.dp) for each in parameters)
+    shards = run.grid.shard
+    return shards * sum(partition_elements(each, shards) for each in parameters)
 
 
 def reduced_together(
@@ -128,10 +130,10 @@ def flat_buckets(
     run: Run, parameters: Sequence[LocalParameter]
 ) -> list[tuple[Sequence[LocalParameter], int]]:
     """Return the parameters of each flat tensor, and its number of elements with padding."""
-    dp, multiple = run.grid.dp, _ELEMENTS_ALIGNED * run.owners
+    grid, multiple = run.grid, _ELEMENTS_ALIGNED * run.grid.shard
     flat: list[tuple[Sequence[LocalParameter], int]] = []
     for members in _groups(parameters):
-        is_split = dp > 1 and not any(parameter.is_compressed for parameter in members)
+        is_split = grid.dp > 1 and (grid.is_hybrid or not any(p.is_compressed for p in members))
         for bucket in _buckets(run, parameters, members) if is_split else [members]:
             elements = math.ceil(elements_of(bucket) / multiple) * multiple
             if run.zero_stage == 3:
@@ -147,7 +149,7 @@ def flat_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
 
 def own_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
     """Return the elements that one rank's optimizer updates, with padding."""
-    return flat_elements(run, parameters) // run.owners
+    return flat_elements(run, parameters) // run.grid.shard
 
 
 def _groups(parameters: Sequence[LocalParameter]) -> Iterator[list[LocalParameter]]:
@@ -159,7 +161,9 @@ def _groups(parameters: Sequence[LocalParameter]) -> Iterator[list[LocalParamete
 def _buckets(
     run: Run, parameters: Sequence[LocalParameter], members: Sequence[LocalParameter]
 ) -> list[list[LocalParameter]]:
-    dp, of_the_loss = run.grid.dp, head_weight(parameters)
-    sizes = [dp * partition_elements(p, dp) if run.zero_stage == 3 else p.elements for p in members]
+    shards, of_the_loss = run.grid.shard, head_weight(parameters)
+    sizes = [p.elements for p in members]
+    if run.zero_stage == 3:
+        sizes = [shards * partition_elements(p, shards) for p in members]
     head = members.index(of_the_loss) if of_the_loss in members else None
     return [[members[index] for index in bucket] for bucket in buckets(run, sizes, head)]

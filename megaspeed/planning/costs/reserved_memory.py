@@ -124,18 +124,17 @@ def verdict(peak_bytes: int, reserved: ReservedMemory, device: Device) -> Verdic
 def nccl_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
     """Return the bytes of all NCCL communicators of a rank (``topology.context`` lists them).
 
-    The data axis has a communicator even if it has one rank. ZeRO-0 has one more of one rank
-    (``zero.build``). An axis of all ranks uses the world's communicator, except the pipeline's.
+    The shards have a communicator even if there is one. An axis of all ranks uses the world's
+    communicator, except the pipeline's.
     """
     grid, placement = run.grid, Placement(run.grid, gpus_per_node)
     axes: list[TrafficAxis] = ["world"]
     axes += ["tp"] if 1 < grid.tp < grid.world_size else []
-    axes += ["dp"] if grid.dp < grid.world_size else []
+    axes += ["shard"] if grid.shard < grid.world_size else []
+    axes += ["replica"] if 1 < grid.replicate < grid.world_size else []
     axes += ["pp"] if grid.pp > 1 else []
     placed = [placement.along(axis) for axis in axes]
     total = sum(communicator_bytes(each.size, each.most_together, device) for each in placed)
-    if run.zero_stage == 0 and grid.dp > 1:
-        total += communicator_bytes(1, 1, device)
     return total + _sends_of_pipeline(placement.along("pp"), device)
 
 

@@ -66,13 +66,14 @@ class _Ledger:
     def __init__(self) -> None:
         self.held: Counter[str] = Counter()
         self.peak = MemoryBytes()
-        self._total = 0
+        self._total = self._most = 0
 
     def hold(self, category: Category, size_bytes: int) -> None:
         """Add bytes, which are held until ``free``."""
         self.held[category] += size_bytes
         self._total += size_bytes
-        if self._total > self.peak.total:
+        if self._total > self._most:
+            self._most = self._total
             self.peak = MemoryBytes(**self.held)
 
     def free(self, category: Category, size_bytes: int) -> None:
@@ -211,6 +212,7 @@ class _Reductions:
         ledger: _Ledger,
     ) -> None:
         self._run, self._head, self._ledger = run, head, ledger
+        self._is_partial = not run.keeps_complete_gradients
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
         self._missing = {bucket.names: len(bucket.names) for bucket in buckets}
         self._in_flight = 0
@@ -221,7 +223,7 @@ class _Reductions:
         bucket = self._bucket_of.get(parameter.name)
         if bucket is None:
             return
-        is_partial = not run.keeps_complete_gradients
+        is_partial = self._is_partial
         if is_partial and parameter != self._head:
             ledger.hold("gradients", parameter.elements * BYTES_OF[run.precision])
         self._missing[bucket.names] -= 1

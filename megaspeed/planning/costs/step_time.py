@@ -340,7 +340,7 @@ class Rates:
         weights = sum(product.n * product.k for product in products)
         if work.zero_stage < 3:
             backward += weights * (self.width + 2 * work.gradient_bytes) / self.memory
-        elif work.grid.dp > 1:
+        elif work.grid.shard > 1:
             forward += weights * 2 * self.width / self.memory
             backward += weights * (3 * self.width + work.gradient_bytes) / self.memory
         return forward, backward
@@ -374,10 +374,10 @@ class Rates:
     def optimizer(self, stage: int) -> float:
         """AdamW: reads and writes master weight and two moments in fp32 (24 bytes), reads the
         gradient for its norm and for the update (8), writes the 16-bit weight (2)."""
-        owners = self.work.grid.dp if self.work.zero_stage > 0 else 1
+        updated = self.work.parameters_of_rank(stage) / self.work.grid.shard
         if self.measured is not None:
-            return self.measured.optimizer * self.work.parameters_of_rank(stage) / owners
-        return 34 * self.work.parameters_of_rank(stage) / owners / self.memory
+            return self.measured.optimizer * updated
+        return 34 * updated / self.memory
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,6 +1,8 @@
 """Bytes that one rank sends in one optimizer step, by axis and collective.
 
-    dp      gradients and parameters, as ZeRO partitions them
+    dp      gradients and parameters, as ZeRO partitions them. With shards and replicas:
+            shard     the same, over the ranks that ZeRO partitions over
+            replica   the partition of the gradients, between the ranks that hold it
     tp      activations within a layer, and the loss
     pp      activations and their gradients, a tied weight's gradient
     world   one report of a few fp64 numbers from every rank to every rank
@@ -29,7 +31,11 @@ from megaspeed.pipeline.partition import blocks_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 from megaspeed.planning.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
 from megaspeed.planning.costs.gathers import gathered_elements_of_a_step
-from megaspeed.planning.costs.memory import int8_columns, is_summed_over_step
+from megaspeed.planning.costs.memory import (
+    int8_columns,
+    is_summed_over_step,
+    powersgd_matrices,
+)
 from megaspeed.planning.costs.rank_parameters import (
     BYTES_OF,
     LocalParameter,
@@ -44,7 +50,7 @@ from megaspeed.tensor_parallel.plan import key_value_replicas
 Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reduce", "broadcast", "send"
 ]
-TrafficAxis = Literal["pp", "dp", "tp", "world"]
+TrafficAxis = Literal["pp", "dp", "shard", "replica", "tp", "world"]
 
 Traffic = Mapping[tuple[TrafficAxis, Collective], int]
 """Bytes that one rank sends in one optimizer step. Collectives that send nothing are omitted."""
@@ -129,14 +135,17 @@ def compressed_share(run: Run, pipeline_stage: int) -> float:
     """Return the bytes sent for all gradients, as a fraction of the bytes without compression."""
     if run.compression is None:
         return 1.0
-    dp, parameters = run.grid.dp, local_parameters(run, pipeline_stage)
+    parameters, replicas = local_parameters(run, pipeline_stage), run.grid.replicate
+    ranks, plain_messages = run.grid.shard, _gradient_messages
+    if replicas > 1:
+        ranks, plain_messages = replicas, _partition_messages
 
     def sent(messages: Iterable[tuple[Collective, int]]) -> int:
-        return sum(bytes_sent(collective, size, dp) for collective, size in messages)
+        return sum(bytes_sent(collective, size, ranks) for collective, size in messages)
 
-    plain = sent(_gradient_messages(run, parameters))
+    plain = sent(plain_messages(run, parameters))
     beside = [parameter for parameter in parameters if not parameter.is_compressed]
-    compressed = sent(_gradient_messages(run, beside)) + sent(_compressed_messages(run, parameters))
+    compressed = sent(plain_messages(run, beside)) + sent(_compressed_messages(run, parameters))
     return compressed / plain if plain else 1.0
 
 
@@ -247,31 +256,45 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host
 
     ``parallel.gradient_reduction`` sets whether gradients are reduced once a step or once a
     micro-batch. Those of norms and biases are always reduced once a step. The right column is for
-    one reduction. At stage 3 a backward gathers neither the embedding nor the weight of the head.
-    Gradients are sent in the type in which they are accumulated, in ``communication_data_type``, or
-    compressed (``_compressed_messages``). Parameters are sent in their own type. Every bucket is
-    padded to a multiple of 2 x dp at ZeRO-1 and 2, every parameter to a multiple of dp at ZeRO-3.
+    one reduction, over the shards. Replicas all-reduce their partition of the gradients once a
+    step, and at ZeRO-0 all data ranks are replicas. At stage 3 a backward gathers neither the
+    embedding nor the weight of the head. Gradients are sent in the type in which they are
+    accumulated, in ``communication_data_type``, or compressed (``_compressed_messages``).
+    Parameters are sent in their own type. Every bucket is padded to a multiple of 2 n at ZeRO-1 and
+    2, and every parameter to a multiple of n at ZeRO-3, for n shards.
     """
-    dp = run.grid.dp
+    replicas, shards = run.grid.replicate, run.grid.shard
+    over_shards: TrafficAxis = "dp" if replicas == 1 else "shard"
+    over_replicas: TrafficAxis = "dp" if shards == 1 else "replica"
     parameters = local_parameters(run, pipeline_stage)
-    sent_as_numbers = [parameter for parameter in parameters if not parameter.is_compressed]
-    for collective, message_bytes in _gradient_messages(run, sent_as_numbers):
-        if on_host and collective == "reduce_scatter":
-            collective = "all_to_all"  # over gloo, see ``zero.buckets``
-        messages.add("dp", collective, message_bytes, ranks=dp)
-    for collective, message_bytes in _compressed_messages(run, parameters):
-        messages.add("dp", collective, message_bytes, ranks=dp)
-    if run.zero_stage > 0:
+    plain = [parameter for parameter in parameters if not parameter.is_compressed]
+    if shards > 1:
+        for collective, size in _gradient_messages(run, parameters if replicas > 1 else plain):
+            if on_host and collective == "reduce_scatter":
+                collective = "all_to_all"  # over gloo, see ``zero.buckets``
+            messages.add(over_shards, collective, size, ranks=shards)
         gathered = (
             gathered_elements_of_a_step(run, parameters, pipeline_stage)
             if run.zero_stage == 3
             else flat_elements(run, parameters)
         )
-        messages.add("dp", "all_gather", gathered * BYTES_OF[run.precision], ranks=dp)
+        size = gathered * BYTES_OF[run.precision]
+        messages.add(over_shards, "all_gather", size, ranks=shards)
+    if replicas > 1:
+        for collective, size in _partition_messages(run, plain):
+            messages.add(over_replicas, collective, size, ranks=replicas)
+    axis, ranks = (over_replicas, replicas) if replicas > 1 else (over_shards, shards)
+    for collective, size in _compressed_messages(run, parameters):
+        messages.add(axis, collective, size, ranks=ranks)
+
+
+def _partition_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
+    """Return the collective that sums the partition of gradients over the replicas."""
+    return [("all_reduce", own_elements(run, parameters) * BYTES_OF[run.reduction_dtype])]
 
 
 def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
-    """Return the collectives that sum gradients, each with the bytes of its messages."""
+    """Return the collectives that sum gradients over the shards, with the bytes of the messages."""
     sent_bytes = 0
     for (first, *_), elements in flat_buckets(run, parameters):
         times = 1 if is_summed_over_step(run, first) else run.batch.gradient_accumulation_steps
@@ -286,7 +309,8 @@ def _compressed_messages(
 ) -> Iterator[tuple[Collective, int]]:
     """Yield the collectives of compressed gradients, once a step (``zero/compression.py``).
 
-    int8        all-to-all of blocks and their scales; then at ZeRO-0 an all-gather of as many bytes
+    int8        all-to-all of blocks and their scales; then between replicas an all-gather of as
+                many bytes
     powersgd    all-reduce of P and of Q: rank x (n + m) numbers in fp32 for a matrix (n, m).
                 Steps before ``start_step`` send more.
     """
@@ -294,14 +318,16 @@ def _compressed_messages(
     if method is None:
         return
     if method.type == "powersgd":
-        compressed = (parameter for parameter in parameters if parameter.is_compressed)
-        elements = method.rank * sum(sum(parameter.shape) for parameter in compressed)
+        matrices, rest = powersgd_matrices(run, parameters)
+        elements = method.rank * sum(map(sum, matrices)) + rest
         yield "all_reduce", elements * BYTES_OF["fp32"]
         return
     blocks = sum(math.ceil(each / method.block) for each in int8_columns(run, parameters))
-    sent_bytes = run.grid.dp * blocks * (method.block + BYTES_OF["fp32"])
+    replicas = run.grid.replicate
+    rows = replicas if replicas > 1 else run.grid.shard
+    sent_bytes = rows * blocks * (method.block + BYTES_OF["fp32"])
     yield "all_to_all", sent_bytes
-    if run.zero_stage == 0:
+    if replicas > 1:
         yield "all_gather", sent_bytes
 
 

@@ -92,7 +92,7 @@ def _whole(parameter: Tensor) -> Tensor:
 def averaged(ranks: list[Trained]) -> Trained:
     """Return rank 0's results, with the mean loss of all ranks."""
     losses = zip(*(rank.losses for rank in ranks), strict=True)
-    return replace(ranks[0], losses=[sum(each) / DP for each in losses])
+    return replace(ranks[0], losses=[sum(each) / len(ranks) for each in losses])
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -209,3 +209,26 @@ def test_their_states_and_traffic_are_those_of_the_shapes(trainings: Trainings) 
             ("dp", "reduce_scatter"): reductions * part,
             ("world", "all_reduce"): 8,  # for the norm
         }
+
+
+def test_fsdp2_has_the_replicas_of_the_run_and_ddp_has_only_replicas(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """This is torch's hybrid sharding: a mesh of replicas and shards."""
+    run = tiny_run(
+        short_documents(TEXT, tmp_path),
+        dp=4,
+        parallel={"replicate": 2},
+        zero_optimization={"stage": 3},
+        gradient_accumulation_steps=2,
+    )
+    corpus = tiny_corpus(run, tmp_path)
+    zero = pool.run(4, train_zero, run, corpus)[0]
+    rows = baseline_rows(run, ["ddp", "fsdp"], "cpu")
+    for row, axes in zip(rows, ({"dp", "world"}, *2 * [{"shard", "replica"}]), strict=True):
+        trained = averaged(pool.run(4, train_baseline, row, corpus))
+        assert trained.losses == pytest.approx(zero.losses, rel=1e-6)
+        assert trained.grad_norms == pytest.approx(zero.grad_norms, rel=1e-5)
+        assert trained.traffic is not None and {axis for axis, _ in trained.traffic} <= axes
+        if row.label != "DDP":
+            assert ("replica", "all_reduce") in trained.traffic

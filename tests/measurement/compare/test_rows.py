@@ -54,6 +54,23 @@ def test_a_row_differs_from_the_run_in_stage_and_reduction_alone() -> None:
         assert after == before
 
 
+def test_rows_have_the_replicas_of_the_run_except_where_all_ranks_are_replicas() -> None:
+    hybrid = run(
+        dp=4,
+        parallel={"replicate": 2},
+        gradient_accumulation_steps=2,
+        zero_optimization={"stage": 3},
+    )
+    rows = [*zero_rows(hybrid, [0, 1], "cpu"), *baseline_rows(hybrid, ["ddp", "fsdp"], "cpu")]
+    assert [(row.label.partition(" ")[0], row.run.grid.replicate) for row in rows] == [
+        ("ZeRO-0", 4),
+        ("ZeRO-1", 2),
+        ("DDP", 1),
+        ("FSDP2", 2),
+        ("FSDP2", 2),
+    ]
+
+
 def test_compressed_gradients_are_reduced_once_a_step_from_the_first_step() -> None:
     how = {"type": "powersgd", "start_step": 20}
     rows = zero_rows(run(dp=2, parallel={"gradient_compression": how}), [0, 3], "cpu")

@@ -43,17 +43,17 @@ def traffic_of(launch: LaunchEnvironment, grid: Grid, send: Sending) -> Traffic:
 def one_of_each(context: ParallelContext) -> None:
     """Send 60 fp32 numbers, 240 bytes, in every collective over the data axis of three ranks."""
     numbers, part = torch.ones(60), torch.ones(20)
-    dist.all_reduce(numbers, group=context.dp_group)
-    dist.all_gather_single(numbers, part, group=context.dp_group)
-    dist.all_gather([torch.ones(20) for _ in range(3)], part, group=context.dp_group)
-    dist.reduce_scatter_single(part, torch.ones(60), group=context.dp_group)
-    dist.all_to_all_single(torch.ones(60), numbers, group=context.dp_group)
-    dist.reduce(numbers, 0, group=context.dp_group)
-    dist.broadcast(numbers, 0, group=context.dp_group)
-    functional.all_reduce(numbers, "sum", context.dp_group).wait()
-    functional.all_gather_single(part, 0, context.dp_group).wait()  # type: ignore[attr-defined]
-    functional.reduce_scatter_single(numbers, "sum", 0, context.dp_group).wait()
-    dist.barrier(group=context.dp_group)
+    dist.all_reduce(numbers, group=context.data_group)
+    dist.all_gather_single(numbers, part, group=context.data_group)
+    dist.all_gather([torch.ones(20) for _ in range(3)], part, group=context.data_group)
+    dist.reduce_scatter_single(part, torch.ones(60), group=context.data_group)
+    dist.all_to_all_single(torch.ones(60), numbers, group=context.data_group)
+    dist.reduce(numbers, 0, group=context.data_group)
+    dist.broadcast(numbers, 0, group=context.data_group)
+    functional.all_reduce(numbers, "sum", context.data_group).wait()
+    functional.all_gather_single(part, 0, context.data_group).wait()  # type: ignore[attr-defined]
+    functional.reduce_scatter_single(numbers, "sum", 0, context.data_group).wait()
+    dist.barrier(group=context.data_group)
 
 
 def test_every_collective_is_counted_with_its_message(pool: RankPool) -> None:
@@ -74,9 +74,8 @@ def along_every_axis(context: ParallelContext) -> None:
     """Send 100, 200, ... bytes, and a message from the first pipeline stage to the last."""
     for group, length in (
         (context.tp_group, 25),
-        (context.dp_group, 50),
+        (context.data_group, 50),
         (context.world_group, 100),
-        (context.group_of_this_rank(), 1000),
     ):
         dist.all_reduce(torch.ones(length), group=group)
     if context.is_first_pipeline_stage:
@@ -100,7 +99,7 @@ def test_a_message_counts_for_the_axis_of_its_group_and_for_its_sender(pool: Ran
 
 def a_number_and_a_vector(context: ParallelContext) -> None:
     dist.all_reduce(torch.ones((), dtype=torch.float64), group=context.world_group)
-    dist.all_reduce(torch.ones(25), group=context.dp_group)
+    dist.all_reduce(torch.ones(25), group=context.data_group)
 
 
 def test_if_an_axis_is_the_world_messages_in_fp64_are_the_worlds(pool: RankPool) -> None:
@@ -114,7 +113,7 @@ def test_if_an_axis_is_the_world_messages_in_fp64_are_the_worlds(pool: RankPool)
 
 def all_to_all_of_a_list(context: ParallelContext) -> None:
     parts = list(torch.ones(2, 1))
-    dist.all_to_all(parts, parts, group=context.dp_group)
+    dist.all_to_all(parts, parts, group=context.data_group)
 
 
 def a_group_of_its_own(context: ParallelContext) -> None:
@@ -138,7 +137,7 @@ def test_traffic_that_cannot_be_counted_is_an_error(
 def ddp_step(context: ParallelContext) -> None:
     """DistributedDataParallel sends from C++, in the backward pass."""
     model = DistributedDataParallel(
-        nn.Linear(10, 5), process_group=context.dp_group, init_sync=False
+        nn.Linear(10, 5), process_group=context.data_group, init_sync=False
     )
     model(torch.ones(3, 10)).sum().backward()
 

@@ -45,7 +45,7 @@ def workload(vocab_size: int = 32_000, **changes: object) -> Workload:
     work = Workload(
         model=model,
         sequence_length=2048,
-        grid=Grid(pp=len(blocks), dp=8, tp=1),
+        grid=Grid(pp=len(blocks), dp=8, tp=1, replicate=8),
         micro_batch_size=1,
         micro_batches=8,
         blocks_of_stages=blocks,

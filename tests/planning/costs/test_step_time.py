@@ -6,7 +6,6 @@ respects physical limits.
 
 import dataclasses
 import math
-from typing import Literal
 
 import pytest
 
@@ -14,7 +13,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import forward_flops_per_token
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import bubble_fraction
-from megaspeed.planning.costs.network_time import SLOWDOWN_BY_OVERLAP, Network
+from megaspeed.planning.costs.network_time import SLOWDOWN_BY_OVERLAP, Network, RingAxis
 from megaspeed.planning.costs.step_time import StepTime, predict_step_time, product_seconds
 from megaspeed.planning.costs.workload import (
     Cluster,
@@ -54,10 +53,12 @@ def model(name: str = "llama", **changes: object) -> ModelConfig:
 def workload(pp: int = 1, dp: int = 8, tp: int = 1, **changes: object) -> Workload:
     shape = changes.pop("model", None) or model()
     assert isinstance(shape, ModelConfig)
+    replicate = changes.pop("replicate", 1 if changes.get("zero_stage") else dp)
+    assert isinstance(replicate, int)
     work = Workload(
         model=shape,
         sequence_length=LENGTH,
-        grid=Grid(pp=pp, dp=dp, tp=tp),
+        grid=Grid(pp=pp, dp=dp, tp=tp, replicate=replicate),
         micro_batch_size=1,
         micro_batches=8,
         blocks_of_stages=(shape.num_hidden_layers // pp,) * pp,
@@ -275,7 +276,7 @@ def test_gradients_are_reduced_as_often_as_the_run_does_it_and_the_last_bucket_i
     )
     parameters = once.work.parameters_of_rank(0)
     buckets = math.ceil(4 * parameters / 160e6)
-    gather = buckets * once.collective("dp", "all_gather", 2 * parameters / buckets)
+    gather = buckets * once.collective("shard", "all_gather", 2 * parameters / buckets)
     reduction = once.dp(0, 1.0, 1.0) - gather
     assert each_time.dp(0, 1.0, 1.0) == pytest.approx(gather + 8 * reduction)
     last = reduction / buckets
@@ -358,7 +359,7 @@ def test_the_group_that_is_placed_worst_determines_the_time() -> None:
     across = dataclasses.replace(cluster(), gpus_per_node=8)
     work = workload(dp=8, tp=3)
 
-    def ring(work: Workload, on: Cluster, axis: Literal["dp", "tp"]) -> tuple[int, float]:
+    def ring(work: Workload, on: Cluster, axis: RingAxis) -> tuple[int, float]:
         network = Network(work, on)
         return network.placement.along(axis).most_nodes, network.ring_bandwidth(axis)
 
@@ -370,4 +371,4 @@ def test_the_group_that_is_placed_worst_determines_the_time() -> None:
     alone = dataclasses.replace(cluster(), gpus_per_node=3)
     assert ring(workload(dp=1, tp=4), alone, "tp")[1] == 0.78e9 * alone.network_bandwidth
     # Data ranks 0, 3, 6 | 9 have one network on the second node, and 2, 5 | 8, 11 have two.
-    assert ring(workload(dp=4, tp=3), across, "dp") == one_rank_each
+    assert ring(workload(dp=4, tp=3), across, "replica") == one_rank_each

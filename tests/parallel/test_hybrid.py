@@ -1,0 +1,183 @@
+"""ZeRO with shards and replicas: trains as one process, and sends and holds what is predicted.
+
+rank      0 1 2 3       pp 1, 2 replicas x 2 shards, tp 1
+shard     0 1 0 1       neighbours hold one complete set of partitions
+replica   0 0 1 1       they sum the same partition once a step
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.watched_step import RankMeasurement, measure
+from megaspeed.planning.costs.rank_parameters import local_parameters, own_elements
+from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.traffic import by_axis, predict_traffic
+from megaspeed.topology.launch import LaunchEnvironment
+from tests.parallel.covering import HYBRID, Row, hybrid_rows, pairs_of, possible_pairs
+from tests.parallel.test_equality import FEW_STEPS, References, train_and_compare
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import GPT2, merge, tiny_corpus, tiny_run
+from tests.zero.one_rank import LEARNING_RATE, one_rank
+
+TEXT = Path(__file__).parent.parent.parent / "LICENSE"
+ROWS = hybrid_rows()
+INT8 = {"parallel": {"gradient_compression": {"type": "int8"}}}
+POWER_SGD = {
+    "model": {"hidden_size": 64},
+    "parallel": {"gradient_compression": {"type": "powersgd", "rank": 2, "start_step": 1}},
+}
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("cache"))
+
+
+def run_of(row: Row) -> Run:
+    pp, replicate, shard, tp = row["layout"]
+    communication: dict[str, Any] = {}
+    if row["reduced_in"] != "fp32":
+        communication = {"communication_data_type": "bf16", "bf16": {"enabled": True}}
+        communication["data_types"] = {"grad_accum_dtype": "fp32"}
+    return tiny_run(
+        TEXT,
+        pp=pp,
+        dp=replicate * shard,
+        tp=tp,
+        train_batch_size=48,
+        model={**GPT2, "num_hidden_layers": 3, "tie_word_embeddings": row["tied"]},
+        parallel={
+            "replicate": replicate,
+            **{key: row[key] for key in ("gradient_reduction", "schedule", "sequence_parallel")},
+        },
+        gradient_accumulation_steps=row["micro_batches"],
+        zero_optimization={"stage": row["zero_stage"], "overlap_comm": row["overlap_comm"]},
+        **communication,
+    )
+
+
+def name_of(row: Row) -> str:
+    return "-".join(map(str, (*row["layout"], *list(row.values())[1:])))
+
+
+def test_every_possible_pair_of_settings_is_covered() -> None:
+    assert possible_pairs(HYBRID) == set().union(*map(pairs_of, ROWS))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_shards_and_replicas_equal_one_process(
+    row: Row, pool: RankPool, references: References
+) -> None:
+    comparison = train_and_compare(pool, references, run_of(row), FEW_STEPS)
+    assert comparison.weights_bitwise_equal
+    assert comparison.equal, comparison.largest
+
+
+# --- what a rank sends and holds ------------------------------------------------------------------
+
+
+def one_measured_step(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> RankMeasurement:
+    with one_rank(launch, run, corpus) as rank:
+        rank.train_step(0)
+        load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
+        return measure(rank.worker, load, LEARNING_RATE)[1]
+
+
+@pytest.mark.parametrize(("zero_stage", "micro_batches"), [(1, 4), (2, 1), (3, 1), (3, 4)])
+def test_replicas_send_their_partition_once_a_step(
+    pool: RankPool, tmp_path: Path, zero_stage: int, micro_batches: int
+) -> None:
+    """Each rank sends 2 (R - 1) / R of its partition. Over the shards, it sends what it would send
+    if they were the data axis.
+    """
+    shape: dict[str, Any] = {
+        "zero_optimization": {"stage": zero_stage},
+        "gradient_accumulation_steps": micro_batches,
+    }
+    hybrid = tiny_run(
+        TEXT, dp=4, train_batch_size=16, **merge(shape, {"parallel": {"replicate": 2}})
+    )
+    alone = tiny_run(TEXT, dp=2, train_batch_size=8, **shape)
+    assert hybrid.batch.micro_batch_size == alone.batch.micro_batch_size
+    sent, of_shards = (
+        [by_axis(rank.traffic) for rank in pool.run(run.grid.dp, one_measured_step, run, corpus)]
+        for run in (hybrid, alone)
+        for corpus in [tiny_corpus(run, tmp_path)]
+    )
+    partition = own_elements(hybrid, local_parameters(hybrid, 0)) * 4
+    for rank in sent:
+        assert rank["replica"] == {"all_reduce": partition}  # 2 (R - 1) / R = 1
+        assert rank["shard"] == of_shards[0]["dp"]
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "overlaps", "changes"),
+    [
+        (1, True, {}),
+        (2, True, {}),
+        (3, False, {}),
+        (1, False, INT8),
+        (3, True, INT8),
+        (2, True, POWER_SGD),
+        (3, False, POWER_SGD),
+    ],
+)
+def test_traffic_and_memory_are_the_predicted_ones(
+    pool: RankPool, tmp_path: Path, zero_stage: int, overlaps: bool, changes: dict[str, Any]
+) -> None:
+    run = tiny_run(
+        TEXT,
+        dp=4,
+        **merge(
+            {
+                "train_batch_size": 16,
+                "parallel": {"replicate": 2},
+                "zero_optimization": {"stage": zero_stage, "overlap_comm": overlaps},
+            },
+            changes,
+        ),
+    )
+    ranks = pool.run(4, one_measured_step, run, tiny_corpus(run, tmp_path))
+    predicted = predict_memory(run, 0, device_type="cpu")
+    assert ranks[0].traffic == predict_traffic(run, 0, "cpu")
+    for rank in ranks:
+        assert rank.states.gradients == pytest.approx(predicted.states.gradients, rel=0.02)
+        assert rank.states.parameters == pytest.approx(predicted.states.parameters, rel=0.02)
+        assert rank.states.optimizer_states == pytest.approx(
+            predicted.states.optimizer_states, rel=0.02
+        )
+        assert rank.peak.total == pytest.approx(predicted.peak.total, rel=0.1)
+
+
+def losses_of(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> list[float]:
+    with one_rank(launch, run, corpus) as rank:
+        return [rank.train_step(step).loss for step in range(30)]
+
+
+@pytest.mark.parametrize("changes", [INT8, POWER_SGD], ids=["int8", "powersgd"])
+def test_replicas_that_compress_learn_as_well(
+    pool: RankPool, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """A shard holds parts of matrices, so PowerSGD's products have less to describe, and differ."""
+    values = {
+        "model": {"hidden_size": 64},
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 3},
+    }
+    exact, without, compressed = (
+        pool.run(4, losses_of, run, tiny_corpus(run, tmp_path))[0][-1]
+        for run in (
+            tiny_run(TEXT, dp=4, **merge(values, more))
+            for more in ({}, changes, merge(changes, {"parallel": {"replicate": 2}}))
+        )
+    )
+    assert len({exact, without, compressed}) == 3
+    assert compressed == pytest.approx(exact, rel=0.04)
+    assert compressed == pytest.approx(without, rel=0.01)
