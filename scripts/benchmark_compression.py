@@ -1,7 +1,8 @@
-"""Train with each gradient compression, or measure each on an emulated slow link.
+"""Train with each gradient compression, or measure compression and replicas on a slow link.
 
     python scripts/benchmark_compression.py train --folder runs/compression
     python scripts/benchmark_compression.py link --megabytes-per-second 10 50
+    python scripts/benchmark_compression.py nodes --megabytes-per-second 10
 
 ``train`` trains ds_configs/zero1.json on 4 data ranks, once for each method and seed. It prints a
 Markdown table of the validation losses, relative to those without compression. A run that has
@@ -10,6 +11,10 @@ finished is not repeated. ``megaspeed report`` draws the curves.
 ``link`` emulates a slow link: after each collective of the data axis, a rank waits for as long as
 its bytes would take at the given bandwidth. It prints measured and predicted step times. The
 prediction is the step time without the waits, plus predicted bytes / bandwidth.
+
+``nodes`` emulates two nodes of two ranks with a link of this bandwidth between them. It trains a
+GPT-2 of 8 blocks x 256 at ZeRO-3, with 8 micro-batches and each ``parallel.replicate``. Only groups
+with ranks on both nodes wait. If a node has two such groups, each has half of the bandwidth.
 """
 
 import argparse
@@ -30,7 +35,8 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.measurement.local_ranks import RanksFailed, run_on_ranks
 from megaspeed.measurement.watched_step import TrafficLog
-from megaspeed.planning.costs.traffic import Collective, predict_traffic
+from megaspeed.planning.costs.placement import Placement
+from megaspeed.planning.costs.traffic import Collective, TrafficAxis, predict_traffic
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepInputs, Worker
@@ -52,6 +58,13 @@ LINK_METHODS: Mapping[str, Any] = {
 }
 
 
+TWO_NODES = (
+    'model={"preset": "gpt2-tiny", "num_hidden_layers": 8, "hidden_size": 256}',
+    "zero_optimization.stage=3",
+    "train_batch_size=64",
+)
+
+
 def main() -> int:
     """Train or measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -65,9 +78,13 @@ def main() -> int:
     link.add_argument("--megabytes-per-second", type=_speed, nargs="+", default=[10.0, 50.0])
     link.add_argument("--stages", type=int, choices=range(4), nargs="+", default=[0, 1])
     link.add_argument("--steps", type=positive, default=7, help="that are timed, after one more")
+    nodes = commands.add_parser("nodes")
+    nodes.add_argument("--megabytes-per-second", type=_speed, nargs="+", default=[10.0])
+    nodes.add_argument("--steps", type=positive, default=3, help="that are timed, after one more")
     options = parser.parse_args()
+    show = {"train": print_trainings, "link": print_step_times, "nodes": print_replicas}
     try:
-        print_trainings(options) if options.command == "train" else print_step_times(options)
+        show[options.command](options)
     except (ConfigError, RanksFailed, subprocess.CalledProcessError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -113,9 +130,7 @@ def train_once(options: argparse.Namespace, name: str, seed: int) -> float:
 
 
 def print_step_times(options: argparse.Namespace) -> None:
-    bandwidths = [f"{speed:g} MB/s: measured, predicted" for speed in options.megabytes_per_second]
-    head = ["ZeRO", "compression", "sent over dp", "no waits", *bandwidths]
-    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    _print_head(options, "ZeRO", "compression", "sent over dp")
     for stage in options.stages:
         for name, how in LINK_METHODS.items():
             settings = [
@@ -123,17 +138,53 @@ def print_step_times(options: argparse.Namespace) -> None:
                 f"parallel.gradient_compression={json.dumps(how)}",
                 *options.overrides,
             ]
-            run = load_run(options.config, settings, World(DATA_RANKS, "script"))
-            corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
-            speeds = [0.0, *options.megabytes_per_second]
-            work = (step_times, run, corpus, speeds, options.steps)
-            unhindered, *times = run_on_ranks(*work, world_size=DATA_RANKS, device_type="cpu")[0]
-            sent = sum(size for (axis, _), size in predict_traffic(run, 0).items() if axis == "dp")
-            cells = [f"{stage}", name, f"{sent / 1e6:.2f} MB", f"{unhindered * 1e3:.0f} ms"]
-            for measured, speed in zip(times, options.megabytes_per_second, strict=True):
-                predicted = unhindered + sent / speed / 1e6
-                cells.append(f"{measured * 1e3:.0f} ms, {predicted * 1e3:.0f} ms")
-            print(f"| {' | '.join(cells)} |", flush=True)
+            _print_row(options, settings, ranks_per_node=1, cells=[f"{stage}", name])
+
+
+def print_replicas(options: argparse.Namespace) -> None:
+    _print_head(options, "replicas", "sent between nodes")
+    for replicate in (1, 2):
+        settings = [*TWO_NODES, f"parallel.replicate={replicate}", *options.overrides]
+        _print_row(options, settings, ranks_per_node=DATA_RANKS // 2, cells=[f"{replicate}"])
+
+
+def _print_head(options: argparse.Namespace, *names: str) -> None:
+    bandwidths = [f"{speed:g} MB/s: measured, predicted" for speed in options.megabytes_per_second]
+    head = [*names, "no waits", *bandwidths]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+
+
+def _print_row(
+    options: argparse.Namespace, settings: list[str], *, ranks_per_node: int, cells: list[str]
+) -> None:
+    run = load_run(options.config, settings, World(DATA_RANKS, "script"))
+    corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
+    shares = {axis: crossing_share(run, axis, ranks_per_node) for axis in data_axes(run)}
+    sent = sum(
+        shares.get(axis, 0.0) * size for (axis, _), size in predict_traffic(run, 0, "cpu").items()
+    )
+    work = (step_times, run, corpus, [0.0, *options.megabytes_per_second], options.steps, shares)
+    unhindered, *times = run_on_ranks(*work, world_size=DATA_RANKS, device_type="cpu")[0]
+    cells += [f"{sent / 1e6:.2f} MB", f"{unhindered * 1e3:.0f} ms"]
+    for measured, speed in zip(times, options.megabytes_per_second, strict=True):
+        predicted = unhindered + sent / speed / 1e6
+        cells.append(f"{measured * 1e3:.0f} ms, {predicted * 1e3:.0f} ms")
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def data_axes(run: Run) -> list[TrafficAxis]:
+    """Return the names of the groups of data ranks."""
+    return ["shard", "replica"] if run.grid.is_hybrid else ["dp"]
+
+
+def crossing_share(run: Run, axis: TrafficAxis, ranks_per_node: int) -> float:
+    """Return what a byte that a rank sends along this axis takes of its node's link.
+
+    Nothing if the group is within a node. Otherwise, a ring enters and leaves each node once, and
+    the link is shared by all such groups of the node.
+    """
+    placed = Placement(run.grid, ranks_per_node).along(axis)
+    return 0.0 if placed.most_nodes == 1 else ranks_per_node / placed.most_together
 
 
 def step_times(
@@ -142,6 +193,7 @@ def step_times(
     corpus: PreparedCorpus,
     megabytes_per_second: list[float],
     steps: int,
+    shares: Mapping[TrafficAxis, float],
 ) -> list[float]:
     """Return the median step time at each bandwidth; 0 means that nothing waits."""
     with ParallelContext.create(run.grid, launch, timeout_seconds=300) as context:
@@ -152,7 +204,7 @@ def step_times(
             for _ in range(1 + steps):
                 samples = number * run.batch.train_batch_size
                 start = time.perf_counter()
-                with SlowLink(context, speed * 1e6):
+                with SlowLink(context, speed * 1e6, shares):
                     worker.train_step(inputs.load(samples), inputs.learning_rate(number))
                 seconds.append(time.perf_counter() - start)
                 number += 1
@@ -162,18 +214,28 @@ def step_times(
 
 
 class SlowLink(TrafficLog):
-    """Waits after each collective of the data axis for as long as its bytes take."""
+    """Waits after each collective for as long as its bytes take.
 
-    def __init__(self, context: ParallelContext, bytes_per_second: float) -> None:
+    Args:
+        context: this rank's groups.
+        bytes_per_second: of a node's link; 0 means that nothing waits.
+        shares: what a byte takes of the link (``crossing_share``), by axis. Other axes do not wait.
+    """
+
+    def __init__(
+        self, context: ParallelContext, bytes_per_second: float, shares: Mapping[TrafficAxis, float]
+    ) -> None:
         super().__init__(context)
-        self._bytes_per_second = bytes_per_second
+        self._bytes_per_second, self._shares = bytes_per_second, shares
 
     def _count(self, collective: Collective, group: Any, message: Any) -> None:
-        before = sum(size for key, size in self.traffic.items() if key[0] == "dp")
+        before = self._sent()
         super()._count(collective, group, message)
-        sent = sum(size for key, size in self.traffic.items() if key[0] == "dp") - before
         if self._bytes_per_second:
-            time.sleep(sent / self._bytes_per_second)
+            time.sleep((self._sent() - before) / self._bytes_per_second)
+
+    def _sent(self) -> float:
+        return sum(self._shares.get(axis, 0.0) * size for (axis, _), size in self.traffic.items())
 
 
 if __name__ == "__main__":
