@@ -255,7 +255,7 @@ def batch_multiplies(config: RunConfig, world: World) -> Iterator[str]:
     elif parallel.spare_ranks and grid is None:
         largest = world.size // (parallel.pipeline * parallel.tensor)
         dp = min(largest, 1) if parallel.data == "auto" else parallel.data
-        if 0 < dp <= largest:
+        if 0 < dp <= largest and solve_batch(stated, dp) is None:
             yield explain_batch(stated, dp, f"no dp of {largest} or less fits {world}")
     if grid and batch and batch.gradient_accumulation_steps > LARGEST_ACCUMULATION:
         yield (

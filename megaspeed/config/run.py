@@ -87,10 +87,10 @@ class ParallelConfig(Section):
         Literal["none", "bf16"] | Annotated[Compression, Field(discriminator="type")],
         BeforeValidator(_object_of_type, json_schema_input_type=_StatedCompression),
     ] = "none"
-    """How gradients are sent over the data axis, or between replicas if there are several. none:
-    as they are. bf16: in bf16, as with communication_data_type. int8 and powersgd compress
-    matrices, and send vectors as they are. The training is then close to that of one process, but
-    not equal. "int8" means {"type": "int8"}."""
+    """How gradients are sent over the data axis. none: as they are. bf16: in bf16, as with
+    communication_data_type. int8 and powersgd compress matrices, and send vectors as they are. If
+    there are several replicas, they compress what they send to each other. The training is then
+    close to that of one process, but not equal. "int8" means {"type": "int8"}."""
     activation_checkpointing: Recomputation = "none"
     """What a block computes again in the backward pass instead of keeping it. selective: norms,
     activation functions, rotary positions, and attention that has dropout; the block keeps its

@@ -157,7 +157,7 @@ def baseline_rows(run: Run, baselines: Sequence[str], device_type: DeviceType) -
 def _reductions(run: Run, zero_stage: int) -> tuple[GradientReduction | None, ...]:
     """The reductions that make a difference at this ZeRO stage; (None,) if none does."""
     if run.compression is not None:
-        return (None,)  # it needs complete gradients
+        return (None,)
     shards = run.grid.dp // run.config.parallel.replicate
     several = run.batch.gradient_accumulation_steps > 1 and shards > 1
     return ("per_micro_batch", "per_step") if zero_stage >= 2 and several else (None,)
@@ -176,12 +176,14 @@ def _row(
     If ``reduction`` is None, gradients are reduced once a step. PowerSGD starts at step 1, because
     the first steps are measured.
     """
-    keys = {
+    keys: dict[str, Any] = {
         "zero_optimization.stage": zero_stage,
         "parallel.gradient_reduction": reduction or "per_step",
     }
     if zero_stage == 0 or name == "DDP":  # all ranks are replicas
         keys["parallel.replicate"] = 1
+        if run.compression is not None and run.config.parallel.replicate > 1:
+            keys["zero_optimization.overlap_comm"] = None  # only shards can send so early
     resolved = resolve_run(
         run.config.compressed_from_step_1().changed(keys),
         World(run.grid.world_size, "--world-size", device_type),

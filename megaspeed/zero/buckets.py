@@ -192,7 +192,8 @@ class Reducer:
             bucket, received = message.bucket, message.received
             if message.work is not None:
                 message.work.wait()
-            if self._is_offloaded and self._shards == 1 and self.averages_later:
+            is_sum = self._shards == 1 or bucket.sum is not bucket.partition
+            if self._is_offloaded and is_sum and self.averages_later:
                 received = received / self._dp  # not on the host, which would wait for the copy
             is_copied = bucket.sum is not bucket.partition or self._run.copies_partitions
             if is_copied or self._is_offloaded:
@@ -252,7 +253,8 @@ class Reducer:
 
     def _add(self, message: _Message) -> None:
         received = message.received
-        if self.averages_later and self._is_offloaded:
+        is_on_host = self._is_offloaded and message.bucket.sum is message.bucket.partition
+        if self.averages_later and is_on_host:
             received = received / self._dp  # not on the host, which would wait for the copy
         partition = message.bucket.sum[: received.numel()]  # without the padding of compression
         if message.bucket.is_filled and partition.device != received.device:

@@ -134,23 +134,28 @@ class Int8(Compressor):
 
     def reduce(self, compressed: Sequence[Bucket]) -> None:
         for bucket in compressed:
-            for rows, own in self._parts(bucket):
+            mean = bucket.partition
+            if self._gathers and self._run.config.zero_optimization.offloads_optimizer:
+                mean = torch.empty_like(_compressed(bucket))  # DeepSpeed's has no padding
+            for rows, own in self._parts(bucket, mean):
                 self._reduce(rows, own)
+            if mean is not bucket.partition:
+                bucket.partition.copy_(mean[: bucket.partition.numel()], non_blocking=True)
 
-    def _parts(self, bucket: Bucket) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """(columns of the gradient, (ranks, width) each; their place in the partition)."""
+    def _parts(self, bucket: Bucket, mean: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """(columns of the gradient, (ranks, width) each; their place in the mean)."""
         flat = _compressed(bucket)
         if self._run.zero_stage == 3 and not self._gathers:
             parts = [part.view(self._rows, -1) for part in flat.split(bucket.sizes)]
             for members in buckets(self._run, bucket.sizes):
                 rows = parts[members.start : members.stop]
                 start = bucket.starts[members.start] // self._rows
-                yield rows, bucket.partition.narrow(0, start, sum(row.shape[1] for row in rows))
+                yield rows, mean.narrow(0, start, sum(row.shape[1] for row in rows))
             return
         matrix = flat.view(self._rows, -1)
         columns = matrix.shape[1]
         # Replicas have all rows of the partition, whose memory also has the padding after it.
-        own = bucket.partition
+        own = mean
         if self._gathers:
             own = own.as_strided(matrix.shape, (columns, 1))
         width = columns_sent_together(self._run, self._rows, self._block)
@@ -339,7 +344,9 @@ class PowerSgd(Compressor):
             torch._foreach_copy_([mean[part] for mean, each in parts for part in each], averages)
         for bucket, mean in zip(compressed, means, strict=True):
             if self._compression.error_feedback:
-                _compressed(bucket)[: mean.numel()] -= mean
+                # What is compressed is the sum of this many gradients.
+                count = self._dp // dist.get_world_size(self._axis)
+                _compressed(bucket)[: mean.numel()].sub_(mean, alpha=count)
             if mean is not bucket.partition:
                 bucket.partition.copy_(self._partition(bucket, mean), non_blocking=True)
         if self._compression.error_feedback and rest:

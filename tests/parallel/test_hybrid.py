@@ -181,3 +181,31 @@ def test_replicas_that_compress_learn_as_well(
     assert len({exact, without, compressed}) == 3
     assert compressed == pytest.approx(exact, rel=0.04)
     assert compressed == pytest.approx(without, rel=0.01)
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+
+
+@pytest.mark.parametrize("start_step", [None, 1, 6])
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_offloaded_replicas_train_the_same(
+    pool: RankPool, tmp_path: Path, zero_stage: int, start_step: int | None
+) -> None:
+    """DeepSpeed's gradient in host memory has no padding, and is divided on the device, once."""
+    how: dict[str, Any] = {"type": "int8", "block": 32}
+    if start_step is not None:
+        how = {"type": "powersgd", "rank": 2, "start_step": start_step}
+    values: dict[str, Any] = {
+        "model": {"hidden_size": 64},
+        "parallel": {"replicate": 3, "gradient_compression": how},
+        "gradient_accumulation_steps": 2,
+        "train_batch_size": 24,
+    }
+    on_device, offloaded = (
+        pool.run(6, losses_of, run, tiny_corpus(run, tmp_path))[0]
+        for run in (
+            tiny_run(TEXT, dp=6, **values, zero_optimization={"stage": zero_stage, **more})
+            for more in ({}, OFFLOAD)
+        )
+    )
+    assert offloaded[:10] == pytest.approx(on_device[:10], rel=1e-4)

@@ -3,7 +3,7 @@
     def sum_of_ranks(launch: LaunchEnvironment, scale: float) -> float:
         with ParallelContext.create(Grid(pp=1, dp=4, tp=1), launch, timeout_seconds=30) as context:
             total = torch.tensor(scale * context.rank)
-            dist.all_reduce(total, group=context.dp_group)
+            dist.all_reduce(total, group=context.data_group)
             return total.item()
 
     def test_every_rank_has_the_sum(pool: RankPool) -> None:

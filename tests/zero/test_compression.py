@@ -216,6 +216,33 @@ class Poisoned:
         return gradient
 
 
+def conserved(launch: LaunchEnvironment, run: Run, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a replica's sum over its shards, the mean of all, and what it has not sent."""
+    with ParallelContext.create(run.grid, launch, timeout_seconds=60) as context:
+        generator = torch.Generator().manual_seed(context.replica_rank)
+        before = torch.randn(size, generator=generator)
+        flat = before.clone()
+        parameters = [nn.Parameter(torch.zeros(size // 24, 24))]
+        bucket = compressed_bucket(parameters, [size], flat, torch.zeros(size))
+        make_compressor(run, context, [bucket]).reduce([bucket])
+        return before, bucket.partition, flat
+
+
+@pytest.mark.parametrize("how", [{"type": "int8", "block": 32}, {"type": "powersgd", "rank": 2}])
+def test_what_replicas_did_not_send_stays_in_their_sums(
+    pool: RankPool, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    """dp x mean + what was not sent = what there was. In an earlier version, each of R replicas
+    kept a part that was sent, because the sums are those of several shards.
+    """
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 2000)
+    run = constructed_run(text, 4, 1, how, parallel={"replicate": 2})
+    first, _, second, _ = pool.run(4, conserved, run, 20 * 24)
+    (one, mean, kept), (other, _, left) = first, second
+    torch.testing.assert_close(4 * mean + kept + left, one + other, rtol=1e-5, atol=1e-5)
+
+
 # --- PowerSGD -------------------------------------------------------------------------------------
 
 

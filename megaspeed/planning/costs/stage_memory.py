@@ -189,9 +189,10 @@ class _Step:
         """Return the memory of the reduction: complete gradients, and the copy of a bucket."""
         ledger = self._start(others=0)
         copies = [bucket.packed_bytes for bucket in self._buckets]
-        if self._run.keeps_complete_gradients:
-            compressing = compression_buffer_bytes(self._run, self._parameters)
-            ledger.hold("communication_buffers", max([*copies, compressing]))
+        compressing = compression_buffer_bytes(self._run, self._parameters)
+        if not self._run.keeps_complete_gradients:
+            copies = []
+        ledger.hold("communication_buffers", max([*copies, compressing]))
         return ledger
 
     def _optimizer(self) -> _Ledger:

@@ -71,6 +71,17 @@ def test_rows_have_the_replicas_of_the_run_except_where_all_ranks_are_replicas()
     ]
 
 
+def test_zero_0_has_a_row_if_replicas_compress_beside_the_backward() -> None:
+    compressing = run(
+        dp=4,
+        parallel={"replicate": 2, "gradient_compression": {"type": "int8"}},
+        gradient_accumulation_steps=2,
+        zero_optimization={"stage": 2, "overlap_comm": True},
+    )
+    rows = zero_rows(compressing, [0, 2], "cpu")
+    assert [row.run.overlaps_reductions for row in rows] == [False, True]
+
+
 def test_compressed_gradients_are_reduced_once_a_step_from_the_first_step() -> None:
     how = {"type": "powersgd", "start_step": 20}
     rows = zero_rows(run(dp=2, parallel={"gradient_compression": how}), [0, 3], "cpu")
