@@ -211,7 +211,7 @@ def replicas_divide_data(config: RunConfig, world: World) -> Iterator[str]:
     dp = world.size // (parallel.pipeline * parallel.tensor)
     dp = dp if parallel.data == "auto" else parallel.data
     replicate = parallel.replicate
-    if stage == 0 and replicate not in (1, dp):
+    if stage == 0 and replicate not in (1, 1 if parallel.spare_ranks else dp):
         yield (
             f"parallel.replicate {replicate} needs ZeRO-1, 2 or 3: with zero_optimization.stage 0, "
             "each data rank holds everything; remove it, or set zero_optimization.stage"

@@ -148,7 +148,9 @@ class Training:
         Raises:
             ConfigError: the settings break a rule of the configuration.
         """
-        wanted, before = self.under(settings), self.settings.keys
+        wanted = self.under(settings)
+        replicate = self.stated.parallel.replicate  # with ZeRO-0, it may be dp
+        before = {**self.settings.keys, _KEYS["replicate"]: replicate}
         changed = {
             key: value
             for key, value in settings.keys.items()
@@ -363,7 +365,9 @@ def what_if(training: Training, cluster: Cluster) -> WhatIf:
             if layout is None:
                 too_large += len(sizes) - index
                 break
-            layouts += [layout, *_with_replicas(training, settings, layout, cluster)]
+            layouts.append(layout)
+            if settings.replicate == 1:
+                layouts += _with_replicas(training, settings, layout, cluster)
     layouts.sort(key=lambda layout: (layout.seconds, layout.peak_bytes))
     least = min(peaks, default=None)
     return WhatIf(layouts=tuple(layouts), too_large=too_large, least_peak_bytes=least)
@@ -391,16 +395,16 @@ def _layout(training: Training, settings: Settings, cluster: Cluster) -> tuple[i
 def _with_replicas(
     training: Training, settings: Settings, layout: Layout, cluster: Cluster
 ) -> Iterator[Layout]:
-    """Yield the layout with the number of replicas that makes it fastest, and with the stated one.
+    """Yield the layout with the number of replicas that makes it fastest, if one does.
 
-    More replicas need more memory, so they must make the step at least 1 % shorter. ZeRO-0 has only
-    replicas.
+    More replicas need more memory, so they must make the step at least 1 % shorter. ``_variants``
+    has the stated number.
     """
-    work, layers = workload_of(layout.run, cluster.device_type), layout.forecast.step.layers
-
     counts = divisors(settings.dp)[1:-1] if settings.zero_stage > 0 else []
-    if not counts:
+    counts = [count for count in counts if count != training.settings.replicate]
+    if not counts or training.run.compression is not None:
         return
+    work, layers = workload_of(layout.run, cluster.device_type), layout.forecast.step.layers
     times = [sum(both) for both in zip(*stage_times(work, layers), strict=True)]
     slowest = times.index(max(times))
 
@@ -420,15 +424,15 @@ def _with_replicas(
             _, found = _layout(training, replace(settings, replicate=count), cluster)
             yield from () if found is None else (found,)
 
-    chosen = [*islice(fitting(faster[::-1]), 1)]
-    stated = training.settings.replicate
-    if stated in counts and stated not in [each.run.grid.replicate for each in chosen]:
-        chosen += fitting([stated])
-    yield from chosen
+    yield from islice(fitting(faster[::-1]), 1)
 
 
 def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings]]:
-    """Yield all combinations with one replica: a list for each, by size of the micro-batch."""
+    """Yield all combinations: a list for each, by size of the micro-batch.
+
+    Of the numbers of replicas, it has 1 and the stated one. It has all of them if gradients are
+    compressed: without replicas, compression is refused with other keys, and can need more memory.
+    """
     own = training.settings
     for pp, dp, tp in _degrees(training, largest_tensor):
         samples = training.run.batch.train_batch_size // dp
@@ -441,13 +445,16 @@ def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings
         at_degrees = replace(own, pp=pp, dp=dp, tp=tp)
         # Without a data axis, all ZeRO stages are the same.
         reductions = _reductions(own) if dp > 1 else [(own.zero_stage, own.gradient_reduction)]
-        for (zero_stage, reduction), schedule, recomputation in product(
-            reductions, schedules, get_args(Recomputation)
+        counts = [1, own.replicate] if training.run.compression is None else divisors(dp)
+        for (zero_stage, reduction), replicate, schedule, recomputation in product(
+            reductions, dict.fromkeys(counts), schedules, get_args(Recomputation)
         ):
+            if dp % replicate or (replicate > 1 and zero_stage == 0):
+                continue
             is_own = recomputation == own.activation_checkpointing
             variant = replace(
                 at_degrees,
-                replicate=1,
+                replicate=replicate,
                 zero_stage=zero_stage,
                 gradient_reduction=reduction,
                 schedule=schedule,

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.rules import divisors
 from megaspeed.planning.costs.reserved_memory import reserved_memory, verdict
 from megaspeed.planning.costs.stage_memory import predict_memory
 from megaspeed.planning.costs.step_time import predict_step_time
 from megaspeed.planning.costs.workload import Cluster, workload_of
+from megaspeed.planning.forecast import forecast
 from megaspeed.planning.variants import Layout, WhatIf, what_if
 from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny, tiny_file
 
@@ -151,3 +153,49 @@ def test_no_variant_is_faster_on_more_nodes() -> None:
     times = {key_of(layout): layout.seconds for layout in slow}
     same = [layout for layout in fast if key_of(layout) in times]
     assert same and all(times[key_of(layout)] >= layout.seconds for layout in same)
+
+
+def test_replicas_are_listed_with_the_number_that_is_fastest() -> None:
+    """On two nodes of four GPUs, the number of replicas is tried for dp 4 and dp 8."""
+    stated, cluster = "zero_optimization.stage=3", a100s(gpus_per_node=4)
+    layouts = what_if(tiny(stated, world_size=8), cluster).layouts
+    alone = {key_of(layout): layout for layout in layouts if layout.run.grid.replicate == 1}
+    several = {key_of(layout): layout for layout in layouts if layout.run.grid.is_hybrid}
+    assert several and several.keys() <= alone.keys()
+    for key, layout in alone.items():
+        grid, zero_stage = layout.run.grid, layout.run.zero_stage
+        seconds = {}
+        for count in divisors(grid.dp)[1:-1] if zero_stage > 0 else []:
+            keys = (stated, *layout.set_text, f"parallel.replicate={count}")
+            seconds[count] = forecast(tiny(*keys, world_size=8).run, cluster).seconds
+        fastest = min(seconds, key=seconds.__getitem__, default=1)
+        if seconds and seconds[fastest] < 0.99 * layout.seconds:
+            assert several[key].run.grid.replicate == fastest
+            assert several[key].seconds == seconds[fastest]
+        else:
+            assert key not in several
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        ("zero_optimization.stage=1", "parallel.replicate=4"),
+        (
+            "zero_optimization.stage=3",
+            "parallel.replicate=2",
+            "parallel.gradient_compression=int8",
+            "zero_optimization.overlap_comm=true",
+        ),
+    ],
+    ids=["every rank", "compression that is refused with one replica"],
+)
+def test_the_stated_number_of_replicas_is_listed(stated: tuple[str, ...]) -> None:
+    layouts = what_if(tiny(*stated, world_size=4), a100s()).layouts
+    assert [layout for layout in layouts if not layout.set_text]
+
+
+def test_replicas_that_zero_0_states_are_no_replicas_of_another_stage(tmp_path: Path) -> None:
+    file = tiny_file(tmp_path, "zero_optimization.stage=0", "parallel.replicate=4")
+    training = from_file(file, world_size=4)
+    for layout in what_if(training, a100s()).layouts:
+        assert from_file(file, *layout.set_text, world_size=4).run == layout.run
