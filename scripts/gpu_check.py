@@ -62,6 +62,7 @@ LAYOUTS = (
     *(Grid(2, 1, 1), Grid(1, 1, 2), Grid(1, 2, 1)),
     *(Grid(1, 4, 1), Grid(2, 2, 1), Grid(1, 2, 2)),
     *(Grid(1, 8, 1), Grid(4, 2, 1), Grid(1, 1, 8), Grid(2, 2, 2)),
+    *(Grid(1, 4, 1, replicate=2), Grid(2, 4, 1, replicate=2)),
 )
 
 TOKENS, IDS = 2**21, 512
@@ -205,7 +206,9 @@ def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]
     if options.tiny:
         models = {"tiny Llama": TINY_LLAMA}
     compared = [
-        compare_section(name, config, layout, stages, options, machine)
+        compare_section(
+            name, config, layout, [z for z in stages if has_stage(layout, z)], options, machine
+        )
         for name, config in models.items()
         for layout in (layouts if options.full else layouts[:1])
     ]
@@ -218,7 +221,7 @@ def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]
     yield from verifications[:1]
     for stage in stages:
         for each in compared:
-            if each.layout.pp * each.layout.tp == 1:
+            if each.layout.pp * each.layout.tp == 1 and has_stage(each.layout, stage):
                 yield bench_section(each, stage, options)
         yield from verifications[1:] if stage == stages[0] else ()
 
@@ -232,7 +235,8 @@ def verify_sections(
     """
     documents = json.dumps([str(ROOT / "megaspeed" / "**" / "*.py")])
     config = write_config(options.out / "verify.json", {**TINY_GPT2, "train_batch_size": 16})
-    everything = [(precision, stage) for precision in ("bf16", "fp16") for stage in range(4)]
+    stages = [stage for stage in range(4) if has_stage(layout, stage)]
+    everything = [(precision, stage) for precision in ("bf16", "fp16") for stage in stages]
     for precision, stage in everything if options.full else [("bf16", 3), ("fp16", 1)]:
         settings = [*degrees(layout), f"zero_optimization.stage={stage}"]
         settings += [f"{precision}.enabled=true", "train_micro_batch_size_per_gpu=4"]
@@ -353,8 +357,16 @@ def write_config(file: Path, values: dict[str, Any]) -> Path:
 
 
 def degrees(layout: Grid) -> list[str]:
-    """Return the degrees for ``--set``."""
-    return [f"parallel.pipeline={layout.pp}", f"parallel.tensor={layout.tp}"]
+    """Return the degrees for ``--set``. Replicas are refused with ZeRO-0, the default."""
+    settings = [f"parallel.pipeline={layout.pp}", f"parallel.tensor={layout.tp}"]
+    if layout.replicate > 1:
+        settings += [f"parallel.replicate={layout.replicate}", "zero_optimization.stage=1"]
+    return settings
+
+
+def has_stage(layout: Grid, zero_stage: int) -> bool:
+    """Return whether a layout has this ZeRO stage. With stage 0, there is nothing to replicate."""
+    return zero_stage > 0 or layout.replicate == 1
 
 
 def batch_settings(layout: Grid, micro_batch_size: int) -> list[str]:

@@ -123,6 +123,10 @@ def test_full_covers_every_layout_of_eight_gpus(tmp_path: Path) -> None:
     assert layouts == set(gpu_check.LAYOUTS)
     assert {layout.world_size for layout in layouts} == {1, 2, 4, 8}
     assert len({section.title for section in sections}) == len(sections)
+    replicas = [section for section in sections if section.layout.replicate > 1]
+    assert {section.kind for section in replicas} == {"compare", "verify", "bench"}
+    assert all("parallel.replicate=2" in section.command for section in replicas)
+    assert not any("ZeRO-0" in section.title for section in replicas)
     refused = {str(s.layout): s.not_run for s in sections if s.not_run is not None}
     assert set(refused) == {"pp 1 x dp 1 x tp 2", "pp 1 x dp 2 x tp 2"} | {
         "pp 1 x dp 1 x tp 8",
