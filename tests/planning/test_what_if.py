@@ -13,7 +13,7 @@ from megaspeed.planning.costs.step_time import predict_step_time
 from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.forecast import forecast
 from megaspeed.planning.variants import Layout, WhatIf, what_if
-from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny, tiny_file
+from tests.planning.tiny_runs import a100s, from_file, tiny, tiny_file
 
 Key = tuple[int, int, int, int, str, str, str, int]
 Figures = dict[Key, tuple[float, int]]
@@ -131,18 +131,6 @@ def test_a_variant_is_reached_by_its_text(file: Path) -> None:
     training = from_file(file, world_size=8)
     for layout in what_if(training, a100s()).layouts[::17]:
         assert from_file(file, *layout.set_text, world_size=8).run == layout.run
-
-
-def test_the_530b_model_is_not_split_into_56_stages_with_a_bubble_of_half_the_step() -> None:
-    """An earlier version chose by least memory and least traffic. Of 4,480 GPUs, it found pp 56 x
-    dp 40 x tp 2 the best.
-    """
-    training = from_file(FOLDER / "mt_nlg_530b.json", world_size=4480)
-    found = what_if(training, a100s())
-    assert found.best is not None
-    terms = found.best.forecast.step.terms
-    assert terms["bubble"] < 0.25 * found.best.seconds
-    assert found.best.run.grid.tp == 8
 
 
 def test_no_variant_is_faster_on_more_nodes() -> None:
