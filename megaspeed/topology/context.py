@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from megaspeed.topology.activity import Activity, Timeline
+from megaspeed.topology.gloo_workers import use_one_worker
 from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError, ZeroAxis
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import (
@@ -369,6 +370,7 @@ def _prepare_process(grid: Grid, launch: LaunchEnvironment) -> torch.device:
     os.environ.update(compiler_threads(launch, os.environ))
     os.environ.update(gloo_interface(launch, os.environ))
     allow_open_files(launch.rank, launch.world_size)
+    use_one_worker()
     if not on_gpu:
         return torch.device("cpu")
     visible = torch.cuda.device_count()

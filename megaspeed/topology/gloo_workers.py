@@ -1,0 +1,49 @@
+"""A work-around for torch 2.13: a gloo group has one worker thread, not two.
+
+ProcessGroupGloo.cpp, runLoop: after each collective, the worker thread assigns the name of the
+collective to ``pgStatus_->lastCompletedWorkName`` of the group, without a lock. If two workers do
+so at once, both free the string's old memory, or one writes to what the other has freed. Names of
+more than 15 characters are on the heap (ALLGATHER_COALESCED, _REDUCE_SCATTER_BASE). Such a process
+dies later, at any place: "malloc(): unaligned tcache chunk detected".
+
+With one worker, collectives of a group run one after another, in the order in which they were
+started. All ranks start them in the same order. Messages between two ranks need no worker.
+"""
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+
+def use_one_worker() -> None:
+    """Make every gloo group that is created from now on have one worker thread.
+
+    torch has no public option for it: ``new_group`` ignores options for gloo, and its default is
+    two threads for each device (ProcessGroupGloo.cpp, create_default; distributed_c10d.py:2163).
+    """
+    group_class: Any = dist.ProcessGroupGloo
+    create = group_class.__init__
+    if getattr(create, "has_one_worker", False):
+        return
+
+    def create_with_one_worker(group: Any, *arguments: Any, timeout: Any = None) -> None:
+        if timeout is None:  # not as torch creates groups
+            create(group, *arguments)
+            return
+        options = group_class._Options()
+        options._timeout = timeout
+        options._devices = _devices(group_class)
+        options._threads = 1
+        create(group, *arguments, options)
+
+    create_with_one_worker.has_one_worker = True  # type: ignore[attr-defined]
+    group_class.__init__ = create_with_one_worker
+
+
+def _devices(group_class: Any) -> list[Any]:
+    """Return the devices that torch would use: the interfaces of GLOO_SOCKET_IFNAME, or one."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(names) > 1:  # as torch does
+        return [group_class.create_device(interface=name) for name in names.split(",")]
+    return [group_class.create_default_device()]
