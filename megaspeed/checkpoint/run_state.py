@@ -17,6 +17,7 @@ from megaspeed.config.run import Compression
 from megaspeed.config.section import Section
 from megaspeed.files.paths import read_file
 from megaspeed.model.parameters import Shape
+from megaspeed.topology.grid import Grid
 
 RUN_STATE = "run_state.json"
 
@@ -52,22 +53,9 @@ class Layout(Section):
     precision: str
 
     @property
-    def senders(self) -> int:
-        """The ranks between which compressed gradients are sent."""
-        return self.replicate if self.replicate > 1 else self.dp
-
-    def compression_tensors(
-        self, model: ModelConfig, compression: Compression | None
-    ) -> dict[str, Shape]:
-        """Name -> shape of the tensors that compressed gradients add to a checkpoint."""
-        return compression_tensors(
-            model,
-            compression,
-            pp=self.pp,
-            tp=self.tp,
-            senders=self.senders,
-            has_factors=self.replicate in (1, self.dp),
-        )
+    def grid(self) -> Grid:
+        """The degrees."""
+        return Grid(self.pp, self.dp, self.tp, self.replicate)
 
     def __str__(self) -> str:
         return (
@@ -131,7 +119,7 @@ class RunState(Section):
             compression = _COMPRESSION.validate_python(stated)
         except ValidationError as error:
             raise _invalid(RUN_STATE, "parallel.gradient_compression", error) from error
-        return self.layout.compression_tensors(model, compression)
+        return compression_tensors(model, compression, self.layout.grid)
 
     @property
     def origin(self) -> str:

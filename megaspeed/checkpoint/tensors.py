@@ -41,6 +41,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Compression
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Shape, parameters_of
 from megaspeed.tensor_parallel.plan import ParameterShard, is_compressed, shard_of
+from megaspeed.topology.grid import Grid
 
 WEIGHTS = "weights"
 KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
@@ -84,41 +85,28 @@ def expected_tensors(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[s
 
 
 def compression_tensors(
-    model: ModelConfig,
-    compression: Compression | None,
-    *,
-    pp: int,
-    tp: int,
-    senders: int,
-    has_factors: bool,
+    model: ModelConfig, compression: Compression | None, grid: Grid
 ) -> dict[str, Shape]:
-    """Name in the checkpoint -> shape of the tensors that compression adds at a layout.
+    """Name in the checkpoint -> shape of the tensors that compression adds on a grid.
 
-    Args:
-        model: the model.
-        compression: how gradients are compressed.
-        pp, tp: the degrees.
-        senders: ranks between which compressed gradients are sent: the replicas, or if there is
-            one, all data ranks.
-        has_factors: False for parts of matrices, whose PowerSGD's Q is not saved.
+    With shards and replicas, PowerSGD's Q is not saved, because it may be of parts of matrices.
     """
     matrices = {
         name: parameter
         for name, parameter in parameters_of(model).items()
-        if senders > 1 and is_compressed(model, parameter, compression, size=tp)
+        if grid.senders > 1 and is_compressed(model, parameter, compression, size=grid.tp)
     }
-    if model.tie_word_embeddings and pp > 1 and EMBEDDING_WEIGHT in matrices:
+    if model.tie_word_embeddings and grid.pp > 1 and EMBEDDING_WEIGHT in matrices:
         matrices[HEAD_WEIGHT] = matrices[EMBEDDING_WEIGHT]
     tensors: dict[str, Shape] = {}
     for name, parameter in matrices.items():
         if compression is not None and compression.error_feedback:
-            tensors |= {key(f"{FEEDBACK}{rank}", name): parameter.shape for rank in range(senders)}
-        if has_factors and compression is not None and compression.type == "powersgd":
-            shards = [shard_of(model, parameter, rank=rank, size=tp) for rank in range(tp)]
-            tensors |= {
-                key(f"{FACTOR}{rank}", name): (shard.local_shape[1], compression.rank)
-                for rank, shard in enumerate(shards)
-            }
+            ranks = range(grid.senders)
+            tensors |= {key(f"{FEEDBACK}{rank}", name): parameter.shape for rank in ranks}
+        if compression is not None and compression.type == "powersgd" and not grid.is_hybrid:
+            for rank in range(grid.tp):
+                shard = shard_of(model, parameter, rank=rank, size=grid.tp)
+                tensors[key(f"{FACTOR}{rank}", name)] = (shard.local_shape[1], compression.rank)
     return tensors
 
 

@@ -308,6 +308,11 @@ class ParallelContext:
         return self.coordinates.dp // self.grid.shard
 
     @property
+    def sender_rank(self) -> int:
+        """Which of the ranks it is between which compressed gradients are sent."""
+        return self.replica_rank if self.grid.replicate > 1 else self.dp_rank
+
+    @property
     def tp_rank(self) -> int:
         return self.coordinates.tp
 

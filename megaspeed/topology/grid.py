@@ -90,13 +90,19 @@ class Grid:
         return 1 < self.replicate < self.dp
 
     @property
+    def senders(self) -> int:
+        """The number of data ranks between which compressed gradients are sent."""
+        return self.replicate if self.replicate > 1 else self.shard
+
+    @property
     def world_size(self) -> int:
         """The number of ranks, pp * dp * tp."""
         return self.pp * self.dp * self.tp
 
     def rank_of(self, coordinates: Coordinates) -> int:
         """The rank at ``coordinates``. Raises TopologyError if an index is outside its axis."""
-        for axis, index, size in zip(AXES, coordinates, self._sizes, strict=True):
+        for axis, index in zip(AXES, coordinates, strict=True):
+            size = self.size_along(axis)
             if not 0 <= index < size:
                 raise TopologyError(
                     f"{axis} index {index} does not exist: "
@@ -134,13 +140,8 @@ class Grid:
 
     def size_along(self, axis: Axis | ZeroAxis) -> int:
         """The number of ranks on ``axis``."""
-        if axis == "replica":
-            return self.replicate
-        return self.shard if axis == "shard" else self._sizes[AXES.index(axis)]
-
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        return (self.pp, self.dp, self.tp)
+        size: int = self.replicate if axis == "replica" else getattr(self, axis)
+        return size
 
     def _stride(self, axis: Axis | ZeroAxis) -> int:
         """The difference of two ranks that are neighbours on ``axis``."""

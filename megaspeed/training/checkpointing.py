@@ -44,6 +44,7 @@ from megaspeed.checkpoint.tensors import (
     KINDS,
     HostCopy,
     Piece,
+    compression_tensors,
     expected_tensors,
     key,
     mismatches,
@@ -76,9 +77,7 @@ class Checkpointing:
             worker.context.checkpoint_group,
             keep_last=training.keep_last,
             expected=expected_tensors(self._run.config.model)
-            | layout_of(self._run).compression_tensors(
-                self._run.config.model, self._run.compression
-            ),
+            | compression_tensors(self._run.config.model, self._run.compression, self._run.grid),
             # Read now, because the cache may be emptied while the run continues.
             beside=read_tokenizer_files(corpus.tokenizer if worker.context.rank == 0 else None),
         )
@@ -259,10 +258,7 @@ def data_identity(corpus: PreparedCorpus) -> DataIdentity:
 def layout_of(run: Run) -> Layout:
     """The layout of a run, as a checkpoint stores it."""
     return Layout(
-        pp=run.grid.pp,
-        dp=run.grid.dp,
-        replicate=run.grid.replicate,
-        tp=run.grid.tp,
+        **dataclasses.asdict(run.grid),
         zero_stage=run.zero_stage,
         schedule=run.config.parallel.schedule,
         sequence_parallel=run.sequence_parallel,
@@ -291,13 +287,11 @@ def _fingerprint(tokenizer_json: bytes) -> str:
 def _compression_pieces(worker: Worker) -> Iterator[Piece]:
     """The pieces of compressed gradients that this rank writes: views of its state."""
     context, engine = worker.context, worker.engine
-    grid = context.grid
-    rank = context.replica_rank if grid.replicate > 1 else context.dp_rank
     for held in engine.gradients.feedback():
         name = engine.names[held.parameter]
-        tensor = key(f"{FEEDBACK}{rank}", name)
+        tensor = key(f"{FEEDBACK}{context.sender_rank}", name)
         yield from pieces_of(tensor, worker.shards[name], held.start, held.values)
-    if context.dp_rank == 0 and not grid.is_hybrid:  # all data ranks have the same
+    if context.dp_rank == 0 and not context.grid.is_hybrid:  # all data ranks have the same
         for parameter, factor in engine.gradients.factors():
             yield _factor_piece(worker, engine.names[parameter], factor)
 
@@ -328,18 +322,17 @@ def _load_compression(
     assert saved.layout is not None, "a run has saved these tensors"
     gradients, names = worker.engine.gradients, worker.engine.names
     factors = [_factor_piece(worker, names[p], factor) for p, factor in gradients.factors()]
-    grid, context = worker.run.grid, worker.context
-    if saved.layout.tp == grid.tp and not grid.is_hybrid:
+    grid, before = worker.run.grid, saved.layout.grid
+    if before.tp == grid.tp and not grid.is_hybrid:
         read_pieces(
             checkpoint, [p for p in factors if there.get(p.key) == tuple(p.full_shape)], group
         )
     joins_ends = grid.pp == 1 and worker.run.config.model.tie_word_embeddings
-    senders = grid.replicate if grid.replicate > 1 else grid.dp
-    own = context.replica_rank if grid.replicate > 1 else context.dp_rank
-    same = saved.layout.senders == senders
-    ranks = [own] if same else list(range(saved.layout.senders))
+    ranks = [*range(before.senders)]
+    if before.senders == grid.senders:
+        ranks = [worker.context.sender_rank]
     # What all senders hold, divided by dp, is what was not sent of the mean.
-    share = grid.dp / saved.layout.dp * saved.layout.senders / senders / len(ranks)
+    share = grid.dp / before.dp * before.senders / grid.senders / len(ranks)
     feedback = {names[held.parameter]: held for held in gradients.feedback()}
     for rank in ranks:
         pieces: list[Piece] = []

@@ -21,7 +21,6 @@ from megaspeed.planning.costs.rank_parameters import (
     LocalParameter,
     elements_of,
     head_weight,
-    partition_elements,
     sharded_elements,
 )
 
@@ -75,15 +74,15 @@ def gathered_in_pass(
     are complete parameters, so nothing is gathered. Only offloaded partitions are copied to the
     device, unless the rank computes on the CPU (``on_host``). Below ZeRO-3, all are 0.
     """
-    zero, shards, element = run.config.zero_optimization, run.grid.shard, BYTES_OF[run.precision]
+    zero, element = run.config.zero_optimization, BYTES_OF[run.precision]
     layers = len({parameter.layer for parameter in parameters})
-    if run.zero_stage < 3 or (shards == 1 and (on_host or not zero.offloads_parameters)):
+    if run.zero_stage < 3 or (run.grid.shard == 1 and (on_host or not zero.offloads_parameters)):
         return [0] * layers
     orders = _gathered_by_pass(run, parameters)
 
     @lru_cache
     def size(gathered: _Gathered) -> int:
-        regions = (shards * partition_elements(p, shards) for p in gathered.parameters)
+        regions = (sharded_elements(run, [parameter]) for parameter in gathered.parameters)
         return element * sum(aligned_elements(region, element) for region in regions)
 
     # The backward of the embedding gathers nothing, and holds what is held after the pass.

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megaspeed.config.message_sizes import columns_sent_together
+from megaspeed.config.message_sizes import buckets, columns_sent_together
 from megaspeed.config.resolve import Run
 from megaspeed.planning.costs.gathers import stay_gathered
 from megaspeed.planning.costs.rank_parameters import (
@@ -37,8 +37,7 @@ from megaspeed.planning.costs.rank_parameters import (
     flat_elements,
     head_weight,
     own_elements,
-    partition_elements,
-    reduced_together,
+    sharded_elements,
 )
 
 _OPTIMIZER_BYTES = 12  # an element: fp32 master weight and AdamW's two fp32 moments
@@ -219,8 +218,9 @@ def powersgd_matrices(
     for bucket, flat in flat_buckets(run, compressed):
         left = flat // run.grid.shard
         for parameter in bucket:
-            each = partition_elements(parameter, run.grid.shard)
-            held = each if run.zero_stage == 3 else min(parameter.elements, left)
+            held = min(parameter.elements, left)
+            if run.zero_stage == 3:
+                held = sharded_elements(run, [parameter]) // run.grid.shard
             left -= held
             columns = parameter.shape[1]
             rows = held // columns
@@ -236,19 +236,17 @@ def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
 
     Each part is a matrix with a row for each rank: each replica, or each data rank.
     """
-    method, replicas, shards = run.compression, run.grid.replicate, run.grid.shard
+    method, grid = run.compression, run.grid
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
     if method is None or method.type != "int8":
         return []
-    if run.zero_stage == 3 and replicas == 1:
-        return [
-            sum(partition_elements(parameter, shards) for parameter in bucket)
-            for bucket in reduced_together(run, compressed)
-        ]
-    rows = replicas if replicas > 1 else shards
-    together, columns = columns_sent_together(run, rows, method.block), []
-    for _, elements in flat_buckets(run, compressed):
-        each = math.ceil(elements / run.grid.dp)
+    together, columns = columns_sent_together(run, grid.senders, method.block), []
+    for members, elements in flat_buckets(run, compressed):
+        if run.zero_stage == 3 and grid.replicate == 1:
+            sizes = [sharded_elements(run, [parameter]) for parameter in members]
+            columns += [sum(sizes[i] for i in one) // grid.shard for one in buckets(run, sizes)]
+            continue
+        each = math.ceil(elements / grid.dp)
         columns += [min(together, each - start) for start in range(0, each, together)]
     return columns
 
@@ -264,7 +262,6 @@ def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> 
     PowerSGD holds P and, without replicas, the complete product. At ZeRO-3 it copies its partition.
     """
     method, grid = run.compression, run.grid
-    rows = grid.replicate if grid.replicate > 1 else grid.shard
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
     if method is None or not compressed:
         return 0
@@ -275,11 +272,11 @@ def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> 
         copied = own_elements(run, compressed) if product and run.zero_stage == 3 else 0
         return (left + product + copied) * BYTES_OF["fp32"]
     block = method.block
-    elements = rows * max(
+    elements = grid.senders * max(
         math.ceil(columns / block) * block for columns in int8_columns(run, compressed)
     )
     message = elements // block * (block + BYTES_OF["fp32"])
     numbers = elements * BYTES_OF["fp32"]
-    reducing = 2 * numbers + 2 * message + numbers // rows
-    gathering = 2 * numbers + message + (message + 2 * numbers) // rows
+    reducing = 2 * numbers + 2 * message + numbers // grid.senders
+    gathering = 2 * numbers + message + (message + 2 * numbers) // grid.senders
     return max(reducing, gathering) if grid.replicate > 1 else reducing

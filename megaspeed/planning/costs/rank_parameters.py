@@ -11,7 +11,7 @@ reduced over shards before replicas compress them.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -107,23 +107,10 @@ def elements_of(parameters: Iterable[LocalParameter]) -> int:
     return sum(parameter.elements for parameter in parameters)
 
 
-def partition_elements(parameter: LocalParameter, shards: int) -> int:
-    """ZeRO-3: return the elements of each rank's part of a parameter, including padding."""
-    return math.ceil(parameter.elements / shards)
-
-
 def sharded_elements(run: Run, parameters: Iterable[LocalParameter]) -> int:
     """ZeRO-3: return the elements of all parameters, each with its padding."""
     shards = run.grid.shard
-    return shards * sum(partition_elements(each, shards) for each in parameters)
-
-
-def reduced_together(
-    run: Run, parameters: Sequence[LocalParameter]
-) -> Iterator[list[LocalParameter]]:
-    """Yield the buckets of gradients that are reduced together, of each optimizer group."""
-    for members in _groups(parameters):
-        yield from _buckets(run, parameters, members)
+    return sum(shards * math.ceil(parameter.elements / shards) for parameter in parameters)
 
 
 def flat_buckets(
@@ -131,14 +118,22 @@ def flat_buckets(
 ) -> list[tuple[Sequence[LocalParameter], int]]:
     """Return the parameters of each flat tensor, and its number of elements with padding."""
     grid, multiple = run.grid, _ELEMENTS_ALIGNED * run.grid.shard
+    of_the_loss = head_weight(parameters)
     flat: list[tuple[Sequence[LocalParameter], int]] = []
-    for members in _groups(parameters):
-        is_split = grid.dp > 1 and (grid.is_hybrid or not any(p.is_compressed for p in members))
-        for bucket in _buckets(run, parameters, members) if is_split else [members]:
-            elements = math.ceil(elements_of(bucket) / multiple) * multiple
-            if run.zero_stage == 3:
-                elements = sharded_elements(run, bucket)
-            flat.append((bucket, elements))
+    for group in get_args(OptimizerGroup):
+        members = [parameter for parameter in parameters if parameter.group == group]
+        sizes = [p.elements for p in members]
+        if run.zero_stage == 3:
+            sizes = [sharded_elements(run, [p]) for p in members]
+        together = [range(len(members))] if members else []
+        if grid.dp > 1 and (grid.is_hybrid or not any(p.is_compressed for p in members)):
+            head = members.index(of_the_loss) if of_the_loss in members else None
+            together = buckets(run, sizes, head)
+        for one in together:
+            elements = sum(sizes[one.start : one.stop])
+            if run.zero_stage < 3:
+                elements = math.ceil(elements / multiple) * multiple
+            flat.append((members[one.start : one.stop], elements))
     return flat
 
 
@@ -150,20 +145,3 @@ def flat_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
 def own_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
     """Return the elements that one rank's optimizer updates, with padding."""
     return flat_elements(run, parameters) // run.grid.shard
-
-
-def _groups(parameters: Sequence[LocalParameter]) -> Iterator[list[LocalParameter]]:
-    for group in get_args(OptimizerGroup):
-        if members := [parameter for parameter in parameters if parameter.group == group]:
-            yield members
-
-
-def _buckets(
-    run: Run, parameters: Sequence[LocalParameter], members: Sequence[LocalParameter]
-) -> list[list[LocalParameter]]:
-    shards, of_the_loss = run.grid.shard, head_weight(parameters)
-    sizes = [p.elements for p in members]
-    if run.zero_stage == 3:
-        sizes = [shards * partition_elements(p, shards) for p in members]
-    head = members.index(of_the_loss) if of_the_loss in members else None
-    return [[members[index] for index in bucket] for bucket in buckets(run, sizes, head)]

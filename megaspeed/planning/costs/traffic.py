@@ -22,7 +22,7 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from megaspeed.config.resolve import Run
@@ -31,11 +31,7 @@ from megaspeed.pipeline.partition import blocks_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 from megaspeed.planning.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
 from megaspeed.planning.costs.gathers import gathered_elements_of_a_step
-from megaspeed.planning.costs.memory import (
-    int8_columns,
-    is_summed_over_step,
-    powersgd_matrices,
-)
+from megaspeed.planning.costs.memory import int8_columns, is_summed_over_step, powersgd_matrices
 from megaspeed.planning.costs.rank_parameters import (
     BYTES_OF,
     LocalParameter,
@@ -135,18 +131,12 @@ def compressed_share(run: Run, pipeline_stage: int) -> float:
     """Return the bytes sent for all gradients, as a fraction of the bytes without compression."""
     if run.compression is None:
         return 1.0
-    parameters, replicas = local_parameters(run, pipeline_stage), run.grid.replicate
-    ranks, plain_messages = run.grid.shard, _gradient_messages
-    if replicas > 1:
-        ranks, plain_messages = replicas, _partition_messages
-
-    def sent(messages: Iterable[tuple[Collective, int]]) -> int:
-        return sum(bytes_sent(collective, size, ranks) for collective, size in messages)
-
-    plain = sent(plain_messages(run, parameters))
+    parameters, ranks = local_parameters(run, pipeline_stage), run.grid.senders
+    plain_message = _partition_message if run.grid.replicate > 1 else _gradient_message
     beside = [parameter for parameter in parameters if not parameter.is_compressed]
-    compressed = sent(plain_messages(run, beside)) + sent(_compressed_messages(run, parameters))
-    return compressed / plain if plain else 1.0
+    plain = bytes_sent(*plain_message(run, parameters), ranks)
+    messages = [plain_message(run, beside), *_compressed_messages(run, parameters)]
+    return sum(bytes_sent(*each, ranks) for each in messages) / plain if plain else 1.0
 
 
 def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
@@ -269,10 +259,10 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host
     parameters = local_parameters(run, pipeline_stage)
     plain = [parameter for parameter in parameters if not parameter.is_compressed]
     if shards > 1:
-        for collective, size in _gradient_messages(run, parameters if replicas > 1 else plain):
-            if on_host and collective == "reduce_scatter":
-                collective = "all_to_all"  # over gloo, see ``zero.buckets``
-            messages.add(over_shards, collective, size, ranks=shards)
+        collective, size = _gradient_message(run, parameters if replicas > 1 else plain)
+        if on_host and collective == "reduce_scatter":
+            collective = "all_to_all"  # over gloo, see ``zero.buckets``
+        messages.add(over_shards, collective, size, ranks=shards)
         gathered = (
             gathered_elements_of_a_step(run, parameters, pipeline_stage)
             if run.zero_stage == 3
@@ -281,27 +271,26 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host
         size = gathered * BYTES_OF[run.precision]
         messages.add(over_shards, "all_gather", size, ranks=shards)
     if replicas > 1:
-        for collective, size in _partition_messages(run, plain):
-            messages.add(over_replicas, collective, size, ranks=replicas)
-    axis, ranks = (over_replicas, replicas) if replicas > 1 else (over_shards, shards)
+        messages.add(over_replicas, *_partition_message(run, plain), ranks=replicas)
+    axis = over_replicas if replicas > 1 else over_shards
     for collective, size in _compressed_messages(run, parameters):
-        messages.add(axis, collective, size, ranks=ranks)
+        messages.add(axis, collective, size, ranks=run.grid.senders)
 
 
-def _partition_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
+def _partition_message(run: Run, parameters: list[LocalParameter]) -> tuple[Collective, int]:
     """Return the collective that sums the partition of gradients over the replicas."""
-    return [("all_reduce", own_elements(run, parameters) * BYTES_OF[run.reduction_dtype])]
+    return "all_reduce", own_elements(run, parameters) * BYTES_OF[run.reduction_dtype]
 
 
-def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
-    """Return the collectives that sum gradients over the shards, with the bytes of the messages."""
+def _gradient_message(run: Run, parameters: list[LocalParameter]) -> tuple[Collective, int]:
+    """Return the collective that sums gradients over the shards, with the bytes of the messages."""
     sent_bytes = 0
     for (first, *_), elements in flat_buckets(run, parameters):
         times = 1 if is_summed_over_step(run, first) else run.batch.gradient_accumulation_steps
         if first.name == HEAD_WEIGHT and times > 1:
             times = math.ceil(times / _forwards_before_a_backward(run))
         sent_bytes += times * elements * BYTES_OF[run.reduction_dtype]
-    return [("reduce_scatter" if run.scatters_reductions else "all_reduce", sent_bytes)]
+    return "reduce_scatter" if run.scatters_reductions else "all_reduce", sent_bytes
 
 
 def _compressed_messages(
@@ -323,11 +312,9 @@ def _compressed_messages(
         yield "all_reduce", elements * BYTES_OF["fp32"]
         return
     blocks = sum(math.ceil(each / method.block) for each in int8_columns(run, parameters))
-    replicas = run.grid.replicate
-    rows = replicas if replicas > 1 else run.grid.shard
-    sent_bytes = rows * blocks * (method.block + BYTES_OF["fp32"])
+    sent_bytes = run.grid.senders * blocks * (method.block + BYTES_OF["fp32"])
     yield "all_to_all", sent_bytes
-    if replicas > 1:
+    if run.grid.replicate > 1:
         yield "all_gather", sent_bytes
 
 
