@@ -90,17 +90,10 @@ def find_grid(config: RunConfig, world: World) -> Grid | None:
     parallel, stated = config.parallel, StatedBatch.of(config)
     pp, tp = parallel.pipeline, parallel.tensor
     largest = world.size // (pp * tp)
-    if parallel.data != "auto":
-        degrees = [parallel.data]
-    elif parallel.spare_ranks:
-        degrees = [*range(largest, 0, -1)]
-    else:
-        degrees = [largest]
-    for dp in degrees:
+    for dp in range(largest, 0, -1) if parallel.data == "auto" else [parallel.data]:
+        fits = pp * dp * tp == world.size
         if parallel.spare_ranks:
             fits = dp <= largest and solve_batch(stated, dp) is not None
-        else:
-            fits = dp > 0 and pp * dp * tp == world.size
         # ZeRO-0 partitions over one rank: all data ranks are replicas.
         replicate = dp if config.zero_optimization.stage == 0 else parallel.replicate
         if fits and dp % replicate == 0:

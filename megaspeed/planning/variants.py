@@ -33,11 +33,11 @@ micro-batches are powers of two, and the configured size. A larger micro-batch n
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice, product
+from itertools import chain, product
 from math import inf
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -50,7 +50,7 @@ from megaspeed.config.run import Recomputation, RunConfig
 from megaspeed.files.json_values import picked
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.planning.costs.reserved_memory import Verdict, reserved_memory, verdict
-from megaspeed.planning.costs.step_time import Rates, stage_times
+from megaspeed.planning.costs.step_time import Rates
 from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.forecast import Forecast, forecast
 from megaspeed.planning.prediction import predict
@@ -400,31 +400,20 @@ def _with_replicas(
     More replicas need more memory, so they must make the step at least 1 % shorter. ``_variants``
     has the stated number.
     """
-    counts = divisors(settings.dp)[1:-1] if settings.zero_stage > 0 else []
-    counts = [count for count in counts if count != training.settings.replicate]
-    if not counts or training.run.compression is not None:
+    counts = divisors(settings.dp)[1:-1]
+    if settings.zero_stage == 0 or not counts or training.run.compression is not None:
         return
     work, layers = workload_of(layout.run, cluster.device_type), layout.forecast.step.layers
-    times = [sum(both) for both in zip(*stage_times(work, layers), strict=True)]
-    slowest = times.index(max(times))
-
-    def changing(count: int) -> float:
-        """The seconds of a step that depend on the number of replicas."""
-        grid = replace(work.grid, replicate=count)
-        rates = Rates(replace(work, grid=grid), cluster)
-        both = layers.block.forward, layers.block.backward
-        return rates.network.dp(slowest, *both) + rates.optimizer(slowest)
-
-    saved = {count: changing(1) - changing(count) for count in counts}
-    least = (1 - _MUCH_FASTER) * layout.seconds / cluster.calibration
-    faster = sorted((count for count in counts if saved[count] > least), key=saved.__getitem__)
-
-    def fitting(counts: Sequence[int]) -> Iterator[Layout]:
-        for count in counts:
+    seconds = {}
+    for count in {*counts} - {training.settings.replicate}:
+        several = replace(work, grid=replace(work.grid, replicate=count))
+        seconds[count] = Rates(several, cluster).step(layers).total * cluster.calibration
+    for count in sorted(seconds, key=seconds.__getitem__):
+        if seconds[count] < _MUCH_FASTER * layout.seconds:
             _, found = _layout(training, replace(settings, replicate=count), cluster)
-            yield from () if found is None else (found,)
-
-    yield from islice(fitting(faster[::-1]), 1)
+            if found is not None:
+                yield found
+                return
 
 
 def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings]]:
