@@ -24,7 +24,6 @@ Why not a library: torch's hooks need DDP's buckets, and its PowerSGD waits for 
 (runtime/comm/coalesced_collectives.py). So only torch's orthogonalization is used.
 """
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -155,9 +154,7 @@ class Int8(Compressor):
         matrix = flat.view(self._rows, -1)
         columns = matrix.shape[1]
         # Replicas have all rows of the partition, whose memory also has the padding after it.
-        own = mean
-        if self._gathers:
-            own = own.as_strided(matrix.shape, (columns, 1))
+        own = mean.as_strided(matrix.shape, (columns, 1)) if self._gathers else mean
         width = columns_sent_together(self._run, self._rows, self._block)
         for start in range(0, columns, width):
             yield [matrix[:, start : start + width]], own[..., start : start + width]
@@ -195,6 +192,7 @@ class Int8(Compressor):
 class _Batch:
     """Matrices of one shape (n, m) at equal distances in a flat gradient."""
 
+    bucket: Bucket  # of the gradient
     shape: tuple[int, int]
     parameters: list[nn.Parameter] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -214,32 +212,35 @@ class _Batch:
         return flat.as_strided(size, step, flat.storage_offset() + self.starts[0])
 
 
-def batches_of(bucket: Bucket, rank: int) -> tuple[list[_Batch], list[slice]]:
-    """All matrices of a bucket in few batches, and the ranges that are in none.
+def batches_of(
+    compressed: Sequence[Bucket], rank: int
+) -> tuple[list[_Batch], list[tuple[Bucket, slice]]]:
+    """All matrices of the buckets in few batches, and the ranges that are in none.
 
     Blocks of the model have equal matrices at equal distances, so the number of batches does not
     depend on the number of blocks. A replica may hold a part of a matrix: its complete rows are a
     matrix of their own, if rank x (rows + columns) numbers are fewer than it has.
     """
     batches: list[_Batch] = []
-    latest: dict[tuple[int, int], _Batch] = {}
-    rest: list[slice] = []
-    for held in bucket.ranges:
+    latest: dict[tuple[Bucket, int, int], _Batch] = {}
+    rest: list[tuple[Bucket, slice]] = []
+    for bucket, held in ((one, held) for one in compressed for held in one.ranges):
         columns = shape_of(held.parameter)[1]
         before = -held.start % columns  # elements of a row that begins on another rank
         rows = max(0, held.length - before) // columns
         if rank * (rows + columns) >= rows * columns:
-            rest.append(slice(held.offset, held.offset + held.length))
+            rest.append((bucket, slice(held.offset, held.offset + held.length)))
             continue
         start, end = held.offset + before, held.offset + before + rows * columns
-        rest += [slice(held.offset, start), slice(end, held.offset + held.length)]
-        batch = latest.get((rows, columns))
+        around = slice(held.offset, start), slice(end, held.offset + held.length)
+        rest += [(bucket, part) for part in around if part.start < part.stop]
+        batch = latest.get((bucket, rows, columns))
         if batch is None or not batch.continues(start):
-            batch = latest[rows, columns] = _Batch((rows, columns))
+            batch = latest[bucket, rows, columns] = _Batch(bucket, (rows, columns))
             batches.append(batch)
         batch.parameters.append(held.parameter)
         batch.starts.append(start)
-    return batches, [part for part in rest if part.start < part.stop]
+    return batches, rest
 
 
 def orthogonalize(matrices: Tensor) -> None:
@@ -276,8 +277,7 @@ class PowerSgd(Compressor):
         self._is_replica = context.replica_group is not None
         self._axis = context.replica_group or context.shard_group
         self._shard = context.shard_rank
-        found = [batches_of(bucket, self._rank_of) for bucket in compressed]
-        self._batches, self._rest = zip(*found, strict=True)
+        self._batches, self._rest = batches_of(compressed, self._rank_of)
         elements = sum(self._sizes(1))
         # The same on every data rank. Computed on the host, so that all devices have the same.
         generator = torch.Generator().manual_seed(run.config.training.seed)
@@ -295,20 +295,12 @@ class PowerSgd(Compressor):
         yield from (self._initial, self._right, self._next)
 
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for batch, right in zip(self._all_batches(), self._parts(self._right, 1), strict=True):
+        for batch, right in zip(self._batches, self._parts(self._right, 1), strict=True):
             yield from zip(batch.parameters, right, strict=True)
 
     def reduce(self, compressed: Sequence[Bucket]) -> None:
-        sums = [
-            batch.of(_compressed(bucket))
-            for bucket, batches in zip(compressed, self._batches, strict=True)
-            for batch in batches
-        ]
-        rest = [
-            _compressed(bucket)[part]
-            for bucket, parts in zip(compressed, self._rest, strict=True)
-            for part in parts
-        ]
+        sums = [batch.of(_compressed(batch.bucket)) for batch in self._batches]
+        rest = [_compressed(bucket)[part] for bucket, part in self._rest]
         elements = sum(self._sizes(0))
         sent = torch.empty(elements + sum(map(len, rest)), device=self._device)
         left = sent[:elements]
@@ -330,22 +322,19 @@ class PowerSgd(Compressor):
             torch.bmm(matrices.mT, p, out=q)
         dist.all_reduce(self._next, group=self._axis)
         self._next /= self._dp
-        products = zip(lefts, rights, strict=True)
-        means = []
-        for bucket, batches in zip(compressed, self._batches, strict=True):
-            flat = _compressed(bucket)
-            in_place = self._is_replica and bucket.partition.device == flat.device
-            means.append(bucket.partition if in_place else torch.zeros_like(flat))
-            for batch, (p, q) in zip(batches, products, strict=False):
-                torch.bmm(p, q.mT, out=batch.of(means[-1]))
+        means = {}
+        for bucket in compressed:
+            in_place = self._is_replica and bucket.partition.device == self._device
+            means[bucket] = bucket.partition if in_place else torch.zeros_like(_compressed(bucket))
+        for batch, p, q in zip(self._batches, lefts, rights, strict=True):
+            torch.bmm(p, q.mT, out=batch.of(means[batch.bucket]))
         if rest:
-            parts = zip(means, self._rest, strict=True)
             averages = (sent[elements:] / self._dp).split([*map(len, rest)])
-            torch._foreach_copy_([mean[part] for mean, each in parts for part in each], averages)
-        for bucket, mean in zip(compressed, means, strict=True):
+            torch._foreach_copy_([means[bucket][part] for bucket, part in self._rest], averages)
+        for bucket, mean in means.items():
             if self._compression.error_feedback:
                 # What is compressed is the sum of this many gradients.
-                count = self._dp // dist.get_world_size(self._axis)
+                count = self._dp // self._run.grid.senders
                 _compressed(bucket)[: mean.numel()].sub_(mean, alpha=count)
             if mean is not bucket.partition:
                 bucket.partition.copy_(self._partition(bucket, mean), non_blocking=True)
@@ -361,20 +350,14 @@ class PowerSgd(Compressor):
         parts = mean.split(bucket.sizes)
         return torch.cat([part.view(shards, -1)[self._shard] for part in parts])
 
-    def _all_batches(self) -> Iterator[_Batch]:
-        return itertools.chain.from_iterable(self._batches)
-
     def _sizes(self, side: int) -> list[int]:
-        return [
-            len(batch.parameters) * batch.shape[side] * self._rank_of
-            for batch in self._all_batches()
-        ]
+        return [len(each.parameters) * each.shape[side] * self._rank_of for each in self._batches]
 
     def _parts(self, flat: Tensor, side: int) -> list[Tensor]:
         """Views (matrices, n, rank) of all P, or (matrices, m, rank) of all Q if ``side`` is 1."""
         return [
             part.view(len(batch.parameters), batch.shape[side], self._rank_of)
-            for batch, part in zip(self._all_batches(), flat.split(self._sizes(side)), strict=True)
+            for batch, part in zip(self._batches, flat.split(self._sizes(side)), strict=True)
         ]
 
 

@@ -251,7 +251,7 @@ def test_matrices_at_equal_distances_are_one_batch() -> None:
     sizes = [math.prod(shape) for shape in shapes]
     flat = torch.arange(float(sum(sizes)))
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    batches, rest = batches_of(compressed_bucket(parameters, sizes, flat, flat), rank=1)
+    batches, rest = batches_of([compressed_bucket(parameters, sizes, flat, flat)], rank=1)
     assert rest == []
     assert [(b.shape, len(b.parameters)) for b in batches] == [
         ((9, 4), 1),
