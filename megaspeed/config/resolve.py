@@ -126,19 +126,15 @@ class Run:
 
     @property
     def copies_gradients(self) -> bool:
-        """Whether gradients are copied to be reduced over the shards; if not, complete gradients
-        are sent.
-        """
+        """Whether gradients are copied to be reduced; if not, complete gradients are sent."""
         is_another = self.reduction_dtype != self.accumulation_dtype or self.divides_gradients_first
-        is_copied = self.zero_stage == 3 or not self.keeps_complete_gradients or is_another
-        return self.grid.shard > 1 and is_copied
+        has_parts = self.grid.shard > 1 and self.zero_stage == 3
+        return self.grid.dp > 1 and (has_parts or not self.keeps_complete_gradients or is_another)
 
     @property
     def copies_partitions(self) -> bool:
-        """Whether partitions of gradients are copied to be summed over the replicas."""
-        is_another = self.reduction_dtype != self.accumulation_dtype
-        is_divided = self.grid.shard == 1 and self.divides_gradients_first
-        return self.grid.replicate > 1 and (is_another or is_divided)
+        """Whether what shards have reduced is copied to be summed over the replicas."""
+        return self.grid.is_hybrid and self.reduction_dtype != self.accumulation_dtype
 
     @property
     def sums_vector_gradients(self) -> bool:

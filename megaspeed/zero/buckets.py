@@ -3,6 +3,8 @@
     gradients of a bucket --pack--> one tensor --reduce over the shards--> this rank's part
         --add--> partition --all-reduce over the replicas, once a step--> partition
 
+With one shard, the replicas reduce the gradients of a bucket, and this rank's part is all of them.
+
     ZeRO 0         flat                        one shard: every rank owns everything
     ZeRO 1, 2      flat, with padding          a reduce-scatter: rank r of the shards owns part r
     ZeRO 3         (shards, elements / shards) a reduce-scatter: row r is the part of rank r
@@ -47,7 +49,7 @@ class Bucket:
     sizes: Sequence[int]  # elements of each parameter; at ZeRO-3 with padding
     complete: Tensor | None  # the sum of this rank's gradients; None if only the partition is kept
     partition: Tensor  # the part that this rank owns
-    sum: Tensor  # to which the reduction over the shards adds: the partition, if not compressed
+    sum: Tensor  # to which the reduction adds: the partition, unless replicas compress the sum
     total: Tensor | None = None  # packed sum over the micro-batches; None if each one is reduced
     # ``complete`` or ``sum``, if it is compressed. Then ``partition`` shares no memory with it.
     compressed: Tensor | None = None
@@ -96,17 +98,17 @@ class Reducer:
 
     def __init__(self, run: Run, context: ParallelContext) -> None:
         self._run = run
-        self._is_stage3 = run.zero_stage == 3
+        self._has_rows = run.zero_stage == 3 and run.grid.shard > 1
         self._is_offloaded = run.config.zero_optimization.offloads_optimizer
         self._sent_dtype = DTYPES[run.reduction_dtype]
         self._device = context.device
-        self._shard_group, self._shards = context.shard_group, run.grid.shard
-        self._replica_group = context.replica_group
-        self._dp = context.dp_size
-        self._exchanges = run.scatters_reductions and dist.get_backend(self._shard_group) == "gloo"
+        self._group, self._shards = context.data_group, run.grid.shard
+        self._replica_group = context.replica_group if run.grid.is_hybrid else None
+        self._dp = context.grid.dp
+        self._exchanges = run.scatters_reductions and dist.get_backend(self._group) == "gloo"
         # So only one bucket at a time needs memory for a copy, or for what is exchanged. A bucket
         # that is received can be summed over the replicas while the next one is reduced.
-        self._is_one_at_a_time = run.copies_gradients or self._exchanges or run.grid.replicate > 1
+        self._is_one_at_a_time = run.copies_gradients or self._exchanges or run.grid.is_hybrid
         self.averages_later = run.grid.dp > 1 and not run.divides_gradients_first
         """Whether ``receive`` leaves a sum that is not yet divided by dp."""
         self.own_part = context.shard_rank
@@ -128,11 +130,10 @@ class Reducer:
             last: whether the step has no more gradients of the bucket, so that the replicas can sum
                 its partition as soon as it is reduced.
         """
-        if self._shards == 1:
-            self._sum_replicas(bucket)
-            return
         if self._replica_group is None and self.is_compressed_now(bucket):
             return
+        if self._dp == 1 and not self._is_offloaded:
+            return  # the partition is a part of the complete gradient
         if self._is_one_at_a_time:
             self._receive_parts()
         packed = self._packed(bucket)
@@ -153,11 +154,12 @@ class Reducer:
         self._receive_replicas()
 
     def _receive_parts(self) -> None:
-        """Wait for the reductions over the shards, and add what this rank owns."""
+        """Wait for the buckets that are being reduced, and add what this rank owns."""
         while self._in_flight:
             message = self._in_flight.pop(0)
             bucket, is_last = message.bucket, message.is_last
-            message.work.wait()
+            if message.work is not None:
+                message.work.wait()
             if message.parts is not None:
                 torch.sum(message.parts, 0, out=message.received)
             if self._run.copies_gradients or bucket.compressed is not None or self._is_offloaded:
@@ -169,20 +171,13 @@ class Reducer:
     def _sum_replicas(self, bucket: Bucket) -> None:
         """Start to sum this rank's partition over the replicas."""
         bucket.is_replicated = True
-        if self.is_compressed_now(bucket):
-            return
-        group, offloads_all = self._replica_group, self._shards == 1 and self._is_offloaded
-        if group is None and not offloads_all:
+        if self._replica_group is None or self.is_compressed_now(bucket):
             return
         if self._run.copies_partitions:
             self._receive_replicas()
-        source = bucket.complete if offloads_all else bucket.sum
-        assert source is not None, "with one shard, complete gradients are kept"
-        part = source[: bucket.partition.numel()]
+        part = bucket.sum[: bucket.partition.numel()]
         sent = part.to(self._device, self._sent_dtype, non_blocking=True)
-        if self._shards == 1 and self._run.divides_gradients_first:
-            sent = sent / self._dp
-        work = None if group is None else comm.all_reduce(sent, group=group, async_op=True)
+        work = comm.all_reduce(sent, group=self._replica_group, async_op=True)
         self._between_replicas.append(_Message(bucket, work, sent, sent))
         if self._run.copies_partitions and not self._run.overlaps_reductions:
             self._receive_replicas()
@@ -190,20 +185,18 @@ class Reducer:
     def _receive_replicas(self) -> None:
         for message in self._between_replicas:
             bucket, received = message.bucket, message.received
-            if message.work is not None:
-                message.work.wait()
-            is_sum = self._shards == 1 or bucket.sum is not bucket.partition
-            if self._is_offloaded and is_sum and self.averages_later:
+            message.work.wait()
+            is_another = bucket.sum is not bucket.partition
+            if self._is_offloaded and is_another and self.averages_later:
                 received = received / self._dp  # not on the host, which would wait for the copy
-            is_copied = bucket.sum is not bucket.partition or self._run.copies_partitions
-            if is_copied or self._is_offloaded:
+            if is_another or self._run.copies_partitions or self._is_offloaded:
                 bucket.partition.copy_(received, non_blocking=True)
         self._between_replicas.clear()
 
     def shape_of(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of packed gradients: flat, or at ZeRO-3 a row for each shard."""
         part = bucket.partition.numel()
-        return (self._shards, part) if self._is_stage3 else (self._shards * part,)
+        return (self._shards, part) if self._has_rows else (self._shards * part,)
 
     def pack(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         """Remove the gradients of one micro-batch from the bucket, and return them in its shape."""
@@ -213,7 +206,7 @@ class Reducer:
             return gradients[0].to(dtype).reshape(shape)
         packed = torch.empty(shape, dtype=dtype, device=self._device)
         flat = [gradient.reshape(-1) for gradient in gradients]
-        if self._is_stage3:
+        if self._has_rows:
             torch._chunk_cat(flat, 0, self._shards, out=packed)
             return packed
         elements = sum(gradient.numel() for gradient in flat)
@@ -225,7 +218,7 @@ class Reducer:
     def _packed(self, bucket: Bucket) -> Tensor:
         """The bucket's gradients: flat, or at ZeRO-3 one row for each shard."""
         complete = bucket.complete
-        if complete is not None and not self._is_stage3:
+        if complete is not None and not self._has_rows:
             return complete[: math.prod(self.shape_of(bucket))].to(self._sent_dtype)
         if bucket.total is not None:
             return bucket.total.to(self._sent_dtype)
@@ -238,17 +231,17 @@ class Reducer:
         return packed
 
     def _start(self, bucket: Bucket, packed: Tensor, is_last: bool) -> _Message:
-        """Start to sum a bucket over the shards, in place: all of it, or this rank's row."""
+        """Start to sum a bucket, in place: all of it, or this rank's row."""
         rows = packed.view(self._shards, -1)
-        received, parts = rows[self.own_part], None
-        if not self._run.scatters_reductions:
-            work = comm.all_reduce(packed, group=self._shard_group, async_op=True)
-        elif self._exchanges:
+        received, work, parts = rows[self.own_part], None, None
+        if self._exchanges:
             parts = torch.empty_like(rows)
-            work = comm.all_to_all_single(parts, rows, group=self._shard_group, async_op=True)
-        else:
+            work = comm.all_to_all_single(parts, rows, group=self._group, async_op=True)
+        elif self._run.scatters_reductions:
             sent = packed.view(-1)
-            work = comm.reduce_scatter_fn(received, sent, group=self._shard_group, async_op=True)
+            work = comm.reduce_scatter_fn(received, sent, group=self._group, async_op=True)
+        elif self._dp > 1:
+            work = comm.all_reduce(packed, group=self._group, async_op=True)
         return _Message(bucket, work, packed, received, parts, is_last)
 
     def _add(self, message: _Message) -> None:

@@ -91,7 +91,7 @@ class Gradients:
         self._timeline = context.timeline
         self._device = context.device
         self._tensor_axis = context.tp_group
-        self._dp, self._shards = context.dp_size, run.grid.shard
+        self._dp, self._shards = context.grid.dp, run.grid.shard
         self._reducer = Reducer(run, context)
         self._keeps_error = run.compression is not None and run.compression.error_feedback
         self._compressed_parameters = {id(parameter) for parameter in compressed}
@@ -256,13 +256,9 @@ class Gradients:
             partition = complete.narrow(0, self._reducer.own_part * part, part)
         else:
             partition = self._zeros(part)
-        total = partition
-        if is_compressed and replicas > 1:
-            total = self._zeros(padded) if complete is None or shards > 1 else complete
-        compressed = (total if replicas > 1 else complete) if is_compressed else None
-        feedback = None
-        if compressed is not None and self._keeps_error:
-            feedback = torch.zeros_like(compressed)
+        total, compressed = partition, complete if is_compressed else None
+        if is_compressed and self._run.grid.is_hybrid:
+            total = compressed = self._zeros(padded)
         bucket = Bucket(
             parameters=parameters,
             sizes=sizes,
@@ -270,9 +266,9 @@ class Gradients:
             partition=partition,
             sum=total,
             compressed=compressed,
-            feedback=feedback,
         )
         if compressed is not None:
+            bucket.feedback = torch.zeros_like(compressed) if self._keeps_error else None
             bucket.ranges = [
                 HeldRange(p, 0, index, start, shape_of(p).numel())
                 for p, start in zip(parameters, bucket.starts, strict=True)

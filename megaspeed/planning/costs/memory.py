@@ -168,16 +168,16 @@ def gradient_buckets(
         in_sum = is_summed or own[0] == of_the_loss
         dtype = run.accumulation_dtype if in_sum else run.precision
         is_sent_itself = has_layout and sent == dtype
-        copied = 0 if is_sent_itself or not run.copies_gradients else elements
-        exchanged = elements if exchanges else 0
-        if run.copies_partitions and (grid.shard == 1 or run.overlaps_reductions):
-            exchanged += elements // grid.shard  # between replicas
+        packed = 0 if is_sent_itself or not run.copies_gradients else elements
+        packed += elements if exchanges else 0
+        if run.copies_partitions and run.overlaps_reductions:
+            packed += elements // grid.shard  # between replicas
         computed = elements_of(p for p in own if p != of_the_loss)
         found.append(
             Bucket(
                 names=frozenset(p.name for p in own),
                 gradient_bytes=computed * BYTES_OF[run.precision],
-                packed_bytes=(copied + exchanged) * BYTES_OF[sent],
+                packed_bytes=packed * BYTES_OF[sent],
             )
         )
     return found
