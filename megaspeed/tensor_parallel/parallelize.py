@@ -8,6 +8,7 @@ No rank ever holds more than its part of the model: a shard is made without its 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -102,14 +103,8 @@ def shared_initial_shard(
     rows, width = shard.local_shape
     per_rank = -(-count // size)
     start = group.rank() * per_rank
-    own = initial_slice(
-        config,
-        seed,
-        logical_name(config, name),
-        torch.Size(shard.full_shape),
-        rows=_rows_between(shard.rows, start, start + per_rank),
-        columns=shard.columns,
-    )
+    drawn = _rows_between(shard.rows, start, start + per_rank)
+    own = initial_shard(config, seed, name, replace(shard, rows=drawn, padding_rows=0))
     sent = torch.zeros(per_rank, width, device=device, dtype=dtype)
     sent[: len(own)].copy_(own)
     # Rows of zeros are the padding of the shard, and that of the last ranks' parts.
@@ -119,13 +114,13 @@ def shared_initial_shard(
     return value if len(value) == rows else value[:rows].clone()
 
 
-def _rows_between(ranges: Sequence[range], start: int, stop: int) -> list[range]:
+def _rows_between(ranges: Sequence[range], start: int, stop: int) -> tuple[range, ...]:
     """The rows at the places ``start`` to ``stop`` of the concatenated ranges."""
     between = []
     for rows in ranges:
         between.append(rows[max(0, start) : max(0, stop)])
         start, stop = start - len(rows), stop - len(rows)
-    return between
+    return tuple(between)
 
 
 def materialize(

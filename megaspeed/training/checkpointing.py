@@ -226,7 +226,7 @@ class Checkpointing:
         for fragment in engine.state_fragments():
             name = engine.names[fragment.parameter]
             shard = worker.shards[name]
-            part = self._written_part(engine.owned_elements(fragment.parameter)) if owned else None
+            part = self._written_part(engine.owned_elements[fragment.parameter]) if owned else None
             for kind in kinds:
                 yield from pieces_of(
                     key(kind, logical_name(self._run.config.model, name)),
@@ -322,11 +322,10 @@ def _load_compression(
     assert saved.layout is not None, "a run has saved these tensors"
     gradients, names = worker.engine.gradients, worker.engine.names
     factors = [_factor_piece(worker, names[p], factor) for p, factor in gradients.factors()]
+    fitting = [piece for piece in factors if there.get(piece.key) == tuple(piece.full_shape)]
     grid, before = worker.run.grid, saved.layout.grid
     if before.tp == grid.tp and not grid.is_hybrid:
-        read_pieces(
-            checkpoint, [p for p in factors if there.get(p.key) == tuple(p.full_shape)], group
-        )
+        read_pieces(checkpoint, fitting, group)
     joins_ends = grid.pp == 1 and worker.run.config.model.tie_word_embeddings
     ranks = [*range(before.senders)]
     if before.senders == grid.senders:
@@ -338,9 +337,8 @@ def _load_compression(
         pieces: list[Piece] = []
         read: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, held in feedback.items():
-            for source in (
-                (name, HEAD_WEIGHT) if joins_ends and name == EMBEDDING_WEIGHT else (name,)
-            ):
+            sources = (name, HEAD_WEIGHT) if joins_ends and name == EMBEDDING_WEIGHT else (name,)
+            for source in sources:
                 tensor = key(f"{FEEDBACK}{rank}", source)
                 if tensor in there:
                     read.append((held.values, torch.zeros_like(held.values)))

@@ -6,11 +6,11 @@ model on the meta device
 """
 
 from collections.abc import Callable, Mapping, Set
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspeed.config.message_sizes import buckets
@@ -74,51 +74,22 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
     return json
 
 
-class DataAxis:
-    """DeepSpeed's ``mpu`` (model parallel unit) for one engine. All ranks create it together.
+def data_axis(context: ParallelContext) -> SimpleNamespace:
+    """Return DeepSpeed's ``mpu`` (model parallel unit) for one engine.
 
     DeepSpeed partitions over the shards. This package sums over replicas, and does everything that
     spans the model axes: the norm, tied weights, the agreement to skip a step. So there is no
     model-parallel group for DeepSpeed: None, which its ZeRO optimizers accept
     (deepspeed/comm/pg_utils.py, is_parallel).
-
-    Args:
-        context: this rank's groups.
     """
-
-    def __init__(self, context: ParallelContext) -> None:
-        self._partition_group = context.shard_group
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The group over which ZeRO partitions."""
-        return self._partition_group
-
-    def get_data_parallel_world_size(self) -> int:
-        """The size of that group."""
-        return dist.get_world_size(self._partition_group)
-
-    def get_data_parallel_rank(self) -> int:
-        """The rank in that group."""
-        return dist.get_rank(self._partition_group)
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """None: DeepSpeed reduces nothing over the model axes."""
-        return None
-
-    def get_model_parallel_world_size(self) -> int:
-        """One."""
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        """Zero."""
-        return 0
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_pipeline_model_parallel_group = get_model_parallel_group
-    get_pipeline_model_parallel_world_size = get_model_parallel_world_size
-    get_pipeline_model_parallel_rank = get_model_parallel_rank
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: context.shard_group,
+        get_data_parallel_world_size=lambda: context.grid.shard,
+        get_data_parallel_rank=lambda: context.shard_rank,
+        get_model_parallel_group=lambda: None,
+        get_model_parallel_world_size=lambda: 1,
+        get_model_parallel_rank=lambda: 0,
+    )
 
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -149,7 +120,7 @@ def build_engine(
     """
     _prepare_deepspeed(context)
     json = deepspeed_json(run)
-    mpu = DataAxis(context)
+    mpu = data_axis(context)
     dtype = DTYPES[run.precision]
 
     def initial_value(name: str) -> Tensor:
@@ -165,7 +136,7 @@ def build_engine(
 
     def partition(layer: nn.Module) -> None:
         if run.zero_stage == 3:
-            group = mpu.get_data_parallel_group()
+            group = context.shard_group
             deepspeed.zero.Init(
                 layer, data_parallel_group=group, config_dict_or_path=json, dtype=dtype, mpu=mpu
             )

@@ -92,14 +92,17 @@ class ZeroEngine:
         loss_scale: float,
     ) -> None:
         self._engine = engine
-        self._optimizer = engine.optimizer
+        self.module: nn.Module = engine.module
+        """This rank's part of the model."""
+        self.optimizer = engine.optimizer
+        """DeepSpeed's ZeRO optimizer."""
         self._context = context
-        self._owned_elements = owned_elements
+        self.owned_elements = owned_elements
+        """How many leading elements of each local tensor this rank counts in the norm."""
         self._tied = tied
         self.loss = loss
         """The loss of the last pipeline stage."""
         self._loss_scale = loss_scale
-        self._replicas = run.grid.replicate
         self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
         """Full name of each of this rank's parameters."""
         self._gathers: LayerGathers | None = None
@@ -109,15 +112,15 @@ class ZeroEngine:
         """Called in ``step`` once all gradients are reduced, before any is clipped."""
         self.after_backward: Callable[[], None] = lambda: None
         """Called after each micro-batch's backward."""
-        stay_at_the_smallest_scale(self._optimizer)
+        stay_at_the_smallest_scale(self.optimizer)
         remove_module_hooks(engine)
-        drop_gradient_partitions(self._optimizer)
-        keep_parameter_views(self._optimizer)
+        drop_gradient_partitions(self.optimizer)
+        keep_parameter_views(self.optimizer)
         if run.zero_stage == 3:
             self._gathers = LayerGathers(engine.module, context, run.config.zero_optimization)
         head_weight = _head_weight(engine.module)
         self.gradients = Gradients(
-            self._optimizer,
+            self.optimizer,
             run,
             context,
             partial=partial,
@@ -127,17 +130,6 @@ class ZeroEngine:
         )
         """This rank's gradients."""
         self._owned_squares = OwnedSquares(self.gradients.fragments, owned_elements)
-
-    @property
-    def module(self) -> nn.Module:
-        """This rank's part of the model."""
-        module: nn.Module = self._engine.module
-        return module
-
-    @property
-    def optimizer(self) -> Any:
-        """DeepSpeed's ZeRO optimizer."""
-        return self._optimizer
 
     def expect(self, passes: Iterable[Pass]) -> None:
         """Called before a step with its passes, so that ZeRO-3 can gather ahead for the next."""
@@ -162,7 +154,7 @@ class ZeroEngine:
         loss = functools.partial(
             self.loss,
             targets=batch.targets,
-            scale=self._loss_scale * float(self._optimizer.loss_scale),
+            scale=self._loss_scale * float(self.optimizer.loss_scale),
             gradient_sum=self.gradients.sum_of,
         )
         output: Tensor = self.module(x, batch.samples, batch.documents, loss)
@@ -226,7 +218,7 @@ class ZeroEngine:
             notes: returns numbers to send to the other ranks. All ranks return equally many. Called
                 after all gradients are reduced.
         """
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.before_step()
         squares = self._owned_squares()
@@ -240,21 +232,21 @@ class ZeroEngine:
         self.non_finite_parameter = (
             None if finite else first_non_finite(self.gradients.fragments, self.names)
         )
-        loss_scale = float(self._optimizer.loss_scale)  # of this step: the scaler may change it
+        loss_scale = float(self.optimizer.loss_scale)  # of this step: the scaler may change it
         self.gradients.hand_over()
-        use_norm(self._optimizer, scaled_norm)  # the step clips to ``gradient_clipping`` by it
-        self._optimizer.step()
-        self.gradients.end_step(taken=not self._optimizer.overflow)
+        use_norm(self.optimizer, scaled_norm)  # the step clips to ``gradient_clipping`` by it
+        self.optimizer.step()
+        self.gradients.end_step(taken=not self.optimizer.overflow)
         return StepOutcome(
             grad_norm=scaled_norm / loss_scale,
-            skipped=bool(self._optimizer.overflow),
+            skipped=bool(self.optimizer.overflow),
             losses=losses,
             notes=[report[2:] for report in reports],
         )
 
     def state_fragments(self) -> Iterator[StateFragment]:
         """This rank's master weights and moments, to read or to write between two steps."""
-        return state_fragments(self._optimizer)
+        return state_fragments(self.optimizer)
 
     def load_state(self, steps_taken: int) -> None:
         """Continue from the values that were written to ``state_fragments``.
@@ -264,14 +256,14 @@ class ZeroEngine:
         Args:
             steps_taken: AdamW's step count, which determines its bias correction.
         """
-        load_state(self._optimizer, steps_taken)
+        load_state(self.optimizer, steps_taken)
         self.gradients.steps_taken = steps_taken
         if self._gathers is not None:
             self._gathers.free_persistent()
 
     def loss_scale(self) -> Counters | None:
         """The state of fp16's dynamic loss scale; None if the scale is constant."""
-        scaler = self._optimizer.loss_scaler
+        scaler = self.optimizer.loss_scaler
         if not scaler.dynamic:
             return None
         return {
@@ -283,16 +275,12 @@ class ZeroEngine:
 
     def load_loss_scale(self, saved: Counters) -> None:
         """Load a saved dynamic loss scale. Does nothing if the scale of this run is constant."""
-        scaler = self._optimizer.loss_scaler
+        scaler = self.optimizer.loss_scaler
         if scaler.dynamic:
             scaler.cur_scale = saved["scale"]
             scaler.cur_iter = saved["iteration"]
             scaler.last_overflow_iter = saved["last_overflow_iteration"]
             scaler.cur_hysteresis = saved["hysteresis"]
-
-    def owned_elements(self, parameter: nn.Parameter) -> int:
-        """How many leading elements of the local tensor this rank counts in the norm."""
-        return self._owned_elements[parameter]
 
     def train(self, mode: bool) -> None:
         """Switch dropout on (True) or off (False)."""
@@ -303,7 +291,7 @@ class ZeroEngine:
         """The norm, multiplied by the loss scale; NaN if the loss of a rank is not finite."""
         if not all(map(math.isfinite, losses)):
             return math.nan
-        return math.sqrt(sum(squares) / self._replicas)
+        return math.sqrt(sum(squares) / self._context.grid.replicate)
 
 
 def _head_weight(model: GPT) -> nn.Parameter | None:

@@ -11,11 +11,12 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.verification.verify import gather_state, gather_weights
+from megaspeed.measurement.verification.verify import gather_fragments, gather_weights
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.worker import StepInputs, Worker
+from megaspeed.zero.model_states import GradientFragment
 
 
 @dataclass
@@ -78,7 +79,9 @@ class SavedRun:
         """Return the state now, and ``steps`` steps from here."""
         stretch = Stretch()
         for kind in KINDS:
-            gathered = gather_state(self.worker, kind)
+            held = self.worker.engine.state_fragments()
+            fragments = (GradientFragment(f.parameter, f.start, getattr(f, kind)) for f in held)
+            gathered = gather_fragments(self.worker, fragments)
             if gathered is not None:
                 stretch.state[kind] = dict(gathered.tensors)
                 stretch.copies_differ_by = max(stretch.copies_differ_by, gathered.copies_differ_by)

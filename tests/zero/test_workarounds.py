@@ -40,7 +40,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import build, engine
-from megaspeed.zero.build import DataAxis
+from megaspeed.zero.build import data_axis
 from megaspeed.zero.workarounds import import_muon_uncompiled, stay_at_the_smallest_scale
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import LLAMA, tiny_corpus
@@ -278,46 +278,32 @@ def test_without_declaring_that_nothing_is_compiled_an_extension_is_built(pool: 
 # --- own_norm -------------------------------------------------------------------------------------
 
 
-class AllAxes(DataAxis):
-    """An mpu that has the tensor and pipeline axes, which DeepSpeed's own norm needs."""
-
-    def __init__(self, context: ParallelContext) -> None:
-        super().__init__(context)
-        self._context = context
-        grid = context.grid
-        ranks = range(grid.world_size)
-        one_model = [r for r in ranks if grid.coordinates_of(r).dp == context.dp_rank]
-        self._model_group = dist.new_group(one_model, use_local_synchronization=True)
-        self._alone = dist.new_group([context.rank], use_local_synchronization=True)
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._model_group
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._model_group)
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._model_group)
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._context.tp_group or self._alone
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self._context.tp_size
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._context.tp_rank
+def all_axes(context: ParallelContext) -> SimpleNamespace:
+    """Return an mpu that has the tensor and pipeline axes, which DeepSpeed's own norm needs."""
+    grid = context.grid
+    ranks = range(grid.world_size)
+    one_model = [r for r in ranks if grid.coordinates_of(r).dp == context.dp_rank]
+    model_group = dist.new_group(one_model, use_local_synchronization=True)
+    alone = dist.new_group([context.rank], use_local_synchronization=True)
+    mpu = data_axis(context)
+    mpu.get_model_parallel_group = lambda: model_group
+    mpu.get_model_parallel_world_size = lambda: dist.get_world_size(model_group)
+    mpu.get_model_parallel_rank = lambda: dist.get_rank(model_group)
+    mpu.get_tensor_model_parallel_group = lambda: context.tp_group or alone
+    mpu.get_tensor_model_parallel_world_size = lambda: grid.tp
+    mpu.get_tensor_model_parallel_rank = lambda: context.tp_rank
+    return mpu
 
 
 def norm_by_deepspeed(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
     """Return the norm by which DeepSpeed clips, with its best possible configuration."""
     with left_out("use_norm"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "DataAxis", AllAxes)
+        patch.setattr(build, "data_axis", all_axes)
         with one_rank(launch, run, corpus) as rank:
             if run.zero_stage < 3:
                 norm = ends_the_rank_where_it_hangs("the norm", rank.optimizer.scaled_global_norm)
                 rank.optimizer.scaled_global_norm = norm
-            for parameter, owned in rank.engine._owned_elements.items():
+            for parameter, owned in rank.engine.owned_elements.items():
                 parameter.model_parallel = owned > 0  # type: ignore[attr-defined]
             rank.train_step(0)
             return float(rank.optimizer._global_grad_norm)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
@@ -45,7 +45,7 @@ from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepInputs, Worker
-from megaspeed.zero.model_states import gather_parameters
+from megaspeed.zero.model_states import GradientFragment, gather_parameters
 
 _TIMEOUT_SECONDS = 300.0
 
@@ -185,10 +185,6 @@ def _record_steps(worker: Worker, inputs: StepInputs, steps: int) -> ParallelRun
     )
 
 
-Fragment = tuple[nn.Parameter, int, Tensor]
-"""A fragment: its parameter, its start in the flattened local tensor, and its elements."""
-
-
 @dataclass(frozen=True)
 class LogicalTensors:
     """Tensors by logical parameter name, fp32 on the CPU."""
@@ -206,10 +202,7 @@ def gather_gradients(worker: Worker) -> LogicalTensors | None:
     """
     scale = float(worker.engine.optimizer.loss_scale)
     fragments = worker.engine.gradients.fragments
-    return _gather(
-        worker,
-        _complete_shards(worker, ((f.parameter, f.start, f.values / scale) for f in fragments)),
-    )
+    return gather_fragments(worker, (replace(f, values=f.values / scale) for f in fragments))
 
 
 def gather_weights(worker: Worker) -> LogicalTensors | None:
@@ -218,27 +211,22 @@ def gather_weights(worker: Worker) -> LogicalTensors | None:
     return _gather(worker, local)
 
 
-def gather_state(worker: Worker, kind: str) -> LogicalTensors | None:
-    """One of ``checkpoint.tensors.KINDS`` of the optimizer state, on rank 0 (None elsewhere)."""
-    fragments = worker.engine.state_fragments()
-    local = _complete_shards(worker, ((f.parameter, f.start, getattr(f, kind)) for f in fragments))
-    return _gather(worker, local)
-
-
-def _complete_shards(worker: Worker, fragments: Iterable[Fragment]) -> dict[str, Tensor]:
-    """This rank's tensor shards, put together from the fragments of all shards."""
+def gather_fragments(
+    worker: Worker, fragments: Iterable[GradientFragment]
+) -> LogicalTensors | None:
+    """The tensors of which each rank holds these fragments, on rank 0 (None elsewhere)."""
     names = worker.engine.names
     shapes = {name: shard.local_shape for name, shard in worker.shards.items()}
     flat = torch.zeros(sum(map(math.prod, shapes.values())))
     parts = flat.split([math.prod(shape) for shape in shapes.values()])
     by_name = dict(zip(shapes, parts, strict=True))
-    for parameter, start, values in fragments:
-        by_name[names[parameter]][start : start + values.numel()] = values
+    for one in fragments:
+        by_name[names[one.parameter]][one.start : one.start + one.values.numel()] = one.values
     if worker.run.grid.shard > 1:
         on_device = flat.to(worker.context.device)
         dist.all_reduce(on_device, group=worker.context.shard_group)
         flat.copy_(on_device)
-    return {name: part.view(shapes[name]) for name, part in by_name.items()}
+    return _gather(worker, {name: part.view(shapes[name]) for name, part in by_name.items()})
 
 
 def _gather(worker: Worker, local: Mapping[str, Tensor]) -> LogicalTensors | None:

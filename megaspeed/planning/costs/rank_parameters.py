@@ -58,12 +58,8 @@ def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
     All data and tensor ranks of the stage have the same shapes.
     """
     layers = layers_of_stages(run)[pipeline_stage]
-    has_pipeline, split = run.grid.pp > 1, run.sequence_parallel
-    return list(
-        _local_parameters(
-            run.config.model, layers, run.grid.tp, has_pipeline, split, run.compression
-        )
-    )
+    split = (run.grid.tp, run.grid.pp > 1, run.sequence_parallel, run.compression)
+    return list(_local_parameters(run.config.model, layers, *split))
 
 
 @lru_cache(maxsize=1024)  # a what-if asks for the same layers a thousand times

@@ -263,11 +263,9 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host
         if on_host and collective == "reduce_scatter":
             collective = "all_to_all"  # over gloo, see ``zero.buckets``
         messages.add(over_shards, collective, size, ranks=shards)
-        gathered = (
-            gathered_elements_of_a_step(run, parameters, pipeline_stage)
-            if run.zero_stage == 3
-            else flat_elements(run, parameters)
-        )
+        gathered = flat_elements(run, parameters)
+        if run.zero_stage == 3:
+            gathered = gathered_elements_of_a_step(run, parameters, pipeline_stage)
         size = gathered * BYTES_OF[run.precision]
         messages.add(over_shards, "all_gather", size, ranks=shards)
     if replicas > 1:
