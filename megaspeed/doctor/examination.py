@@ -34,6 +34,7 @@ from megaspeed.planning.costs.traffic import bytes_sent
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.store import GroupError, open_store, wait_for_keys
+from megaspeed.training.run_folder import appears
 
 # A record has several steps, each with a limit; making all groups of a large run takes minutes.
 _LIMITS_OF_A_RECORD = 4
@@ -43,7 +44,6 @@ _LIMITS_OF_EVERYTHING = 30
 # A network file system may show a new file to other nodes a little later.
 _SECONDS_UNTIL_VISIBLE = 5.0
 _SECONDS_UNTIL_ENDED = 5.0
-_POLL_SECONDS = 0.02
 
 _SMALL_BYTES = 8
 _LARGE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
@@ -206,11 +206,8 @@ def _check_together(
 
 def _read_and_write(run_dir: Path, name: str, rank: int) -> None:
     token = _token(run_dir, name)
-    deadline = time.monotonic() + _SECONDS_UNTIL_VISIBLE
-    while not token.exists():
-        if time.monotonic() > deadline:
-            raise OSError(f"{token} of rank 0 is not visible here: the folder is not shared")
-        time.sleep(_POLL_SECONDS)
+    if not appears(token, _SECONDS_UNTIL_VISIBLE):
+        raise OSError(f"{token} of rank 0 is not visible here: the folder is not shared")
     if token.read_text() != name:
         raise OSError(f"{token} does not contain what rank 0 wrote there")
     own = token.with_name(f"{name}-{rank}")
@@ -228,11 +225,9 @@ def _measure_links(record: Record, run: Run, launch: LaunchEnvironment, seconds:
         nonlocal step
         # The groups have a longer timeout. Otherwise NCCL would end the process before its report.
         with ParallelContext.create(run.grid, launch, timeout_seconds=2 * seconds) as context:
-            groups = {"tp": context.tp_group, **context.data_groups, "pp": context.pp_group}
-            for axis, group in {**groups, "world": context.world_group}.items():
-                if group is not None and group.size() > 1:
-                    step = f"while measuring {axis} {dist.get_process_group_ranks(group)}"
-                    links.append(_measure(axis, group, context))
+            for axis, group in context.groups_by_axis.items():
+                step = f"while measuring {axis} {dist.get_process_group_ranks(group)}"
+                links.append(_measure(axis, group, context))
                 # All ranks start the next axis together, so measurements do not overlap.
                 dist.all_reduce(torch.zeros(1, device=context.device), group=context.world_group)
 

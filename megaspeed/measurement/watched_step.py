@@ -11,7 +11,7 @@ what it holds and which changes free most memory.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -231,18 +231,9 @@ class TrafficLog(TorchDispatchMode):
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
         self._world = context.world_group.group_name
-        groups = {
-            "world": context.world_group,
-            "pp": context.pp_group,
-            **context.data_groups,
-            "tp": context.tp_group,
-        }
         # If an axis has the world's group, its entry replaces the world's, because it comes later.
-        self._axes: dict[str, TrafficAxis] = {
-            group.group_name: cast(TrafficAxis, axis)
-            for axis, group in groups.items()
-            if group is not None and group.size() > 1
-        }
+        groups = reversed(context.groups_by_axis.items())
+        self._axes: dict[str, TrafficAxis] = {group.group_name: axis for axis, group in groups}
         self._messages = Messages()
 
     @property

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from megaspeed.topology.activity import Activity, Timeline
 from megaspeed.topology.gloo_workers import use_one_worker
-from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError, ZeroAxis
+from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import (
     allow_open_files,
@@ -53,7 +53,7 @@ from megaspeed.topology.store import GroupError, open_store
 
 _DISK_TIMEOUTS = 4  # how many times longer a rank may wait for another rank's disk
 _SECONDS_TO_ABORT = 5.0
-_ORDER: tuple[Axis | ZeroAxis, ...] = ("tp", "shard", "replica", "pp")
+_ORDER: tuple[Axis, ...] = ("tp", "shard", "replica", "pp")
 # A group of one rank does not wait for other ranks. But NCCL's timeout starts at the call, and
 # kernels that were launched before it may wait for other ranks.
 _ONE_RANK_NEVER_WAITS = timedelta(days=1)
@@ -112,7 +112,7 @@ def create_groups(
             mine[axis] = world_group
         else:
             waits = timeout if size > 1 else _ONE_RANK_NEVER_WAITS
-            mine[axis] = own_group(axis, grid.groups_along(axis), rank, device, waits)
+            mine[axis] = _own_group(axis, grid.groups_along(axis), rank, device, waits)
     # A separate thread writes checkpoints from host memory, so they do not use NCCL, and their
     # collectives do not mix with those of training. Ranks mostly wait for a disk in them.
     with _errors_name_the_group("checkpoint", range(grid.world_size), rank):
@@ -122,13 +122,10 @@ def create_groups(
     return {**mine, "checkpoint": checkpoint}
 
 
-def own_group(
+def _own_group(
     name: str, groups: list[list[int]], rank: int, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Create ``groups``, which hold every rank once; return the one of ``rank``.
-
-    All ranks call this together.
-    """
+    """Create ``groups``, which hold every rank once, with all ranks; return the one of ``rank``."""
     own = next(ranks for ranks in groups if rank in ranks)
     with _errors_name_the_group(name, own, rank):
         if device.type == "cuda":
@@ -284,18 +281,23 @@ class ParallelContext:
         return self.coordinates.dp
 
     @property
-    def data_groups(self) -> dict[str, dist.ProcessGroup]:
-        """The groups of data ranks by name: dp, or shard and replica if both have several ranks."""
-        if self.replica_group is None:
-            return {"dp": self.shard_group}
-        if self.grid.shard == 1:
-            return {"dp": self.replica_group}
-        return {"shard": self.shard_group, "replica": self.replica_group}
-
-    @property
     def data_group(self) -> dist.ProcessGroup:
         """Ranks with the same parameters: the data axis, or its shards if it has replicas, too."""
-        return next(iter(self.data_groups.values()))
+        if self.replica_group is None or self.grid.shard > 1:
+            return self.shard_group
+        return self.replica_group
+
+    @property
+    def groups_by_axis(self) -> dict[Axis | Literal["world"], dist.ProcessGroup]:
+        """The groups of several ranks. The data axis is dp, or shard and replica if it has both."""
+        groups: dict[Axis | Literal["world"], dist.ProcessGroup | None] = {
+            "tp": self.tp_group,
+            "shard" if self.grid.is_hybrid else "dp": self.data_group,
+            "replica": self.replica_group if self.grid.is_hybrid else None,
+            "pp": self.pp_group,
+            "world": self.world_group,
+        }
+        return {axis: group for axis, group in groups.items() if group and group.size() > 1}
 
     @property
     def shard_rank(self) -> int:
@@ -317,24 +319,12 @@ class ParallelContext:
         return self.coordinates.tp
 
     @property
-    def pp_size(self) -> int:
-        return self.grid.pp
-
-    @property
-    def dp_size(self) -> int:
-        return self.grid.dp
-
-    @property
-    def tp_size(self) -> int:
-        return self.grid.tp
-
-    @property
     def is_first_pipeline_stage(self) -> bool:
         return self.pp_rank == 0
 
     @property
     def is_last_pipeline_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
+        return self.pp_rank == self.grid.pp - 1
 
     @property
     def previous_rank(self) -> int | None:
@@ -349,9 +339,9 @@ class ParallelContext:
     @property
     def other_end_rank(self) -> int | None:
         """The rank at the other end of the pipeline; None on the stages between its ends."""
-        if self.pp_size == 1 or not (self.is_first_pipeline_stage or self.is_last_pipeline_stage):
+        if self.grid.pp == 1 or not (self.is_first_pipeline_stage or self.is_last_pipeline_stage):
             return None
-        return self._rank_at_stage(self.pp_size - 1 - self.pp_rank)
+        return self._rank_at_stage(self.grid.pp - 1 - self.pp_rank)
 
     def _rank_at_stage(self, pipeline_stage: int) -> int:
         return self.grid.rank_of(self.coordinates._replace(pp=pipeline_stage))

@@ -40,10 +40,9 @@ Plain integers: nothing here needs torch, a process or a GPU.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Axis = Literal["pp", "dp", "tp"]
+Axis = Literal["pp", "dp", "tp", "replica", "shard"]
+"""``replicate`` divides the data axis into the last two."""
 AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
-ZeroAxis = Literal["replica", "shard"]
-"""The two axes into which ``replicate`` divides the data axis."""
 
 
 class TopologyError(ValueError):
@@ -125,7 +124,7 @@ class Grid:
         at = self.coordinates_of(rank)
         return f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp})"
 
-    def groups_along(self, axis: Axis | ZeroAxis) -> list[list[int]]:
+    def groups_along(self, axis: Axis) -> list[list[int]]:
         """All groups of ranks that differ in ``axis`` alone.
 
         They are sorted by their first rank, so all ranks can create them in the same order.
@@ -138,12 +137,12 @@ class Grid:
             for first in range(block, block + stride)
         ]
 
-    def size_along(self, axis: Axis | ZeroAxis) -> int:
+    def size_along(self, axis: Axis) -> int:
         """The number of ranks on ``axis``."""
         size: int = self.replicate if axis == "replica" else getattr(self, axis)
         return size
 
-    def _stride(self, axis: Axis | ZeroAxis) -> int:
+    def _stride(self, axis: Axis) -> int:
         """The difference of two ranks that are neighbours on ``axis``."""
         data = {"dp": self.tp, "shard": self.tp, "replica": self.shard * self.tp}
         return {"pp": self.dp * self.tp, **data, "tp": 1}[axis]

@@ -28,7 +28,7 @@ def tensor_axis(run: Run, context: ParallelContext) -> TensorAxis:
     return TensorAxis(
         group=context.tp_group,
         rank=context.tp_rank,
-        size=context.tp_size,
+        size=context.grid.tp,
         sequence_parallel=run.sequence_parallel,
         timeline=context.timeline,
     )

@@ -183,9 +183,9 @@ def continue_run_folder(run: Run, step: int, device: str) -> Path | None:
     return earlier if earlier.exists() else None
 
 
-def appears(file: Path) -> bool:
+def appears(file: Path, seconds: float = _SECONDS_TO_BE_SEEN) -> bool:
     """Wait until a file that another node has written is seen here. Returns whether it is."""
-    deadline = time.monotonic() + _SECONDS_TO_BE_SEEN
+    deadline = time.monotonic() + seconds
     while not file.exists():
         if time.monotonic() > deadline:
             return False

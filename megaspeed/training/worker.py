@@ -62,7 +62,7 @@ class StepInputs:
             micro_batch_size=run.batch.micro_batch_size,
             gradient_accumulation_steps=run.batch.gradient_accumulation_steps,
             dp_rank=context.dp_rank,
-            dp_size=context.dp_size,
+            dp_size=context.grid.dp,
         )
         """How the samples of a step are divided."""
         self._loader = TrainingLoader(corpus, self.shape, context.device)
@@ -141,8 +141,8 @@ class Worker:
         inject_into_model(context.activity, context.rank, self.engine)
         schedule = SCHEDULES[run.config.parallel.schedule]
         micro_batches = run.batch.gradient_accumulation_steps
-        check_schedule(schedule, context.pp_size, micro_batches)
-        self._program = stage_program(schedule, context.pp_size, context.pp_rank, micro_batches)
+        check_schedule(schedule, context.grid.pp, micro_batches)
+        self._program = stage_program(schedule, context.grid.pp, context.pp_rank, micro_batches)
         self._neighbours = self._connect()
         context.activity.pending = self._neighbours.pending
         self._losses: dict[int, Tensor] = {}
@@ -204,10 +204,9 @@ class Worker:
         """Mean loss over ``predicted_tokens`` targets, without dropout and without a step."""
         executor = self._executor(load, micro_batches)
         self.engine.train(False)
-        pp_size, pp_rank = self.context.pp_size, self.context.pp_rank
-        executor.run(stage_program(forward_only, pp_size, pp_rank, micro_batches))
-        own, context = (executor.loss_sum,), self.context
-        rows = all_gather_numbers(own, context.world_group, context.device)
+        context = self.context
+        executor.run(stage_program(forward_only, context.grid.pp, context.pp_rank, micro_batches))
+        rows = all_gather_numbers((executor.loss_sum,), context.world_group, context.device)
         return self._loss_of([loss for (loss,) in rows]) / predicted_tokens
 
     def non_finite(self) -> list[NonFinite]:
@@ -241,11 +240,11 @@ class Worker:
 
         Tensor ranks hold copies of one loss, so only the first tensor rank counts.
         """
-        return sum(losses[:: self.context.tp_size])  # tp is the innermost axis
+        return sum(losses[:: self.context.grid.tp])  # tp is the innermost axis
 
     def _by_pipeline_stage(self, peaks: Sequence[float]) -> tuple[int, ...]:
         """The maximum of the ranks' peaks in each pipeline stage."""
-        stage_size = self.context.dp_size * self.context.tp_size  # pp is the outermost axis
+        stage_size = self.context.grid.dp * self.context.grid.tp  # pp is the outermost axis
         starts = range(0, self.context.grid.world_size, stage_size)
         return tuple(int(max(peaks[start : start + stage_size])) for start in starts)
 
@@ -255,7 +254,7 @@ class Worker:
             return Neighbours(before=None, after=None)
         sequence = run.config.data.sequence_length
         if run.sequence_parallel:
-            sequence //= context.tp_size
+            sequence //= context.grid.tp
         return Neighbours.connect(
             context.pp_group,
             before=context.previous_rank,

@@ -54,7 +54,7 @@ def whole_logits(rank: SavedRun, context: ParallelContext) -> Tensor | None:
     dist.all_gather_object(everyones, own, context.world_group)
     parts = {place: logits for one in everyones for place, logits in one.items()}
     whole = [
-        torch.cat([parts[row, tp] for tp in range(context.tp_size)], -1) for row in range(rows)
+        torch.cat([parts[row, tp] for tp in range(context.grid.tp)], -1) for row in range(rows)
     ]
     padded = torch.stack(whole)  # (rows, S, padded vocabulary)
     return padded[..., : run.config.model.vocab_size].clone() if context.rank == 0 else None

@@ -157,7 +157,7 @@ def calls_on_rank(
     """Return the attention calls of this rank in a training forward pass of each model in bf16."""
     grid = Grid(pp=1, dp=1, tp=launch.world_size)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
-        axis = TensorAxis(context.tp_group, context.tp_rank, context.tp_size, sequence_parallel)
+        axis = TensorAxis(context.tp_group, context.tp_rank, context.grid.tp, sequence_parallel)
         return [calls_of(config, axis) for config in configs]
 
 

@@ -67,7 +67,7 @@ def the_norm_is_of_one_pipeline_stage() -> AbstractContextManager[None]:
     def alone(norm_of: Callable[..., float]) -> Callable[..., float]:
         def of_this_stage(self: ZeroEngine, squares: list[float], losses: list[float]) -> float:
             context = self._context
-            ranks = context.dp_size * context.tp_size
+            ranks = context.grid.dp * context.grid.tp
             first = context.pp_rank * ranks
             return norm_of(self, squares[first : first + ranks], losses)
 

@@ -137,7 +137,7 @@ def run_stage(launch: LaunchEnvironment, schedule: str | None, micro_batches: in
     """Run one step of the named schedule, or an evaluation if the name is None."""
     grid = Grid(pp=launch.world_size, dp=1, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
-        stage, stages = context.pp_rank, context.pp_size
+        stage, stages = context.pp_rank, context.grid.pp
         run: Callable[..., Any] = forward_only if schedule is None else SCHEDULES[schedule]
         neighbours = connect(context)
         engine = PlainEngine(make_stage(stage), is_last=stage == stages - 1)

@@ -160,7 +160,7 @@ class _Merged:
 
 
 def _step_on_rank(context: ParallelContext, case: Case) -> RankStep:
-    axis = TensorAxis(context.tp_group, context.tp_rank, context.tp_size, case.sequence_parallel)
+    axis = TensorAxis(context.tp_group, context.tp_rank, context.grid.tp, case.sequence_parallel)
     with pytest.MonkeyPatch.context() as patch:
         if case.mutation is not None:
             case.mutation(patch, axis)

@@ -73,7 +73,7 @@ class Both:
 def both_of_each(launch: LaunchEnvironment) -> dict[str, Both]:
     grid = Grid(pp=1, dp=1, tp=launch.world_size)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
-        axis = TensorAxis(context.tp_group, context.tp_rank, context.tp_size)
+        axis = TensorAxis(context.tp_group, context.tp_rank, context.grid.tp)
         return {name: _both(collective, axis) for name, collective in COLLECTIVES.items()}
 
 

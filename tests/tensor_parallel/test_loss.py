@@ -86,7 +86,7 @@ PROBLEMS = {**ORDINARY, **HUGE, **BF16}
 def answers_on_rank(launch: LaunchEnvironment) -> dict[str, Answer]:
     grid = Grid(pp=1, dp=1, tp=launch.world_size)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
-        axis = TensorAxis(context.tp_group, context.tp_rank, context.tp_size)
+        axis = TensorAxis(context.tp_group, context.tp_rank, context.grid.tp)
         return {name: _answer(given, axis) for name, given in PROBLEMS.items()}
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError, ZeroAxis
+from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.store import GroupError
 from tests.support.rank_pool import RankFailure, RankPool
@@ -47,7 +47,7 @@ def _place(launch: LaunchEnvironment, grid: Grid) -> dict[str, Any]:
         return {
             "coordinates": context.coordinates,
             "ranks": (context.pp_rank, context.dp_rank, context.tp_rank),
-            "sizes": (context.pp_size, context.dp_size, context.tp_size),
+            "sizes": (context.grid.pp, context.grid.dp, context.grid.tp),
             "ends": (context.is_first_pipeline_stage, context.is_last_pipeline_stage),
             "neighbours": (context.previous_rank, context.next_rank),
             "other end": context.other_end_rank,
@@ -162,7 +162,7 @@ def test_rank_5_of_eight_has_the_groups_of_the_docstring(pool: RankPool) -> None
     ids=str,
 )
 def test_a_sum_over_a_group_is_the_sum_over_its_ranks(pool: RankPool, grid: Grid) -> None:
-    axes: tuple[Axis | ZeroAxis, ...] = ("tp", "shard", "replica", "pp")
+    axes: tuple[Axis, ...] = ("tp", "shard", "replica", "pp")
     along = {axis: grid.groups_along(axis) for axis in axes}
     everyone = [list(range(grid.world_size))]
     lists: dict[str, list[list[int]]] = {"world": everyone, "checkpoint": everyone}

@@ -73,6 +73,6 @@ def one_rank(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> Ite
             batch.micro_batch_size,
             batch.gradient_accumulation_steps,
             context.dp_rank,
-            context.dp_size,
+            context.grid.dp,
         )
         yield OneRank(worker, TrainingLoader(corpus, shape, context.device))

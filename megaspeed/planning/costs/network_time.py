@@ -21,12 +21,12 @@ schedule takes milliseconds, or up to a second for 35 stages, but it assumes not
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import Durations, length, simulate
 from megaspeed.planning.costs.placement import Placement
 from megaspeed.planning.costs.workload import Cluster, Message, Workload, block_parameters
+from megaspeed.topology.grid import Axis
 
 LINK_EFFICIENCY = 0.78
 """Bus bandwidth of a large collective, as a fraction of the data sheet's bandwidth. NCCL's tuning
@@ -39,9 +39,6 @@ protocol (src/graph/tuning.cc: hwLat and baseLat)."""
 SLOWDOWN_BY_OVERLAP = 0.189
 """Computation takes longer by this fraction while a collective runs beside it, because both use
 processors, memory and power (Lee et al. 2025, arXiv 2507.03114, abstract: 18.9 % on average)."""
-
-RingAxis = Literal["shard", "replica", "tp"]
-"""The axes with collectives other than that of all ranks."""
 
 _SIMULATED = 6
 """This many micro-batches for each stage are simulated. Each further micro-batch takes the same
@@ -196,7 +193,7 @@ class Network:
             reduction = _beside(reduction, work.blocks_of_stages[stage] * backward, buckets)
         return reduction
 
-    def collective(self, axis: RingAxis, kind: Message, message: float) -> float:
+    def collective(self, axis: Axis, kind: Message, message: float) -> float:
         """Return the seconds of an all-reduce (2 rounds), or of another collective (1 round).
 
         n ranks on N nodes form a ring. Each sends rounds x (n-1)/n of the message in
@@ -217,7 +214,7 @@ class Network:
             hops = min(hops, (ranks / nodes - 1 + levels) * _HOP_OF_TREE)
         return _START + rounds * (hops + (ranks - 1) / ranks * message / bandwidth)
 
-    def ring_bandwidth(self, axis: RingAxis) -> float:
+    def ring_bandwidth(self, axis: Axis) -> float:
         """Return the bytes a second of the ring of the axis's group that is placed worst.
 
         A ring enters and leaves each node once, through the network of all GPUs that the group has

@@ -13,7 +13,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import forward_flops_per_token
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import bubble_fraction
-from megaspeed.planning.costs.network_time import SLOWDOWN_BY_OVERLAP, Network, RingAxis
+from megaspeed.planning.costs.network_time import SLOWDOWN_BY_OVERLAP, Network
 from megaspeed.planning.costs.step_time import StepTime, predict_step_time, product_seconds
 from megaspeed.planning.costs.workload import (
     Cluster,
@@ -26,7 +26,7 @@ from megaspeed.planning.costs.workload import (
     workload_of,
 )
 from megaspeed.topology.devices import Device, device_named
-from megaspeed.topology.grid import Grid
+from megaspeed.topology.grid import Axis, Grid
 from tests.planning.tiny_runs import tiny
 
 LENGTH = 2048
@@ -359,7 +359,7 @@ def test_the_group_that_is_placed_worst_determines_the_time() -> None:
     across = dataclasses.replace(cluster(), gpus_per_node=8)
     work = workload(dp=8, tp=3)
 
-    def ring(work: Workload, on: Cluster, axis: RingAxis) -> tuple[int, float]:
+    def ring(work: Workload, on: Cluster, axis: Axis) -> tuple[int, float]:
         network = Network(work, on)
         return network.placement.along(axis).most_nodes, network.ring_bandwidth(axis)
 
