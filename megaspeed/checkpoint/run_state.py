@@ -52,6 +52,11 @@ class Layout(Section):
     sequence_parallel: bool
     precision: str
 
+    @model_validator(mode="after")
+    def _is_a_grid(self) -> Self:
+        assert self.grid  # raises a ValueError
+        return self
+
     @property
     def grid(self) -> Grid:
         """The degrees."""

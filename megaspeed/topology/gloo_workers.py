@@ -33,17 +33,14 @@ def use_one_worker() -> None:
             return
         options = group_class._Options()
         options._timeout = timeout
-        options._devices = _devices(group_class)
+        # The devices that torch would use, which reads this variable in the same way.
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        options._devices = [
+            group_class.create_device(interface=name)
+            for name in (names.split(",") if len(names) > 1 else ())
+        ] or [group_class.create_default_device()]
         options._threads = 1
         create(group, *arguments, options)
 
     create_with_one_worker.has_one_worker = True  # type: ignore[attr-defined]
     group_class.__init__ = create_with_one_worker
-
-
-def _devices(group_class: Any) -> list[Any]:
-    """Return the devices that torch would use: the interfaces of GLOO_SOCKET_IFNAME, or one."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if len(names) > 1:  # as torch does
-        return [group_class.create_device(interface=name) for name in names.split(",")]
-    return [group_class.create_default_device()]
