@@ -26,11 +26,7 @@ from megaspeed.tensor_parallel.layers import (
     SharedRows,
     VocabParallelEmbedding,
 )
-from megaspeed.tensor_parallel.plan import (
-    ParameterShard,
-    key_value_replicas,
-    shard_of,
-)
+from megaspeed.tensor_parallel.plan import ParameterShard, key_value_replicas, shard_of
 
 
 def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, ParameterShard]:

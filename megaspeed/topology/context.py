@@ -96,11 +96,7 @@ def _high_priority(timeout: timedelta) -> Any:
 
 
 def create_groups(
-    grid: Grid,
-    rank: int,
-    world_group: dist.ProcessGroup,
-    device: torch.device,
-    timeout: timedelta,
+    grid: Grid, rank: int, world_group: dist.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> dict[str, dist.ProcessGroup]:
     """Create the groups of ``rank``, together with all ranks; return them by name, in order."""
     mine = {"world": world_group}

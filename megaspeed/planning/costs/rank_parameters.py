@@ -23,12 +23,7 @@ from megaspeed.config.resolve import Precision, Run
 from megaspeed.config.run import Compression
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameters_of
 from megaspeed.pipeline.partition import layers_of_stages
-from megaspeed.tensor_parallel.plan import (
-    OptimizerGroup,
-    is_compressed,
-    optimizer_group,
-    shard_of,
-)
+from megaspeed.tensor_parallel.plan import OptimizerGroup, is_compressed, optimizer_group, shard_of
 
 BYTES_OF: Mapping[Precision, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
 """Bytes of one number of each type."""

@@ -206,11 +206,7 @@ class _Reductions:
     """Gradients that wait for their bucket, and the copy that is being reduced, in a backward."""
 
     def __init__(
-        self,
-        run: Run,
-        buckets: Sequence[Bucket],
-        head: LocalParameter | None,
-        ledger: _Ledger,
+        self, run: Run, buckets: Sequence[Bucket], head: LocalParameter | None, ledger: _Ledger
     ) -> None:
         self._run, self._head, self._ledger = run, head, ledger
         self._is_partial = not run.keeps_complete_gradients
