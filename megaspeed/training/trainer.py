@@ -81,7 +81,6 @@ class TrainingSummary:
     skipped_steps: int  # number of skipped steps of the run, including steps before it was resumed
     tokens: int  # predicted tokens since this start
     seconds: float  # training time since this start
-    stopped_by: signal.Signals | None  # the signal that stopped the run; None if it took all steps
     last_save: SaveReport  # the report of the last save
     # rank 0's: where the time of the profiled steps went; None if this start has profiled none
     profile: str | None = None
@@ -173,7 +172,6 @@ class Trainer:
             skipped_steps=progress.step - progress.steps_taken,
             tokens=progress.tokens - begin.tokens,
             seconds=time.perf_counter() - start,
-            stopped_by=stopped_by,
             last_save=self._last_save,
             profile=self._profile.table(),
         )

@@ -257,7 +257,6 @@ def test_the_summary_gives_the_last_figures() -> None:
         skipped_steps=2,
         tokens=960,
         seconds=4.0,
-        stopped_by=None,
         last_save=SAVE,
     )
     rows = [

@@ -21,7 +21,7 @@ from typing import Any
 
 from megaspeed.files.json_values import picked
 from megaspeed.planning.costs.traffic import TrafficAxis
-from megaspeed.topology.grid import AXES, Grid
+from megaspeed.topology.grid import AXES, Axis, Grid
 
 GPUS_PER_NODE = 8
 """The default, which DGX and HGX machines have."""
@@ -99,8 +99,7 @@ class Placement:
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers of all axes as JSON values."""
-        names: tuple[TrafficAxis, ...] = AXES
-        names += ("shard", "replica") if self.grid.is_hybrid else ()
+        names: tuple[Axis, ...] = (*AXES, "shard", "replica") if self.grid.is_hybrid else AXES
         axes = {axis: self.along(axis).as_json() for axis in names}
         return {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "axes": axes}
 

@@ -188,11 +188,10 @@ class _Step:
     def _reduction(self) -> _Ledger:
         """Return the memory of the reduction: complete gradients, and the copy of a bucket."""
         ledger = self._start(others=0)
-        copies = [bucket.packed_bytes for bucket in self._buckets]
-        compressing = compression_buffer_bytes(self._run, self._parameters)
-        if not self._run.keeps_complete_gradients:
-            copies = []
-        ledger.hold("communication_buffers", max([*copies, compressing]))
+        copies = [compression_buffer_bytes(self._run, self._parameters)]
+        if self._run.keeps_complete_gradients:
+            copies += [bucket.packed_bytes for bucket in self._buckets]
+        ledger.hold("communication_buffers", max(copies))
         return ledger
 
     def _optimizer(self) -> _Ledger:
