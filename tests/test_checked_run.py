@@ -101,7 +101,7 @@ def test_a_glob_that_takes_long_is_stopped_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tree = sysconfig.get_path("stdlib")
-    monkeypatch.setattr(checked_run, "_LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(checked_run, "_LONGEST_SECONDS", 1e-4)
     assert problems_in_file(tmp_path, f'data.train=["{tree}/**/*.nothing"]') == []
     (message,) = caplog.messages
-    assert message.startswith("data: after 0.01 s, some files are not examined yet")
+    assert message.startswith("data: after 0.0001 s, some files are not examined yet")
