@@ -149,7 +149,7 @@ sources."""
 Row = Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity: fast keys of a cache
+@dataclass(frozen=True, kw_only=True, eq=False)  # by identity: a fast key
 class Published:
     """A published run, and the values that predict it."""
 

@@ -60,9 +60,8 @@ TIMED_STEPS = 5
 LAYOUTS = (
     Grid(1, 1, 1),
     *(Grid(2, 1, 1), Grid(1, 1, 2), Grid(1, 2, 1)),
-    *(Grid(1, 4, 1), Grid(2, 2, 1), Grid(1, 2, 2)),
-    *(Grid(1, 8, 1), Grid(4, 2, 1), Grid(1, 1, 8), Grid(2, 2, 2)),
-    *(Grid(1, 4, 1, replicate=2), Grid(2, 4, 1, replicate=2)),
+    *(Grid(1, 4, 1), Grid(1, 4, 1, replicate=2), Grid(2, 2, 1), Grid(1, 2, 2)),
+    *(Grid(1, 8, 1), Grid(4, 2, 1), Grid(1, 1, 8), Grid(2, 4, 1, replicate=2), Grid(2, 2, 2)),
 )
 
 TOKENS, IDS = 2**21, 512
@@ -365,7 +364,7 @@ def degrees(layout: Grid) -> list[str]:
 
 
 def has_stage(layout: Grid, zero_stage: int) -> bool:
-    """Return whether a layout has this ZeRO stage. With stage 0, there is nothing to replicate."""
+    """Return whether a layout allows this ZeRO stage. Stage 0 refuses ``parallel.replicate``."""
     return zero_stage > 0 or layout.replicate == 1
 
 

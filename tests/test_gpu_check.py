@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megaspeed.topology.grid import Grid
 from tests.support.forked import Forked
 
 pytestmark = pytest.mark.ranks
@@ -115,6 +116,12 @@ def test_the_micro_batch_follows_from_the_gpus_own_memory(
         else:
             assert section.not_run is None
             assert f"train_micro_batch_size_per_gpu={max(1, size // share)}" in section.command
+
+
+@pytest.mark.parametrize(("gpus", "layout"), [(4, Grid(1, 2, 2)), (8, Grid(2, 2, 2))])
+def test_the_tensor_axis_is_verified_without_full(gpus: int, layout: Grid, tmp_path: Path) -> None:
+    sections = gpu_check.sections(options(tmp_path), h100(gpus))
+    assert {section.layout for section in sections if section.kind == "verify"} == {layout}
 
 
 def test_full_covers_every_layout_of_eight_gpus(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Layout(Section):
 
     @model_validator(mode="after")
     def _is_a_grid(self) -> Self:
-        assert self.grid  # raises a ValueError
+        _ = self.grid  # Grid raises a ValueError
         return self
 
     @property

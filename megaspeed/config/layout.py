@@ -201,19 +201,22 @@ def degrees_fit_world(config: RunConfig, world: World) -> Iterator[str]:
 def replicas_divide_data(config: RunConfig, world: World) -> Iterator[str]:
     """The replicas of ZeRO's partitions divide the data degree. ZeRO-0 partitions nothing."""
     parallel, stage = config.parallel, config.zero_optimization.stage
-    dp = world.size // (parallel.pipeline * parallel.tensor)
-    dp = dp if parallel.data == "auto" else parallel.data
-    replicate = parallel.replicate
-    if stage == 0 and replicate not in (1, 1 if parallel.spare_ranks else dp):
+    largest, replicate = world.size // (parallel.pipeline * parallel.tensor), parallel.replicate
+    degrees = [largest if parallel.data == "auto" else parallel.data]
+    if parallel.spare_ranks and parallel.data == "auto":
+        stated = StatedBatch.of(config)
+        degrees = [dp for dp in range(1, largest + 1) if solve_batch(stated, dp)] or degrees
+    if stage == 0 and replicate not in (1, 1 if parallel.spare_ranks else degrees[0]):
         yield (
             f"parallel.replicate {replicate} needs ZeRO-1, 2 or 3: with zero_optimization.stage 0, "
             "each data rank holds everything; remove it, or set zero_optimization.stage"
         )
-    elif dp % replicate and not (parallel.spare_ranks and find_grid(config, world)):
+    elif all(dp % replicate for dp in degrees):
+        valid = sorted({divisor for dp in degrees for divisor in divisors(dp)})
         yield (
-            f"parallel.replicate {replicate} must divide the data degree, dp {dp}, because ZeRO "
-            "partitions over dp / replicate ranks; valid parallel.replicate: "
-            f"{listed(divisors(dp))}"
+            f"parallel.replicate {replicate} must divide the data degree, dp {listed(degrees)}, "
+            "because ZeRO partitions over dp / replicate ranks; valid parallel.replicate: "
+            f"{listed(valid)}"
         )
 
 

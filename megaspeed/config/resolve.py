@@ -126,7 +126,7 @@ class Run:
 
     @property
     def copies_gradients(self) -> bool:
-        """Whether gradients are copied to be reduced; if not, complete gradients are sent."""
+        """Whether gradients are copied to be reduced. If not, they are reduced in place."""
         is_another = self.reduction_dtype != self.accumulation_dtype or self.divides_gradients_first
         has_parts = self.grid.shard > 1 and self.zero_stage == 3
         return self.grid.dp > 1 and (has_parts or not self.keeps_complete_gradients or is_another)

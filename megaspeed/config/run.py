@@ -88,8 +88,8 @@ class ParallelConfig(Section):
         BeforeValidator(_object_of_type, json_schema_input_type=_StatedCompression),
     ] = "none"
     """How gradients are sent over the data axis. none: as they are. bf16: in bf16, as with
-    communication_data_type. int8 and powersgd compress matrices, and send vectors as they are. If
-    there are several replicas, they compress what they send to each other. The training is then
+    communication_data_type. int8 and powersgd compress matrices, and send vectors as they are. With
+    several replicas, they compress only what replicas send to each other. The training is then
     close to that of one process, but not equal. "int8" means {"type": "int8"}."""
     activation_checkpointing: Recomputation = "none"
     """What a block computes again in the backward pass instead of keeping it. selective: norms,

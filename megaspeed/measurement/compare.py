@@ -183,7 +183,7 @@ def _row(
     if zero_stage == 0 or name == "DDP":  # all ranks are replicas
         keys["parallel.replicate"] = 1
         if run.compression is not None and run.config.parallel.replicate > 1:
-            keys["zero_optimization.overlap_comm"] = None  # only shards can send so early
+            keys["zero_optimization.overlap_comm"] = None  # refused without replicas
     resolved = resolve_run(
         run.config.compressed_from_step_1().changed(keys),
         World(run.grid.world_size, "--world-size", device_type),

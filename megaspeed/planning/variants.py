@@ -149,8 +149,10 @@ class Training:
             ConfigError: the settings break a rule of the configuration.
         """
         wanted = self.under(settings)
-        replicate = self.stated.parallel.replicate  # with ZeRO-0, it may be dp
-        before = {**self.settings.keys, _KEYS["replicate"]: replicate}
+        before, replicate = dict(self.settings.keys), self.stated.parallel.replicate
+        # With ZeRO-0, dp means the same as 1.
+        if not (settings.zero_stage == self.settings.zero_stage == 0 and replicate == settings.dp):
+            before[_KEYS["replicate"]] = replicate
         changed = {
             key: value
             for key, value in settings.keys.items()
@@ -395,20 +397,21 @@ def _layout(training: Training, settings: Settings, cluster: Cluster) -> tuple[i
 def _with_replicas(
     training: Training, settings: Settings, layout: Layout, cluster: Cluster
 ) -> Iterator[Layout]:
-    """Yield the layout with the number of replicas that makes it fastest, if one does.
+    """Yield the layout with the fastest number of replicas, unless it is 1 or the stated one.
 
-    More replicas need more memory, so they must make the step at least 1 % shorter. ``_variants``
-    has the stated number.
+    More replicas need more memory, so they must make the step at least 1 % shorter.
     """
     counts = divisors(settings.dp)[1:-1]
-    if settings.zero_stage == 0 or not counts or training.run.compression is not None:
+    if settings.zero_stage == 0 or not counts:
         return
     work, layers = workload_of(layout.run, cluster.device_type), layout.forecast.step.layers
     seconds = {}
-    for count in {*counts} - {training.settings.replicate}:
+    for count in counts:
         several = replace(work, grid=replace(work.grid, replicate=count))
         seconds[count] = Rates(several, cluster).step(layers).total * cluster.calibration
     for count in sorted(seconds, key=seconds.__getitem__):
+        if count == training.settings.replicate:
+            return
         if seconds[count] < _MUCH_FASTER * layout.seconds:
             _, found = _layout(training, replace(settings, replicate=count), cluster)
             if found is not None:
@@ -417,10 +420,9 @@ def _with_replicas(
 
 
 def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings]]:
-    """Yield all combinations: a list for each, by size of the micro-batch.
+    """Yield all combinations with one replica, and with the stated number of them.
 
-    Of the numbers of replicas, it has 1 and the stated one. It has all of them if gradients are
-    compressed: without replicas, compression is refused with other keys, and can need more memory.
+    Each is a list of settings with all sizes of the micro-batch.
     """
     own = training.settings
     for pp, dp, tp in _degrees(training, largest_tensor):
@@ -434,9 +436,8 @@ def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings
         at_degrees = replace(own, pp=pp, dp=dp, tp=tp)
         # Without a data axis, all ZeRO stages are the same.
         reductions = _reductions(own) if dp > 1 else [(own.zero_stage, own.gradient_reduction)]
-        counts = [1, own.replicate] if training.run.compression is None else divisors(dp)
         for (zero_stage, reduction), replicate, schedule, recomputation in product(
-            reductions, dict.fromkeys(counts), schedules, get_args(Recomputation)
+            reductions, {1, own.replicate}, schedules, get_args(Recomputation)
         ):
             if dp % replicate or (replicate > 1 and zero_stage == 0):
                 continue

@@ -307,7 +307,7 @@ class ParallelContext:
 
     @property
     def sender_rank(self) -> int:
-        """Which of the ranks it is between which compressed gradients are sent."""
+        """The index among the ranks that send compressed gradients to each other."""
         return self.replica_rank if self.grid.replicate > 1 else self.dp_rank
 
     @property

@@ -19,7 +19,7 @@ import torch.distributed as dist
 def use_one_worker() -> None:
     """Make every gloo group that is created from now on have one worker thread.
 
-    torch has no public option for it: ``new_group`` ignores options for gloo, and its default is
+    torch has no public option for it: ``new_group`` ignores options for gloo, and gloo's default is
     two threads for each device (ProcessGroupGloo.cpp, create_default; distributed_c10d.py:2163).
     """
     group_class: Any = dist.ProcessGroupGloo
@@ -28,16 +28,17 @@ def use_one_worker() -> None:
         return
 
     def create_with_one_worker(group: Any, *arguments: Any, timeout: Any = None) -> None:
-        if timeout is None:  # not as torch creates groups
+        if timeout is None:  # torch always states one
             create(group, *arguments)
             return
         options = group_class._Options()
         options._timeout = timeout
-        # The devices that torch would use, which reads this variable in the same way.
+        # torch reads this variable in the same way, so these are the devices that it would use.
         names = os.environ.get("GLOO_SOCKET_IFNAME", "")
         options._devices = [
             group_class.create_device(interface=name)
             for name in (names.split(",") if len(names) > 1 else ())
+            if name
         ] or [group_class.create_default_device()]
         options._threads = 1
         create(group, *arguments, options)

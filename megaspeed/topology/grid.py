@@ -90,7 +90,7 @@ class Grid:
 
     @property
     def senders(self) -> int:
-        """The number of data ranks between which compressed gradients are sent."""
+        """How many data ranks send compressed gradients to each other."""
         return self.replicate if self.replicate > 1 else self.shard
 
     @property

@@ -49,7 +49,8 @@ class Bucket:
     sizes: Sequence[int]  # elements of each parameter; at ZeRO-3 with padding
     complete: Tensor | None  # the sum of this rank's gradients; None if only the partition is kept
     partition: Tensor  # the part that this rank owns
-    sum: Tensor  # to which the reduction adds: the partition, unless replicas compress the sum
+    # To which the reduction adds: the partition, or ``compressed`` if replicas have several shards.
+    sum: Tensor
     total: Tensor | None = None  # packed sum over the micro-batches; None if each one is reduced
     # ``complete`` or ``sum``, if it is compressed. Then ``partition`` shares no memory with it.
     compressed: Tensor | None = None
@@ -133,7 +134,7 @@ class Reducer:
         if self._replica_group is None and self.is_compressed_now(bucket):
             return
         if self._dp == 1 and not self._is_offloaded:
-            return  # the partition is a part of the complete gradient
+            return  # with one rank, the partition is the complete gradient
         if self._is_one_at_a_time:
             self._receive_parts()
         packed = self._packed(bucket)

@@ -135,7 +135,7 @@ class Int8(Compressor):
         for bucket in compressed:
             mean = bucket.partition
             if self._gathers and self._run.config.zero_optimization.offloads_optimizer:
-                mean = torch.empty_like(_compressed(bucket))  # DeepSpeed's has no padding
+                mean = torch.empty_like(_compressed(bucket))  # the other has no padding
             for rows, own in self._parts(bucket, mean):
                 self._reduce(rows, own)
             if mean is not bucket.partition:
@@ -192,7 +192,7 @@ class Int8(Compressor):
 class _Batch:
     """Matrices of one shape (n, m) at equal distances in a flat gradient."""
 
-    bucket: Bucket  # of the gradient
+    bucket: Bucket  # whose gradient contains the matrices
     shape: tuple[int, int]
     parameters: list[nn.Parameter] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -333,7 +333,7 @@ class PowerSgd(Compressor):
             torch._foreach_copy_([means[bucket][part] for bucket, part in self._rest], averages)
         for bucket, mean in means.items():
             if self._compression.error_feedback:
-                # What is compressed is the sum of this many gradients.
+                # Each sender compresses the sum of this many ranks' gradients.
                 count = self._dp // self._run.grid.senders
                 _compressed(bucket)[: mean.numel()].sub_(mean, alpha=count)
             if mean is not bucket.partition:

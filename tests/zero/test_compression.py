@@ -232,8 +232,9 @@ def conserved(launch: LaunchEnvironment, run: Run, size: int) -> tuple[Tensor, T
 def test_what_replicas_did_not_send_stays_in_their_sums(
     pool: RankPool, tmp_path: Path, how: dict[str, Any]
 ) -> None:
-    """dp x mean + what was not sent = what there was. In an earlier version, each of R replicas
-    kept a part that was sent, because the sums are those of several shards.
+    """dp x mean + what was not sent = what there was. An earlier version subtracted the mean once
+    from the sum of a replica, which is that of several shards. So a part that was sent stayed in
+    it.
     """
     text = tmp_path / "text.txt"
     text.write_text("some words " * 2000)

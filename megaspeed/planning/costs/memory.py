@@ -251,7 +251,9 @@ def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
     return columns
 
 
-def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
+def compression_buffer_bytes(
+    run: Run, parameters: Sequence[LocalParameter], *, on_host: bool = False
+) -> int:
     """Return the most bytes that compression needs at one time, besides what it keeps.
 
     int8 processes one part of the gradients at a time. For the reduction, it holds the part in
@@ -260,17 +262,27 @@ def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> 
     fp32, the gathered message, and of one row the message and two fp32 copies.
 
     PowerSGD holds P and, without replicas, the complete product. At ZeRO-3 it copies its partition.
+
+    If the optimizer is offloaded, replicas hold the mean of a bucket (int8) or of all (PowerSGD),
+    until it is copied to host memory.
     """
     method, grid = run.compression, run.grid
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
     if method is None or not compressed:
         return 0
+    is_copied = grid.replicate > 1 and run.config.zero_optimization.offloads_optimizer
+    means = [
+        math.ceil(elements / grid.dp) * grid.replicate * is_copied
+        for _, elements in flat_buckets(run, compressed)
+    ]
     if method.type == "powersgd":
         matrices, rest = powersgd_matrices(run, parameters)
         left = method.rank * sum(height for height, _ in matrices) + 2 * rest
-        product = _complete_elements(run, compressed) if grid.replicate == 1 else 0
-        copied = own_elements(run, compressed) if product and run.zero_stage == 3 else 0
-        return (left + product + copied) * BYTES_OF["fp32"]
+        product = 0 if on_host else sum(means)
+        if grid.replicate == 1:
+            product = _complete_elements(run, compressed)
+            product += own_elements(run, compressed) if run.zero_stage == 3 else 0
+        return (left + product) * BYTES_OF["fp32"]
     block = method.block
     elements = grid.senders * max(
         math.ceil(columns / block) * block for columns in int8_columns(run, compressed)
@@ -279,4 +291,5 @@ def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> 
     numbers = elements * BYTES_OF["fp32"]
     reducing = 2 * numbers + 2 * message + numbers // grid.senders
     gathering = 2 * numbers + message + (message + 2 * numbers) // grid.senders
-    return max(reducing, gathering) if grid.replicate > 1 else reducing
+    copied = max(means) * BYTES_OF["fp32"]
+    return copied + (max(reducing, gathering) if grid.replicate > 1 else reducing)

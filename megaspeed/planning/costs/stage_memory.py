@@ -186,9 +186,9 @@ class _Step:
         return BYTES_OF[self._run.precision] * max(computed)
 
     def _reduction(self) -> _Ledger:
-        """Return the memory of the reduction: complete gradients, and the copy of a bucket."""
+        """Return the memory of the reduction: the copy of a bucket, or what compression needs."""
         ledger = self._start(others=0)
-        copies = [compression_buffer_bytes(self._run, self._parameters)]
+        copies = [compression_buffer_bytes(self._run, self._parameters, on_host=self._on_host)]
         if self._run.keeps_complete_gradients:
             copies += [bucket.packed_bytes for bucket in self._buckets]
         ledger.hold("communication_buffers", max(copies))
