@@ -87,18 +87,26 @@ _UNDETERMINED = (
 
 def find_grid(config: RunConfig, world: World) -> Grid | None:
     """Return the grid, or None if no grid fits. With spare ranks, it also fits the batch."""
-    parallel, stated = config.parallel, StatedBatch.of(config)
-    pp, tp = parallel.pipeline, parallel.tensor
-    largest = world.size // (pp * tp)
-    for dp in range(largest, 0, -1) if parallel.data == "auto" else [parallel.data]:
-        fits = pp * dp * tp == world.size
-        if parallel.spare_ranks:
-            fits = dp <= largest and solve_batch(stated, dp) is not None
+    parallel = config.parallel
+    for dp in _data_degrees(config, world):
         # ZeRO-0 partitions over one rank: all data ranks are replicas.
         replicate = dp if config.zero_optimization.stage == 0 else parallel.replicate
-        if fits and dp % replicate == 0:
-            return Grid(pp, dp, tp, replicate)
+        if dp % replicate == 0:
+            return Grid(parallel.pipeline, dp, parallel.tensor, replicate)
     return None
+
+
+def _data_degrees(config: RunConfig, world: World) -> Iterator[int]:
+    """Yield the data degrees that fit, the largest first. With spare ranks, they fit the batch."""
+    parallel, stated = config.parallel, StatedBatch.of(config)
+    group = parallel.pipeline * parallel.tensor
+    largest = world.size // group
+    dp = largest if parallel.data == "auto" else parallel.data
+    if parallel.spare_ranks:
+        degrees = range(largest, 0, -1) if parallel.data == "auto" else [dp]
+        yield from (dp for dp in degrees if dp <= largest and solve_batch(stated, dp))
+    elif 0 < dp * group == world.size:
+        yield dp
 
 
 def solve_batch(stated: StatedBatch, dp: int) -> Batch | None:
@@ -202,10 +210,9 @@ def replicas_divide_data(config: RunConfig, world: World) -> Iterator[str]:
     """The replicas of ZeRO's partitions divide the data degree. ZeRO-0 partitions nothing."""
     parallel, stage = config.parallel, config.zero_optimization.stage
     largest, replicate = world.size // (parallel.pipeline * parallel.tensor), parallel.replicate
-    degrees = [largest if parallel.data == "auto" else parallel.data]
-    if parallel.spare_ranks and parallel.data == "auto":
-        stated = StatedBatch.of(config)
-        degrees = [dp for dp in range(1, largest + 1) if solve_batch(stated, dp)] or degrees
+    # If none fits, other rules say so.
+    degrees = sorted(_data_degrees(config, world))
+    degrees = degrees or [largest if parallel.data == "auto" else parallel.data]
     if stage == 0 and replicate not in (1, 1 if parallel.spare_ranks else degrees[0]):
         yield (
             f"parallel.replicate {replicate} needs ZeRO-1, 2 or 3: with zero_optimization.stage 0, "
@@ -248,10 +255,10 @@ def batch_multiplies(config: RunConfig, world: World) -> Iterator[str]:
         )
     if parallel.spare_ranks and stated.train is None:
         yield "parallel.spare_ranks needs the same batch at every dp; state train_batch_size"
-    elif parallel.spare_ranks and grid is None:
+    elif parallel.spare_ranks and not any(_data_degrees(config, world)):
         largest = world.size // (parallel.pipeline * parallel.tensor)
         dp = min(largest, 1) if parallel.data == "auto" else parallel.data
-        if 0 < dp <= largest and solve_batch(stated, dp) is None:
+        if 0 < dp <= largest:
             yield explain_batch(stated, dp, f"no dp of {largest} or less fits {world}")
     if grid and batch and batch.gradient_accumulation_steps > LARGEST_ACCUMULATION:
         yield (

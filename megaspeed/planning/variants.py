@@ -150,8 +150,7 @@ class Training:
         """
         wanted = self.under(settings)
         before, replicate = dict(self.settings.keys), self.stated.parallel.replicate
-        # With ZeRO-0, dp means the same as 1.
-        if not (settings.zero_stage == self.settings.zero_stage == 0 and replicate == settings.dp):
+        if settings.zero_stage > 0 or settings.dp != replicate:  # else it means the same as 1
             before[_KEYS["replicate"]] = replicate
         changed = {
             key: value

@@ -129,7 +129,7 @@ class Int8(Compressor):
         self._run, self._dp = run, run.grid.dp
         self._gathers = context.replica_group is not None
         self._axis = context.replica_group or context.shard_group
-        self._rank, self._rows = dist.get_rank(self._axis), dist.get_world_size(self._axis)
+        self._rank, self._rows = context.sender_rank, run.grid.senders
 
     def reduce(self, compressed: Sequence[Bucket]) -> None:
         for bucket in compressed:

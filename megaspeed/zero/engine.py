@@ -91,7 +91,7 @@ class ZeroEngine:
         loss: VocabParallelLoss,
         loss_scale: float,
     ) -> None:
-        self._engine = engine
+        self._engine = engine  # cleans up when it is freed
         self.module: nn.Module = engine.module
         """This rank's part of the model."""
         self.optimizer = engine.optimizer

@@ -371,7 +371,7 @@ def test_a_tokenizer_larger_than_the_model(workshop: Workshop) -> None:
     assert check_values(workshop, merge(values, {"model": {"vocab_size": 100}})).complaints() == []
 
 
-@settings(max_examples=40)
+@settings(max_examples=100)
 @given(key=st.sampled_from([*LLAMA, "rms_norm_eps", "rope_scaling", "layer_types"]), value=JSON)
 def test_a_config_json_with_any_value(workshop: Workshop, key: str, value: Any) -> None:
     model = workshop.new_folder()

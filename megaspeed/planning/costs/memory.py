@@ -270,11 +270,10 @@ def compression_buffer_bytes(
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
     if method is None or not compressed:
         return 0
-    is_copied = grid.replicate > 1 and run.config.zero_optimization.offloads_optimizer
-    means = [
-        math.ceil(elements / grid.dp) * grid.replicate * is_copied
-        for _, elements in flat_buckets(run, compressed)
-    ]
+    means = [0]
+    if grid.replicate > 1 and run.config.zero_optimization.offloads_optimizer:
+        flat = (elements for _, elements in flat_buckets(run, compressed))
+        means = [math.ceil(elements / grid.dp) * grid.replicate for elements in flat]
     if method.type == "powersgd":
         matrices, rest = powersgd_matrices(run, parameters)
         left = method.rank * sum(height for height, _ in matrices) + 2 * rest

@@ -42,11 +42,12 @@ from megaspeed.planning.costs.rank_parameters import (
     own_elements,
 )
 from megaspeed.tensor_parallel.plan import key_value_replicas
+from megaspeed.topology.grid import Axis
 
 Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reduce", "broadcast", "send"
 ]
-TrafficAxis = Literal["pp", "dp", "shard", "replica", "tp", "world"]
+TrafficAxis = Literal[Axis, "world"]
 
 Traffic = Mapping[tuple[TrafficAxis, Collective], int]
 """Bytes that one rank sends in one optimizer step. Collectives that send nothing are omitted."""
