@@ -17,7 +17,7 @@ Layouts of one model on the same GPUs, with the same sequences and batch, are a 
 group, the fastest layout by prediction is compared with the fastest by report.
 
 What only other frameworks do is predicted here, not in ``planning.costs``: fp8, other kernels and
-kinds of recomputation, collectives beside products, interleaved schedules, and DeepSpeed's engine.
+kinds of recomputation, collectives beside products, and DeepSpeed's engine.
 
 Rows with a memory are compared with the predicted memory of a run of megaspeed in that shape and
 layout. The memory of all logits is added, because only megaspeed computes them in chunks. Rows with
@@ -66,7 +66,6 @@ from megaspeed.planning.costs.step_time import (
     Rates,
     StepTime,
     recomputed_seconds,
-    stage_times,
 )
 from megaspeed.planning.costs.workload import (
     FLASH_ATTENTION_2,
@@ -161,7 +160,6 @@ class Published:
     recomputation: str = "none"  # of ``_AGAIN``
     is_fp8: bool = False
     is_interpreted: bool = False  # whether DeepSpeed's PipelineEngine runs the schedule
-    chunks: int = 1  # parts of the model on each stage, of an interleaved schedule
     splits_messages: bool = False  # whether a tensor rank sends its part to the next stage
     overlaps_tp: bool = False  # whether tp collectives run beside products, within a node
     seconds: float  # as reported
@@ -212,7 +210,6 @@ def published_run(row: Row) -> Published:
         recomputation=recomputation,
         is_fp8="fp8" in row["precision"],
         is_interpreted="DeepSpeed" in row["framework"],
-        chunks=int(row["vp"]),
         splits_messages=row["fact_scatter_gather"] == "True",
         overlaps_tp=row["fact_async_tp"] == "True",
         cluster=Cluster(
@@ -251,7 +248,8 @@ def _workload(row: Row, recomputed_share: float) -> Workload:
         grid=Grid(pp=pp, dp=dp, tp=tp, replicate=dp if stage == 0 else 1),
         micro_batch_size=size,
         micro_batches=micro_batches,
-        blocks_of_stages=_blocks(model, row, pp),
+        blocks=_blocks(model, row, pp * int(row["vp"])),
+        groups=max(1, micro_batches // pp) if int(row["vp"]) > 1 else 1,
         zero_stage=stage,
         precision="fp16" if row["precision"] == "fp16" else "bf16",
         gradient_bytes=gradient_bytes,
@@ -265,7 +263,9 @@ def _workload(row: Row, recomputed_share: float) -> Workload:
 
 
 def _blocks(model: ModelConfig, row: Row, stages: int) -> tuple[int, ...]:
-    """Return the blocks of each stage: balanced with the head's operations, or equal numbers."""
+    """Return the blocks of each virtual stage: balanced with the head's operations, or equal
+    numbers.
+    """
     layers = model.num_hidden_layers
     if row["fact_part"] == "balanced":
         costs = forward_flops_per_token(model, int(row["seq_len"]))
@@ -293,9 +293,8 @@ def _recomputation(row: Row) -> tuple[str, float]:
 def predict(run: Published, constants: Constants = FITTED) -> StepTime:
     """Predict the step of a published run as megaspeed's, with the features of its framework.
 
-    With c chunks, the pipeline's fill and drain take 1/c of the sum of all stages, and there are c
-    times as many messages (Narayanan et al. 2021, section 2.2). A tensor rank that sends only its
-    part does this as with sequence parallelism (section 4.1).
+    A tensor rank that sends only its part does this as with sequence parallelism (Narayanan et al.
+    2021, section 4.1).
     """
     work, cluster = run.work, run.cluster
     rates = Rates(work, cluster, constants)
@@ -306,10 +305,6 @@ def predict(run: Published, constants: Constants = FITTED) -> StepTime:
     if run.splits_messages and work.grid.pp > 1:
         part = Network(replace(work, sequence_parallel=True), cluster).message()
         step = replace(step, p2p=step.p2p * part / Network(work, cluster).message())
-    if run.chunks > 1:
-        times = [sum(both) for both in zip(*stage_times(work, layers), strict=True)]
-        bubble = (sum(times) - max(times)) / run.chunks
-        step = replace(step, bubble=bubble, p2p=run.chunks * step.p2p)
     return step
 
 
@@ -460,7 +455,7 @@ def show_coverage(runs: Sequence[Published], predicted: Mapping[str, StepTime]) 
 
 def show_memory(runs: Sequence[Published]) -> dict[str, float]:
     """Print how many times as much memory as its predicted tensors a run needs."""
-    compared = [run for run in runs if run.memory_bytes and run.chunks == 1]
+    compared = [run for run in runs if run.memory_bytes and run.work.chunks == 1]
     factors = {run.id: memory_factor(run) for run in compared}
     shares, sources = [], _grouped(compared, lambda run: run.source)
     for source, members in sources.items():

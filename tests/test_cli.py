@@ -14,7 +14,8 @@ import pytest
 
 from megaspeed.cli import main, parse
 from megaspeed.pipeline.schedules import SCHEDULES
-from megaspeed.pipeline.simulation import bubble_fraction, format_grid
+from megaspeed.pipeline.simulation import format_grid
+from tests.pipeline.test_schedules import shape
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "ds_configs"
@@ -149,6 +150,8 @@ def test_a_file_that_does_not_exist_is_wrong_input(capsys: pytest.CaptureFixture
         ["check"],
         ["check", "--config", "x.json", "--world-size", "0"],
         ["schedule", "--config", str(FOLDER / "3d.json")],
+        ["schedule", "--config", "x.json", "--world-size", "8", "--picture", "step.gif"],
+        ["schedule", "--config", "x.json", "--world-size", "8", "--picture", "/no/place/step.png"],
         ["check", "--config", "x.json", "--json", "/no/such/place/figures.json"],
         ["check", "--config", "x.json", "--json", "/tmp"],
         ["check", "--config", "x.json", "--json", "/dev/null"],
@@ -218,10 +221,12 @@ def test_schedule_prints_the_grid_and_writes_the_bubble(
     }
     config.write_text(json.dumps(values))
     options = ["--config", str(config), "--world-size", "8", "--json", str(figures)]
-    assert main(["schedule", *options]) == 0
+    picture = tmp_path / "schedule.svg"
+    assert main(["schedule", *options, "--picture", str(picture)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(format_grid(SCHEDULES[schedule], 4, 4))
-    bubble = bubble_fraction(SCHEDULES[schedule], 4, 4)
+    assert out.endswith(f"written: {picture}\n") and "<svg" in picture.read_text()
+    assert out.startswith(format_grid(shape(schedule, 4, 4)))
+    bubble = 3 / (4 + 3)
     assert f"ideal bubble: {bubble:.1%} of the step" in out
     assert json.loads(figures.read_text()) == {"bubble_fraction": bubble}
 

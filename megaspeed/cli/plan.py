@@ -25,8 +25,9 @@ from megaspeed.config.document import parse_override, read_json_object
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 from megaspeed.files.json_values import json_value
-from megaspeed.pipeline.schedules import SCHEDULES
-from megaspeed.pipeline.simulation import bubble_fraction, check_schedule, format_grid
+from megaspeed.pipeline.picture import SUFFIXES, draw_schedule, save
+from megaspeed.pipeline.schedules import pipeline_of
+from megaspeed.pipeline.simulation import check_schedule, format_grid
 from megaspeed.planning.cluster import CPU, ClusterConfig, read_cluster
 from megaspeed.planning.forecast import complete_training
 from megaspeed.planning.measured_cpu import CpuSpeedError, measure_cpu
@@ -59,7 +60,17 @@ def add_to(commands: Any) -> None:
         ("--calibrate", not_negative, "FACTOR", None, calibrate),
     )
     add_flags(parser, ("--what-if", "list every variant that fits, the fastest first"))
-    add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
+    parser = add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
+    add_values(parser, ("--picture", _picture, "FILE", None, "draw it, as .png, .svg or .pdf"))
+
+
+def _picture(text: str) -> Path:
+    """Return a file on the command line to which a picture can be written."""
+    file = new_file(text)
+    if file.suffix.lower() not in SUFFIXES:
+        suffixes = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+        raise argparse.ArgumentTypeError(f"{file} must end with {suffixes}")
+    return file
 
 
 def _tokens(text: str) -> int:
@@ -175,11 +186,14 @@ def _put(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
 def run_schedule(options: argparse.Namespace) -> int:
     """Print the timetable of the run's pipeline: rows are pipeline stages, columns are time."""
     run = load(options)
-    stages, micro_batches = run.grid.pp, run.batch.gradient_accumulation_steps
-    schedule = SCHEDULES[run.config.parallel.schedule]
-    check_schedule(schedule, stages, micro_batches)
-    bubble = bubble_fraction(schedule, stages, micro_batches)
-    say(format_grid(schedule, stages, micro_batches))
-    say(f"ideal bubble: {bubble:.1%} of the step (a backward takes twice a forward's time)")
+    pipeline = pipeline_of(run)
+    check_schedule(pipeline)
+    say(format_grid(pipeline))
+    bubble = pipeline.ideal_bubble
+    times = {2: "twice", 3: "three times"}[pipeline.backward_ticks]
+    say(f"ideal bubble: {bubble:.1%} of the step (a backward takes {times} a forward's time)")
+    if options.picture is not None:
+        save(draw_schedule(run), options.picture)
+        say(f"written: {options.picture}")
     write_json(options, {"bubble_fraction": bubble})
     return EXIT_DONE

@@ -61,8 +61,8 @@ class ZeroConfig(Section):
     stage3_prefetch_bucket_size: Annotated[ElementCount, Field(ge=0)] | None = None
     """Stage 3: neighbouring blocks are gathered together if they have at most this many elements,
     and at most half of stage3_max_live_parameters. They are gathered while the layers before them
-    compute, if stage3_max_live_parameters leaves room. 0: gather each layer only when a forward or
-    backward pass reaches it. If omitted: 8,388,608 (32 MiB in fp32)."""
+    compute, if stage3_max_live_parameters leaves room. 0: gather each layer (or each of several
+    chunks) only when a pass reaches it. If omitted: 8,388,608 (32 MiB in fp32)."""
     stage3_param_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = None
     """Stage 3: parameters with up to this many elements stay gathered. If omitted: 10 x
     model.hidden_size."""
@@ -70,7 +70,8 @@ class ZeroConfig(Section):
     """Stage 3: largest total number of elements that stay gathered. If omitted: no limit."""
     stage3_max_live_parameters: Annotated[ElementCount, Field(ge=0)] | None = None
     """Stage 3: the next layer is gathered while the current one computes only if both together have
-    at most this many elements. Parameters that stay gathered do not count. If omitted: no limit."""
+    at most this many elements. Parameters that stay gathered do not count. With several chunks, the
+    next one is gathered ahead only if any three have at most this many. If omitted: no limit."""
 
     @property
     def offloads_optimizer(self) -> bool:

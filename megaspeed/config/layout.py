@@ -227,6 +227,29 @@ def replicas_divide_data(config: RunConfig, world: World) -> Iterator[str]:
         )
 
 
+def groups_fill_the_pipeline(config: RunConfig, world: World) -> Iterator[str]:
+    """With several chunks, each group has a micro-batch for each pipeline stage."""
+    parallel, grid = config.parallel, find_grid(config, world)
+    batch = None if grid is None else solve_batch(StatedBatch.of(config), grid.dp)
+    if batch is None or parallel.virtual_stages == 1 or parallel.pipeline == 1:
+        return
+    count, pp, groups = batch.gradient_accumulation_steps, parallel.pipeline, 1
+    if parallel.micro_batch_groups != "auto":
+        groups = parallel.micro_batch_groups
+    if count < pp:
+        yield (
+            f"parallel.virtual_stages {parallel.virtual_stages} needs at least parallel.pipeline "
+            f"{pp} micro-batches a step, but gradient_accumulation_steps is {count}; set a larger "
+            "train_batch_size or a smaller micro-batch, or remove parallel.virtual_stages"
+        )
+    elif groups * pp > count:
+        yield (
+            f"parallel.micro_batch_groups {groups} x parallel.pipeline {pp} = {groups * pp} must "
+            f"be at most gradient_accumulation_steps {count}, because each group has a micro-batch "
+            f"for each pipeline stage; valid parallel.micro_batch_groups: 1 to {count // pp}"
+        )
+
+
 def _has_degrees(model: ModelConfig, product: int) -> bool:
     """Return whether the model allows a pipeline and a tensor degree of this product."""
     valid = tensor_degrees(model)
@@ -293,6 +316,7 @@ _NEED_WORLD = (
     degrees_fit_world,
     batch_multiplies,
     replicas_divide_data,
+    groups_fill_the_pipeline,
     profiled_ranks_exist,
     fp16_needs_a_gpu,
 )

@@ -17,7 +17,7 @@ from megaspeed.config.layout import Batch, StatedBatch, World, find_grid, solve_
 from megaspeed.config.run import Compression, ParallelConfig, RunConfig
 from megaspeed.topology.grid import Grid
 
-GradientReduction = Literal["per_step", "per_micro_batch"]
+GradientReduction = Literal["per_step", "per_visit", "per_micro_batch"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 _PATHS = {
@@ -107,6 +107,22 @@ class Run:
         return reduced_once or self.grid.shard == 1
 
     @property
+    def sums_visits(self) -> bool:
+        """Whether a chunk's gradients are summed while a visit lasts, and then reduced."""
+        return self.gradient_reduction == "per_visit" and not self.keeps_complete_gradients
+
+    @property
+    def reductions(self) -> int:
+        """How many times a step reduces the gradient of a matrix over the shards."""
+        if self.keeps_complete_gradients:
+            return 1
+        if self.sums_visits:
+            groups = self.config.parallel.micro_batch_groups
+            assert groups != "auto", "a resolved run states it"
+            return groups
+        return self.batch.gradient_accumulation_steps
+
+    @property
     def reduction_dtype(self) -> Precision:
         """The number type in which gradients are reduced over the data axis."""
         if self.config.parallel.gradient_compression == "bf16":
@@ -138,11 +154,10 @@ class Run:
 
     @property
     def sums_vector_gradients(self) -> bool:
-        """Whether only gradients of norms and biases are summed over the micro-batches of a step,
-        and those of matrices are reduced in each micro-batch.
+        """Whether gradients of norms and biases are reduced once a step, and those of matrices more
+        often.
         """
-        several = self.batch.gradient_accumulation_steps > 1
-        return several and not self.keeps_complete_gradients
+        return self.reductions > 1
 
     @property
     def scatters_reductions(self) -> bool:
@@ -202,6 +217,7 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         "parallel.data": grid.dp,
         "parallel.gradient_reduction": _gradient_reduction(config),
+        "parallel.micro_batch_groups": _micro_batch_groups(config, batch),
         "parallel.sequence_parallel": _splits_sequence(config, world.device_type),
         "training.run_dir": config.training.run_dir or default_run_dir(name),
         **_learning_rates(config, batch.train_batch_size),
@@ -211,7 +227,8 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
 
 
 def _gradient_reduction(config: RunConfig) -> GradientReduction:
-    """auto depends on the ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not.
+    """auto depends on the ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not. With several
+    chunks, a visit to a chunk sums its gradients.
 
     Compression needs the complete gradient of a step, or replicas, which are summed once a step.
     """
@@ -219,7 +236,18 @@ def _gradient_reduction(config: RunConfig) -> GradientReduction:
         return config.parallel.gradient_reduction
     compresses = not isinstance(config.parallel.gradient_compression, str)
     once = compresses and config.parallel.replicate == 1
-    return "per_step" if config.zero_optimization.stage < 2 or once else "per_micro_batch"
+    if config.zero_optimization.stage < 2 or once:
+        return "per_step"
+    return "per_visit" if config.parallel.virtual_stages > 1 else "per_micro_batch"
+
+
+def _micro_batch_groups(config: RunConfig, batch: Batch) -> int:
+    """auto: as many groups as there can be, which keeps the fewest activations."""
+    parallel = config.parallel
+    if parallel.micro_batch_groups != "auto":
+        return parallel.micro_batch_groups
+    several = parallel.virtual_stages > 1
+    return batch.gradient_accumulation_steps // parallel.pipeline if several else 1
 
 
 def _splits_sequence(config: RunConfig, device_type: str) -> bool:

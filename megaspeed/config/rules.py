@@ -177,6 +177,37 @@ def pipeline_stages_have_blocks(config: RunConfig) -> Iterator[str]:
 
 
 @rule
+def virtual_stages_have_blocks(config: RunConfig) -> Iterator[str]:
+    """Several chunks need a pipeline that runs 1f1b, and a block for each of them."""
+    parallel, layers = config.parallel, config.model.num_hidden_layers
+    pp, chunks = parallel.pipeline, parallel.virtual_stages
+    name = f"parallel.virtual_stages {chunks}"
+    if chunks == 1:
+        if parallel.micro_batch_groups not in (1, "auto"):
+            yield (
+                f"parallel.micro_batch_groups {parallel.micro_batch_groups} has no effect with "
+                "parallel.virtual_stages 1; set that to 2 or more, or remove "
+                "parallel.micro_batch_groups"
+            )
+        if parallel.gradient_reduction == "per_visit":
+            yield (
+                'parallel.gradient_reduction "per_visit" needs parallel.virtual_stages 2 or more; '
+                'set it to "per_step", "per_micro_batch" or "auto"'
+            )
+        return
+    if pp == 1:
+        yield f"{name} divides the layers of pipeline stages, but parallel.pipeline is 1; remove it"
+    if parallel.schedule != "1f1b":
+        yield f'{name} needs parallel.schedule "1f1b", not "{parallel.schedule}"'
+    if pp > 1 and pp * chunks > layers:
+        yield (
+            f"{name} x parallel.pipeline {pp} = {pp * chunks} chunks need as many blocks, but "
+            f"model.num_hidden_layers is {layers}; set parallel.virtual_stages to at most "
+            f"{max(1, layers // pp)}"
+        )
+
+
+@rule
 def recomputed_blocks_are_recomputed(config: RunConfig) -> Iterator[str]:
     """Recomputation is on if the number of recomputed blocks is stated."""
     blocks = config.parallel.recomputed_blocks
@@ -268,10 +299,11 @@ def compression_has_complete_gradients(config: RunConfig) -> Iterator[str]:
     if isinstance(compression, str) or config.parallel.replicate > 1:
         return
     name = f'parallel.gradient_compression "{compression.type}"'
-    if config.parallel.gradient_reduction == "per_micro_batch" and zero.stage >= 2:
+    reduction = config.parallel.gradient_reduction
+    if reduction in ("per_visit", "per_micro_batch") and zero.stage >= 2:
         yield (
             f"{name} compresses the complete gradient of a step, but with zero_optimization.stage "
-            f'{zero.stage} and parallel.gradient_reduction "per_micro_batch" no rank keeps it; set '
+            f'{zero.stage} and parallel.gradient_reduction "{reduction}" no rank keeps it; set '
             'parallel.gradient_reduction to "per_step" or "auto"'
         )
     if zero.overlap_comm:

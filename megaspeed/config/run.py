@@ -77,12 +77,24 @@ class ParallelConfig(Section):
     backward gathers some inputs again while it computes. If true, data.sequence_length must be
     divisible by tensor. auto: true on CUDA if it is divisible, otherwise false."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Order of forwards and backwards in the pipeline. 1f1b keeps at most ``pipeline``
-    micro-batches in memory, gpipe all of them."""
-    gradient_reduction: Literal["auto", "per_step", "per_micro_batch"] = "auto"
-    """When gradients are reduced over dp: once a step (least traffic) or after every micro-batch
-    (least memory). auto: per_step for ZeRO 0 and 1, and for gradient_compression int8 or powersgd;
-    otherwise per_micro_batch. Replicas are always summed once a step."""
+    """Order of forwards and backwards in the pipeline. With one chunk on each stage, 1f1b keeps at
+    most ``pipeline`` micro-batches in memory; gpipe keeps all of them."""
+    virtual_stages: int = Field(default=1, gt=0, le=LARGEST_WORLD)
+    """Number of chunks of layers (v) on each pipeline stage. More than one is an interleaved
+    schedule, for 1f1b only: activations pass through all stages v times, so the bubble is 1 / v as
+    long, and there are v times as many messages. The model must have at least pipeline x
+    virtual_stages blocks, and a step at least pipeline micro-batches."""
+    micro_batch_groups: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Number of groups into which micro-batches are divided if there are several chunks. A stage
+    runs each chunk for a complete group before the next chunk. With fewer groups, more activations
+    are kept, but each chunk is visited less often. A group has at least pipeline micro-batches.
+    auto: as many groups as possible."""
+    gradient_reduction: Literal["auto", "per_step", "per_visit", "per_micro_batch"] = "auto"
+    """When gradients are reduced over dp: once a step (least traffic), after every micro-batch
+    (least memory), or, with several chunks, once for each chunk and group of micro-batches
+    (per_visit). auto: per_step for ZeRO 0 and 1, and for gradient_compression int8 or powersgd;
+    otherwise per_visit if there are several chunks, and per_micro_batch if not. Replicas are always
+    summed once a step."""
     gradient_compression: Annotated[
         Literal["none", "bf16"] | Annotated[Compression, Field(discriminator="type")],
         BeforeValidator(_object_of_type, json_schema_input_type=_StatedCompression),
@@ -264,8 +276,8 @@ class TrainingConfig(Section):
     """How many times the ranks are started again after a failure, under deepspeed, srun, mpirun or
     plain python. torchrun does this by itself (--max-restarts)."""
     profile: ProfileConfig | None = None
-    """Steps to record with torch.profiler, such as {"start_step": 10}: traces for Perfetto and a
-    table of where the time went, in profile/ of the run folder. These steps take longer."""
+    """Steps to record with torch.profiler, such as {"start_step": 10}, which take longer: traces, a
+    table of where the time went, a picture of a pipeline's last step; in profile/ of run_dir."""
     check_replicas_interval: int = Field(default=0, ge=0)
     """Steps between two comparisons, bit by bit, of the copies that several ranks hold. They are
     also compared before each checkpoint. 0: never."""

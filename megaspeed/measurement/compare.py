@@ -2,7 +2,8 @@
 
     ZeRO-0, ZeRO-1    one row: gradients are reduced once a step
     ZeRO-2, ZeRO-3    two rows if a step has several micro-batches: reducing after each of them
-                      takes less memory, reducing once sends less
+                      takes less memory, reducing once sends less; with several chunks also a row
+                      that reduces once a visit
     DDP, FSDP2        DDP reduces once a step; FSDP2 has the same two rows as ZeRO-3
 
     row (ZeRO-2) -> pipeline stage 0: states, peak, traffic     of the rank with the most
@@ -126,7 +127,7 @@ class ComparedRow(Row):
 
 
 def zero_rows(run: Run, zero_stages: Sequence[int], device_type: DeviceType) -> list[ComparedRow]:
-    """Return a row for each ZeRO stage, or two if ``gradient_reduction`` makes a difference."""
+    """Return a row for each ZeRO stage, or more if ``gradient_reduction`` makes a difference."""
     return [
         _row(run, f"ZeRO-{stage}", Worker, stage, reduction, device_type)
         for stage in sorted(set(zero_stages))
@@ -160,7 +161,11 @@ def _reductions(run: Run, zero_stage: int) -> tuple[GradientReduction | None, ..
         return (None,)
     shards = run.grid.dp // run.config.parallel.replicate
     several = run.batch.gradient_accumulation_steps > 1 and shards > 1
-    return ("per_micro_batch", "per_step") if zero_stage >= 2 and several else (None,)
+    if zero_stage < 2 or not several:
+        return (None,)
+    if run.config.parallel.virtual_stages > 1:
+        return "per_micro_batch", "per_visit", "per_step"
+    return "per_micro_batch", "per_step"
 
 
 def _row(

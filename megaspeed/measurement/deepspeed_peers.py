@@ -124,7 +124,7 @@ class _Layer(nn.Module):
         super().__init__()
         gpt = GPT(
             run.config.model,
-            layers=range(index, index + 1),
+            chunks=[range(index, index + 1)],
             seed=run.config.training.seed,
             recomputation=run.config.parallel.activation_checkpointing,
         )

@@ -85,9 +85,12 @@ def scaled_rows(
     """
     rows, problems = [], []
     train, _, accumulation = BATCH_KEYS
+    most = base.batch.gradient_accumulation_steps // base.grid.pp
+    groups = base.config.parallel.micro_batch_groups
     config = base.config.compressed_from_step_1().changed(
         {
             "parallel.data": "auto",
+            "parallel.micro_batch_groups": "auto" if groups == most else groups,
             "parallel.spare_ranks": False,
             train if weak else accumulation: None,
         }

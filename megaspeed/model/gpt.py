@@ -1,4 +1,4 @@
-"""The GPT in plain torch: a flat list of layers, of which a rank may build any contiguous part.
+"""The GPT in plain torch: a flat list of layers, of which a rank may build any chunks.
 
     layer index   0           1 .. N        N + 1
     layer         embedding   blocks 0..N-1 head
@@ -8,12 +8,13 @@
     Block         hidden (B, S, D) -> hidden (B, S, D)
     Head          hidden (B, S, D) -> logits (B, S, V)
 
-A GPT with all layers is the complete model. A GPT with some of them is one pipeline stage, and its
-parameters keep their full names. Nothing here calls a collective. ``parallelize`` replaces modules,
-and sets how many ranks share a sequence (``sequence_parts``).
+A GPT with all layers is the complete model. A GPT with some of them is one pipeline stage. It has
+one or several chunks of consecutive layers, and runs one of them at a time. Parameters keep their
+full names. Nothing here calls a collective. ``parallelize`` replaces modules, and sets how many
+ranks share a sequence (``sequence_parts``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -186,11 +187,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class GPT(nn.Module):
-    """A GPT, or some consecutive layers of it.
+    """A GPT, or some layers of it.
 
     Args:
         config: the shape of the complete model.
-        layers: indices into the flat list of layers; all if omitted.
+        chunks: indices into the flat list of layers, consecutive in each chunk; if omitted, one
+            chunk has all layers.
         seed: the seed of the run, which determines dropout masks.
         recomputation: what the recomputed blocks compute again in backward instead of keeping it:
             nothing, cheap operations ("selective"; see ``recomputation.py``), or everything after
@@ -202,15 +204,17 @@ class GPT(nn.Module):
         self,
         config: ModelConfig,
         *,
-        layers: range | None = None,
+        chunks: Sequence[range] | None = None,
         seed: int = 0,
         recomputation: Recomputation = "none",
         recomputed_blocks: int | None = None,
     ) -> None:
         super().__init__()
-        layers = range(layer_count(config)) if layers is None else layers
         last = layer_count(config) - 1
         self.model_config = config
+        self.chunks = (range(last + 1),) if chunks is None else tuple(chunks)
+        """The indices of the layers of each chunk."""
+        layers = [index for chunk in self.chunks for index in chunk]
         self.angles = RotaryAngles(config) if config.positions == "rotary" else None
         self.sequence_parts = 1
         """How many ranks share the hidden states of a sequence between layers. ``parallelize`` sets
@@ -234,8 +238,9 @@ class GPT(nn.Module):
         samples: Tensor | None = None,
         documents: Documents | None = None,
         loss: LossOfHidden | None = None,
+        chunk: int = 0,
     ) -> Tensor:
-        """Run these layers.
+        """Run the layers of a chunk.
 
         Args:
             x: tokens (B, S) if the first layer is the embedding, else hidden states (B, S, D).
@@ -244,14 +249,16 @@ class GPT(nn.Module):
             documents: attention and positions stay within each of them; if omitted, each row is one
                 document.
             loss: the head computes this instead of logits.
+            chunk: index into ``chunks``.
 
         Returns:
             Logits (B, S, V) or the loss if the last layer is the head, else hidden states
             (B, S, D).
         """
+        layers, last = self.chunks[chunk], layer_count(self.model_config) - 1
         positions = None if documents is None else documents.positions
-        sequence = x.shape[1] * (1 if self.embedding is not None else self.sequence_parts)
-        if self.embedding is not None:
+        sequence = x.shape[1] * (1 if 0 in layers else self.sequence_parts)
+        if self.embedding is not None and 0 in layers:
             x = self.embedding(x, samples, positions)
         angles = None
         if self.angles is not None:
@@ -268,15 +275,26 @@ class GPT(nn.Module):
                 mask = window_mask(sequence, window, x.dtype, x.device)
             else:
                 cu_seqlens = boundaries_of_rows(len(x), sequence, x.device)
-        for name, block in self.blocks.items():
+        for name in (str(index - 1) for index in layers if 0 < index < last):
+            block = self.blocks[name]
             if name in self.fully_recomputed and self.training:
                 inputs = (x, samples, angles, mask, cu_seqlens, longest)
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, samples, angles, mask, cu_seqlens, longest)
-        return x if self.head is None else self.head(x, loss)
+        return self.head(x, loss) if self.head is not None and last in layers else x
+
+    def parameters_of_chunks(self) -> list[list[nn.Parameter]]:
+        """The parameters of each chunk."""
+        modules, start = self.layer_modules(), 0
+        found = []
+        for chunk in self.chunks:
+            own = modules[start : start + len(chunk)]
+            found.append([parameter for module in own for parameter in module.parameters()])
+            start += len(chunk)
+        return found
 
     def layer_modules(self) -> list[nn.Module]:
-        """The layers, in the order of the forward pass."""
+        """The layers of all chunks, in the order of the forward pass."""
         layers = (self.embedding, *self.blocks.values(), self.head)
         return [layer for layer in layers if layer is not None]

@@ -21,7 +21,7 @@ them. Saved activations and the time of pointwise operations do not (``planning/
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -163,7 +163,9 @@ def layer_name(config: ModelConfig, layer: int) -> str:
     return "head" if layer == layer_count(config) - 1 else f"blocks.{layer - 1}"
 
 
-def parameters_of(config: ModelConfig, layers: range | None = None) -> dict[str, Parameter]:
+def parameters_of(
+    config: ModelConfig, layers: Collection[int] | None = None
+) -> dict[str, Parameter]:
     """Full name -> parameter, in the order of ``GPT.named_parameters``.
 
     Args:

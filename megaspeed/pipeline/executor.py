@@ -1,15 +1,16 @@
 """Executes the instructions of one pipeline stage.
 
-    previous stage                         this stage                         next stage
+    stage before                           this stage                         stage after
     activations  ------------------------> forward  ------------------------> activations
     gradients    <------------------------ backward <------------------------ gradients
 
-Between the forward and the backward of a micro-batch, the stage holds its input and its graph.
-Backward needs only the last edge of the graph, so the output is freed after it is sent.
+Between the forward and the backward of a micro-batch, a chunk of the stage holds its input and its
+graph. Backward needs only the last edge of the graph, so the output is freed after it is sent.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -17,20 +18,28 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaspeed.model.micro_batch import MicroBatch
-from megaspeed.pipeline.p2p import Neighbours
+from megaspeed.pipeline.p2p import Links
 from megaspeed.pipeline.schedules import (
     Backward,
-    Exchange,
+    Compute,
+    End,
     Forward,
+    Gather,
     Instruction,
     LoadMicroBatch,
+    Message,
     OptimizerStep,
-    ReceiveActivation,
-    ReceiveGradient,
+    Pipeline,
+    Receive,
     ReduceGradients,
     ReduceTiedGradients,
-    SendActivation,
-    SendGradient,
+    Release,
+    Send,
+    Transfer,
+    input_of,
+    order_of,
+    output_of,
+    peer,
 )
 from megaspeed.topology.activity import Activity, Part, Timeline, note_phase
 
@@ -38,6 +47,8 @@ _PARTS: dict[type, Part] = {
     LoadMicroBatch: "data_loading",
     Forward: "compute",
     Backward: "compute",
+    Gather: "data",
+    Release: "data",
     ReduceGradients: "data",
     OptimizerStep: "optimizer",
 }
@@ -50,13 +61,26 @@ Outcome = TypeVar("Outcome")
 class StageEngine(Protocol):
     """The engine of one pipeline stage."""
 
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        """Run the layers of the stage on ``x``. The last stage returns the sum of the losses."""
+    def forward(self, x: Tensor, batch: MicroBatch, chunk: int) -> Tensor:
+        """Run the layers of a chunk on ``x``. The model's last chunk returns the sum of losses."""
 
     def backward(
-        self, output: Tensor | GradientEdge, gradient: Tensor | None, *, last: bool
+        self, output: Tensor | GradientEdge, gradient: Tensor | None, chunk: int, end: End
     ) -> None:
-        """Back-propagate from the loss (``gradient`` is None) or from the edge of an output."""
+        """Back-propagate from the loss (``gradient`` is None) or from the edge of an output.
+
+        Args:
+            output: of the chunk's forward.
+            gradient: of the output.
+            chunk: its number on this stage, from 0.
+            end: what ends for the chunk with this backward.
+        """
+
+    def gather(self, chunk: int, *, forward: bool) -> None:
+        """Start to gather a chunk; if not ``forward``, only what a backward needs."""
+
+    def release(self, chunk: int) -> None:
+        """Free the gathered parameters of a chunk."""
 
     def reduce_gradients(self) -> None:
         """Average over the data axis, and sum partial gradients over the tensor axis."""
@@ -72,9 +96,10 @@ class Executor:
 
     Args:
         engine: the engine of this stage.
-        neighbours: the links to the previous and next stage.
+        links: to the other stages; None if there is only one.
+        pipeline: the shape of the step.
+        stage: this rank's stage.
         load: micro-batch index -> rows of this data rank, the same on every pipeline stage.
-        micro_batches: how many there are.
         activity: records each instruction before it is executed.
         timeline: times each instruction.
     """
@@ -82,26 +107,31 @@ class Executor:
     def __init__(
         self,
         engine: StageEngine,
-        neighbours: Neighbours,
+        links: Links | None,
+        pipeline: Pipeline,
+        stage: int,
         *,
         load: Callable[[int], MicroBatch],
-        micro_batches: int,
         activity: Activity | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self._activity = activity or Activity()
         self._timeline = timeline or Timeline(torch.device("cpu"))
         self._engine = engine
-        self._neighbours = neighbours
+        self._links = links
+        self._pipeline, self._stage = pipeline, stage
         self._load = load
-        self._backwards_left = micro_batches
+        order = order_of(pipeline, stage)
+        self._backwards = [each.chunk for each in order[::-1] if isinstance(each, Backward)]
+        """The chunks of the backwards that are left, from last to first."""
+        self._left = Counter(self._backwards)
         self._batches: dict[int, MicroBatch] = {}
-        self._inputs: dict[int, Tensor] = {}
-        self._outputs: dict[int, Tensor] = {}
+        self._received: dict[Receive, Tensor] = {}
+        self._in_flight: Sequence[Receive] = ()  # may not be complete
+        self._computed: dict[Send, Tensor] = {}  # not sent yet
+        self._inputs: dict[tuple[int, int], Tensor] = {}  # by micro-batch and chunk
         # Where a backward starts: the last edge of the graph, or the loss.
-        self._ends: dict[int, Tensor | GradientEdge] = {}
-        self._output_gradients: dict[int, Tensor] = {}
-        self._input_gradients: dict[int, Tensor] = {}
+        self._ends: dict[tuple[int, int], Tensor | GradientEdge] = {}
         self.losses: dict[int, Tensor] = {}
         """Sum of the losses of each micro-batch (fp32 scalars); empty except on the last stage."""
 
@@ -112,7 +142,7 @@ class Executor:
 
     def run(
         self,
-        program: Iterable[Instruction | Exchange],
+        program: Iterable[Instruction],
         step: Callable[[Tensor | None], Outcome] | None = None,
     ) -> Outcome | None:
         """Execute a ``stage_program`` in order.
@@ -131,7 +161,8 @@ class Executor:
                 self._activity.begin(instruction)
                 with self._timeline.part(_PARTS.get(type(instruction), "pipeline"), instruction):
                     if isinstance(instruction, OptimizerStep):
-                        outcome = self._take(step)
+                        self._drain()
+                        outcome = None if step is None else step(self.loss_sum)
                     else:
                         self._execute(instruction)
             except Exception as error:
@@ -140,73 +171,84 @@ class Executor:
         self._drain()
         return outcome
 
-    def _take(self, step: Callable[[Tensor | None], Outcome] | None) -> Outcome | None:
-        self._drain()
-        return None if step is None else step(self.loss_sum)
-
     def _drain(self) -> None:
-        with self._timeline.part("pipeline"):
-            self._neighbours.drain()
+        if self._links is not None:
+            with self._timeline.part("pipeline"):
+                self._links.finish()
 
-    def _execute(self, instruction: Instruction | Exchange) -> None:
-        before, after = self._neighbours.before, self._neighbours.after
+    def _execute(self, instruction: Instruction) -> None:
         match instruction:
             case LoadMicroBatch(m):
                 self._batches[m] = self._load(m)
-            case ReceiveActivation(m):
-                assert before is not None
-                self._inputs[m] = before.receive()
-            case Forward(m):
-                self._forward(m)
-            case SendActivation(m):
-                assert after is not None
-                after.send(self._outputs.pop(m))
-            case Exchange(SendActivation(m), ReceiveGradient(k)):
-                assert after is not None
-                self._output_gradients[k] = after.exchange(self._outputs.pop(m))
-            case ReceiveGradient(m):
-                assert after is not None
-                self._output_gradients[m] = after.receive()
-            case Backward(m):
-                self._backward(m)
-            case SendGradient(m):
-                assert before is not None
-                before.send(self._input_gradients.pop(m))
-            case Exchange(SendGradient(m), ReceiveActivation(k)):
-                assert before is not None
-                self._inputs[k] = before.exchange(self._input_gradients.pop(m))
+            case Transfer(messages):
+                self._transfer(messages)
+            case Forward():
+                self._forward(instruction)
+            case Backward():
+                self._backward(instruction)
+            case Gather(chunk, forward):
+                self._engine.gather(chunk, forward=forward)
+            case Release(chunk):
+                self._engine.release(chunk)
             case ReduceGradients():
                 self._engine.reduce_gradients()
             case ReduceTiedGradients():
                 self._engine.reduce_tied_gradients()
 
-    def _forward(self, m: int) -> None:
-        batch = self._batches.pop(m)
-        x = batch.tokens
-        if self._neighbours.before is not None:
-            with self._timeline.part("pipeline"):
-                self._neighbours.before.finish()
-            x = self._inputs[m].requires_grad_(torch.is_grad_enabled())
-        output = self._engine.forward(x, batch)
-        if self._neighbours.after is None:
-            self.losses[m] = output.detach()
-            self._ends[m] = output
-        else:
-            self._outputs[m] = output
-            if torch.is_grad_enabled():
-                self._ends[m] = get_gradient_edge(output)
-        if not torch.is_grad_enabled():
-            self._inputs.pop(m, None)
-            self._ends.pop(m, None)
+    def _transfer(self, messages: Sequence[Message]) -> None:
+        assert self._links is not None, "the only stage of a pipeline has no messages"
+        sent = [
+            (self._computed.pop(message), self._peer(message))
+            for message in messages
+            if isinstance(message, Send)
+        ]
+        self._in_flight = [message for message in messages if isinstance(message, Receive)]
+        received = self._links.start(sent, [self._peer(message) for message in self._in_flight])
+        self._received.update(zip(self._in_flight, received, strict=True))
 
-    def _backward(self, m: int) -> None:
-        if self._neighbours.after is not None:
-            with self._timeline.part("pipeline"):
-                self._neighbours.after.finish()
-        end, gradient = self._ends.pop(m), self._output_gradients.pop(m, None)
-        self._backwards_left -= 1
-        self._engine.backward(end, gradient, last=self._backwards_left == 0)
-        x = self._inputs.pop(m, None)
-        if x is not None:
+    def _peer(self, message: Message) -> int:
+        return peer(self._pipeline, self._stage, message)
+
+    def _input_of(self, compute: Compute) -> Tensor | None:
+        """The tensor that another stage has sent for this; None if it needs none."""
+        needed = input_of(self._pipeline, self._stage, compute)
+        if needed is None:
+            return None
+        if needed in self._in_flight:
+            self._drain()
+            self._in_flight = ()
+        return self._received.pop(needed)
+
+    def _forward(self, forward: Forward) -> None:
+        key = m, chunk = forward.micro_batch, forward.chunk
+        is_last = chunk == self._pipeline.chunks - 1
+        batch = self._batches.pop(m) if is_last else self._batches[m]
+        x = self._input_of(forward)
+        if x is not None and torch.is_grad_enabled():
+            self._inputs[key] = x.requires_grad_()
+        output = self._engine.forward(batch.tokens if x is None else x, batch, chunk)
+        sent = output_of(self._pipeline, self._stage, forward)
+        if sent is None:
+            self.losses[m] = output.detach()
+        else:
+            self._computed[sent] = output
+        if torch.is_grad_enabled():
+            self._ends[key] = output if sent is None else get_gradient_edge(output)
+
+    def _backward(self, backward: Backward) -> None:
+        key = _, chunk = backward.micro_batch, backward.chunk
+        self._backwards.pop()
+        self._left[chunk] -= 1
+        end: End = "step"
+        if self._left[chunk]:
+            end = "micro_batch" if self._backwards[-1] == chunk else "visit"
+        self._engine.backward(
+            self._ends.pop(key),
+            self._input_of(backward),
+            chunk,
+            end,
+        )
+        x, sent = self._inputs.pop(key, None), output_of(self._pipeline, self._stage, backward)
+        if x is not None and sent is not None:
             assert x.grad is not None
-            self._input_gradients[m] = x.grad
+            self._computed[sent] = x.grad

@@ -1,24 +1,22 @@
-"""Tensors between neighbouring pipeline stages.
+"""Tensors between pipeline stages.
 
-    previous stage  <---- link ---->  this stage  <---- link ---->  next stage
-                    activations -->               activations -->
-                    <-- gradients                 <-- gradients
+    stage before  -- activations -->  this stage  -- activations -->  stage after
+                  <-- gradients ----              <-- gradients ----
 
-All messages of a pipeline use one process group. One ``batch_isend_irecv`` carries either a single
-message, or a send and a receive that face each other (``schedules.form_exchanges``). On a GPU it is
-one NCCL kernel on the group's communicator. A single message is a batch too, because for a plain
-``isend`` torch opens a communicator for each pair of ranks if no device is bound to the group.
+All messages of a pipeline use one process group. One ``batch_isend_irecv`` carries all messages of
+a ``Transfer``. On a GPU it is one NCCL kernel on the group's communicator. A single message is a
+batch too, because for a plain ``isend`` torch opens a communicator for each pair of ranks if no
+device is bound to the group.
 
-A link has at most one batch in flight: before it starts the next batch, it waits for the last one.
-On a GPU the current stream waits, not the host. The link keeps the tensors until then.
-``check_schedule`` proves that this cannot deadlock, even if each stage waits for every message as
-soon as it has started it.
+At most one batch is in flight: before a rank starts the next one, it waits for the last one. On a
+GPU the current stream waits, not the host. The tensors are kept until then. ``check_schedule``
+proves that this cannot deadlock, even if each stage waits for every batch as soon as it has started
+it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -46,14 +44,13 @@ class PipelineProtocolError(RuntimeError):
     """Two pipeline stages do not agree on what they send each other."""
 
 
-class Link:
-    """The messages between this rank and one neighbour.
+class Links:
+    """The messages between this rank and the other stages of its pipeline.
 
     Every message is a contiguous tensor of one shape and dtype.
 
     Args:
-        group: the process group along the pipeline axis.
-        peer: global rank of the neighbour.
+        group: the ranks of one pipeline, from the first stage to the last.
         shape, dtype: of every message.
         device: of every message on this rank.
     """
@@ -61,14 +58,13 @@ class Link:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        peer: int,
         *,
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._group = group
-        self._peer = peer
+        self._ranks = dist.get_process_group_ranks(group)
         self._shape = torch.Size(shape)
         self._dtype = dtype
         # "cuda" has no index. A tensor's device has one, and ``_check_own`` compares the two.
@@ -78,24 +74,61 @@ class Link:
         self._is_waiting = False
         self._messages: list[dist.P2POp] = []
 
-    def send(self, tensor: Tensor) -> None:
-        """Start to send ``tensor``; do not write to it before ``finish``.
+    @classmethod
+    def connect(
+        cls,
+        group: dist.ProcessGroup,
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        """Check that all stages expect the same messages. All ranks of the group call this.
 
-        Raises ``PipelineProtocolError``, before anything is sent, if the shape, dtype or device of
-        ``tensor`` is not that of the link.
+        Raises:
+            PipelineProtocolError: two neighbours expect different shapes or dtypes. Every rank of
+                the pipeline raises it, so no rank waits for another.
         """
-        self._start(tensor, None)
+        _agree(group, _describe(shape, dtype))
+        return cls(group, shape=shape, dtype=dtype, device=device)
 
-    def receive(self) -> Tensor:
-        """Start to receive a new tensor, which is complete after ``finish``."""
-        received = self._new_tensor()
-        self._start(None, received)
-        return received
+    def start(
+        self, sent: Sequence[tuple[Tensor, int]], receive_from: Sequence[int] = ()
+    ) -> list[Tensor]:
+        """Start a batch of messages, after the last one is complete.
 
-    def exchange(self, tensor: Tensor) -> Tensor:
-        """Start to send ``tensor`` and to receive a new one, as one batch. Raises like ``send``."""
-        received = self._new_tensor()
-        self._start(tensor, received)
+        Args:
+            sent: tensors, and the stages that get them. Do not write to them before ``finish``.
+            receive_from: the stages that send to this one.
+
+        Returns:
+            A new tensor from each of these stages, complete after ``finish``.
+
+        Raises:
+            PipelineProtocolError: a tensor has not the shape, dtype or device of all messages.
+                Nothing is sent.
+        """
+        self.finish()
+        for tensor, stage in sent:
+            self._check_own(tensor, stage)
+        received = [
+            torch.empty(self._shape, dtype=self._dtype, device=self._device) for _ in receive_from
+        ]
+        # gloo and NCCL use the tensors until the batch is done.
+        self._messages = [
+            self._message(dist.isend, tensor.detach().contiguous(), stage) for tensor, stage in sent
+        ]
+        self._messages += [
+            self._message(dist.irecv, tensor, stage)
+            for tensor, stage in zip(received, receive_from, strict=True)
+        ]
+        what = _describe(self._shape, self._dtype)
+        # The receives first, because they are usually those that take longer.
+        self._in_flight = [
+            f"{_DIRECTIONS[message.op].format(what)} rank {message.peer}"
+            for message in reversed(self._messages)
+        ]
+        self._works = dist.batch_isend_irecv(self._messages)
         return received
 
     def pending(self) -> list[str]:
@@ -108,8 +141,7 @@ class Link:
         on_gpu = self._device.type != "cpu"
         if all(work.is_completed() for work in self._works) if on_gpu else not self._is_waiting:
             return []
-        what = _describe(self._shape, self._dtype)
-        return [f"{direction.format(what)} rank {self._peer}" for direction in self._in_flight]
+        return self._in_flight
 
     def finish(self) -> None:
         """Wait until the batch in flight is done, if there is one, and free what was sent.
@@ -124,84 +156,18 @@ class Link:
         self._in_flight = []
         self._messages = []
 
-    def _start(self, sent: Tensor | None, received: Tensor | None) -> None:
-        self.finish()
-        messages = []
-        if sent is not None:
-            self._check_own(sent)
-            sent = as_message(sent.detach().contiguous())
-            messages.append(dist.P2POp(dist.isend, sent, self._peer, self._group))
-        if received is not None:
-            received = as_message(received)
-            messages.append(dist.P2POp(dist.irecv, received, self._peer, self._group))
-        self._messages = messages  # gloo and NCCL use the tensors until the batch is done
-        # The receive first, because it is usually the one that takes longer.
-        self._in_flight = [_DIRECTIONS[message.op] for message in reversed(messages)]
-        self._works = dist.batch_isend_irecv(messages)
+    def _message(self, operation: Any, tensor: Tensor, stage: int) -> dist.P2POp:
+        return dist.P2POp(operation, as_message(tensor), self._ranks[stage], self._group)
 
-    def _new_tensor(self) -> Tensor:
-        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
-
-    def _check_own(self, tensor: Tensor) -> None:
+    def _check_own(self, tensor: Tensor, stage: int) -> None:
         if (tensor.shape, tensor.dtype, tensor.device) == (self._shape, self._dtype, self._device):
             return
         raise PipelineProtocolError(
             "All messages between two pipeline stages must have one shape, dtype and device. Rank "
             f"{dist.get_rank()} tried to send {_describe(tensor.shape, tensor.dtype)} on "
-            f"{tensor.device} to rank {self._peer}, but the link carries "
+            f"{tensor.device} to rank {self._ranks[stage]}, but they exchange "
             f"{_describe(self._shape, self._dtype)} on {self._device}. Nothing was sent."
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Neighbours:
-    """The links to the previous and the next stage; None at the ends of the pipeline."""
-
-    before: Link | None
-    after: Link | None
-
-    @classmethod
-    def connect(
-        cls,
-        group: dist.ProcessGroup,
-        *,
-        before: int | None,
-        after: int | None,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Self:
-        """Link this rank to its neighbours. All ranks of the group call this together.
-
-        Args:
-            group: the ranks of one pipeline, from the first stage to the last.
-            before, after: global ranks of the neighbours; None at the ends of the pipeline.
-            shape, dtype: of every message.
-            device: of every message on this rank.
-
-        Raises:
-            PipelineProtocolError: two neighbours expect different shapes or dtypes. Every rank of
-                the pipeline raises it, so no rank waits for another.
-        """
-        _agree(group, _describe(shape, dtype))
-
-        def link(peer: int | None) -> Link | None:
-            if peer is None:
-                return None
-            return Link(group, peer, shape=shape, dtype=dtype, device=device)
-
-        return cls(before=link(before), after=link(after))
-
-    def pending(self) -> list[str]:
-        """Descriptions of the pending messages."""
-        links = [link for link in (self.before, self.after) if link is not None]
-        return [message for link in links for message in link.pending()]
-
-    def drain(self) -> None:
-        """Wait until all messages have arrived."""
-        for link in (self.before, self.after):
-            if link is not None:
-                link.finish()
 
 
 def _agree(group: dist.ProcessGroup, message: str) -> None:

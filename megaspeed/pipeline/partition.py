@@ -13,7 +13,7 @@ split by a dynamic program over (number of stages, number of layers).
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, product
 
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import (
@@ -84,19 +84,65 @@ def _most_even_ends(cumulative: Sequence[int], pipeline_stages: int, bottleneck:
     return ends[1:]
 
 
-def layers_of_stages(run: Run) -> list[range]:
-    """The range of layer indices of each pipeline stage of a run.
+def chunks_of_stages(run: Run) -> list[tuple[range, ...]]:
+    """For each pipeline stage of a run, the range of layer indices of each of its chunks.
 
     Layer 0 is the embedding, the blocks follow, and the last layer is the head. The cost of a layer
     is its forward FLOPs.
     """
     costs = forward_flops_per_token(run.config.model, run.config.data.sequence_length)
-    return list(_partition(tuple(map(int, costs)), run.grid.pp))
+    parts = _partition(tuple(map(int, costs)), run.grid.pp, run.config.parallel.virtual_stages)
+    return [parts[stage :: run.grid.pp] for stage in range(run.grid.pp)]
+
+
+def layers_of_stages(run: Run) -> list[tuple[int, ...]]:
+    """The layer indices of each pipeline stage of a run, of all its chunks."""
+    return [tuple(chain.from_iterable(chunks)) for chunks in chunks_of_stages(run)]
 
 
 @lru_cache(maxsize=1024)  # a plan needs the same split hundreds of times
-def _partition(costs: tuple[int, ...], pipeline_stages: int) -> tuple[range, ...]:
-    return tuple(partition_layers(costs, pipeline_stages))
+def _partition(costs: tuple[int, ...], stages: int, chunks: int) -> tuple[range, ...]:
+    """The layers of each virtual stage."""
+    parts = partition_layers(costs, stages * chunks)
+    return tuple(parts if chunks == 1 else _evened(costs, parts, stages))
+
+
+def _evened(costs: Sequence[int], parts: list[range], stages: int) -> list[range]:
+    """Move layers to a neighbouring chunk as long as this makes the most expensive stage cheaper.
+
+    No chunk becomes more expensive than the most expensive one was before.
+    """
+
+    def cost(part: range) -> int:
+        return sum(costs[part.start : part.stop])
+
+    bottleneck = max(map(cost, parts))
+
+    def worst(parts: list[range]) -> list[int]:
+        """The costs of the stages, the largest first. If these are equal, the next ones decide."""
+        return sorted((sum(map(cost, parts[s::stages])) for s in range(stages)), reverse=True)
+
+    best = worst(parts)
+    improved = True
+    while improved:
+        improved = False
+        for index, step in product(range(len(parts) - 1), (1, -1)):
+            end = parts[index].stop + step
+            moved = [range(parts[index].start, end), range(end, parts[index + 1].stop)]
+            tried = [*parts[:index], *moved, *parts[index + 2 :]]
+            is_possible = min(map(len, moved)) > 0 and max(map(cost, moved)) <= bottleneck
+            if is_possible and worst(tried) < best:
+                parts, best, improved = tried, worst(tried), True
+    return parts
+
+
+def parameters_of_chunks(run: Run) -> list[list[int]]:
+    """Elements of the parameters of each chunk of each pipeline stage, of all tensor ranks."""
+    model = run.config.model
+    return [
+        [sum(p.elements for p in parameters_of(model, chunk).values()) for chunk in chunks]
+        for chunks in chunks_of_stages(run)
+    ]
 
 
 def blocks_of_stages(run: Run) -> list[int]:

@@ -1,85 +1,153 @@
 """Pipeline schedules: the instructions that a stage executes in one optimizer step, as plain data.
 
-    load      receive activation      forward      send activation        down the pipeline
-                receive gradient      backward     send gradient          up the pipeline
-    reduce gradients, reduce tied gradients, optimizer step               once, at the end
+    Pipeline                       the shape of a step
+      --schedule------------->     the order in which each stage computes: forwards and backwards
+      --programs------------->     all instructions of a stage: messages, gathers, the step
 
-A receive instruction only starts to receive. The forward or backward that needs the message waits
-for it, so a stage can load a micro-batch while its activation arrives.
+A schedule is a function that yields forwards and backwards. Everything else follows from their
+order: a stage loads a micro-batch before its first forward, sends each result when it is computed,
+and receives what it needs. So a schedule can be compared, printed and simulated without a process.
+The executor runs the instructions one after another.
 
-A schedule is a generator of instructions. Its arguments are the number of pipeline stages, the
-index of this stage, and the number of micro-batches of one optimizer step. All stages run the same
-generator. Instructions contain no tensors, so a schedule can be compared, printed and simulated
-without a process. The executor runs them one after another.
+**Chunks.** A stage has one or several chunks of consecutive layers. Chunk c of stage s is the
+virtual stage c x stages + s, so activations pass through all stages several times, from the last
+one back to the first one (Narayanan et al. 2021, section 2.2):
 
-Every stage loads every micro-batch: the first stage needs its tokens, the last one its targets, and
-all need its sample indices, from which dropout computes its masks.
-
-In the steady state of 1f1b two neighbours send to each other at the same time:
-
-    stage s        ... Forward(m)   SendActivation(m)  ReceiveGradient(k)     Backward(k) ...
-                                            |                 ^
-                                            v                 |
-    stage s + 1    ... Backward(k)  ReceiveActivation(m)  SendGradient(k)     Forward(m)  ...
-
-NCCL completes a send only when the other side receives, and runs the messages of a communicator in
-the order of the calls. If both stages start their send first, both wait: on one communicator
-always, on two communicators if the device is synchronised between the send and the receive. As one
-batch, a send and a receive complete together, in any order. So each stage yields its receive
-directly after its send, and ``form_exchanges`` joins the two into one batch.
-
-``docs/architecture.md`` describes how to add a schedule. (An interleaved schedule, Narayanan et al.
-2021, section 2.2.2, gives a stage several chunks of layers. It would be a generator whose
-instructions also name the chunk.)
+    stage 0                 stage 1                 stage 2
+    virtual stage 0   --->  virtual stage 1   --->  virtual stage 2   --+
+    +-------------------------------------------------------------------+
+    +-> virtual stage 3 --> virtual stage 4   --->  virtual stage 5
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import chain
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
+
+from megaspeed.config.resolve import Run
+from megaspeed.pipeline.partition import parameters_of_chunks
+
+ScheduleName = Literal["gpipe", "1f1b", "forward_only"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The shape of a step: everything on which its instructions depend."""
+
+    schedule: ScheduleName
+    stages: int
+    micro_batches: int
+    chunks: int = 1  # of each stage
+    groups: int = 1  # into which micro-batches are divided, if there are several chunks
+    # A backward computes the gradients of inputs and of weights: twice as many matrix products as a
+    # forward, which takes one tick. With full recomputation, it repeats the forward.
+    backward_ticks: int = 2
+    # What ZeRO-3 gathers together: a layer, or a chunk, maybe while the visit before it computes.
+    gathers: Literal["layers", "chunks", "chunks_ahead"] = "layers"
+
+    @property
+    def virtual_stages(self) -> int:
+        """The number of chunks of all stages."""
+        return self.stages * self.chunks
+
+    @property
+    def ideal_bubble(self) -> float:
+        """The fraction of a step in which stages of equal cost wait for each other.
+
+        (Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.)
+        """
+        waits = self.stages - 1
+        return waits / (self.chunks * self.micro_batches + waits)
+
+    def virtual(self, stage: int, chunk: int) -> int:
+        """The virtual stage of a chunk, counted from 0."""
+        return chunk * self.stages + stage
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatchInstruction:
-    """An instruction about one micro-batch of the step, counted from 0."""
+class LoadMicroBatch:
+    """Fetch the micro-batch: tokens, targets and the sample indices that seed dropout.
+
+    All stages load all micro-batches: the first stage needs the tokens, the last one the targets,
+    and all need the sample indices.
+    """
 
     micro_batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class LoadMicroBatch(MicroBatchInstruction):
-    """Fetch the micro-batch: tokens, targets and the sample indices that seed dropout."""
+@dataclass(frozen=True, slots=True, repr=False)
+class ChunkInstruction:
+    """An instruction for one micro-batch of the step and one chunk of the stage, both from 0."""
+
+    micro_batch: int
+    chunk: int = 0
+
+    def __repr__(self) -> str:
+        chunk = f", chunk={self.chunk}" if self.chunk else ""
+        return f"{type(self).__name__}(micro_batch={self.micro_batch}{chunk})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Forward(ChunkInstruction):
+    """Run the layers of the chunk; the input and the graph are kept for ``Backward``."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Backward(ChunkInstruction):
+    """Accumulate the gradients of the chunk, and free what ``Forward`` has kept."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ReceiveActivation(ChunkInstruction):
+    """Receive the input of the chunk from the stage before; ``Forward`` waits for it."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SendActivation(ChunkInstruction):
+    """Send the output of the chunk to the stage after it."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ReceiveGradient(ChunkInstruction):
+    """Receive the gradient of the output from the stage after; ``Backward`` waits for it."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SendGradient(ChunkInstruction):
+    """Send the gradient of the input to the stage before it."""
+
+
+Compute = Forward | Backward
+Send = SendActivation | SendGradient
+Receive = ReceiveActivation | ReceiveGradient
+Message = Send | Receive
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveActivation(MicroBatchInstruction):
-    """Start to receive the output of the previous stage; ``Forward`` waits for it."""
+class Transfer:
+    """Start to send and to receive, as one batch."""
+
+    messages: tuple[Message, ...]  # at most one to and one from each neighbour
 
 
 @dataclass(frozen=True, slots=True)
-class Forward(MicroBatchInstruction):
-    """Run the layers of this stage; the input and the graph are kept for ``Backward``."""
+class Gather:
+    """Start to gather the parameters of a chunk from ZeRO-3's partitions.
+
+    A backward does not read the embedding, nor the weight of the head.
+    """
+
+    chunk: int
+    forward: bool  # whether a forward needs them; otherwise only backwards do
 
 
 @dataclass(frozen=True, slots=True)
-class SendActivation(MicroBatchInstruction):
-    """Send the output of this stage to the next stage."""
+class Release:
+    """Free what the last ``Gather`` of the chunk has gathered."""
 
-
-@dataclass(frozen=True, slots=True)
-class ReceiveGradient(MicroBatchInstruction):
-    """Start to receive the gradient of the output; ``Backward`` waits for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backward(MicroBatchInstruction):
-    """Accumulate the gradients of this stage, and free what ``Forward`` has kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendGradient(MicroBatchInstruction):
-    """Send the gradient of the input to the previous stage."""
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,216 +170,191 @@ class OptimizerStep(StepInstruction):
     """Clip, and update the parameters. The first forward of the next step clears the gradients."""
 
 
-ForwardInstruction = LoadMicroBatch | ReceiveActivation | Forward | SendActivation
-BackwardInstruction = ReceiveGradient | Backward | SendGradient
 Instruction = (
-    ForwardInstruction | BackwardInstruction | ReduceGradients | ReduceTiedGradients | OptimizerStep
+    LoadMicroBatch
+    | Forward
+    | Backward
+    | Transfer
+    | Gather
+    | Release
+    | ReduceGradients
+    | ReduceTiedGradients
+    | OptimizerStep
 )
-SendInstruction = SendActivation | SendGradient
-ReceiveInstruction = ReceiveActivation | ReceiveGradient
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A send and a receive with the same neighbour, started together as one batch.
-
-    Schedules do not yield it: ``stage_program`` joins a send and a receive.
-    """
-
-    send: SendInstruction
-    receive: ReceiveInstruction
-
-
-Batch = SendInstruction | ReceiveInstruction | Exchange
-"""One batch of messages with one neighbour."""
-
-
-def peer(stage: int, batch: Batch) -> int:
-    """The stage at the other end of ``batch``, which ``stage`` starts."""
-    message = batch.send if isinstance(batch, Exchange) else batch
-    return stage + 1 if isinstance(message, SendActivation | ReceiveGradient) else stage - 1
-
-
-def other_end(batch: Batch) -> Batch:
-    """The matching batch of the neighbour: it receives what this stage sends, and vice versa."""
-    match batch:
-        case SendActivation(m):
-            return ReceiveActivation(m)
-        case ReceiveActivation(m):
-            return SendActivation(m)
-        case SendGradient(m):
-            return ReceiveGradient(m)
-        case ReceiveGradient(m):
-            return SendGradient(m)
-        case Exchange(SendActivation(m), ReceiveGradient(k)):
-            return Exchange(SendGradient(k), ReceiveActivation(m))
-        case Exchange(SendGradient(k), ReceiveActivation(m)):
-            return Exchange(SendActivation(m), ReceiveGradient(k))
-    raise AssertionError(f"the send and the receive have different neighbours: {batch!r}")
+StageProgram = list[Instruction]
 
 
 class ScheduleError(ValueError):
     """A schedule breaks a law of pipelines."""
 
 
-class Schedule(Protocol):
-    """Yields the instructions of one pipeline stage for one step."""
-
-    def __call__(
-        self, pipeline_stages: int, pipeline_stage: int, micro_batches: int
-    ) -> Iterator[Instruction]: ...
+Schedule = Callable[[Pipeline, int], Iterator[Compute]]
+"""Yields what one stage of a pipeline computes in one step."""
 
 
-def gpipe(pipeline_stages: int, pipeline_stage: int, micro_batches: int) -> Iterator[Instruction]:
+def gpipe(pipeline: Pipeline, stage: int) -> Iterator[Compute]:
     """All forwards, then all backwards (GPipe, Huang et al. 2019, section 2.2).
 
     A stage keeps the activations of all micro-batches. Backwards run in the order of the forwards,
     so gradients are summed in the same order as with one process.
     """
-    for micro_batch in range(micro_batches):
-        yield from _forward(pipeline_stages, pipeline_stage, micro_batch)
-    for micro_batch in range(micro_batches):
-        yield from _backward(pipeline_stages, pipeline_stage, micro_batch)
-    yield from _finish_step()
+    yield from _forwards(pipeline)
+    yield from _backwards(pipeline)
 
 
-def one_forward_one_backward(
-    pipeline_stages: int, pipeline_stage: int, micro_batches: int
-) -> Iterator[Instruction]:
-    """Warmup, then one forward and one backward in turn, then cooldown.
+def one_forward_one_backward(pipeline: Pipeline, stage: int) -> Iterator[Compute]:
+    """Warm-up, then one forward and one backward in turn, then cool-down.
 
-    PipeDream-Flush (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-    Clusters", section 2.2.1). It has the same bubble as GPipe, but needs less memory: a stage keeps
-    the activations of at most ``pipeline_stages - pipeline_stage`` micro-batches.
+    With one chunk: PipeDream-Flush (Narayanan et al. 2021, "Efficient Large-Scale Language Model
+    Training on GPU Clusters", section 2.2.1). It has the same bubble as GPipe, but needs less
+    memory: a stage keeps the activations of at most ``stages - stage`` micro-batches.
+
+    With several chunks, micro-batches are divided into groups of equal sizes, or sizes that differ
+    by one. Within a group a stage runs chunk 0 for all micro-batches, then chunk 1, and so on; in
+    the backward, the chunks in reverse order. The bubble is (stages - 1) / (chunks x micro-batches)
+    of the computation for any number of groups. Groups of ``stages`` micro-batches are the
+    interleaved schedule (section 2.2.2), which keeps the fewest activations. With one group, each
+    chunk has one run of forwards and one of backwards, as in the breadth-first schedule
+    (Lamy-Poirier 2022, arXiv 2211.05953), which keeps more activations.
     """
-    # After this many forwards, the first micro-batch is on the last stage, and its gradient is what
-    # this stage receives next.
-    warmup = min(pipeline_stages - 1 - pipeline_stage, micro_batches)
-    steady = micro_batches - warmup
-
-    for micro_batch in range(warmup):
-        yield from _forward(pipeline_stages, pipeline_stage, micro_batch)
-    for micro_batch in range(steady):
-        yield from _forward(pipeline_stages, pipeline_stage, warmup + micro_batch)
-        yield from _backward(pipeline_stages, pipeline_stage, micro_batch)
-    for micro_batch in range(steady, micro_batches):
-        yield from _backward(pipeline_stages, pipeline_stage, micro_batch)
-    yield from _finish_step()
+    forwards, backwards = [*_forwards(pipeline)], [*_backwards(pipeline)]
+    # After this many forwards, the first micro-batch has passed the last virtual stage, and its
+    # gradient is what this stage needs next.
+    after = pipeline.stages - 1 - stage
+    first_group = -(-pipeline.micro_batches // pipeline.groups)
+    warmup = after if pipeline.chunks == 1 else 2 * after + (pipeline.chunks - 1) * first_group
+    yield from forwards[:warmup]
+    yield from chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+    yield from backwards[max(0, len(forwards) - warmup) :]
 
 
-def forward_only(
-    pipeline_stages: int, pipeline_stage: int, micro_batches: int
-) -> Iterator[Instruction]:
+def forward_only(pipeline: Pipeline, stage: int) -> Iterator[Compute]:
     """Evaluation: one forward of every micro-batch."""
-    for micro_batch in range(micro_batches):
-        yield from _forward(pipeline_stages, pipeline_stage, micro_batch)
+    yield from _forwards(pipeline)
 
 
-# The training schedules by their name in the JSON (``parallel.schedule``).
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 )
+"""The training schedules by their name in the JSON (``parallel.schedule``)."""
 
 
-def peak_micro_batches_in_flight(
-    schedule: Schedule, pipeline_stages: int, pipeline_stage: int, micro_batches: int
-) -> int:
-    """The largest number of micro-batches whose activations one stage holds at the same time.
-
-    A micro-batch is in flight from its forward to the last instruction of this stage that names it:
-    its backward or the send of its gradient.
-    """
-    if schedule is gpipe:
-        return micro_batches
-    assert schedule is one_forward_one_backward, f"state the peak of {schedule} here"
-    return min(micro_batches, pipeline_stages - pipeline_stage)
+def _forwards(pipeline: Pipeline) -> Iterator[Forward]:
+    for group in _groups(pipeline):
+        for chunk in range(pipeline.chunks):
+            yield from (Forward(micro_batch, chunk) for micro_batch in group)
 
 
-def _forward(pipeline_stages: int, pipeline_stage: int, micro_batch: int) -> Iterator[Instruction]:
-    if pipeline_stage > 0:
-        yield ReceiveActivation(micro_batch)
-    yield LoadMicroBatch(micro_batch)
-    yield Forward(micro_batch)
-    if pipeline_stage < pipeline_stages - 1:
-        yield SendActivation(micro_batch)
+def _backwards(pipeline: Pipeline) -> Iterator[Backward]:
+    for group in _groups(pipeline):
+        for chunk in reversed(range(pipeline.chunks)):
+            yield from (Backward(micro_batch, chunk) for micro_batch in group)
 
 
-def _backward(pipeline_stages: int, pipeline_stage: int, micro_batch: int) -> Iterator[Instruction]:
-    if pipeline_stage < pipeline_stages - 1:
-        yield ReceiveGradient(micro_batch)
-    yield Backward(micro_batch)
-    if pipeline_stage > 0:
-        yield SendGradient(micro_batch)
+def _groups(pipeline: Pipeline) -> Iterator[range]:
+    """The micro-batches of each group; the first groups have one more if they cannot be equal."""
+    size, larger = divmod(pipeline.micro_batches, pipeline.groups)
+    start = 0
+    for group in range(pipeline.groups):
+        end = start + size + (group < larger)
+        yield range(start, end)
+        start = end
 
 
-def _finish_step() -> Iterator[Instruction]:
-    yield ReduceGradients()
-    yield ReduceTiedGradients()
-    yield OptimizerStep()
-
-
-StageProgram = list[Instruction | Exchange]
-Pass = Literal["forward", "backward"]
-
-
-def passes_of(program: Iterable[Instruction | Exchange]) -> list[Pass]:
-    """The passes through the layers of a stage, in order."""
-    return [
-        "forward" if isinstance(instruction, Forward) else "backward"
-        for instruction in program
-        if isinstance(instruction, Forward | Backward)
-    ]
-
-
-def stage_program(
-    schedule: Schedule, pipeline_stages: int, pipeline_stage: int, micro_batches: int
-) -> StageProgram:
-    """The instructions of one stage for one step, with its exchanges formed."""
-    programs = {
-        stage: list(schedule(pipeline_stages, stage, micro_batches))
-        for stage in (pipeline_stage - 1, pipeline_stage, pipeline_stage + 1)
-        if 0 <= stage < pipeline_stages
-    }
-    return form_exchanges(
-        programs[pipeline_stage],
-        pipeline_stage,
-        before=programs.get(pipeline_stage - 1, ()),
-        after=programs.get(pipeline_stage + 1, ()),
+def pipeline_of(run: Run) -> Pipeline:
+    """The shape of a run's step."""
+    parallel = run.config.parallel
+    assert parallel.micro_batch_groups != "auto", "a resolved run states it"
+    return Pipeline(
+        schedule=parallel.schedule,
+        stages=run.grid.pp,
+        micro_batches=run.batch.gradient_accumulation_steps,
+        chunks=parallel.virtual_stages,
+        groups=parallel.micro_batch_groups,
+        backward_ticks=3 if parallel.activation_checkpointing == "full" else 2,
+        gathers=_gathers(run),
     )
 
 
-def form_exchanges(
-    program: Sequence[Instruction],
-    pipeline_stage: int,
-    *,
-    before: Sequence[Instruction],
-    after: Sequence[Instruction],
-) -> StageProgram:
-    """Join each send with the receive directly after it, if the neighbour can do the same.
-
-    They become an exchange if both have the same neighbour, and if that neighbour yields the
-    matching receive directly after the matching send. The condition is symmetric, so both
-    neighbours form the same exchanges.
-
-    Args:
-        program: the instructions of the stage.
-        pipeline_stage: its index.
-        before, after: the instructions of its neighbours; empty if there is none.
+def _gathers(run: Run) -> Literal["layers", "chunks", "chunks_ahead"]:
+    """What ZeRO-3 gathers together. Chunks are gathered ahead if any three of a stage fit into
+    ``stage3_max_live_parameters``: one computes forwards, one backwards, and one comes next.
     """
-    neighbours = {
-        pipeline_stage - 1: frozenset(pairwise(before)),
-        pipeline_stage + 1: frozenset(pairwise(after)),
-    }
-    joined: StageProgram = []
-    for instruction in program:
-        last = joined[-1] if joined else None
-        if (
-            isinstance(last, SendInstruction)
-            and isinstance(instruction, ReceiveInstruction)
-            and peer(pipeline_stage, last) == peer(pipeline_stage, instruction)
-            and (other_end(instruction), other_end(last)) in neighbours[peer(pipeline_stage, last)]
-        ):
-            joined[-1] = Exchange(last, instruction)
-        else:
-            joined.append(instruction)
-    return joined
+    chunks, zero = run.config.parallel.virtual_stages, run.config.zero_optimization
+    is_partitioned = run.grid.shard > 1 or zero.offloads_parameters
+    if run.zero_stage < 3 or chunks == 1 or not is_partitioned:
+        return "layers"
+    bound = zero.stage3_max_live_parameters
+    if chunks == 2 or zero.stage3_prefetch_bucket_size == 0:
+        return "chunks"
+    if bound is not None:
+        largest = max(sum(sorted(sizes)[-3:]) for sizes in parameters_of_chunks(run))
+        if largest > bound * run.grid.tp:
+            return "chunks"
+    return "chunks_ahead"
+
+
+@lru_cache(maxsize=256)
+def order_of(pipeline: Pipeline, stage: int) -> tuple[Compute, ...]:
+    """What a stage computes, in order."""
+    schedule = SCHEDULES.get(pipeline.schedule, forward_only)
+    return tuple(schedule(pipeline, stage))
+
+
+@lru_cache(maxsize=4096)
+def peak_in_flight(pipeline: Pipeline, stage: int) -> int:
+    """The largest number of forwards of a stage whose activations are kept at the same time.
+
+    Each is of one micro-batch and one chunk, and kept until its backward. An evaluation keeps one.
+    """
+    most = kept = 0
+    for compute in order_of(pipeline, stage):
+        kept += 1 if isinstance(compute, Forward) else -1
+        most = max(most, kept)
+    return 1 if pipeline.schedule == "forward_only" else most
+
+
+def input_of(pipeline: Pipeline, stage: int, compute: Compute) -> Receive | None:
+    """What a stage must receive before it can compute this; None if it needs no message."""
+    virtual = pipeline.virtual(stage, compute.chunk)
+    if isinstance(compute, Forward):
+        return ReceiveActivation(compute.micro_batch, compute.chunk) if virtual > 0 else None
+    is_last = virtual == pipeline.virtual_stages - 1
+    return None if is_last else ReceiveGradient(compute.micro_batch, compute.chunk)
+
+
+def output_of(pipeline: Pipeline, stage: int, compute: Compute) -> Send | None:
+    """What a stage sends when it has computed this; None if no virtual stage needs it."""
+    virtual = pipeline.virtual(stage, compute.chunk)
+    if isinstance(compute, Backward):
+        return SendGradient(compute.micro_batch, compute.chunk) if virtual > 0 else None
+    is_last = virtual == pipeline.virtual_stages - 1
+    return None if is_last else SendActivation(compute.micro_batch, compute.chunk)
+
+
+def peer(pipeline: Pipeline, stage: int, message: Message) -> int:
+    """The stage at the other end of a message of ``stage``. The stages form a ring."""
+    is_after = isinstance(message, SendActivation | ReceiveGradient)
+    return (stage + (1 if is_after else -1)) % pipeline.stages
+
+
+def received_as(pipeline: Pipeline, stage: int, sent: Send) -> Receive:
+    """The receive of the stage to which ``stage`` sends this message."""
+    virtual = pipeline.virtual(stage, sent.chunk)
+    if isinstance(sent, SendActivation):
+        return ReceiveActivation(sent.micro_batch, (virtual + 1) // pipeline.stages)
+    return ReceiveGradient(sent.micro_batch, (virtual - 1) // pipeline.stages)
+
+
+End = Literal["micro_batch", "visit", "step"]
+"""What ends with a backward of a chunk: a micro-batch, its visit, or all its work of the step."""
+
+Pass = Literal["forward", "backward"]
+
+
+def passes_of(pipeline: Pipeline, stage: int) -> list[tuple[Pass, int]]:
+    """The passes through the chunks of a stage, in order."""
+    return [
+        ("forward" if isinstance(compute, Forward) else "backward", compute.chunk)
+        for compute in order_of(pipeline, stage)
+    ]

@@ -1,187 +1,205 @@
-"""Simulates all pipeline stages of a schedule, to check it and to measure its bubble.
+"""Simulates all stages of a pipeline, to check their programs and to measure the bubble.
 
-For each micro-batch, a stage runs each of these exactly once, in the order of the arrows:
+For each micro-batch and chunk, a stage runs each of these exactly once, in the order of the arrows:
 
-    load --------> forward ----> send activation        (no send on the last stage)
-    receive ------>   |                                 (no receive on the first)
+    load --------> forward ----> send activation        (no send by the last virtual stage)
+    receive ------>   |                                 (no receive by the first)
                       v
     receive gradient -> backward -> send gradient       (training only)
 
-After all of them come reduce gradients, reduce tied gradients and, at the very end, the optimizer
-step.
+A micro-batch is loaded once, before its first forward. After all of them come reduce gradients,
+reduce tied gradients and, at the very end, the optimizer step. If ZeRO-3 gathers chunks, a chunk
+is gathered before it computes, and released before it is gathered again and at the end.
 
-In the simulation, a forward, a backward and a message take the times in ``Durations``. Everything
-else takes no time. A stage waits at each send, receive or exchange until its neighbour reaches the
-matching one. Then the message is sent: a stage that receives waits for it, and a stage that only
-sends continues at once. The executor, gloo and NCCL wait for no more than the neighbour and the
-message, even with a device synchronisation at any place. So a schedule that completes here
-completes there, too.
+``check_programs`` proves this, and that the programs end, even if a stage waits for each batch as
+soon as it has started it. gloo and NCCL never wait for more, even with a device synchronisation at
+any place. ``simulate`` computes the time of a step. A forward, a backward and a message take the
+times in ``Durations``, and so do the collectives of the data axis, if they are stated. Everything
+else takes none. A batch begins when the stage has computed what it sends and the batch before it is
+complete. It is complete when its messages have arrived.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from megaspeed.pipeline.programs import stage_program, timetable
 from megaspeed.pipeline.schedules import (
     Backward,
-    BackwardInstruction,
-    Batch,
+    Compute,
     Forward,
+    Gather,
     Instruction,
     LoadMicroBatch,
-    MicroBatchInstruction,
+    Message,
     OptimizerStep,
-    ReceiveActivation,
-    ReceiveGradient,
-    ReceiveInstruction,
+    Pipeline,
+    Receive,
     ReduceGradients,
     ReduceTiedGradients,
-    Schedule,
+    Release,
     ScheduleError,
-    SendActivation,
-    SendGradient,
-    SendInstruction,
+    Send,
     StageProgram,
-    StepInstruction,
-    form_exchanges,
-    other_end,
+    Transfer,
+    input_of,
+    order_of,
+    output_of,
     peer,
+    received_as,
 )
+from megaspeed.pipeline.visits import holds_of, visits_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
     """The times of one micro-batch, in any unit."""
 
-    forward: Sequence[float]  # on each pipeline stage
-    backward: Sequence[float]  # on each pipeline stage
+    forward: Sequence[float]  # of each virtual stage
+    backward: Sequence[float]  # of each virtual stage
     message: float = 0  # between two pipeline stages: latency and transfer
+    gather: Sequence[float] = ()  # of each virtual stage, if ZeRO-3 gathers chunks
+    reduce: Sequence[float] = ()  # of each virtual stage, if a backward visit ends with a reduction
 
     @classmethod
-    def in_ticks(cls, pipeline_stages: int) -> "Durations":
-        """Equal pipeline stages, in whole clock ticks.
-
-        A backward takes two ticks, because it computes the gradients of inputs and of weights:
-        twice as many matrix products as a forward, which takes one.
-        """
-        return cls(forward=[1] * pipeline_stages, backward=[2] * pipeline_stages)
+    def in_ticks(cls, pipeline: Pipeline) -> "Durations":
+        """Equal chunks, in whole ticks of the timetable."""
+        count = pipeline.virtual_stages
+        return cls(forward=[1] * count, backward=[pipeline.backward_ticks] * count)
 
 
-_NEEDS: Mapping[type[MicroBatchInstruction], tuple[type[MicroBatchInstruction], ...]] = {
-    LoadMicroBatch: (),
-    ReceiveActivation: (),
-    Forward: (LoadMicroBatch, ReceiveActivation),
-    SendActivation: (Forward,),
-    ReceiveGradient: (Forward,),
-    Backward: (Forward, ReceiveGradient),
-    SendGradient: (Backward,),
-}
-"""Each kind of instruction -> the kinds that must come before it for the same micro-batch."""
-
-_REDUCTIONS = (ReduceGradients(), ReduceTiedGradients())
+_Collective = Gather | ReduceGradients
+_Kind = TypeVar("_Kind", bound=Instruction)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A forward or backward, and its time [start, end)."""
+class Span(Generic[_Kind]):
+    """What a stage does in the time [start, end)."""
 
-    instruction: Forward | Backward
+    instruction: _Kind
     start: float
     end: float
 
 
-@dataclass(slots=True)
-class _Stage:
-    """The position of one stage in its program, and its clock."""
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A step: the spans of each pipeline stage, in order."""
 
-    number: int
-    program: StageProgram
-    takes: Mapping[type[Instruction], float]  # times of a forward and of a backward
-    position: int = -1
-    clock: float = 0
-    spans: list[Span] = field(default_factory=list)
-    messages: Batch | None = None
-    """The send, receive or exchange that the stage waits for; None at the end of the program."""
-
-    def resume(self, clock: float) -> None:
-        """Continue at this time, until the next batch of messages."""
-        self.clock, self.messages = clock, None
-        for position in range(self.position + 1, len(self.program)):
-            instruction = self.program[position]
-            if isinstance(instruction, Batch):
-                self.position, self.messages = position, instruction
-                return
-            if isinstance(instruction, Forward | Backward):
-                start, self.clock = self.clock, self.clock + self.takes[type(instruction)]
-                self.spans.append(Span(instruction, start, self.clock))
+    computes: list[list[Span[Compute]]]
+    collectives: list[list[Span[_Collective]]]  # of the data axis, beside the computations
 
     @property
-    def waits_for(self) -> int | None:
-        """The stage at the other end of ``messages``."""
-        return None if self.messages is None else peer(self.number, self.messages)
+    def length(self) -> float:
+        """The time from the first forward to the end of the last span."""
+        ends = [spans[-1].end for spans in self.computes]
+        return max(ends + [spans[-1].end for spans in self.collectives if spans])
 
 
-def check_schedule(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> None:
-    """Raise ``ScheduleError`` if the stages cannot run this schedule to its end.
+class _DataAxis:
+    """The collectives of one stage, which run one after another, beside its computations."""
 
-    Every stage must obey the rules of this file, two neighbours must send and receive in the same
-    order, and there must be no deadlock, even if each stage waits for every message at once.
+    def __init__(self, pipeline: Pipeline, stage: int, times: Durations) -> None:
+        self._pipeline, self._stage, self._times = pipeline, stage, times
+        self._gathers: defaultdict[int, list[Gather]] = defaultdict(list)
+        self._visit_ends: set[int] = set()
+        if times.gather:
+            for hold in holds_of(pipeline, stage):
+                self._gathers[hold.first].append(Gather(hold.chunk, hold.forward))
+        if times.reduce:
+            ends = (visit.last for visit in visits_of(pipeline, stage) if not visit.forward)
+            self._visit_ends.update(ends)
+        self._gathered: dict[int, float] = {}  # chunk -> when
+        self.spans: list[Span[_Collective]] = []
+
+    def before(self, index: int, clock: float) -> None:
+        """Begin the gathers before a computation of the stage's order."""
+        for gather in self._gathers[index]:
+            seconds = self._times.gather[self._pipeline.virtual(self._stage, gather.chunk)]
+            self._gathered[gather.chunk] = self._run(gather, clock, seconds)
+
+    def gathered(self, chunk: int) -> float:
+        """When the last layers of a chunk have arrived; 0 if it is not gathered."""
+        return self._gathered.get(chunk, 0)
+
+    def after(self, index: int, compute: Compute, clock: float) -> None:
+        """Reduce the gradients of a chunk if its visit has ended."""
+        if index in self._visit_ends:
+            seconds = self._times.reduce[self._pipeline.virtual(self._stage, compute.chunk)]
+            self._run(ReduceGradients(), clock, seconds)
+
+    def _run(self, instruction: _Collective, clock: float, seconds: float) -> float:
+        start = max(clock, self.spans[-1].end if self.spans else 0)
+        self.spans.append(Span(instruction, start, start + seconds))
+        return start + seconds
+
+
+def simulate(pipeline: Pipeline, durations: Durations | None = None) -> Timeline:
+    """Simulate a step, by default in ticks.
+
+    All events are taken in the order of the timetable. Each depends only on earlier ones.
+
+    The first computation that needs a gathered chunk ends when its last layer has arrived: layers
+    arrive one after another, while others compute.
     """
-    programs = _programs(schedule, pipeline_stages, micro_batches)
-    trains = any(
-        isinstance(instruction, BackwardInstruction | StepInstruction)
-        for program in programs
-        for instruction in program
-    )
-    for number, program in enumerate(programs):
-        _check_stage(program, (number, pipeline_stages), micro_batches, trains)
-    _run_together(programs, Durations.in_ticks(pipeline_stages))
+    times = durations or Durations.in_ticks(pipeline)
+    axes = [_DataAxis(pipeline, stage, times) for stage in range(pipeline.stages)]
+    events: defaultdict[int, list[tuple[int, Compute]]] = defaultdict(list)
+    for stage, ends in enumerate(timetable(pipeline)):
+        for compute, end in zip(order_of(pipeline, stage), ends, strict=True):
+            events[end].append((stage, compute))
+    spans: list[list[Span[Compute]]] = [[] for _ in range(pipeline.stages)]
+    clocks = [0.0] * pipeline.stages
+    complete = [0.0] * pipeline.stages  # when the last batch of each stage was
+    arrived: dict[object, float] = {}
+    for tick in sorted(events):
+        sent = []
+        for stage, compute in events[tick]:
+            virtual = pipeline.virtual(stage, compute.chunk)
+            index, axis = len(spans[stage]), axes[stage]
+            axis.before(index, clocks[stage])
+            start = max(clocks[stage], arrived.pop((stage, input_of(pipeline, stage, compute)), 0))
+            takes = times.forward if isinstance(compute, Forward) else times.backward
+            clocks[stage] = max(start + takes[virtual], axis.gathered(compute.chunk))
+            spans[stage].append(Span(compute, start, clocks[stage]))
+            axis.after(index, compute, clocks[stage])
+            message = output_of(pipeline, stage, compute)
+            if message is not None:
+                receiver = peer(pipeline, stage, message)
+                sent.append((stage, receiver, received_as(pipeline, stage, message)))
+        # A stage waits for its last batch before it starts the next one.
+        for stage in {stage for sender, receiver, _ in sent for stage in (sender, receiver)}:
+            clocks[stage] = complete[stage] = max(clocks[stage], complete[stage])
+        begun = list(complete)
+        for sender, receiver, _ in sent:
+            both = max(begun[sender], begun[receiver]) + times.message
+            for stage in (sender, receiver):
+                complete[stage] = max(complete[stage], both)
+        for _, receiver, received in sent:
+            arrived[receiver, received] = complete[receiver]
+    return Timeline(spans, [axis.spans for axis in axes])
 
 
-def simulate(
-    schedule: Schedule,
-    pipeline_stages: int,
-    micro_batches: int,
-    durations: Durations | None = None,
-) -> list[list[Span]]:
-    """The spans of each stage, by default in whole clock ticks (``Durations.in_ticks``).
-
-    Raises ``ScheduleError`` if there is a deadlock. Only ``check_schedule`` checks the other rules.
-    """
-    programs = _programs(schedule, pipeline_stages, micro_batches)
-    return _run_together(programs, durations or Durations.in_ticks(pipeline_stages))
-
-
-def bubble_fraction(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> float:
-    """The fraction of time in which a stage computes nothing, if all stages are equal.
-
-    For gpipe and 1f1b this is (P - 1) / (M + P - 1) with P pipeline stages and M micro-batches
-    (Huang et al. 2019, section 2.3).
-    """
-    timeline = simulate(schedule, pipeline_stages, micro_batches)
-    available = pipeline_stages * length(timeline)
-    busy = sum(span.end - span.start for spans in timeline for span in spans)
-    return (available - busy) / available
-
-
-def format_grid(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> str:
-    """Draw a schedule: a row for each pipeline stage, a column for each clock tick.
+def format_grid(pipeline: Pipeline) -> str:
+    """Draw a schedule: a row for each pipeline stage, a column for each tick.
 
     ``F3`` is the forward of micro-batch 3, ``B3`` is its backward, and a dot is a tick in which the
-    stage waits. 1f1b with two stages and three micro-batches:
+    stage waits. With several chunks, ``F3.1`` is the forward of chunk 1. 1f1b with two stages and
+    three micro-batches:
 
         tick              0  1  2  3  4  5  6  7  8  9  10 11
         pipeline stage 0  F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
         pipeline stage 1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
     """
-    timeline = simulate(schedule, pipeline_stages, micro_batches)
-    ticks = int(length(timeline))
+    timeline = simulate(pipeline)
+    ticks = int(timeline.length)
     rows = [("tick", [str(tick) for tick in range(ticks)])]
-    for stage, spans in enumerate(timeline):
+    for stage, spans in enumerate(timeline.computes):
         cells = ["."] * ticks
         for span in spans:
-            letter = "F" if isinstance(span.instruction, Forward) else "B"
-            name = f"{letter}{span.instruction.micro_batch}"
+            compute = span.instruction
+            name = f"{'F' if isinstance(compute, Forward) else 'B'}{compute.micro_batch}"
+            name += f".{compute.chunk}" if pipeline.chunks > 1 else ""
             start, end = int(span.start), int(span.end)
             cells[start:end] = [name] * (end - start)
         rows.append((f"pipeline stage {stage}", cells))
@@ -194,140 +212,156 @@ def format_grid(schedule: Schedule, pipeline_stages: int, micro_batches: int) ->
     )
 
 
-def length(timeline: Sequence[Sequence[Span]]) -> float:
-    """The time from the first forward to the end of the last forward or backward."""
-    return max(spans[-1].end for spans in timeline)
+# --- checks ---------------------------------------------------------------------------------------
+
+_Work = LoadMicroBatch | Compute | Message | ReduceGradients | ReduceTiedGradients | OptimizerStep
+
+_REDUCTIONS = (ReduceGradients(), ReduceTiedGradients())
 
 
-def _check_stage(
-    program: Sequence[Instruction], place: tuple[int, int], micro_batches: int, trains: bool
-) -> None:
-    """Raise ``ScheduleError`` if the program of stage ``place`` (number, of all) breaks a rule."""
-    number, pipeline_stages = place
-    where = f"pipeline stage {number} of {pipeline_stages}"
-    absent: set[type[MicroBatchInstruction]] = set()
-    if number == 0:
-        absent |= {ReceiveActivation, SendGradient}
-    if number == pipeline_stages - 1:
-        absent |= {SendActivation, ReceiveGradient}
-    if not trains:
-        absent |= {ReceiveGradient, Backward, SendGradient}
-    kinds = [kind for kind in _NEEDS if kind not in absent]
-    of_micro_batches = [kind(m) for m in range(micro_batches) for kind in kinds]
-    required = dict.fromkeys([*of_micro_batches, *((*_REDUCTIONS, OptimizerStep()) * trains)])
-
-    def needed_by(instruction: Instruction) -> Iterable[MicroBatchInstruction | StepInstruction]:
-        match instruction:
-            case OptimizerStep():
-                return _REDUCTIONS
-            case ReduceGradients() | ReduceTiedGradients():
-                return of_micro_batches
-        needs = _NEEDS[type(instruction)]
-        return [kind(instruction.micro_batch) for kind in needs if kind in kinds]
-
-    positions: dict[MicroBatchInstruction | StepInstruction, int] = {}
-    for position, instruction in enumerate(program):
-        at = f"{where}, instruction {position}: {instruction!r}"
-        if instruction not in required:
-            raise ScheduleError(
-                f"{at} is not possible here: there is no stage before the first one and none after "
-                f"the last one, the step has {micro_batches} micro-batches, numbered from 0, and "
-                "an evaluation has no backward."
-            )
-        if instruction in positions:
-            raise ScheduleError(f"{at} comes twice. A stage runs each instruction once.")
-        positions[instruction] = position
-    for one in required:
-        if one not in positions:
-            raise ScheduleError(f"{where} never runs {one!r}. The stage must run it once.")
-    for position, instruction in enumerate(program):
-        for needed in needed_by(instruction):
-            if positions[needed] > position:
-                raise ScheduleError(
-                    f"{where}, instruction {position}: {instruction!r} comes before {needed!r}, "
-                    "which it needs."
-                )
-
-
-def _programs(
-    schedule: Schedule, pipeline_stages: int, micro_batches: int
-) -> list[list[Instruction]]:
-    if pipeline_stages < 1 or micro_batches < 1:
+def check_schedule(pipeline: Pipeline) -> None:
+    """Raise ``ScheduleError`` if the stages cannot run this pipeline's schedule to its end."""
+    if pipeline.stages < 1 or pipeline.micro_batches < 1:
         raise ScheduleError(
             "A schedule needs at least one pipeline stage and one micro-batch, not "
-            f"{pipeline_stages} and {micro_batches}."
+            f"{pipeline.stages} and {pipeline.micro_batches}."
         )
-    return [
-        list(schedule(pipeline_stages, stage, micro_batches)) for stage in range(pipeline_stages)
-    ]
+    check_programs(pipeline, [stage_program(pipeline, stage) for stage in range(pipeline.stages)])
 
 
-def _run_together(programs: Sequence[list[Instruction]], times: Durations) -> list[list[Span]]:
-    """Run all stages to the end of their programs."""
-    surrounded = zip([[], *programs[:-1]], programs, [*programs[1:], []], strict=True)
-    stages = [
-        _Stage(
-            number,
-            form_exchanges(program, number, before=before, after=after),
-            {Forward: times.forward[number], Backward: times.backward[number]},
+def check_programs(pipeline: Pipeline, programs: Sequence[StageProgram]) -> None:
+    """Raise ``ScheduleError`` if a stage's program breaks a rule of this file, or never ends."""
+    for stage, program in enumerate(programs):
+        _check_stage(pipeline, stage, program)
+    _run_together(pipeline, programs)
+
+
+def _check_stage(pipeline: Pipeline, stage: int, program: StageProgram) -> None:
+    where = f"pipeline stage {stage} of {pipeline.stages}"
+    required = _required(pipeline, stage)
+    done: set[_Work] = set()
+    held: dict[int, bool] = {}  # gathered chunk -> whether a forward can use it
+    for position, instruction in enumerate(program):
+        for work in instruction.messages if isinstance(instruction, Transfer) else (instruction,):
+            reason = _reason_against(work, pipeline, required, done, held)
+            if reason is not None:
+                raise ScheduleError(f"{where}, instruction {position}: {work!r} {reason}")
+    for left in required:
+        if left not in done:
+            raise ScheduleError(f"{where} never runs {left!r}. The stage must run it once.")
+    if held:
+        raise ScheduleError(f"{where} never releases chunk {', '.join(map(str, held))}.")
+
+
+def _reason_against(
+    work: _Work | Gather | Release,
+    pipeline: Pipeline,
+    required: Mapping[_Work, Sequence[_Work]],
+    done: set[_Work],
+    held: dict[int, bool],
+) -> str | None:
+    """Return why a stage cannot run this now. If it can, add it to what is done or held."""
+    match work:
+        case Gather(chunk, forward):
+            if chunk in held:
+                return "comes before the chunk is released."
+            held[chunk] = forward
+            return None
+        case Release(chunk):
+            return "comes before the chunk is gathered." if held.pop(chunk, None) is None else None
+        case Forward(_, chunk) | Backward(_, chunk) if pipeline.gathers != "layers":
+            if chunk not in held or (isinstance(work, Forward) and not held[chunk]):
+                return "comes before all that it needs is gathered."
+    if work not in required:
+        return (
+            "is not possible here: there is no layer before the first virtual stage and none after "
+            f"the last one, the step has {pipeline.micro_batches} micro-batches, numbered from 0, "
+            "and an evaluation has no backward."
         )
-        for number, (before, program, after) in enumerate(surrounded)
+    if work in done:
+        return "comes twice. A stage runs each instruction once."
+    for needed in required[work]:
+        if needed not in done:
+            return f"comes before {needed!r}, which it needs."
+    done.add(work)
+    return None
+
+
+def _required(pipeline: Pipeline, stage: int) -> Mapping[_Work, Sequence[_Work]]:
+    """Return all that a stage runs -> what must come before it."""
+    required: dict[_Work, Sequence[_Work]] = {}
+    backwards: list[_Work] = []
+    for micro_batch in range(pipeline.micro_batches):
+        load = LoadMicroBatch(micro_batch)
+        required[load] = ()
+        for chunk in range(pipeline.chunks):
+            before: list[_Work] = []
+            computes = (Forward(micro_batch, chunk), Backward(micro_batch, chunk))
+            for compute in computes[: 1 if pipeline.schedule == "forward_only" else 2]:
+                received = input_of(pipeline, stage, compute)
+                if received is not None:
+                    required[received] = before
+                    before = [*before, received]
+                required[compute] = [*before, load]
+                sent = output_of(pipeline, stage, compute)
+                if sent is not None:
+                    required[sent] = [compute]
+                before = [compute]
+            backwards += [each for each in before if isinstance(each, Backward)]
+    if backwards:
+        required |= dict.fromkeys(_REDUCTIONS, backwards)
+        required[OptimizerStep()] = _REDUCTIONS
+    return required
+
+
+def _run_together(pipeline: Pipeline, programs: Sequence[StageProgram]) -> None:
+    """Run all stages to the end of their programs. Each waits for a batch when it has started it.
+
+    The messages from one stage to another arrive in the order in which they are sent.
+    """
+    left = [
+        deque(instruction for instruction in program if isinstance(instruction, Transfer))
+        for program in programs
     ]
-    for stage in stages:
-        stage.resume(0)
-    links = list(pairwise(stages))
-    while any(stage.messages for stage in stages):
-        # A list, not a generator, so that all links are tried.
-        if not any([_pass_messages(before, after, times.message) for before, after in links]):
-            _refuse_another_order(links)
-            raise ScheduleError(_deadlock(stages))
-    return [stage.spans for stage in stages]
+    missing = [0] * pipeline.stages  # messages of the current batch that have not met
+    met: dict[tuple[int, int], deque[tuple[Receive, bool]]] = defaultdict(deque)
 
-
-def _pass_messages(before: _Stage, after: _Stage, message: float) -> bool:
-    """Let two neighbours continue while they wait for each other. Returns whether they did."""
-    passed = False
-    while (
-        before.messages is not None
-        and before.waits_for == after.number
-        and after.messages == other_end(before.messages)
-    ):
-        clock = max(before.clock, after.clock)
-        for stage in (before, after):
-            only_sends = isinstance(stage.messages, SendInstruction)
-            stage.resume(clock if only_sends else clock + message)
-        passed = True
-    return passed
-
-
-def _refuse_another_order(links: Sequence[tuple[_Stage, _Stage]]) -> None:
-    for link in links:
-        for sender, receiver in (link, link[::-1]):
-            sent, expected = sender.messages, receiver.messages
-            if (
-                isinstance(sent, SendInstruction)
-                and isinstance(expected, ReceiveInstruction)
-                and (sender.waits_for, receiver.waits_for) == (receiver.number, sender.number)
-            ):
+    def begin(stage: int) -> None:
+        """Start the next batch of a stage, and let each of its messages meet its other end."""
+        missing[stage] = len(left[stage][0].messages)
+        for message in left[stage][0].messages:
+            other, is_sent = peer(pipeline, stage, message), isinstance(message, Send)
+            received: Receive = (
+                received_as(pipeline, stage, message) if isinstance(message, Send) else message
+            )
+            waiting = met[(stage, other) if is_sent else (other, stage)]
+            if not waiting or waiting[0][1] == is_sent:
+                waiting.append((received, is_sent))
+                continue
+            expected, _ = waiting.popleft()
+            if expected != received:
+                sender, receiver = (stage, other) if is_sent else (other, stage)
+                sent, wanted = (received, expected) if is_sent else (expected, received)
                 raise ScheduleError(
-                    f"pipeline stage {receiver.number}, {expected!r} would get micro-batch "
-                    f"{sent.micro_batch}, which pipeline stage {sender.number} sends first. Two "
-                    "neighbours must send and receive in the same order."
+                    f"pipeline stage {receiver}, {wanted!r} would get micro-batch "
+                    f"{sent.micro_batch} of chunk {sent.chunk}, which pipeline stage {sender} "
+                    "sends first. Two neighbours must send and receive in the same order."
                 )
+            for one in (stage, other):
+                missing[one] -= 1
+                if missing[one] == 0:
+                    left[one].popleft()
+                    ready.append(one)
 
-
-def _deadlock(stages: Sequence[_Stage]) -> str:
-    waiting = [
-        f"pipeline stage {stage.number} waits at {stage.messages!r} for pipeline stage "
-        f"{stage.waits_for}"
-        for stage in stages
-        if stage.messages is not None
+    ready = deque(stage for stage in range(pipeline.stages) if left[stage])
+    while ready:
+        stage = ready.popleft()
+        if left[stage]:
+            begin(stage)
+    stuck = [
+        f"pipeline stage {stage} waits at {batches[0]!r}"
+        for stage, batches in enumerate(left)
+        if batches
     ]
-    return "\n  ".join(
-        [
-            "Deadlock: no pipeline stage can continue.",
-            *waiting,
-            "If two neighbours send to each other, both must yield the receive directly after the "
-            "send.",
-        ]
-    )
+    if stuck:
+        raise ScheduleError("\n  ".join(["Deadlock: no pipeline stage can continue.", *stuck]))

@@ -14,6 +14,8 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.files.json_values import json_value, picked
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
+from megaspeed.pipeline.schedules import peak_in_flight, pipeline_of
+from megaspeed.pipeline.visits import holds_of
 from megaspeed.planning.costs.placement import GPUS_PER_NODE, Placement
 from megaspeed.planning.costs.rank_parameters import elements_of, local_parameters
 from megaspeed.planning.costs.reserved_memory import (
@@ -25,7 +27,7 @@ from megaspeed.planning.costs.reserved_memory import (
 from megaspeed.planning.costs.traffic import by_axis
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import Forecast, forecast
-from megaspeed.planning.prediction import Prediction, StagePrediction, ideal_bubble, predict
+from megaspeed.planning.prediction import Prediction, StagePrediction, predict
 from megaspeed.planning.variants import Change, Training, cheapest_change
 
 
@@ -34,11 +36,13 @@ class PlannedStage:
     """One pipeline stage."""
 
     pipeline_stage: int  # its number, from 0
-    layers: range  # 0 is the embedding, then come the blocks, then the head
+    layers: tuple[int, ...]  # 0 is the embedding, then come the blocks, then the head
     parameters: int  # logical; a tied embedding counts on the first pipeline stage only
     # Elements of one rank's tensors before ZeRO, with tensor-parallel padding and the second copy
     # of a tied embedding.
     parameters_per_rank: int
+    messages: int  # that a rank sends to other stages in a step
+    in_flight: int  # most forwards of its chunks whose activations are kept at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,13 @@ class PlannedZero:
     forecast: Forecast | None = None
     reserved: ReservedMemory | None = None  # memory of the fullest rank besides tensors
     verdict: Verdict | None = None
+
+    @property
+    def gathers(self) -> int:
+        """Gathers of chunks in a step, on the stage with the most; 0 if layers are gathered."""
+        assert self.prediction is not None, "only for stages that are not refused"
+        shape = pipeline_of(self.prediction.run)
+        return max(len(holds_of(shape, stage)) for stage in range(shape.stages))
 
     @property
     def interval_bytes(self) -> tuple[int, int] | None:
@@ -70,7 +81,8 @@ class PlannedZero:
             **picked(self, "zero_stage", "verdict", "interval_bytes"),
             "time": None if self.forecast is None else self.forecast.as_json(),
             "reserved_bytes": json_value(self.reserved),
-            "gradient_reduction": prediction.run.gradient_reduction,
+            **picked(prediction.run, "gradient_reduction", "reductions"),
+            "gathers_of_chunks": self.gathers,
             "model_state_bytes": prediction.heaviest.state_bytes,
             "peak_bytes": prediction.fullest.peak_bytes,
             "sent_bytes": prediction.busiest.sent_bytes,
@@ -124,6 +136,7 @@ class Plan:
             "device": None if cluster is None else json_value(cluster.device),
             "network_bytes_per_second": speed,
             "rank_map": self.ranks.as_json(),
+            **picked(run.config.parallel, "schedule", "virtual_stages", "micro_batch_groups"),
             "pipeline_stages": json_value(self.stages),
             "bubble_fraction": self.bubble,
             "zero_stages": [planned.as_json() for planned in self.zero_stages],
@@ -152,7 +165,7 @@ def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_
         ranks=Placement(run.grid, per_node),
         stages=tuple(_stages(run)),
         zero_stages=tuple(_at_zero_stage(training, stage, cluster) for stage in range(4)),
-        bubble=ideal_bubble(run),
+        bubble=pipeline_of(run).ideal_bubble,
         change=None,
     )
     if cluster is None or planned.verdict == "fits":
@@ -161,13 +174,17 @@ def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_
 
 
 def _stages(run: Run) -> Iterator[PlannedStage]:
-    layers, parameters = layers_of_stages(run), parameters_of_stages(run)
+    layers, parameters, shape = layers_of_stages(run), parameters_of_stages(run), pipeline_of(run)
     for stage in range(run.grid.pp):
         yield PlannedStage(
             pipeline_stage=stage,
             layers=layers[stage],
             parameters=parameters[stage],
             parameters_per_rank=elements_of(local_parameters(run, stage)),
+            # The first virtual stage sends no gradients, and the last one no activations.
+            messages=shape.micro_batches
+            * (2 * shape.chunks - (stage == 0) - (stage == run.grid.pp - 1)),
+            in_flight=peak_in_flight(shape, stage),
         )
 
 

@@ -1,11 +1,10 @@
 """Memory and traffic of every kind of pipeline stage of a run.
 
-Two pipeline stages are of the same kind if they have the same number of blocks, and both or neither
-are the first stage, which has the embedding, or the last one, which has the head.
+Two pipeline stages are of the same kind if their chunks have the same number of blocks, and both or
+neither are the first stage, which has the embedding, or the last one, which has the head.
 Stages of one kind send the same number of bytes. The first of them holds the most memory: with
-1f1b, a pipeline stage keeps at most ``pp - pipeline_stage`` micro-batches (Narayanan et al. 2021,
-section 2.2.1); with gpipe, every stage keeps all of them. So it is enough to predict the first
-stage of each kind:
+1f1b, an earlier pipeline stage keeps more micro-batches (Narayanan et al. 2021, section 2.2); with
+gpipe, every stage keeps all of them. So it is enough to predict the first stage of each kind:
 
     pp 35 over 105 blocks    0: embedding + 3 blocks    1..33: 3 blocks    34: 3 blocks + head
 """
@@ -15,9 +14,7 @@ from functools import cached_property
 from itertools import groupby
 
 from megaspeed.config.resolve import Run
-from megaspeed.pipeline.partition import blocks_of_stages
-from megaspeed.pipeline.schedules import SCHEDULES
-from megaspeed.pipeline.simulation import bubble_fraction
+from megaspeed.pipeline.partition import chunks_of_stages
 from megaspeed.planning.costs.stage_memory import StageMemory, predict_memory
 from megaspeed.planning.costs.traffic import Traffic, predict_traffic
 
@@ -91,20 +88,6 @@ def predict(run: Run, device_type: str = "cuda") -> Prediction:
 
 def alike_stages(run: Run) -> list[range]:
     """Return the pipeline stages by kind. The first of each range holds the most memory."""
-    blocks, last = blocks_of_stages(run), run.grid.pp - 1
-    kinds = groupby(range(run.grid.pp), lambda stage: (blocks[stage], stage == 0, stage == last))
+    sizes, last = [[*map(len, chunks)] for chunks in chunks_of_stages(run)], run.grid.pp - 1
+    kinds = groupby(range(run.grid.pp), lambda stage: (sizes[stage], stage == 0, stage == last))
     return [range(first, first + 1 + len(others)) for _, (first, *others) in kinds]
-
-
-def ideal_bubble(run: Run) -> float:
-    """Return the fraction of a step in which pipeline stages of equal cost wait for each other.
-
-    With P pipeline stages and M micro-batches, it is (P - 1) / (M + P - 1) for gpipe and 1f1b
-    (Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.1). A simulation of these
-    schedules has the same result, but takes seconds if there are thousands of micro-batches.
-    """
-    pp, micro_batches = run.grid.pp, run.batch.gradient_accumulation_steps
-    name = run.config.parallel.schedule
-    if name in ("gpipe", "1f1b"):
-        return (pp - 1) / (micro_batches + pp - 1)
-    return bubble_fraction(SCHEDULES[name], pp, micro_batches)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.table import Table
 
 from megaspeed.config.resolve import GradientReduction, describe_recomputation, dropout_warning
-from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
+from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.planning.costs.placement import AxisPlacement, Placement
 from megaspeed.planning.costs.traffic import axis_totals
 from megaspeed.planning.forecast import Forecast, TrainingTime
@@ -30,6 +30,7 @@ _LONGEST_GROUP = 28
 _CONFIGURED = "* as configured"
 _REDUCTIONS: Mapping[GradientReduction, str] = {
     "per_step": "step",
+    "per_visit": "visit",
     "per_micro_batch": "micro-batch",
 }
 
@@ -96,8 +97,11 @@ def summary(plan: Plan) -> Iterator[str]:
     )
     yield from dropout_warning(run)
     if run.grid.pp > 1:
+        shape = pipeline_of(run)
+        groups = f"{counted(shape.groups, 'group')} of micro-batches"
+        chunks = f", {shape.chunks} chunks a stage, {groups}" if shape.chunks > 1 else ""
         yield (
-            f"pipeline: {run.config.parallel.schedule}, ideal bubble {plan.bubble:.1%} of the step "
+            f"pipeline: {shape.schedule}{chunks}, ideal bubble {plan.bubble:.1%} of the step "
             "(pipeline stages of equal cost)"
         )
 
@@ -132,22 +136,17 @@ def _stages(plan: Plan) -> Parts:
     yield "Pipeline stages"
     table = table_of(
         left=("stages", "layers of each"),
-        right=("parameters", "on a rank", "micro-batches\nin flight"),
+        right=("parameters", "on a rank", "messages\na step", "forwards\nin flight"),
     )
     for alike in alike_stages(run):
         first = plan.stages[alike.start]
-        in_flight = peak_micro_batches_in_flight(
-            SCHEDULES[run.config.parallel.schedule],
-            run.grid.pp,
-            alike.start,
-            run.batch.gradient_accumulation_steps,
-        )
         table.add_row(
             _numbers(alike),
             _layers(first, is_last=alike.stop == run.grid.pp),
             short_count(first.parameters),
             short_count(first.parameters_per_rank),
-            f"{in_flight:,}",
+            f"{first.messages:,}",
+            f"{first.in_flight:,}",
         )
     yield table
     yield "on a rank: after the tensor split, before ZeRO; in flight: in the first stage"
@@ -180,8 +179,12 @@ def _memory(plan: Plan) -> Parts:
         sizes |= {f"  {name.replace('_', ' ')}": size for name, size in vars(peak).items()}
         if reserved is not None and reserved.total:
             sizes["besides tensors"] = reserved.total
-        reduction = _REDUCTIONS[prediction.run.gradient_reduction]
-        figures = {"gradients are reduced each": reduction}
+        own = prediction.run
+        each = "per_step" if own.keeps_complete_gradients else own.gradient_reduction
+        figures = {"gradients are reduced each": _REDUCTIONS[each]}
+        if plan.run.config.parallel.virtual_stages > 1:
+            count = f"{own.reductions}, {planned.gathers}"
+            figures["reductions, gathers of chunks"] = count
         figures |= {row: unit.of(size) for row, size in sizes.items()}
         if reserved is not None and plan.cluster is not None:
             share = (peak.total + reserved.total) / plan.cluster.device.memory_bytes
@@ -341,6 +344,8 @@ def what_if_report(found: WhatIf) -> Parts:
             yield f"and {len(grids) - _SHOWN_LAYOUTS} more: --json"
         yield f"{_CONFIGURED}; tight: the upper end of the interval of its memory does not fit"
         yield "R: replicas of ZeRO's partitions (parallel.replicate); at ZeRO-0, all data ranks"
+        if any(layout.settings.virtual_stages > 1 for layout in grids[:_SHOWN_LAYOUTS]):
+            yield "pp 8x2: 8 pipeline stages of 2 chunks each (parallel.virtual_stages)"
         yield ""
         yield f"best: {best.run.grid}, ZeRO-{best.run.zero_stage}: {best.seconds:.3g} s a step"
         text = (
@@ -360,11 +365,13 @@ def _layouts(shown: Sequence[Layout]) -> Table:
     table.add_column("", no_wrap=True)
     for layout in shown:
         run, grid, mfu = layout.run, layout.run.grid, layout.forecast.mfu
+        chunks = layout.settings.virtual_stages
         table.add_row(
-            *map(str, (grid.pp, grid.dp, grid.tp)),
+            f"{grid.pp}{f'x{chunks}' if chunks > 1 else ''}",
+            *map(str, (grid.dp, grid.tp)),
             f"{run.zero_stage}{'' if layout.set_text else ' *'}",
             str(grid.replicate),
-            "step" if run.keeps_complete_gradients else "micro",
+            "step" if run.keeps_complete_gradients else _REDUCTIONS[run.gradient_reduction][:5],
             run.config.parallel.activation_checkpointing,
             f"{run.batch.gradient_accumulation_steps:,}",
             f"{run.batch.micro_batch_size:,}",

@@ -16,10 +16,12 @@ ranks:
                              et al. 2022, section 4.2.2)
     1f1b instead of gpipe    nothing: the same bubble (Narayanan et al. 2021, section 2.2.1)
     ZeRO-1 instead of 0      nothing: as many bytes as an all-reduce (ZeRO, section 7.2)
+    more groups of chunks    ZeRO-2 and 3 visit chunks more often, so traffic is larger
     selective recomputation  a few percent: norms and activation functions once more (Korthikanti
                              et al. 2022, section 5)
     full recomputation       for all blocks a third more operations: one more forward (Chen et al.
                              2016); first for a quarter of the blocks of each pipeline stage
+    one chunk of a stage     as many times the bubble as there were chunks (section 2.2.2)
     gradient reduction       once for each micro-batch: more traffic
     ZeRO-2, ZeRO-3           the same; ZeRO-3 also gathers parameters (ZeRO, section 7.2)
     smaller micro-batch      smaller matrices, and more traffic that occurs once for each
@@ -27,19 +29,20 @@ ranks:
     more tensor ranks        four collectives a block; within a node only
     more pipeline stages     a larger bubble
 
-A what-if combines them: every variant on the same ranks that fits, the fastest first. The sizes of
-micro-batches are powers of two, and the configured size. A larger micro-batch needs more memory
-(or, in a few cases, 0.1 % less). So if a size does not fit, larger ones are not tried.
+A what-if combines them: every variant on the same ranks that fits, the fastest first. Other numbers
+of chunks than 1 and the stated one are listed only if they are the fastest of their degrees. The
+sizes of micro-batches are powers of two, and the configured size. A larger micro-batch needs more
+memory (or, in a few cases, 0.1 % less). So if a size does not fit, larger ones are not tried.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, product
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Literal, get_args
 
 from megaspeed.config.errors import ConfigError
@@ -73,7 +76,9 @@ class Settings:
     recomputed_blocks: int | None
     sequence_parallel: Literal["auto"] | bool
     schedule: Literal["gpipe", "1f1b"]
-    gradient_reduction: Literal["auto", "per_step", "per_micro_batch"]
+    virtual_stages: int  # chunks of each pipeline stage
+    micro_batch_groups: Literal["auto"] | int  # of a pipeline with several chunks
+    gradient_reduction: Literal["auto", "per_step", "per_visit", "per_micro_batch"]
 
     @property
     def world_size(self) -> int:
@@ -84,7 +89,14 @@ class Settings:
     def keys(self) -> dict[str, Any]:
         """Dotted key of the JSON -> value."""
         keys = {key: getattr(self, field) for field, key in _KEYS.items()}
-        return {**keys, _KEYS["replicate"]: 1 if self.zero_stage == 0 else self.replicate}
+        if self.zero_stage == 0:
+            keys[_KEYS["replicate"]] = 1
+        if self.virtual_stages == 1:  # the configuration refuses what only several chunks use
+            if self.micro_batch_groups != 1:
+                keys[_KEYS["micro_batch_groups"]] = "auto"
+            if self.gradient_reduction == "per_visit":
+                keys[_KEYS["gradient_reduction"]] = "auto"
+        return keys
 
 
 _KEYS = {
@@ -94,6 +106,8 @@ _KEYS = {
     "replicate": "parallel.replicate",
     "sequence_parallel": "parallel.sequence_parallel",
     "schedule": "parallel.schedule",
+    "virtual_stages": "parallel.virtual_stages",
+    "micro_batch_groups": "parallel.micro_batch_groups",
     "activation_checkpointing": "parallel.activation_checkpointing",
     "recomputed_blocks": "parallel.recomputed_blocks",
     "gradient_reduction": "parallel.gradient_reduction",
@@ -102,7 +116,7 @@ _KEYS = {
 }
 """Field of ``Settings`` -> key of the JSON."""
 
-_MAY_BE_AUTO = ("sequence_parallel", "gradient_reduction")
+_MAY_BE_AUTO = ("sequence_parallel", "micro_batch_groups", "gradient_reduction")
 """Fields whose "auto" is resolved for each variant. All others are those of the resolved run."""
 
 
@@ -116,7 +130,7 @@ class Training:
 
     @cached_property
     def settings(self) -> Settings:
-        """The settings of the run. Gradient reduction and sequence parallelism may be "auto"."""
+        """The settings of the run. Those in ``_MAY_BE_AUTO`` may be "auto"."""
         values = {
             field: attrgetter(key)(self.stated if field in _MAY_BE_AUTO else self.run.config)
             for field, key in _KEYS.items()
@@ -237,7 +251,9 @@ def _changes(training: Training, gpus_per_node: int) -> list[list[Settings]]:
         one(s.tp > 1 and s.sequence_parallel is False, sequence_parallel=True),
         one(s.pp > 1 and s.schedule == "gpipe", schedule="1f1b"),
         one(s.dp > 1 and s.zero_stage == 0, zero_stage=1),
+        one(s.virtual_stages > 1 and s.micro_batch_groups != "auto", micro_batch_groups="auto"),
         _more_recomputation(s, blocks),
+        one(s.virtual_stages > 1, virtual_stages=1),
         one(complete_gradients, gradient_reduction="per_micro_batch"),
         [
             replace(s, zero_stage=zero_stage, gradient_reduction="auto")
@@ -286,6 +302,7 @@ def _at(settings: Settings, *, pp: int, tp: int) -> Settings:
 class Layout:
     """One variant, with its figures."""
 
+    settings: Settings
     forecast: Forecast
     peak_bytes: int  # predicted peak of the tensors of the fullest rank
     verdict: Verdict
@@ -307,7 +324,8 @@ class Layout:
         return {
             **picked(run.grid, "pp", "dp", "tp", "replicate"),
             **picked(run, "zero_stage", "gradient_reduction"),
-            **picked(parallel, "schedule", "activation_checkpointing", "recomputed_blocks"),
+            **picked(parallel, "schedule", "virtual_stages", "micro_batch_groups"),
+            **picked(parallel, "activation_checkpointing", "recomputed_blocks"),
             "micro_batch_size": run.batch.micro_batch_size,
             "micro_batches": run.batch.gradient_accumulation_steps,
             "terms_seconds": self.forecast.step.terms,
@@ -350,8 +368,9 @@ def what_if(training: Training, cluster: Cluster) -> WhatIf:
     """Return every variant of the training that fits the cluster's devices.
 
     Variants differ in degrees (pp, dp, tp), ZeRO stage, replicas, gradient reduction, schedule,
-    recomputation and micro-batch. Those that break a rule of the configuration are omitted. So are
-    tensor groups larger than a node: the collectives of every block would go over the network.
+    chunks, recomputation and micro-batch. Those that break a rule of the configuration are omitted.
+    So are tensor groups larger than a node: the collectives of every block would go over the
+    network.
     """
     layouts: list[Layout] = []
     peaks: list[int] = []
@@ -369,6 +388,7 @@ def what_if(training: Training, cluster: Cluster) -> WhatIf:
             layouts.append(layout)
             if settings.replicate == 1:
                 layouts += _with_replicas(training, settings, layout, cluster)
+    layouts += _with_chunks(training, layouts, cluster)
     layouts.sort(key=lambda layout: (layout.seconds, layout.peak_bytes))
     least = min(peaks, default=None)
     return WhatIf(layouts=tuple(layouts), too_large=too_large, least_peak_bytes=least)
@@ -386,6 +406,7 @@ def _layout(training: Training, settings: Settings, cluster: Cluster) -> tuple[i
     if word == "does not fit":
         return peak, None
     return peak, Layout(
+        settings=settings,
         forecast=forecast(run, cluster),
         peak_bytes=peak,
         verdict=word,
@@ -418,8 +439,74 @@ def _with_replicas(
                 return
 
 
+def _with_chunks(
+    training: Training, layouts: Sequence[Layout], cluster: Cluster
+) -> Iterator[Layout]:
+    """Yield the fastest layout with chunks that fits for each (pp, dp, tp), and faster tight ones.
+
+    They need more memory, so they must be at least 1 % faster than all of ``layouts``. At best, a
+    layout with chunks has neither a bubble nor collectives of the data axis.
+    """
+    fastest: dict[tuple[int, int, int], float] = {}
+    for layout in layouts:
+        s = layout.settings
+        degrees = s.pp, s.dp, s.tp
+        fastest[degrees] = min(layout.seconds, fastest.get(degrees, inf))
+    tried: list[tuple[float, Settings]] = []
+    for layout in layouts:
+        s, step = layout.settings, layout.forecast.step
+        limit = _MUCH_FASTER * fastest[s.pp, s.dp, s.tp]
+        if s.pp == 1 or s.schedule == "gpipe" or s.virtual_stages > 1:
+            continue
+        if step.total - step.bubble - step.dp >= limit:
+            continue
+        for settings in _chunked(training, layout):
+            with suppress(ConfigError):
+                seconds = forecast(training.under(settings), cluster).seconds
+                if seconds < limit:
+                    tried.append((seconds, settings))
+    found: set[tuple[int, int, int]] = set()
+
+    @cache
+    def fitting(settings: Settings) -> Layout | None:
+        return _layout(training, settings, cluster)[1]
+
+    for _, s in sorted(tried, key=itemgetter(0)):
+        degrees = s.pp, s.dp, s.tp
+        # This needs no more memory. Most of ``tried`` do not even fit with it.
+        smaller = replace(s, replicate=1, micro_batch_groups="auto", gradient_reduction="auto")
+        if degrees in found:
+            continue
+        with suppress(ConfigError):
+            chunked = fitting(smaller) and fitting(s)
+            if chunked is not None:
+                yield chunked
+                if chunked.verdict == "fits":
+                    found.add(degrees)
+
+
+def _chunked(training: Training, layout: Layout) -> Iterator[Settings]:
+    """Yield the settings of a layout with several chunks: 2, 4 and the stated number, with as many
+    groups as possible, the stated number of them, and one.
+    """
+    s, own = layout.settings, training.settings
+    most = layout.run.batch.gradient_accumulation_steps // s.pp
+    counts: tuple[Literal["auto"] | int, ...] = ("auto", own.micro_batch_groups, 1)
+    groups = dict.fromkeys(count for count in counts if count != most)
+    reduction = "auto" if s.gradient_reduction == "per_micro_batch" else s.gradient_reduction
+    for chunks in sorted({2, 4, own.virtual_stages} - {1}):
+        for count in groups:
+            if chunks != own.virtual_stages or count != own.micro_batch_groups:
+                yield replace(
+                    s,
+                    virtual_stages=chunks,
+                    micro_batch_groups=count,
+                    gradient_reduction=reduction,
+                )
+
+
 def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings]]:
-    """Yield all combinations with one replica, and with the stated number of them.
+    """Yield all combinations with one replica and one chunk, and with the stated numbers of them.
 
     Each is a list of settings with all sizes of the micro-batch.
     """
@@ -435,10 +522,16 @@ def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings
         at_degrees = replace(own, pp=pp, dp=dp, tp=tp)
         # Without a data axis, all ZeRO stages are the same.
         reductions = _reductions(own) if dp > 1 else [(own.zero_stage, own.gradient_reduction)]
-        for (zero_stage, reduction), replicate, schedule, recomputation in product(
-            reductions, {1, own.replicate}, schedules, get_args(Recomputation)
+        for (zero_stage, reduction), replicate, schedule, chunks, recomputation in product(
+            reductions,
+            {1, own.replicate},
+            schedules,
+            {1, own.virtual_stages},
+            get_args(Recomputation),
         ):
             if dp % replicate or (replicate > 1 and zero_stage == 0):
+                continue
+            if chunks > 1 and (pp == 1 or schedule == "gpipe"):
                 continue
             is_own = recomputation == own.activation_checkpointing
             variant = replace(
@@ -447,6 +540,7 @@ def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings
                 zero_stage=zero_stage,
                 gradient_reduction=reduction,
                 schedule=schedule,
+                virtual_stages=chunks,
                 activation_checkpointing=recomputation,
                 recomputed_blocks=own.recomputed_blocks if is_own else None,
             )

@@ -125,19 +125,19 @@ class Timeline:
         """Opens a span of the profile; None unless the step is profiled."""
         self._on_gpu = device.type == "cuda"
         self._step: int | None = None
-        self._marks: list[tuple[Any, Part]] = []
-        self._now: Part = "host"
-        self._last: tuple[int, list[tuple[Any, Part]]] | None = None
+        self._marks: list[tuple[Any, Part, object]] = []
+        self._now: tuple[Part, object] = ("host", None)
+        self._last: tuple[int, list[tuple[Any, Part, object]]] | None = None
 
     def begin(self, step: int) -> None:
         """Time this step."""
-        self._step, self._now = step, "host"
-        self._marks = [(self._moment(), "host")]
+        self._step, self._now = step, ("host", None)
+        self._marks = [(self._moment(), *self._now)]
 
     def end(self) -> None:
         """Stop timing at the end of the step."""
         if self._step is not None:
-            self._marks.append((self._moment(), "host"))
+            self._marks.append((self._moment(), "host", None))
             self._last = (self._step, self._marks)
         self._step = None
 
@@ -161,16 +161,26 @@ class Timeline:
             marks[-1][0].synchronize()
         elif self._on_gpu and not marks[-1][0].query():
             return nothing
+        by_part = dict.fromkeys(PARTS, 0.0)
+        for name, _, seconds in self.intervals():
+            by_part[name] += seconds
         self._last = None
-        seconds = dict.fromkeys(PARTS, 0.0)
-        for (start, name), (end, _) in pairwise(marks):
-            seconds[name] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
-        return [float(step), *seconds.values()]
+        return [float(step), *by_part.values()]
+
+    def intervals(self) -> Iterator[tuple[Part, object, float]]:
+        """Yield the part, the work and the seconds of each interval of the last timed step, in
+        order. An inner block without work belongs to the work of the block around it.
+
+        The device must have finished the step, and ``pop_seconds`` must not have returned it.
+        """
+        assert self._last is not None, "a step is timed"
+        for (start, name, work), (end, _, _) in pairwise(self._last[1]):
+            yield name, work, start.elapsed_time(end) / 1000 if self._on_gpu else end - start
 
     @contextmanager
     def _timed(self, name: Part, work: object) -> Iterator[None]:
         outer = self._now
-        self._switch(name)
+        self._switch(name, outer[1] if work is None else work)
         try:
             if self.annotate is None:
                 yield
@@ -178,11 +188,11 @@ class Timeline:
                 with self.annotate(name if work is None else str(work)):
                     yield
         finally:
-            self._switch(outer)
+            self._switch(*outer)
 
-    def _switch(self, name: Part) -> None:
-        self._now = name
-        self._marks.append((self._moment(), name))
+    def _switch(self, name: Part, work: object) -> None:
+        self._now = (name, work)
+        self._marks.append((self._moment(), name, work))
 
     def _moment(self) -> Any:
         if not self._on_gpu:

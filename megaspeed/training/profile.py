@@ -5,9 +5,11 @@
 
     profile/steps-10-12.rank-0.json.gz    the trace of rank 0, for https://ui.perfetto.dev
     profile/steps-10-12.txt               the table
+    profile/steps-10-12.png               step 12 of a pipeline, above two simulations of it
 
 If a rank fails to record or to write, it has no trace, and the run continues. The table does not
-need the traces: it has the times of ``Timeline`` on all ranks.
+need the traces: it has the times of ``Timeline`` on all ranks. The picture has those of the first
+rank of each pipeline stage.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as TorchProfiler
@@ -23,13 +26,14 @@ from torch.profiler import profile as TorchProfiler
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.files.durable import write_file
-from megaspeed.pipeline.schedules import SCHEDULES
-from megaspeed.pipeline.simulation import bubble_fraction
+from megaspeed.pipeline.picture import save
+from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.supervision.answers import describe
 from megaspeed.topology.activity import OWN_WORK, PARTS, Part
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.training.metrics import own_work
+from megaspeed.training.pipeline_step import PipelineStep, StageTimes
 from megaspeed.training.run_folder import PROFILE
 
 MOST_RANKS = 16
@@ -77,6 +81,7 @@ class Profile:
         self._profiler: TorchProfiler | None = None
         self._problem: str | None = None  # why this rank does not record
         self._times: list[Sequence[Sequence[float]]] = []
+        self._last_step: PipelineStep | None = None  # on rank 0, if there is a pipeline
         self.trace = "no trace"
         """A line about the traces: where they are, and which ranks have none."""
 
@@ -103,16 +108,25 @@ class Profile:
         return step in self._steps and (stops or step + 1 not in self._steps)
 
     def write(self, last: int) -> str:
-        """Write the traces of the steps up to ``last``, and return ``trace``.
+        """Write the traces up to step ``last`` and the picture of ``last``, and return ``trace``.
 
         All ranks call this together, and return when all have written.
         """
         self._steps = range(self._steps.start, last + 1)
         self._context.timeline.annotate = None
+        if self._run.grid.pp > 1:
+            self._last_step = self._gather_step()
+        problem, has_written = self._problem, False
         try:
-            own = self._problem, self._export()
+            has_written = self._export()
+            if self._last_step is not None:
+                picture = self._file(".png")
+                picture.parent.mkdir(parents=True, exist_ok=True)
+                title = f"{self._run.name}, step {last}, {self._run.grid}"
+                save(self._last_step.draw(title), picture)
         except Exception as error:
-            own = describe(error), False
+            problem = describe(error)
+        own = problem, has_written
         ranks = [own] * self._run.grid.world_size
         dist.all_gather_object(ranks, own, self._context.world_group)
         written = sum(has_written for _, has_written in ranks)
@@ -137,13 +151,14 @@ class Profile:
         """Where the time of the profiled steps went; None if none was, and on ranks but 0."""
         if not self._times:
             return None
-        run = self._run
-        schedule = SCHEDULES[run.config.parallel.schedule]
-        bubble = bubble_fraction(schedule, run.grid.pp, run.batch.gradient_accumulation_steps)
-        return (
-            f"{describe_times(self._times, run.grid, bubble)}\n"
-            f"times while profiling; trace: {self.trace}\n"
-        )
+        lines = [describe_times(self._times, self._run.grid)]
+        if self._last_step is not None:
+            lines.append(f"lost in step {self._steps[-1]}, first rank of each pipeline stage:")
+            lines += [
+                f"  {cause:24} {ms:10,.1f} {ms / self._last_step.length:7.1%}"
+                for cause, ms in self._last_step.lost.items()
+            ]
+        return "\n".join((*lines, f"times while profiling; trace: {self.trace}\n"))
 
     def _start(self, step: int) -> None:
         """Prepare the profiler one step before the first, because this takes a second or more."""
@@ -157,6 +172,18 @@ class Profile:
         if self._profiler is not None and begins:
             self._profiler.start_trace()
             self._context.timeline.annotate = record_function
+
+    def _gather_step(self) -> PipelineStep | None:
+        """Gather the last step from the first rank of each pipeline stage. Returns it on rank 0."""
+        context, own = self._context, None
+        if context.coordinates.dp == context.coordinates.tp == 0:
+            if context.device.type == "cuda":
+                torch.cuda.synchronize()  # its last events are after the last read of the host
+            own = StageTimes.of(context.timeline.intervals())
+        ranks = [own] * context.grid.world_size if context.rank == 0 else None
+        dist.gather_object(own, ranks, dst=0, group=context.world_group)
+        stages = [stage for stage in ranks or () if stage is not None]
+        return PipelineStep(pipeline_of(self._run), stages) if stages else None
 
     def _export(self) -> bool:
         """End the recording and write the trace of this rank. Returns whether there is one."""
@@ -174,13 +201,12 @@ class Profile:
         return self._run.run_dir / PROFILE / f"steps-{first}-{last}{suffix}"
 
 
-def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid, bubble: float) -> str:
+def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid) -> str:
     """Return the table of a profile, in lines of at most 80 characters.
 
     Args:
         times: for each step and rank, what ``Timeline.pop_seconds`` returned.
         grid: of the ranks.
-        bubble: the fraction of time in which the schedule leaves a pipeline stage idle.
     """
     steps = [int(ranks[0][0]) for ranks in times]
     # For each rank, the mean of each part, in ms.
@@ -202,12 +228,6 @@ def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid, bubbl
         )
         lines.append(f"{label:26} {mean:10,.1f} {mean / total:7.1%}  {low:>16} {high:>16}")
     lines.append(f"{'step':26} {total:10,.1f} {1:7.1%}")
-    if grid.pp > 1:
-        busy = statistics.fmean(by_part["compute"]) + statistics.fmean(by_part["tensor"])
-        ideal = busy * bubble / (1 - bubble)
-        lines.append(
-            f"bubble: {ideal:,.1f} ms if all stages were equal ({bubble:.1%} of the pipeline)"
-        )
     return "\n".join((*lines, *_describe_slowest(by_rank, grid)))
 
 

@@ -5,7 +5,7 @@ GPT(all layers) --------------------------------------------------------> baseli
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +34,12 @@ def tensor_axis(run: Run, context: ParallelContext) -> TensorAxis:
     )
 
 
-def plain_model(run: Run, layers: range | None = None) -> GPT:
-    """The layers ``layers`` of the run's model on the meta device; all layers if omitted."""
+def plain_model(run: Run, chunks: Sequence[range] | None = None) -> GPT:
+    """These chunks of layers of the run's model on the meta device; all layers if omitted."""
     with torch.device("meta"):
         return GPT(
             run.config.model,
-            layers=layers,
+            chunks=chunks,
             seed=run.config.training.seed,
             recomputation=run.config.parallel.activation_checkpointing,
             recomputed_blocks=run.config.parallel.recomputed_blocks,

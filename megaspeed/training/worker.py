@@ -1,4 +1,4 @@
-"""One rank of a run: its pipeline stage's engine, its neighbours, its schedule.
+"""One rank of a run: its pipeline stage's engine, its links to other stages, its program.
 
     counts of samples and steps -> ``StepInputs`` -> micro-batches, learning rate
     micro-batches, learning rate -> [schedule -> executor -> engine] -> loss, gradient norm, skipped
@@ -9,7 +9,7 @@ The worker computes one step or one evaluation. The trainer decides when, and on
 import math
 import resource
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,9 +22,10 @@ from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
-from megaspeed.pipeline.p2p import Neighbours
-from megaspeed.pipeline.partition import layers_of_stages
-from megaspeed.pipeline.schedules import SCHEDULES, forward_only, passes_of, stage_program
+from megaspeed.pipeline.p2p import Links
+from megaspeed.pipeline.partition import chunks_of_stages
+from megaspeed.pipeline.programs import stage_program
+from megaspeed.pipeline.schedules import Pipeline, passes_of, pipeline_of
 from megaspeed.pipeline.simulation import check_schedule
 from megaspeed.tensor_parallel.parallelize import parallelize
 from megaspeed.topology.context import ParallelContext
@@ -124,7 +125,7 @@ class Worker:
         self.context = context
         model, optimizer = run.config.model, run.config.optimizer
         axis = tensor_axis(run, context)
-        module = plain_model(run, layers_of_stages(run)[context.pp_rank])
+        module = plain_model(run, chunks_of_stages(run)[context.pp_rank])
         self.shards = parallelize(module, model, axis)
         """Full name -> the part of the parameter that this rank holds."""
         self.engine = build_engine(
@@ -139,12 +140,12 @@ class Worker:
             loss_scale=backward_scale(run),
         )
         inject_into_model(context.activity, context.rank, self.engine)
-        schedule = SCHEDULES[run.config.parallel.schedule]
-        micro_batches = run.batch.gradient_accumulation_steps
-        check_schedule(schedule, context.grid.pp, micro_batches)
-        self._program = stage_program(schedule, context.grid.pp, context.pp_rank, micro_batches)
-        self._neighbours = self._connect()
-        context.activity.pending = self._neighbours.pending
+        self._pipeline = pipeline_of(run)
+        check_schedule(self._pipeline)
+        self._program = stage_program(self._pipeline, context.pp_rank)
+        self._links = self._connect()
+        if self._links is not None:
+            context.activity.pending = self._links.pending
         self._losses: dict[int, Tensor] = {}
         compiles, self.uncompiled_reason = agree_to_compile(run, context)
         """Why nothing is compiled although ``training.compile`` is auto; None if there is no reason
@@ -173,11 +174,12 @@ class Worker:
             stop_signal: returns the number of the stop signal that this process has received; 0 if
                 none. Called after the gradients are reduced.
         """
-        executor = self._executor(load, self.run.batch.gradient_accumulation_steps)
         self.engine.train(True)
-        self.engine.expect(passes_of(self._program))
+        if self._pipeline.gathers == "layers":
+            self.engine.expect(passes_of(self._pipeline, self.context.pp_rank))
         notes = partial(self._notes, stop_signal)
         step = partial(self.engine.step, learning_rate=learning_rate, notes=notes)
+        executor = self._executor(self._pipeline, load)
         outcome = executor.run(self._program, step)
         assert outcome is not None, "the program of a step has an OptimizerStep"
         self._losses = executor.losses
@@ -202,10 +204,15 @@ class Worker:
     @torch.no_grad()
     def evaluate(self, load: Load, micro_batches: int, predicted_tokens: int) -> float:
         """Mean loss over ``predicted_tokens`` targets, without dropout and without a step."""
-        executor = self._executor(load, micro_batches)
         self.engine.train(False)
         context = self.context
-        executor.run(stage_program(forward_only, context.grid.pp, context.pp_rank, micro_batches))
+        trained, chunks = self._pipeline, self._pipeline.chunks
+        groups = max(1, micro_batches // trained.stages) if chunks > 1 else 1
+        pipeline = replace(
+            trained, schedule="forward_only", micro_batches=micro_batches, groups=groups
+        )
+        executor = self._executor(pipeline, load)
+        executor.run(stage_program(pipeline, context.pp_rank))
         rows = all_gather_numbers((executor.loss_sum,), context.world_group, context.device)
         return self._loss_of([loss for (loss,) in rows]) / predicted_tokens
 
@@ -225,12 +232,13 @@ class Worker:
         own_peak = peak_memory(self.context.device)
         return own_peak, stop_signal(), *self.context.timeline.pop_seconds()
 
-    def _executor(self, load: Load, micro_batches: int) -> Executor:
+    def _executor(self, pipeline: Pipeline, load: Load) -> Executor:
         return Executor(
             self.engine,
-            self._neighbours,
+            self._links,
+            pipeline,
+            self.context.pp_rank,
             load=load,
-            micro_batches=micro_batches,
             activity=self.context.activity,
             timeline=self.context.timeline,
         )
@@ -248,17 +256,15 @@ class Worker:
         starts = range(0, self.context.grid.world_size, stage_size)
         return tuple(int(max(peaks[start : start + stage_size])) for start in starts)
 
-    def _connect(self) -> Neighbours:
+    def _connect(self) -> Links | None:
         context, run = self.context, self.run
         if context.pp_group is None:
-            return Neighbours(before=None, after=None)
+            return None
         sequence = run.config.data.sequence_length
         if run.sequence_parallel:
             sequence //= context.grid.tp
-        return Neighbours.connect(
+        return Links.connect(
             context.pp_group,
-            before=context.previous_rank,
-            after=context.next_rank,
             shape=(run.batch.micro_batch_size, sequence, run.config.model.hidden_size),
             dtype=DTYPES[run.precision],
             device=context.device,

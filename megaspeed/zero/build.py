@@ -5,7 +5,7 @@ model on the meta device
   -> AdamW over parameter groups    passed to deepspeed.initialize
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -146,7 +146,7 @@ def build_engine(
     labels = _labels(run, parameters)
     tied = next((p for p, label in labels.items() if label == "tied"), None)
     compressed = _compressed_gradients(run, parameters)
-    groups = _split_by_label(parameter_groups(parameters), labels)
+    groups = _split_by_label(parameter_groups(parameters), labels, model.parameters_of_chunks())
     groups = _in_buckets(run, groups, model, set(compressed))
     with always_the_zero_optimizer(), without_gradient_hooks():
         engine, *_ = deepspeed.initialize(
@@ -198,17 +198,21 @@ def _compressed_gradients(run: Run, parameters: Mapping[str, nn.Parameter]) -> l
 
 
 def _split_by_label(
-    groups: list[dict[str, Any]], labels: Mapping[nn.Parameter, OptimizerGroup]
+    groups: list[dict[str, Any]],
+    labels: Mapping[nn.Parameter, OptimizerGroup],
+    chunks: Sequence[Sequence[nn.Parameter]],
 ) -> list[dict[str, Any]]:
-    """Put parameters with different labels into different groups.
+    """Put parameters with different labels, or of different chunks, into different groups.
 
-    The two stages that share a tied weight partition it alike, and the partition of partial
-    gradients is summed over the tensor axis as it is.
+    A bucket is reduced when the backward of its chunk has ended. The two stages that share a tied
+    weight partition it alike, and the partition of partial gradients is summed over the tensor axis
+    as it is.
     """
     apart = [
-        {**group, "params": [p for p in group["params"] if labels[p] == label]}
+        {**group, "params": [p for p in group["params"] if labels[p] == label and p in members]}
         for label in get_args(OptimizerGroup)
         for group in groups
+        for members in map(set, chunks)
     ]
     return [group for group in apart if group["params"]]
 

@@ -27,7 +27,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import GPT
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.model.parameters import HEAD_WEIGHT
-from megaspeed.pipeline.schedules import Pass
+from megaspeed.pipeline.schedules import End, Pass
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.gradients import Gradients
@@ -127,21 +127,33 @@ class ZeroEngine:
             compressed=compressed,
             head_weight=head_weight,
             head_is_tied=head_weight is not None and self.names[head_weight] != HEAD_WEIGHT,
+            chunks=engine.module.parameters_of_chunks(),
         )
         """This rank's gradients."""
         self._owned_squares = OwnedSquares(self.gradients.fragments, owned_elements)
 
-    def expect(self, passes: Iterable[Pass]) -> None:
+    def expect(self, passes: Iterable[tuple[Pass, int]]) -> None:
         """Called before a step with its passes, so that ZeRO-3 can gather ahead for the next."""
         if self._gathers is not None:
             self._gathers.expect(passes)
 
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        """Run this rank's layers on one micro-batch.
+    def gather(self, chunk: int, *, forward: bool) -> None:
+        """ZeRO-3: start to gather a chunk; if not ``forward``, only what a backward needs."""
+        assert self._gathers is not None, "only ZeRO-3 gathers chunks"
+        self._gathers.gather(chunk, forward=forward)
+
+    def release(self, chunk: int) -> None:
+        """Free what the last ``gather`` of the chunk has gathered."""
+        assert self._gathers is not None, "only ZeRO-3 gathers chunks"
+        self._gathers.release(chunk)
+
+    def forward(self, x: Tensor, batch: MicroBatch, chunk: int = 0) -> Tensor:
+        """Run a chunk of this rank's layers on one micro-batch.
 
         Args:
             x: token ids (B, S) on the first pipeline stage, hidden states (B, S, D) on the others.
             batch: the rows of the micro-batch. Their sample indices determine the dropout masks.
+            chunk: its number on this rank, from 0.
 
         Returns:
             The sum of the losses on the last pipeline stage, hidden states on the others.
@@ -149,7 +161,7 @@ class ZeroEngine:
         if torch.is_grad_enabled():
             self.gradients.begin_forward()
         if self._gathers is not None:
-            self._gathers.begin("forward")
+            self._gathers.begin("forward", chunk)
         # The loss is computed with its gradients, so the head's weight gets its gradient here.
         loss = functools.partial(
             self.loss,
@@ -157,11 +169,15 @@ class ZeroEngine:
             scale=self._loss_scale * float(self.optimizer.loss_scale),
             gradient_sum=self.gradients.sum_of,
         )
-        output: Tensor = self.module(x, batch.samples, batch.documents, loss)
+        output: Tensor = self.module(x, batch.samples, batch.documents, loss, chunk)
         return output
 
     def backward(
-        self, output: Tensor | GradientEdge, gradient: Tensor | None, *, last: bool
+        self,
+        output: Tensor | GradientEdge,
+        gradient: Tensor | None,
+        chunk: int = 0,
+        end: End = "step",
     ) -> None:
         """Back-propagate one micro-batch.
 
@@ -169,11 +185,12 @@ class ZeroEngine:
             output: on the last pipeline stage the loss that ``forward`` returned; on the others the
                 graph's edge at the output, because the output may have been sent and freed.
             gradient: with respect to the output of ``forward``; None for the loss.
-            last: whether this is the last micro-batch of the step.
+            chunk: its number on this rank, from 0.
+            end: what ends for the chunk with this backward, which determines what is reduced.
         """
-        self.gradients.begin_backward(last=last)
+        self.gradients.begin_backward(chunk, end)
         if self._gathers is not None:
-            self._gathers.begin("backward")
+            self._gathers.begin("backward", chunk)
         torch.autograd.backward(output, gradient)
         if missing := [self.names[parameter] for parameter in self.gradients.missing()]:
             raise RuntimeError(

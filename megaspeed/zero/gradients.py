@@ -15,9 +15,10 @@ The gradient of the head's weight comes from the forward of the loss instead (``
 
 ZeRO-0 and 1 accumulate the complete gradient, and reduce it once a step. ZeRO-2 and 3 do the same
 with ``gradient_reduction: per_step``. With ``per_micro_batch`` they keep only the partition: a
-bucket is reduced as soon as a backward has computed its gradients. Buckets of norms and biases are
-an exception: they are summed over the micro-batches, and reduced once a step. They are small, so
-the sum takes little memory, and it saves a collective in every other micro-batch.
+bucket is reduced as soon as a backward has computed its gradients. With ``per_visit``, the
+gradients of a chunk are summed while a visit lasts, and reduced in its last backward. Buckets of
+norms and biases are an exception: they are summed over the micro-batches, and reduced once a step.
+They are small, so the sum takes little memory, and it saves many collectives.
 
 With ``overlap_comm`` a bucket is reduced while the backward continues. A complete gradient is then
 reduced during the last backward of a step, and replicas sum a partition as soon as it is complete.
@@ -46,6 +47,7 @@ from torch import Tensor, nn
 
 from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES
+from megaspeed.pipeline.schedules import End
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.buckets import Bucket, Reducer, shape_of
 from megaspeed.zero.compression import Compressor, make_compressor
@@ -78,10 +80,12 @@ class Gradients:
         compressed: Sequence[nn.Parameter],
         head_weight: nn.Parameter | None,
         head_is_tied: bool,
+        chunks: Sequence[Sequence[nn.Parameter]],
     ) -> None:
         self._run = run
         self._is_stage3 = run.zero_stage == 3
         self._is_complete = run.keeps_complete_gradients
+        self._sums_visits = run.sums_visits
         self._is_offloaded = run.config.zero_optimization.offloads_optimizer
         self._overlaps = run.overlaps_reductions
         # whether autograd adds to ``grad`` in place. It does so in the dtype of the parameter.
@@ -99,6 +103,10 @@ class Gradients:
             self._make_bucket(index) for index in range(len(master_partitions(optimizer)))
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._buckets_of_chunks = [
+            [bucket for bucket in self._buckets if bucket.parameters[0] in members]
+            for members in map(set, chunks)
+        ]
         members = {id(parameter) for parameter in partial}
         self._partial = [bucket for bucket in self._buckets if id(bucket.parameters[0]) in members]
         self._compressed = [bucket for bucket in self._buckets if bucket.compressed is not None]
@@ -153,12 +161,14 @@ class Gradients:
             gradients[parameter] = self._zeros(shape_of(parameter))
         return gradients[parameter]
 
-    def begin_backward(self, *, last: bool) -> None:
-        """Called before each backward. ``last``: whether it is the last one of the step."""
-        self._is_last = last
-        self._sends_in_backward = not self._is_complete or (self._overlaps and last)
+    def begin_backward(self, chunk: int, end: End) -> None:
+        """Called before each backward of a chunk. ``end``: what ends for the chunk with it."""
+        self._is_last = end == "step"
+        self._sends_in_backward = self._overlaps and self._is_last
+        if not self._is_complete:
+            self._sends_in_backward = not self._sums_visits or end != "micro_batch"
         if self._sends_in_backward:
-            for bucket in self._buckets:
+            for bucket in self._buckets_of_chunks[chunk]:
                 bucket.missing = set(bucket.parameters) - self._without_autograd
                 # If all forwards precede the first backward, the sum of all micro-batches is sent.
                 has_gradients = self._is_complete or bool(bucket.gradients)
@@ -318,11 +328,14 @@ class Gradients:
         assert gradient is not None
         if not self._autograd_adds:
             parameter.grad = None
+            if self._sums_visits:
+                gradient = gradient.to(DTYPES[self._run.accumulation_dtype])
             if self._is_complete:
                 # Not _foreach_add_ over a bucket: if the dtypes differ, it also launches a kernel
                 # for each tensor (torch 2.13, ForeachUtils.h), and it would keep all gradients.
                 self._sums[parameter].add_(gradient)
-            elif parameter in bucket.gradients:  # a tied weight: the head's part, see ``sum_of``
+            elif parameter in bucket.gradients:
+                # of a visit, or of a tied weight: the head's part, see ``sum_of``
                 bucket.gradients[parameter].add_(gradient)
             else:
                 bucket.gradients[parameter] = gradient

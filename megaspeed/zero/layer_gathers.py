@@ -13,6 +13,10 @@ changes the parameters.
 Small neighbouring blocks are gathered, held and freed together, because a message of a few KB takes
 as long as one of a few MB (``stage3_prefetch_bucket_size``).
 
+If a pipeline stage has several chunks of layers, each is gathered and freed as a whole
+(``gather``, ``release``), because a stage runs a chunk for several micro-batches before the next
+one. Its layers arrive in the order of the pass.
+
 (The backward of the embedding gathers nothing, because it reads no weight. The backward of the head
 gathers only the norm, because the forward of the loss computes the gradients of the projection.) A
 block that is recomputed in a backward is gathered already.
@@ -22,8 +26,8 @@ pass after an optimizer step begins, and stay gathered until the next step.
 
 On a GPU the host never waits. A gather runs on its own stream, after everything that was launched
 before it: after the optimizer step that wrote the partitions, and after the layer before the
-current one, whose memory it may reuse. So at most two layers are gathered at a time, even if the
-host is far ahead of the device.
+current one, whose memory it may reuse. So at most two layers are gathered at a time, or the chunks
+that the program holds, even if the host is far ahead of the device.
 
 These hooks replace those of DeepSpeed 0.19.8, which gathers each module separately, in an order
 that it records (partitioned_param_coordinator.py). With several micro-batches in flight the order
@@ -33,6 +37,7 @@ the computation of a small module.
 
 import functools
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,6 +106,8 @@ class GatheredLayer:
         ]
         self._free_memory()
         self._work: Any = None
+        self.launched: Any = None
+        """The event recorded when the gather was launched; None on a synchronized device."""
 
     @property
     def is_gathered(self) -> bool:
@@ -175,6 +182,7 @@ class LayerGathers:
         layers = model.layer_modules()
         persistent: list[Any] = [p for p in model.parameters() if _is_persistent(p)]
         self._persistent = GatheredLayer(persistent, context.shard_group, context.device)
+        self._persistent_is_coming = False  # whether it is being gathered
 
         def own(layer: nn.Module) -> list[Any]:
             return [p for p in layer.parameters() if not _is_persistent(p)]
@@ -182,50 +190,78 @@ class LayerGathers:
         def gathered(layer: nn.Module) -> GatheredLayer:
             return GatheredLayer(own(layer), context.shard_group, context.device)
 
-        embedding = [] if model.embedding is None else [gathered(model.embedding)]
-        sizes = [sum(p.ds_numel for p in own(block)) for block in model.blocks.values()]
-        blocks: list[GatheredLayer] = []
-        for together in gathered_together(config, sizes):
-            module = nn.ModuleList([layers[len(embedding) + index] for index in together])
-            blocks += [gathered(module)] * len(together)
-        head = [] if model.head is None else [gathered(model.head)]
-        norm = [] if model.head is None else [gathered(model.head.norm)]
-        # What each layer of a pass needs, in the order of the pass.
-        orders: dict[Pass, list[GatheredLayer]] = {
-            "forward": [*embedding, *blocks, *head],
-            "backward": [*blocks, *norm][::-1],
-        }
+        self._embedding = [] if model.embedding is None else [gathered(model.embedding)]
+        # What each layer of a pass through a chunk needs, in the order of the pass.
+        orders: dict[tuple[Pass, int], list[GatheredLayer]] = {}
+        end = 0
+        for chunk, indices in enumerate(model.chunks):
+            start, end = end, end + len(indices)
+            has_head = model.head is not None and end == len(layers)
+            embedding = self._embedding if start == 0 else []
+            inner = layers[start + len(embedding) : end - has_head]
+            sizes = [sum(p.ds_numel for p in own(block)) for block in inner]
+            blocks: list[GatheredLayer] = []
+            for together in gathered_together(config, sizes):
+                module = nn.ModuleList([inner[index] for index in together])
+                blocks += [gathered(module)] * len(together)
+            head = [gathered(model.head)] if model.head is not None and has_head else []
+            norm = [gathered(model.head.norm)] if model.head is not None and has_head else []
+            orders["forward", chunk] = [*embedding, *blocks, *head]
+            orders["backward", chunk] = [*blocks, *norm][::-1]
+            for index, layer in enumerate(layers[start:end]):
+                later = end - start - 1 - index
+                own_embedding = embedding[0] if embedding and index == 0 else None
+                layer.register_forward_pre_hook(functools.partial(self._before_forward, index))
+                layer.register_forward_hook(
+                    functools.partial(self._after_forward, later, own_embedding)
+                )
         self._holds = {
             (name, following): held_in_pass(config, order, orders[following] if following else [])
             for name, order in orders.items()
             for following in (*orders, None)
         }
-        """(pass, next pass) -> what is held at each layer of the pass, and after it."""
-        self._embedding = embedding
-        self._layers = len(layers)
-        self._hold = self._holds["forward", None]  # of the current pass
+        """(pass of a chunk, next pass) -> what is held at each layer of the pass, and after it."""
+        self._hold = self._holds[("forward", 0), None]  # of the current pass
+        self._orders = orders
+        self._head, self._norm = head, norm  # each has one layer, or none
         self._held: list[GatheredLayer] = []
-        self._passes: list[Pass] = []
+        self._chunks: dict[int, list[GatheredLayer]] = {}  # gathered as a whole
+        self._passes: list[tuple[Pass, int]] = []
         self._accelerator = get_accelerator()
         self._stream = None
         if not self._accelerator.is_synchronized_device():
             # With this priority, a gather gets the next free multiprocessors before a product.
             self._stream = self._accelerator.Stream(priority=-1)
-        for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(functools.partial(self._before_forward, index))
-            layer.register_forward_hook(functools.partial(self._after_forward, index))
 
-    def expect(self, passes: Iterable[Pass]) -> None:
+    def expect(self, passes: Iterable[tuple[Pass, int]]) -> None:
         """Called before a step with its passes. Without it, no pass gathers for the next one."""
         self._passes = list(passes)
 
-    def begin(self, direction: Pass) -> None:
-        """Called before a pass; the first one after a step gathers the persistent parameters."""
+    def begin(self, direction: Pass, chunk: int) -> None:
+        """Called before a pass through a chunk. The first one after a step gathers the persistent
+        parameters.
+        """
         if not self._persistent.is_gathered:
-            self._start(self._persistent)
+            self._start_persistent()
             self._finish(self._persistent)
-        self._passes = self._passes[1:] if self._passes[:1] == [direction] else []
-        self._hold = self._holds[direction, self._passes[0] if self._passes else None]
+            self._persistent_is_coming = False
+        own = direction, chunk
+        self._passes = self._passes[1:] if self._passes[:1] == [own] else []
+        self._hold = self._holds[own, self._passes[0] if self._passes else None]
+
+    def gather(self, chunk: int, *, forward: bool) -> None:
+        """Start to gather a chunk, and hold it until ``release``."""
+        self._start_persistent()  # each layer needs some of them, so before the chunk
+        layers = list(dict.fromkeys(self._orders["forward" if forward else "backward", chunk]))
+        self._chunks[chunk] = layers
+        for layer in layers:
+            self._start(layer)
+        self._held += layers
+
+    def release(self, chunk: int) -> None:
+        """Free a chunk."""
+        self._chunks.pop(chunk)
+        self._free_all_but([])
 
     def end_backward(self) -> None:
         """Called after the model's backward."""
@@ -233,6 +269,11 @@ class LayerGathers:
         for embedding in self._embedding:
             if embedding not in self._held:
                 embedding.free()  # it was given a shape
+
+    def _start_persistent(self) -> None:
+        if not (self._persistent.is_gathered or self._persistent_is_coming):
+            self._start(self._persistent)
+            self._persistent_is_coming = True
 
     def free_persistent(self) -> None:
         """Free the persistent parameters, after their partitions were written to."""
@@ -242,24 +283,36 @@ class LayerGathers:
         if not _in_backward():
             self._enter(self._hold[index])
 
-    def _after_forward(self, index: int, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+    def _after_forward(
+        self,
+        later: int,
+        embedding: GatheredLayer | None,
+        layer: nn.Module,
+        inputs: Any,
+        output: Tensor,
+    ) -> None:
         if _in_backward():
             return
-        if index == self._layers - 1:
+        if later == 0:
             self._leave()
         if output.requires_grad:
-            output.register_hook(functools.partial(self._before_backward, index))
+            output.register_hook(functools.partial(self._before_backward, later, embedding))
 
-    def _before_backward(self, index: int, gradient: Tensor) -> None:
-        if index < len(self._embedding):
+    def _before_backward(
+        self, later: int, embedding: GatheredLayer | None, gradient: Tensor
+    ) -> None:
+        """Called before the backward of a layer that has ``later`` layers after it in its chunk."""
+        if embedding is not None:
             self._leave()
             # Autograd compares a gradient's shape with its parameter's.
-            self._embedding[index].give_shapes()
+            embedding.give_shapes()
         else:
-            self._enter(self._hold[self._layers - 1 - index])
+            self._enter(self._hold[later])
 
     def _enter(self, hold: Sequence[GatheredLayer]) -> None:
         """Gather the first of the layers to hold, and start to gather the others."""
+        if hold[0] in self._norm and self._head[0] in self._held:
+            hold = self._head  # gathered for forwards, and it contains the norm
         self._free_all_but(hold)
         for layer in hold:
             if layer not in self._held:
@@ -273,21 +326,24 @@ class LayerGathers:
         self._free_all_but(self._hold[-1])
 
     def _free_all_but(self, hold: Sequence[GatheredLayer]) -> None:
+        kept = {*hold, *chain.from_iterable(self._chunks.values())}
         for layer in self._held:
-            if layer not in hold:
+            if layer not in kept:
                 layer.free()
-        self._held = [layer for layer in self._held if layer in hold]
+        self._held = [layer for layer in self._held if layer in kept]
 
     def _start(self, layer: GatheredLayer) -> None:
         if self._stream is not None:
             self._stream.wait_stream(self._accelerator.current_stream())
         with self._accelerator.stream(self._stream):
             layer.start()
+            if self._stream is not None:
+                layer.launched = self._stream.record_event(layer.launched)
 
     def _finish(self, layer: GatheredLayer) -> None:
         with self._timeline.part("data"):
             if self._stream is not None:
-                self._accelerator.current_stream().wait_stream(self._stream)
+                self._accelerator.current_stream().wait_event(layer.launched)
             layer.finish()
 
 

@@ -90,13 +90,13 @@ def run_of(
     zero_stage: int,
     folder: Path,
     changes: dict[str, Any],
-    replicate: int = 1,
+    keys: dict[str, Any] | None = None,
 ) -> Run:
     pp, dp, tp = layout
     parallel = {
-        "replicate": replicate,
         "sequence_parallel": tp > 1 and zero_stage % 2 == 1,
         "schedule": ("gpipe", "1f1b")[zero_stage % 2],
+        **(keys or {}),
     }
     return small_run(
         TEXT,
@@ -155,23 +155,48 @@ def assert_continues(before: Stretch, after: Stretch, run: Run, checkpoint: str)
     assert after.rates == before.rates and after.samples == before.samples, where
 
 
-# (pp, dp, tp), replicas, ZeRO stage
-REPLICAS = (((1, 4, 1), 2, 3), ((2, 4, 1), 2, 1), ((1, 2, 2), 1, 3), ((1, 4, 2), 4, 2))
+def chunks(number: int, groups: int) -> dict[str, Any]:
+    return {"schedule": "1f1b", "virtual_stages": number, "micro_batch_groups": groups}
+
+
+# changes of all layouts, and for each layout (pp, dp, tp), ZeRO stage, keys of ``parallel``
+OTHER_KEYS: dict[str, tuple[dict[str, Any], list[tuple[tuple[int, int, int], int, Any]]]] = {
+    "replicas": (
+        {},
+        [
+            ((1, 4, 1), 3, {"replicate": 2}),
+            ((2, 4, 1), 1, {"replicate": 2}),
+            ((1, 2, 2), 3, {}),
+            ((1, 4, 2), 2, {"replicate": 4}),
+        ],
+    ),
+    "chunks": (
+        {"model": {"num_hidden_layers": 7}, "gradient_accumulation_steps": 4},
+        [
+            ((2, 2, 1), 3, chunks(2, 2)),
+            ((2, 1, 2), 1, chunks(3, 1)),
+            ((3, 2, 1), 2, chunks(2, 1)),
+            ((4, 1, 1), 3, {}),
+        ],
+    ),
+}
 
 
 @pytest.mark.timeout(500)
-def test_a_run_continues_with_other_replicas(
-    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
+@pytest.mark.parametrize("name", OTHER_KEYS)
+def test_a_run_continues_with_other_keys(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, name: str
 ) -> None:
     """Each layout loads what each of the others has saved."""
+    changes, layouts = OTHER_KEYS[name]
     saved: dict[Path, Stretch] = {}
-    for number, (layout, replicate, stage) in enumerate(REPLICAS):
-        run = run_of(layout, stage, tmp_path / f"{number}", {}, replicate)
+    for number, (layout, stage, keys) in enumerate(layouts):
+        run = run_of(layout, stage, tmp_path / f"{number}", changes, keys)
         size = run.grid.world_size
         stretch = pool.run(size, save_and_continue, run, corpus, BEFORE, AFTER)[0]
         saved[only_checkpoint(run.run_dir)] = stretch
-    for layout, replicate, stage in REPLICAS:
-        run = run_of(layout, stage, tmp_path / "unused", {}, replicate)
+    for layout, stage, keys in layouts:
+        run = run_of(layout, stage, tmp_path / "unused", changes, keys)
         wanted = list(saved)
         resumed = pool.run(run.grid.world_size, continue_from, run, corpus, wanted, AFTER)[0]
         for checkpoint, after in zip(wanted, resumed, strict=True):

@@ -32,6 +32,7 @@ NAMES = {
     '"high_freq_factor":4.0,"original_max_position_embeddings":32}',
     "INT8": 'parallel.gradient_compression={"type":"int8"}',
     "POWERSGD": 'parallel.gradient_compression={"type":"powersgd"}',
+    "CHUNKS": "parallel.virtual_stages=2 parallel.pipeline=2",
     "PER_MICRO_BATCH": "parallel.gradient_reduction=per_micro_batch",
     "WARMUP": "scheduler.params.warmup_num_steps",
     "PROFILE": "training.steps=12 training.profile.start_step=10",

@@ -102,6 +102,21 @@ def test_compressed_gradients_are_compressed_in_the_timed_steps() -> None:
     assert (compression.rank, compression.start_step) == (2, 1)
 
 
+@pytest.mark.parametrize(("stated", "groups"), [("auto", [6, 3]), (1, [1, 1])])
+def test_chunks_keep_a_stated_number_of_groups(stated: str | int, groups: list[int]) -> None:
+    """24 samples are 12 micro-batches on one data rank, and 6 on two; a group has 2 or more."""
+    base = tiny_run(
+        TEXT,
+        pp=2,
+        model={"num_hidden_layers": 4},
+        parallel={"virtual_stages": 2, "micro_batch_groups": stated},
+        train_micro_batch_size_per_gpu=2,
+        gradient_accumulation_steps=None,
+    )
+    rows = scaled_rows(base, [2, 4], "cpu", weak=False)
+    assert [row.run.config.parallel.micro_batch_groups for row in rows] == groups
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_both_mends() -> None:
     with pytest.raises(ConfigError) as error:
         rows_of(1, 3, 16)

@@ -104,7 +104,7 @@ def test_a_compiled_block_may_be_recomputed(recomputation: Recomputation) -> Non
     config = gpt2(**DROPOUTS)
     results = []
     for compiles in (False, True):
-        model = initialized(config, seed=2, layers=range(1, 3), recomputation=recomputation)
+        model = initialized(config, seed=2, chunks=[range(1, 3)], recomputation=recomputation)
         if compiles:
             compile_all(model, "aot_eager")
         torch.manual_seed(0)

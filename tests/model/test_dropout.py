@@ -196,7 +196,7 @@ def test_each_dropout_has_a_name_of_its_own(config: ModelConfig) -> None:
     model = GPT(config, seed=2)
     layers = [m for m in model.modules() if isinstance(m, SampleDropout)]
     assert len({layer.name for layer in layers}) == len(layers) == 1 + 3 * 2
-    stage = GPT(config, layers=range(2, 4), seed=2)  # the second block, and the head
+    stage = GPT(config, chunks=[range(2, 4)], seed=2)  # the second block, and the head
     names = [m.name for m in stage.modules() if isinstance(m, SampleDropout)]
     assert names == [layer.name for layer in layers[-3:]]
 

@@ -50,9 +50,9 @@ def test_each_layer_costs_what_torch_counts(config: ModelConfig) -> None:
     predicted = forward_flops_per_token(config, SEQUENCE)
     assert len(predicted) == layer_count(config)
     for layer in range(1, layer_count(config)):
-        part = GPT(config, layers=range(layer, layer + 1))
+        part = GPT(config, chunks=[range(layer, layer + 1)])
         assert predicted[layer] == pytest.approx(counted(partial(part, hidden)), rel=0.01)
-    embedding = GPT(config, layers=range(1))
+    embedding = GPT(config, chunks=[range(1)])
     assert counted(lambda: embedding(tokens)) == 0  # it has a cost, but no products
     assert 0 < predicted[0] < predicted[1] / 10
 

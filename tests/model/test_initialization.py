@@ -82,7 +82,8 @@ def test_a_part_draws_only_the_blocks_that_it_touches() -> None:
 def test_a_pipeline_stage_has_the_bits_of_the_whole_model(config: ModelConfig) -> None:
     model = dict(initialized(config).named_parameters())
     for first in range(layer_count(config)):
-        stage = initialized(config, layers=range(first, min(first + 2, layer_count(config))))
+        chunk = range(first, min(first + 2, layer_count(config)))
+        stage = initialized(config, chunks=[chunk])
         for name, parameter in stage.named_parameters():
             assert torch.equal(parameter, model[logical_name(config, name)]), name
 

@@ -14,7 +14,7 @@ from tests.support.tiny import GPT2, LLAMA
 
 def built_shapes(config: ModelConfig, layers: range) -> list[tuple[str, tuple[int, ...]]]:
     with torch.device("meta"):
-        model = GPT(config, layers=layers)
+        model = GPT(config, chunks=[layers])
     return [(name, tuple(p.shape)) for name, p in model.named_parameters()]
 
 

@@ -36,6 +36,14 @@ def replicas(stage: int, *, parallel: Any = None, **more: Any) -> dict[str, Any]
     return {**zero(stage, **more), "dp": 4, "parallel": hybrid}
 
 
+def chunks(number: int, stage: int, rank: int, **more: Any) -> dict[str, Any]:
+    """Return a run with ZeRO on two data ranks, and chunks on two pipeline stages."""
+    run = zero(stage, **more) | {"pp": 2, "rank": rank, "gradient_accumulation_steps": 4}
+    model = {**LLAMA, "num_hidden_layers": 2 * number}
+    parallel = {"virtual_stages": number, "micro_batch_groups": 2}
+    return {**run, "model": model, "parallel": parallel}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "zero0": zero(0),
     "zero0-overlap": zero(0, **OVERLAP),
@@ -78,6 +86,10 @@ CASES: dict[str, dict[str, Any]] = {
         for how in (INT8, POWER_SGD)
         for stage in (1, 3)
     },
+    "zero2-chunks-overlap": chunks(2, 2, 2, **OVERLAP),
+    "zero3-chunks": chunks(2, 3, 0),
+    "zero3-chunks-overlap": chunks(2, 3, 3, **OVERLAP),
+    "zero3-chunks-ahead-overlap": chunks(3, 3, 2, **OVERLAP),
     "fp32": {"dp": 2, "bf16": {"enabled": False}, "gradient_clipping": 0.0},
 }
 

@@ -20,6 +20,7 @@ TIED = {**GPT2, "num_hidden_layers": 4}
 UNTIED = {**LLAMA, "num_hidden_layers": 4, "tie_word_embeddings": False}
 PER_MICRO_BATCH = {"gradient_reduction": "per_micro_batch"}
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
+CHUNKS = {"virtual_stages": 2}
 
 # (pp, dp, tp), ZeRO stage, model, parallel
 CASES: list[tuple[tuple[int, int, int], int, dict[str, Any], dict[str, Any]]] = [
@@ -45,6 +46,11 @@ CASES: list[tuple[tuple[int, int, int], int, dict[str, Any], dict[str, Any]]] = 
     ),
     ((2, 2, 2), 1, TIED, {"gradient_compression": {"type": "int8"}}),
     ((2, 2, 2), 3, TIED, {"gradient_compression": {"type": "powersgd", "start_step": 2}}),
+    ((2, 2, 2), 1, TIED, {**CHUNKS, "micro_batch_groups": 1}),
+    ((2, 2, 2), 2, UNTIED, {**CHUNKS, **SEQUENCE_PARALLEL}),
+    ((2, 2, 2), 3, TIED, {**CHUNKS, "micro_batch_groups": 2, **SEQUENCE_PARALLEL}),
+    ((2, 4, 1), 3, UNTIED, {**CHUNKS, "replicate": 2}),
+    ((2, 2, 1), 3, {**UNTIED, "num_hidden_layers": 6}, {"virtual_stages": 3}),
 ]
 
 
@@ -73,7 +79,7 @@ def test_all_ranks_call_the_same_collectives_and_sends_meet_receives(
         "tp": tp,
         "model": model,
         "parallel": parallel,
-        "gradient_accumulation_steps": min(pp + 1, 4),
+        "gradient_accumulation_steps": 4 if "virtual_stages" in parallel else min(pp + 1, 4),
         "zero_optimization": {"stage": stage},
     }
     ledgers = pool.run(pp * dp * tp, _ledger, changes)

@@ -4,10 +4,11 @@ The executor and its links run here unchanged. Only ``batch_isend_irecv`` is rep
 arguments. Then the simulator of ``nccl_simulator.py`` runs the notes of all ranks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
-from itertools import count, product
+from itertools import count, pairwise, product
 from typing import Any
 
 import pytest
@@ -19,15 +20,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
-from megaspeed.pipeline.p2p import Neighbours
+from megaspeed.pipeline.p2p import Links
+from megaspeed.pipeline.programs import stage_program
 from megaspeed.pipeline.schedules import (
     SCHEDULES,
-    Exchange,
+    End,
     Instruction,
-    Schedule,
-    forward_only,
-    stage_program,
+    Pipeline,
+    ScheduleError,
+    Send,
+    Transfer,
+    peer,
 )
+from megaspeed.pipeline.simulation import check_programs
 from megaspeed.zero.reductions import add_gradients_of_other_end
 from tests.paper_gpu.nccl_simulator import (
     Action,
@@ -40,8 +45,9 @@ from tests.paper_gpu.nccl_simulator import (
     Wait,
     find_stuck,
 )
+from tests.pipeline.test_schedules import shape
 
-ALL_SCHEDULES = {**SCHEDULES, "evaluation": forward_only}
+ALL_SCHEDULES = [*SCHEDULES, "forward_only"]
 MICRO_BATCHES = (1, 2, 3, 4, 7, 8, 16)
 DATA_RANKS = 2
 
@@ -100,28 +106,45 @@ class NotingEngine:
         group: the pipeline of the fake world.
         other_end: the last stage if this is the first one, and the first if this is the last. Both
             have a tied embedding.
+        gathers_layers: whether each pass gathers and reduces, and not each visit.
     """
 
-    def __init__(self, notes: Notes, group: dist.ProcessGroup, other_end: int | None) -> None:
+    def __init__(
+        self,
+        notes: Notes,
+        group: dist.ProcessGroup,
+        other_end: int | None,
+        *,
+        gathers_layers: bool,
+    ) -> None:
         self._notes = notes
+        self._gathers_layers = gathers_layers
         self._group = group
         self._other_end = other_end
-        self._backwards = count()  # both schedules run them in order
+        self._backwards = count()
 
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        micro_batch = int(batch.samples)
+    def forward(self, x: Tensor, batch: MicroBatch, chunk: int) -> Tensor:
+        micro_batch = f"{int(batch.samples)} of chunk {chunk}"
         self._notes.actions.append(Compute(f"forward {micro_batch}"))
-        self._notes.collective(self._notes.data, f"gather for forward {micro_batch}")
+        if self._gathers_layers:
+            self._notes.collective(self._notes.data, f"gather for forward {micro_batch}")
         self._notes.actions.append(Compute(f"forward {micro_batch}"))
         return x * torch.ones((), requires_grad=True)
 
     def backward(
-        self, output: Tensor | GradientEdge, gradient: Tensor | None, *, last: bool
+        self, output: Tensor | GradientEdge, gradient: Tensor | None, chunk: int, end: End
     ) -> None:
         micro_batch = next(self._backwards)
         self._notes.actions.append(Compute(f"backward {micro_batch}"))
-        self._notes.collective(self._notes.data, f"reduce after backward {micro_batch}")
+        if self._gathers_layers or end != "micro_batch":
+            self._notes.collective(self._notes.data, f"reduce after backward {micro_batch}")
         torch.autograd.backward(output, gradient)
+
+    def gather(self, chunk: int, *, forward: bool) -> None:
+        self._notes.collective(self._notes.data, f"gather chunk {chunk}")
+
+    def release(self, chunk: int) -> None:
+        pass
 
     def reduce_gradients(self) -> None:
         self._notes.collective(self._notes.data, "reduce")
@@ -145,13 +168,7 @@ def fake_pipeline(stages: int, stage: int) -> Iterator[dist.ProcessGroup]:
 
 
 def noted(
-    program: Iterable[Instruction | Exchange],
-    notes: Notes,
-    *,
-    stages: int,
-    stage: int,
-    micro_batches: int,
-    training: bool,
+    pipeline: Pipeline, stage: int, program: Iterable[Instruction], notes: Notes
 ) -> list[Action]:
     """Return the actions of a rank's host in one step, until it reads the global norm."""
 
@@ -161,25 +178,16 @@ def noted(
         return MicroBatch(tokens=torch.ones(1), targets=torch.ones(1), samples=samples)
 
     patch = pytest.MonkeyPatch()
+    stages = pipeline.stages
     is_end = stages > 1 and stage in (0, stages - 1)
     other_end = stages - 1 - stage if is_end else None
     with fake_pipeline(stages, stage) as group, patch.context() as patched:
-        neighbours = Neighbours.connect(
-            group,
-            before=stage - 1 if stage > 0 else None,
-            after=stage + 1 if stage < stages - 1 else None,
-            shape=(1,),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+        links = Links.connect(group, shape=(1,), dtype=torch.float32, device=torch.device("cpu"))
         patched.setattr(dist, "batch_isend_irecv", notes.batch_isend_irecv)
-        executor = Executor(
-            NotingEngine(notes, group, other_end),
-            neighbours,
-            load=load,
-            micro_batches=micro_batches,
-        )
-        with torch.set_grad_enabled(training):
+        by_layer = pipeline.gathers == "layers"
+        engine = NotingEngine(notes, group, other_end, gathers_layers=by_layer)
+        executor = Executor(engine, links, pipeline, stage, load=load)
+        with torch.set_grad_enabled(pipeline.schedule != "forward_only"):
             executor.run(program)
     notes.collective(notes.world, "loss and norm")
     notes.actions.append(Synchronize())
@@ -187,30 +195,16 @@ def noted(
 
 
 @cache
-def programs_of(
-    name: str,
-    stages: int,
-    micro_batches: int,
-    *,
-    data_ranks: int = 1,
-    joined: bool = True,
-) -> dict[int, Program]:
-    """Return every rank's actions. If ``joined`` is false, each send and each receive is its own
-    batch.
-    """
-    schedule: Schedule = ALL_SCHEDULES[name]
+def programs_of(pipeline: Pipeline, *, data_ranks: int = 1) -> dict[int, Program]:
+    """Return every rank's actions."""
     return {
         stage * data_ranks + data_rank: noted(
-            stage_program(schedule, stages, stage, micro_batches)
-            if joined
-            else schedule(stages, stage, micro_batches),
-            Notes(stages, stage, data_rank, data_ranks),
-            stages=stages,
-            stage=stage,
-            micro_batches=micro_batches,
-            training=schedule is not forward_only,
+            pipeline,
+            stage,
+            stage_program(pipeline, stage),
+            Notes(pipeline.stages, stage, data_rank, data_ranks),
         )
-        for stage, data_rank in product(range(stages), range(data_ranks))
+        for stage, data_rank in product(range(pipeline.stages), range(data_ranks))
     }
 
 
@@ -245,63 +239,59 @@ def synchronised_at_one_place(programs: dict[int, Program]) -> Iterator[dict[int
             yield {**programs, rank: synchronised(program, [position])}
 
 
-def as_in_version_0_1(programs: dict[int, Program]) -> dict[int, Program]:
-    """Use one group for activations and another for gradients, and wait for no send."""
-
-    def changed(rank: int, program: Program, action: Action) -> Action:
-        match action:
-            case Batch(_, (_,), (_,)):
-                return action  # the tied exchange, which already names the rank at its other end
-            case Batch((_, ranks), send_to, receive_from):
-                (down,) = [to > rank for to in send_to] or [peer < rank for peer in receive_from]
-                return Batch(("activations" if down else "gradients", ranks), send_to, receive_from)
-            case Wait(position):
-                waited_for = program[position]
-                if isinstance(waited_for, Batch) and waited_for.send_to:
-                    return Compute("nothing")
-        return action
-
-    return {
-        rank: [changed(rank, program, action) for action in program]
-        for rank, program in programs.items()
-    }
+def chunked(stages: int) -> list[Pipeline]:
+    """Return interleaved pipelines with several chunks and numbers of groups."""
+    return [
+        shape("1f1b", stages, micro_batches, chunks, groups)
+        for chunks in (2, 3)
+        for micro_batches in (stages, stages + 1, 2 * stages, 3 * stages + 1)
+        for groups in range(1, micro_batches // stages + 1)
+    ]
 
 
-@pytest.mark.parametrize("name", ALL_SCHEDULES)
-@pytest.mark.parametrize("stages", [2, 3, 4, 6, 8])
-def test_no_schedule_is_stuck_with_a_synchronisation_everywhere_or_nowhere(
-    name: str, stages: int
+def pipelines(schedule: str, stages: int) -> list[Pipeline]:
+    if schedule == "chunks":
+        return chunked(stages)
+    if schedule == "visits":
+        return [replace(each, gathers="chunks_ahead") for each in chunked(stages)]
+    return [shape(schedule, stages, micro_batches) for micro_batches in MICRO_BATCHES]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [*product(ALL_SCHEDULES, (2, 3, 4, 6, 8)), *product(["chunks"], (2, 3, 4))],
+)
+def test_no_schedule_is_stuck_with_a_synchronisation_everywhere_or_nowhere_or_on_one_rank(
+    schedule: str, stages: int
 ) -> None:
-    for micro_batches in MICRO_BATCHES:
-        programs = programs_of(name, stages, micro_batches)
+    # A run with one synchronised rank tests all places of the rank. The other ranks advance while
+    # its host waits at a place. How far they can get does not depend on how long the host waited at
+    # earlier places.
+    for pipeline in pipelines(schedule, stages):
+        programs = programs_of(pipeline)
         assert find_stuck(programs) == {}
         assert find_stuck(synchronised_everywhere(programs)) == {}
+        for on_one in synchronised_on_one_rank(programs):
+            assert find_stuck(on_one) == {}
 
 
-@pytest.mark.parametrize("name", ALL_SCHEDULES)
-@pytest.mark.parametrize("stages", [2, 3, 4, 6, 8])
-def test_no_schedule_is_stuck_with_a_synchronisation_at_any_one_place(
-    name: str, stages: int
-) -> None:
-    # One run tests all places of a rank. The other ranks advance while its host waits at a place.
-    # How far they can get does not depend on how long the host waited at earlier places.
-    for micro_batches in MICRO_BATCHES:
-        for programs in synchronised_on_one_rank(programs_of(name, stages, micro_batches)):
-            assert find_stuck(programs) == {}
-
-
-@pytest.mark.parametrize("name", ALL_SCHEDULES)
-def test_one_run_for_each_place_finds_nothing_more(name: str) -> None:
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
+def test_one_run_for_each_place_finds_nothing_more(schedule: str) -> None:
     for stages, micro_batches in product((2, 3), (1, 2, 4)):
-        for programs in synchronised_at_one_place(programs_of(name, stages, micro_batches)):
+        whole = programs_of(shape(schedule, stages, micro_batches))
+        for programs in synchronised_at_one_place(whole):
             assert find_stuck(programs) == {}
 
 
-@pytest.mark.parametrize("name", ALL_SCHEDULES)
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_no_schedule_is_stuck_with_the_collectives_of_the_data_axis(name: str, stages: int) -> None:
-    for micro_batches in (1, 3, 4, 8):
-        programs = programs_of(name, stages, micro_batches, data_ranks=DATA_RANKS)
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [*product(ALL_SCHEDULES, (2, 3, 4)), *product(["chunks", "visits"], (2, 3))],
+)
+def test_no_schedule_is_stuck_with_the_collectives_of_the_data_axis(
+    schedule: str, stages: int
+) -> None:
+    for pipeline in pipelines(schedule, stages)[::2]:
+        programs = programs_of(pipeline, data_ranks=DATA_RANKS)
         assert find_stuck(programs) == {}
         assert find_stuck(synchronised_everywhere(programs)) == {}
         # Only some of the ranks synchronise: those of one data index, or those of one stage.
@@ -311,20 +301,96 @@ def test_no_schedule_is_stuck_with_the_collectives_of_the_data_axis(name: str, s
             assert find_stuck(mixed) == {}
 
 
-def test_a_step_of_1f1b_exchanges_with_both_neighbours() -> None:
+def test_a_step_of_1f1b_sends_and_receives_in_batches() -> None:
     """The notes contain the batches of the middle stage of three, with three micro-batches."""
-    batches = [a for a in programs_of("1f1b", 3, 3)[1] if isinstance(a, Batch)]
+    batches = [a for a in programs_of(shape("1f1b", 3, 3))[1] if isinstance(a, Batch)]
     assert [(batch.send_to, batch.receive_from) for batch in batches] == [
         ((), (0,)),
-        ((2,), ()),
-        ((), (0,)),
-        ((2,), (2,)),
-        ((0,), (0,)),
+        ((2,), (0,)),
+        ((2,), (0,)),
+        ((), (2,)),
+        ((0,), ()),
         ((2,), (2,)),
         ((0,), ()),
         ((), (2,)),
         ((0,), ()),
     ]
+
+
+# --- programs with other batches ------------------------------------------------------------------
+
+
+def one_message_each(program: Iterable[Instruction]) -> list[Instruction]:
+    """Return the program with a batch for each message."""
+    return [
+        alone
+        for one in program
+        for alone in (
+            [Transfer((message,)) for message in one.messages]
+            if isinstance(one, Transfer)
+            else [one]
+        )
+    ]
+
+
+def in_another_order(program: Sequence[Instruction]) -> Iterator[list[Instruction]]:
+    """Yield the program with two neighbouring transfers exchanged, for all of them."""
+    places = [at for at, one in enumerate(program) if isinstance(one, Transfer)]
+    for first, second in pairwise(places):
+        damaged = list(program)
+        damaged[first], damaged[second] = program[second], program[first]
+        yield damaged
+
+
+def actions_of(pipeline: Pipeline, programs: Sequence[Iterable[Instruction]]) -> dict[int, Program]:
+    """Return the actions of all ranks; a message is not compared with what its receiver expects."""
+    return {
+        stage: [
+            Batch(
+                ("pp", tuple(range(pipeline.stages))),
+                send_to=tuple(
+                    peer(pipeline, stage, each) for each in one.messages if isinstance(each, Send)
+                ),
+                receive_from=tuple(
+                    peer(pipeline, stage, each)
+                    for each in one.messages
+                    if not isinstance(each, Send)
+                ),
+            )
+            for one in program
+            if isinstance(one, Transfer)
+        ]
+        for stage, program in enumerate(programs)
+    }
+
+
+def test_what_the_check_accepts_is_never_stuck() -> None:
+    """Of programs with damaged transfers, the check refuses each one that deadlocks."""
+    refused = accepted = 0
+    for pipeline in (shape("1f1b", 3, 5), shape("1f1b", 2, 5, 2, 2), shape("1f1b", 3, 7, 2, 1)):
+        programs = [stage_program(pipeline, stage) for stage in range(pipeline.stages)]
+        for stage, program in enumerate(programs):
+            for damaged in [one_message_each(program), *in_another_order(program)]:
+                changed = [*programs[:stage], damaged, *programs[stage + 1 :]]
+                try:
+                    check_programs(pipeline, changed)
+                except ScheduleError:
+                    refused += 1
+                    continue
+                accepted += 1
+                assert find_stuck(synchronised_everywhere(actions_of(pipeline, changed))) == {}
+    assert refused > 100 and accepted > 10
+
+
+@pytest.mark.parametrize("pipeline", [shape("1f1b", 2, 4), shape("1f1b", 3, 6, 2, 2)], ids=str)
+def test_a_batch_for_each_message_is_stuck(pipeline: Pipeline) -> None:
+    """In the steady state two neighbours send to each other: if both start their send first, both
+    wait.
+    """
+    alone = [one_message_each(stage_program(pipeline, stage)) for stage in range(pipeline.stages)]
+    assert find_stuck(actions_of(pipeline, alone)) != {}
+    with pytest.raises(ScheduleError, match="Deadlock"):
+        check_programs(pipeline, alone)
 
 
 # --- what the simulator finds ---------------------------------------------------------------------
@@ -348,25 +414,6 @@ def test_sends_that_face_each_other_in_two_groups_are_stuck_if_the_device_is_syn
     assert find_stuck(programs) == {}
     stuck = find_stuck({rank: synchronised(program, [0]) for rank, program in programs.items()})
     assert stuck == {0: "host at 1: Synchronize()", 1: "host at 1: Synchronize()"}
-
-
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("micro_batches", [4, 8])
-def test_1f1b_as_it_was_is_stuck_with_a_synchronisation_after_its_sends(
-    stages: int, micro_batches: int
-) -> None:
-    alone = programs_of("1f1b", stages, micro_batches, joined=False)
-    two_groups = as_in_version_0_1(alone)
-    after_sends = {
-        rank: synchronised(
-            program, [i for i, a in enumerate(program) if isinstance(a, Batch) and a.send_to]
-        )
-        for rank, program in two_groups.items()
-    }
-    assert find_stuck(two_groups) == {}
-    assert find_stuck(after_sends) != {}
-    # If it is alone in one group, it deadlocks without a synchronisation.
-    assert find_stuck(alone) != {}
 
 
 def test_a_collective_is_stuck_if_a_member_never_begins_it() -> None:

@@ -16,7 +16,7 @@ from tests.paper_gpu.accelerator import PaperStream, paper_accelerator
 from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
 from tests.paper_gpu.races import RaceFinder
 from tests.paper_gpu.recorder import caller
-from tests.paper_gpu.test_host_waits import CASES, OVERLAP, PER_MICRO_BATCH, replicas, zero
+from tests.paper_gpu.test_host_waits import CASES, OVERLAP, PER_MICRO_BATCH, chunks, replicas, zero
 from tests.support.rank_pool import RankPool
 
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
@@ -38,6 +38,8 @@ MORE_CASES: dict[str, dict[str, Any]] = {
     "zero3-overlap-nothing-persists": zero(3, **OVERLAP, **NOTHING_PERSISTS),
     **{f"zero{stage}-replicas-offload": replicas(stage, **OVERLAP, **OFFLOAD) for stage in (1, 3)},
     "zero1-replicas-of-all-offload": replicas(1, **OFFLOAD, parallel={"replicate": 4}),
+    "zero3-chunks-ahead-nothing-persists": chunks(3, 3, 0, **NOTHING_PERSISTS),
+    "zero3-chunks-ahead-offload": chunks(3, 3, 3, **OFFLOAD_ALL, **NOTHING_PERSISTS),
     "zero2-small-buckets": zero(2, **OVERLAP, **ALL_REDUCE, reduce_bucket_size=2000)
     | {"parallel": PER_MICRO_BATCH},
 }
@@ -148,7 +150,7 @@ def _gathered_memory_kept_for_a_stream(launch: LaunchEnvironment) -> int:
     with paper_accelerator() as accelerator, fake_rank(paper_run(**zero(3)), 0) as worker:
         worker.train_step(batches(worker.run), 1e-3)
         gathers: Any = worker.engine._gathers
-        layers = {layer for held in gathers._holds["forward", None] for layer in held}
+        layers = {layer for held in gathers._holds[("forward", 0), None] for layer in held}
         memory = {layer._gathered.untyped_storage()._cdata for layer in layers}
         return sum(storage._cdata in memory for storage, _ in accelerator.kept)
 

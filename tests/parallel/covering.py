@@ -4,7 +4,8 @@ every ZeRO stage with every set of axes that are in use     4 stages x 8 sets
 every layout of up to 8 ranks                               17 layouts
 every two values of two settings, pp, dp and tp among them  pairwise (Cohen et al. 1997)
 
-A second table has shards and replicas (``HYBRID``), again with all pairs.
+A second table has shards and replicas (``HYBRID``), and a third one several chunks on each pipeline
+stage (``CHUNKED``), again with all pairs.
 """
 
 import itertools
@@ -51,6 +52,28 @@ HYBRID: Mapping[str, Sequence[Any]] = {
     "sequence_parallel": (False, True),
     "reduced_in": ("fp32", "bf16"),
 }
+CHUNKED: Mapping[str, Sequence[Any]] = {
+    "layout": [
+        (pp, dp, tp)
+        for pp, dp, tp in [*itertools.product((2, 3, 4), (1, 2), (1, 2)), (2, 4, 1)]
+        if pp * dp * tp <= 8
+    ],
+    "zero_stage": (3, 2, 1, 0),
+    "chunks": (2, 3),
+    "groups": (1, 2, "auto"),
+    "micro_batches": (4, 7, 9),
+    "replicate": (1, 2),
+    "gradient_reduction": ("auto", "per_micro_batch", "per_step"),
+    "architecture": ("gpt2", "llama"),
+    "tied": (True, False),
+    "sequence_parallel": (False, True),
+    "activation_checkpointing": ("none", "selective", "full"),
+    "dropout": (0.0, 0.1),
+    "reset_at_documents": (False, True),
+    "overlap_comm": (False, True),
+    "gathers_ahead": (True, False),
+    "persistent": (0, 100),  # elements of a parameter that ZeRO-3 keeps gathered, at most
+}
 _DEGREES = {3: ("pp", "dp", "tp"), 4: ("pp", "replicate", "shard", "tp"), 0: ()}
 
 
@@ -61,8 +84,19 @@ def axes_in_use(layout: tuple[int, int, int]) -> tuple[bool, bool, bool]:
 
 
 def is_possible(row: Row) -> bool:
-    """Return whether a (partial) row can run. Sequence parallelism needs a tensor axis."""
-    return not (row.get("sequence_parallel") and "layout" in row and row["layout"][-1] == 1)
+    """Return whether a (partial) row can run.
+
+    Sequence parallelism needs a tensor axis. A group has a micro-batch for each pipeline stage. Two
+    replicas need an even data degree, and ZeRO-0 has only replicas.
+    """
+    pp, dp, tp = row["layout"] if len(row.get("layout", ())) == 3 else (1, 4, 2)
+    if len(row.get("layout", ())) == 4:
+        tp = row["layout"][-1]
+    if row.get("sequence_parallel") and tp == 1:
+        return False
+    if row.get("groups") == 2 and 2 * pp > row.get("micro_batches", 9):
+        return False
+    return row.get("replicate", 1) == 1 or (dp % 2 == 0 and row.get("zero_stage") != 0)
 
 
 def pairs_of(row: Row) -> set[Pair]:
@@ -95,14 +129,28 @@ def covering_rows() -> list[Row]:
     return rows
 
 
-def hybrid_rows() -> list[Row]:
-    """Return rows of ``HYBRID`` that cover all pairs."""
-    missing = possible_pairs(HYBRID)
+def rows_of(settings: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """Return rows of ``HYBRID`` or ``CHUNKED`` that cover all pairs."""
+    missing = possible_pairs(settings)
     rows: list[Row] = []
     while missing:
-        rows.append(_filled({}, missing, rows, HYBRID))
+        row = _filled({}, missing, rows, settings)
+        if not _new(row, missing):
+            row = _filled(_with_pair(min(missing, key=str), settings), missing, rows, settings)
+        rows.append(row)
         missing -= pairs_of(rows[-1])
     return rows
+
+
+def _with_pair(pair: Pair, settings: Mapping[str, Sequence[Any]]) -> Row:
+    """Return a partial row that has these two values, and can run."""
+    for layout in settings["layout"]:
+        degrees = dict(zip(_DEGREES[len(layout)], layout, strict=True))
+        others = dict(each for each in pair if each[0] not in degrees)
+        row = {"layout": layout, **others}
+        if is_possible(row) and pair in pairs_of(row):
+            return row
+    raise AssertionError(f"no row has {pair}")
 
 
 def _new(row: Row, missing: set[Pair]) -> int:
@@ -125,4 +173,4 @@ def _filled(
         used = Counter(other[name] for other in rows)
         new = {value: _new({**row, name: value}, missing) for value in values}
         row = {**row, name: max(values, key=lambda value: (new[value], -used[value]))}
-    return row
+    return {name: row[name] for name in settings}

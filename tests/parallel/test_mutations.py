@@ -136,10 +136,10 @@ def every_tensor_rank_drops_the_same_part() -> AbstractContextManager[None]:
 
 def later_pipeline_stages_do_not_receive_documents() -> AbstractContextManager[None]:
     def received_by_half(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attend(self: ZeroEngine, x: Tensor, batch: MicroBatch) -> Tensor:
+        def attend(self: ZeroEngine, x: Tensor, batch: MicroBatch, chunk: int) -> Tensor:
             if not self._context.is_first_pipeline_stage:
                 batch = dataclasses.replace(batch, documents=None)
-            return forward(self, x, batch)
+            return forward(self, x, batch, chunk)
 
         return attend
 

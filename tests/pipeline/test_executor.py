@@ -3,34 +3,35 @@
 The stages are plain modules with plain autograd, so plain torch computes the expected numbers.
 """
 
+import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megaspeed.model.documents import Documents
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
-from megaspeed.pipeline.p2p import Neighbours
+from megaspeed.pipeline.p2p import Links
+from megaspeed.pipeline.programs import stage_program
 from megaspeed.pipeline.schedules import (
     SCHEDULES,
     Backward,
-    Exchange,
+    End,
     Forward,
     Instruction,
     SendActivation,
-    forward_only,
-    stage_program,
+    Transfer,
 )
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.pipeline.test_schedules import shape
 from tests.support.rank_pool import RankPool
 
 ROWS, WIDTH = 2, 3
@@ -59,42 +60,64 @@ def loss_function(output: Tensor, counted: Tensor) -> Tensor:
     return (output.square() * counted).sum()
 
 
-class PlainEngine:
-    """A stage that torch alone runs. It keeps weak references to every tensor of each forward."""
+Key = tuple[int, int]
+"""(micro-batch, chunk)"""
 
-    def __init__(self, module: nn.Module, *, is_last: bool) -> None:
-        self.module = module
-        self.is_last = is_last
-        self.tensors: dict[int, list[weakref.ref[Tensor]]] = {}
-        self.outputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+class PlainEngine:
+    """A stage that torch alone runs. It keeps weak references to every tensor of each forward.
+
+    Args:
+        chunks: of the stage.
+        has_loss: whether its last chunk is the last one of all.
+        sleep_seconds: of a forward; a backward sleeps twice as long.
+    """
+
+    def __init__(
+        self, chunks: nn.ModuleList, *, has_loss: bool, sleep_seconds: float = 0.0
+    ) -> None:
+        self.chunks = chunks
+        self.sleep_seconds = sleep_seconds
+        self.has_loss = has_loss
+        self.tensors: dict[Key, list[weakref.ref[Tensor]]] = {}
+        self.outputs: dict[Key, weakref.ref[torch.UntypedStorage]] = {}
         self.samples: list[Tensor] = []
         self.documents: list[Documents | None] = []
-        self.last_flags: list[bool] = []
+        self.ends: list[End] = []
+        self.gathers: list[tuple[int, bool | None]] = []
         self.reductions: list[str] = []
 
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        micro_batch = int(batch.samples[0]) // 2
+    def forward(self, x: Tensor, batch: MicroBatch, chunk: int) -> Tensor:
+        time.sleep(self.sleep_seconds)
+        key, module = (int(batch.samples[0]) // 2, chunk), self.chunks[chunk]
         seen: list[Tensor] = [x]
         hooks = [
             layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output))
-            for layer in self.module.children()
+            for layer in module.children()
         ]
-        output: Tensor = self.module(x)
+        output: Tensor = module(x)
         for hook in hooks:
             hook.remove()
-        if self.is_last:
+        if self.has_loss and chunk == len(self.chunks) - 1:
             output = loss_function(output, batch.targets)
         self.samples.append(batch.samples)
         self.documents.append(batch.documents)
-        self.tensors[micro_batch] = [weakref.ref(tensor) for tensor in seen]
-        self.outputs[micro_batch] = weakref.ref(output.untyped_storage())
+        self.tensors[key] = [weakref.ref(tensor) for tensor in seen]
+        self.outputs[key] = weakref.ref(output.untyped_storage())
         return output
 
     def backward(
-        self, output: Tensor | GradientEdge, gradient: Tensor | None, *, last: bool
+        self, output: Tensor | GradientEdge, gradient: Tensor | None, chunk: int, end: End
     ) -> None:
-        self.last_flags.append(last)
+        time.sleep(2 * self.sleep_seconds)
+        self.ends.append(end)
         torch.autograd.backward(output, gradient)
+
+    def gather(self, chunk: int, *, forward: bool) -> None:
+        self.gathers.append((chunk, forward))
+
+    def release(self, chunk: int) -> None:
+        self.gathers.append((chunk, None))
 
     def reduce_gradients(self) -> None:
         self.reductions.append("data axis")
@@ -102,22 +125,22 @@ class PlainEngine:
     def reduce_tied_gradients(self) -> None:
         self.reductions.append("tied")
 
-    def alive(self) -> set[int]:
-        """Return the micro-batches of which any tensor still exists."""
-        return {m for m, tensors in self.tensors.items() if any(t() is not None for t in tensors)}
+    def alive(self) -> set[Key]:
+        """Return the forwards of which any tensor still exists."""
+        return {k for k, tensors in self.tensors.items() if any(t() is not None for t in tensors)}
 
-    def outputs_alive(self) -> set[int]:
-        """Return the micro-batches whose output still occupies memory."""
-        return {m for m, storage in self.outputs.items() if storage() is not None}
+    def outputs_alive(self) -> set[Key]:
+        """Return the forwards whose output still occupies memory."""
+        return {k for k, storage in self.outputs.items() if storage() is not None}
 
 
 @dataclass(frozen=True)
 class Held:
-    """After one instruction: the micro-batches that still have any tensor, or their output."""
+    """After one instruction: the forwards that still have any tensor, or their output."""
 
-    instruction: Instruction | Exchange
-    alive: set[int]
-    outputs: set[int]
+    instruction: Instruction
+    alive: set[Key]
+    outputs: set[Key]
 
 
 @dataclass(frozen=True)
@@ -125,60 +148,68 @@ class StageRecord:
     """The record of one stage."""
 
     loss_sum: Tensor | None
-    gradients: list[Tensor | None]
+    gradients: list[list[Tensor | None]]  # of each chunk
     held: list[Held]
     samples: list[Tensor]
     documents: list[Documents | None]
-    last_flags: list[bool]
+    ends: list[End]
+    gathers: list[tuple[int, bool | None]]
     reductions: list[str]
+    seconds: float
 
 
-def run_stage(launch: LaunchEnvironment, schedule: str | None, micro_batches: int) -> StageRecord:
-    """Run one step of the named schedule, or an evaluation if the name is None."""
+def run_stage(
+    launch: LaunchEnvironment,
+    schedule: str,
+    micro_batches: int,
+    chunks: int = 1,
+    groups: int = 1,
+    sleep_seconds: float = 0.0,
+) -> StageRecord:
+    """Run one step of a schedule, or an evaluation."""
+    pipeline = shape(schedule, launch.world_size, micro_batches, chunks, groups)
+    if chunks > 1:
+        pipeline = replace(pipeline, gathers="chunks")
     grid = Grid(pp=launch.world_size, dp=1, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         stage, stages = context.pp_rank, context.grid.pp
-        run: Callable[..., Any] = forward_only if schedule is None else SCHEDULES[schedule]
-        neighbours = connect(context)
-        engine = PlainEngine(make_stage(stage), is_last=stage == stages - 1)
-        executor = Executor(
-            engine,
-            neighbours,
-            load=load,
-            micro_batches=micro_batches,
-        )
+        links = None
+        if context.pp_group is not None:
+            links = Links.connect(
+                context.pp_group,
+                shape=(ROWS, WIDTH),
+                dtype=torch.float32,
+                device=context.device,
+            )
+        own = nn.ModuleList(make_stage(pipeline.virtual(stage, chunk)) for chunk in range(chunks))
+        has_loss = stage == stages - 1
+        engine = PlainEngine(own, has_loss=has_loss, sleep_seconds=sleep_seconds)
+        executor = Executor(engine, links, pipeline, stage, load=load)
         held: list[Held] = []
 
-        def watched() -> Iterator[Instruction | Exchange]:
-            for instruction in stage_program(run, stages, stage, micro_batches):
+        def watched() -> Iterator[Instruction]:
+            for instruction in program:
                 yield instruction
                 held.append(Held(instruction, engine.alive(), engine.outputs_alive()))
 
-        with torch.set_grad_enabled(schedule is not None):
+        program = list(stage_program(pipeline, stage))
+        dist.barrier()
+        start = time.perf_counter()
+        with torch.set_grad_enabled(schedule != "forward_only"):
             executor.run(watched())
+        seconds = time.perf_counter() - start
         assert engine.alive() == set()
         return StageRecord(
             loss_sum=executor.loss_sum,
-            gradients=[p.grad for p in engine.module.parameters()],
+            gradients=[[p.grad for p in chunk.parameters()] for chunk in own],
             held=held,
             samples=engine.samples,
             documents=engine.documents,
-            last_flags=engine.last_flags,
+            ends=engine.ends,
+            gathers=engine.gathers,
             reductions=engine.reductions,
+            seconds=seconds,
         )
-
-
-def connect(context: ParallelContext) -> Neighbours:
-    if context.pp_group is None:
-        return Neighbours(before=None, after=None)
-    return Neighbours.connect(
-        context.pp_group,
-        before=context.previous_rank,
-        after=context.next_rank,
-        shape=(ROWS, WIDTH),
-        dtype=torch.float32,
-        device=context.device,
-    )
 
 
 def one_process(stages: int, micro_batches: int) -> tuple[Tensor, list[Tensor | None]]:
@@ -191,16 +222,22 @@ def one_process(stages: int, micro_batches: int) -> tuple[Tensor, list[Tensor | 
     return total.detach(), [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (3, 5)])
+@pytest.mark.parametrize(
+    ("schedule", "stages", "micro_batches", "chunks", "groups"),
+    [
+        *((schedule, *sizes, 1, 1) for schedule in SCHEDULES for sizes in [(1, 3), (2, 1), (3, 5)]),
+        *[("1f1b", 2, 2, 2, 1), ("1f1b", 2, 5, 3, 2), ("1f1b", 3, 7, 2, 1), ("1f1b", 4, 9, 2, 2)],
+    ],
+)
 def test_a_step_has_the_loss_and_the_gradients_of_one_process(
-    pool: RankPool, schedule: str, stages: int, micro_batches: int
+    pool: RankPool, schedule: str, stages: int, micro_batches: int, chunks: int, groups: int
 ) -> None:
-    records = pool.run(stages, run_stage, schedule, micro_batches)
-    loss, gradients = one_process(stages, micro_batches)
+    records = pool.run(stages, run_stage, schedule, micro_batches, chunks, groups)
+    loss, gradients = one_process(stages * chunks, micro_batches)
     assert [r.loss_sum is None for r in records] == [True] * (stages - 1) + [False]
     torch.testing.assert_close(records[-1].loss_sum, loss)
-    torch.testing.assert_close([g for r in records for g in r.gradients], gradients)
+    own = [each for chunk in range(chunks) for r in records for each in r.gradients[chunk]]
+    torch.testing.assert_close(own, gradients)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -212,8 +249,37 @@ def test_every_stage_receives_samples_documents_the_last_micro_batch_and_when_to
         for m, documents in enumerate(record.documents):
             assert documents is not None
             torch.testing.assert_close(vars(documents), vars(load(m).documents))
-        assert record.last_flags == [False, False, True]
+        assert record.ends == ["micro_batch", "micro_batch", "step"]
         assert record.reductions == ["data axis", "tied"]
+
+
+def test_chunks_are_gathered_for_a_visit_and_reduced_at_its_end(pool: RankPool) -> None:
+    """Groups of three and two micro-batches, on the last stage: it gathers chunk 0 once for the
+    forwards of the second group and the backwards of the first one.
+    """
+    *_, last = pool.run(2, run_stage, "1f1b", 5, 2, 2)
+    order = ["+0", "-0", "+1", "-1", "+0", "+1", "-0", "-1", "backward+0", "-0"]
+    names = {True: "+", None: "-", False: "backward+"}
+    assert [f"{names[how]}{chunk}" for chunk, how in last.gathers] == order
+    first_group = ["micro_batch", "micro_batch", "visit"]
+    assert last.ends == [*first_group, *first_group, *["micro_batch", "step"] * 2]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_step_takes_as_long_as_the_bubble_says(pool: RankPool, groups: int) -> None:
+    """Four stages of two chunks run eight micro-batches, whose layers sleep. Messages are small.
+
+    Other tests run beside this one, so the fastest of some steps counts.
+    """
+    forward = 0.03
+    ideal = 3 * forward * (2 * 8 + 3)
+    for _ in range(10):
+        records = pool.run(4, run_stage, "1f1b", 8, 2, groups, forward)
+        seconds = max(record.seconds for record in records)
+        assert seconds >= ideal
+        if seconds <= 1.05 * ideal:
+            return
+    pytest.fail(f"the last step took {seconds:.2f} s, ideal are {ideal:.2f} s")
 
 
 @pytest.mark.parametrize(("schedule", "peaks"), [("gpipe", [6, 6, 6]), ("1f1b", [3, 2, 1])])
@@ -229,39 +295,40 @@ def test_everything_of_a_micro_batch_is_freed_by_its_backward(
     pool: RankPool, schedule: str
 ) -> None:
     for record in pool.run(3, run_stage, schedule, 6):
-        done: set[int] = set()
+        done: set[Key] = set()
         for held in record.held:
             if isinstance(held.instruction, Backward):
-                done.add(held.instruction.micro_batch)
+                done.add((held.instruction.micro_batch, held.instruction.chunk))
             assert held.alive & done == set(), held.instruction
-        assert done == set(range(6))
+        assert len(done) == 6
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_output_is_freed_once_it_is_sent(pool: RankPool, schedule: str) -> None:
     # Version 0.1 kept the output of every micro-batch in flight until its backward.
     for record in pool.run(3, run_stage, schedule, 6)[:-1]:
-        sent: set[int] = set()
+        sent: set[Key] = set()
         for held in record.held:
             match held.instruction:
-                case SendActivation(m) | Exchange(SendActivation(m)):
-                    sent.add(m)
-                    assert held.outputs == {m}  # being sent; the one before has arrived
-                case Forward(m):
-                    assert held.outputs <= {m - 1, m}
-                case Backward():
+                case Transfer((SendActivation(m, chunk), *_)):
+                    sent.add((m, chunk))
+                    assert held.outputs == {(m, chunk)}  # being sent; the one before has arrived
+                case Transfer():
                     assert held.outputs == set()
-        assert sent == set(range(6))
+                case Forward(m, chunk):
+                    assert held.outputs <= {(m - 1, chunk), (m, chunk)}
+        assert len(sent) == 6
 
 
-def test_an_evaluation_sums_the_losses_and_keeps_nothing(pool: RankPool) -> None:
-    records = pool.run(3, run_stage, None, 6)
-    loss, _ = one_process(3, 6)
+@pytest.mark.parametrize(("chunks", "groups"), [(1, 1), (2, 1)])
+def test_an_evaluation_sums_the_losses_and_keeps_nothing(
+    pool: RankPool, chunks: int, groups: int
+) -> None:
+    records = pool.run(3, run_stage, "forward_only", 6, chunks, groups)
+    loss, _ = one_process(3 * chunks, 6)
     torch.testing.assert_close(records[-1].loss_sum, loss)
     for record in records:
-        assert record.gradients == [None] * 4
-        assert record.last_flags == [] and record.reductions == []
-        assert max(len(held.alive) for held in record.held) <= 1
-        for held, following in pairwise(record.held):
-            if type(following.instruction) is not SendActivation:
-                assert held.alive == set(), held.instruction
+        assert record.gradients == [[None] * 4] * chunks
+        assert record.ends == [] and record.reductions == []
+    for record in records[:-1]:  # what is computed, and what is being sent
+        assert max(len(held.outputs) for held in record.held) <= 2

@@ -7,26 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspeed.pipeline.p2p import Link, Neighbours, PipelineProtocolError
-from megaspeed.pipeline.schedules import (
-    SCHEDULES,
-    Backward,
-    Exchange,
-    Forward,
-    LoadMicroBatch,
-    ReceiveActivation,
-    ReceiveGradient,
-    Schedule,
-    SendActivation,
-    SendGradient,
-    stage_program,
-)
+from megaspeed.pipeline.p2p import Links, PipelineProtocolError
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
-
-STAGES, MICRO_BATCHES = 3, 6
 
 
 def pipeline(launch: LaunchEnvironment) -> ParallelContext:
@@ -37,105 +22,62 @@ def pipeline(launch: LaunchEnvironment) -> ParallelContext:
 
 def connect(
     context: ParallelContext, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32
-) -> Neighbours:
+) -> Links:
     assert context.pp_group is not None
-    return Neighbours.connect(
-        context.pp_group,
-        before=context.previous_rank,
-        after=context.next_rank,
-        shape=shape,
-        dtype=dtype,
-        device=context.device,
-    )
+    return Links.connect(context.pp_group, shape=shape, dtype=dtype, device=context.device)
 
 
-# --- what a pipeline does -------------------------------------------------------------------------
+# --- what arrives ---------------------------------------------------------------------------------
 
 
-def source(micro_batch: int, dtype: torch.dtype) -> Tensor:
-    """Return (2, 3) small integers, exact in bf16, and not contiguous."""
-    return (torch.arange(6).reshape(3, 2).t() + 10 * micro_batch).to(dtype)
-
-
-def run_both_schedules(launch: LaunchEnvironment) -> None:
+def passed_around(launch: LaunchEnvironment) -> None:
+    """Each stage sends to the next one of the ring and to the one before, in one batch."""
     with pipeline(launch) as context:
-        for schedule in SCHEDULES.values():
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                neighbours = connect(context, dtype=dtype)
-                run_stage(context.pp_rank, schedule, neighbours, dtype)
-                neighbours.drain()
+        own, stages = context.pp_rank, context.grid.pp
+        before, after = (own - 1) % stages, (own + 1) % stages
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            links = connect(context, dtype=dtype)
+            # Small integers, exact in bf16, and not contiguous.
+            sent = (torch.arange(6).reshape(3, 2).t() + 10 * own).to(dtype)
+            for _ in range(3):
+                if stages == 2:
+                    received = links.start([(sent, after)], [before])
+                else:
+                    received = links.start([(sent, after), (sent, before)], [before, after])
+                links.finish()
+                for tensor, stage in zip(received, (before, after), strict=False):
+                    assert torch.equal(tensor, sent + 10 * (stage - own))
+                    assert tensor.is_contiguous() and not tensor.requires_grad
 
 
-def run_stage(rank: int, schedule: Schedule, neighbours: Neighbours, dtype: torch.dtype) -> None:
-    """Add 1 to the activation and double the gradient. The first gradient is the output."""
-    values: dict[int, Tensor] = {}
-    before, after = neighbours.before, neighbours.after
-    for instruction in stage_program(schedule, STAGES, rank, MICRO_BATCHES):
-        match instruction:
-            case LoadMicroBatch(m) if rank == 0:
-                values[m] = source(m, dtype)
-            case ReceiveActivation(m):
-                assert before is not None
-                values[m] = before.receive()
-            case Exchange(SendGradient(m), ReceiveActivation(k)):
-                assert before is not None
-                values[k] = before.exchange(values.pop(m))
-            case Forward(m):
-                if before is not None:
-                    before.finish()
-                assert torch.equal(values[m], source(m, dtype) + rank)
-                assert rank == 0 or values[m].is_contiguous()
-                assert not values[m].requires_grad
-                values[m] = values[m].requires_grad_() + 1
-            case SendActivation(m):
-                assert after is not None
-                after.send(values[m])
-            case Exchange(SendActivation(m), ReceiveGradient(k)):
-                assert after is not None
-                values[k] = after.exchange(values[m])
-            case ReceiveGradient(m):
-                assert after is not None
-                values[m] = after.receive()
-            case Backward(m):
-                if after is not None:
-                    after.finish()
-                doublings = STAGES - 1 - rank
-                assert torch.equal(values[m], (source(m, dtype) + STAGES) * 2**doublings)
-                values[m] = values[m].detach() * 2
-            case SendGradient(m):
-                assert before is not None
-                before.send(values.pop(m))
-
-
-def test_both_schedules_carry_every_micro_batch_in_every_dtype(pool: RankPool) -> None:
-    pool.run(STAGES, run_both_schedules)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_batch_carries_messages_of_every_dtype_around_a_ring(pool: RankPool, stages: int) -> None:
+    pool.run(stages, passed_around)
 
 
 def lone_sends(launch: LaunchEnvironment) -> None:
     with pipeline(launch) as context:
-        neighbours = connect(context)
-        link = neighbours.after or neighbours.before
-        assert link is not None
+        links = connect(context)
         if context.rank == 0:
             sent = [torch.full((2, 3), float(value)) for value in range(3)]
             alive = []
             for tensor in sent:
-                link.send(tensor)
+                links.start([(tensor, 1)])
                 alive.append(weakref.ref(tensor.untyped_storage()))
             del tensor
             sent.clear()
             # A send starts when the previous one has been received, so only the last is in flight.
             assert [storage() is not None for storage in alive] == [False, False, True]
-            link.finish()
+            links.finish()
             assert alive[-1]() is None
         else:
             for value in range(3):
-                received = link.receive()
-                link.finish()
+                (received,) = links.start([], [0])
+                links.finish()
                 assert received.unique().tolist() == [value]
 
 
-def test_a_link_keeps_what_it_sends_until_it_is_received_and_no_longer(pool: RankPool) -> None:
+def test_links_keep_what_they_send_until_it_is_received(pool: RankPool) -> None:
     pool.run(2, lone_sends)
 
 
@@ -152,11 +94,10 @@ def storages_of_messages(launch: LaunchEnvironment) -> None:
 
     with pipeline(launch) as context, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "batch_isend_irecv", noted)
-        neighbours = connect(context, dtype=torch.bfloat16)
-        link = neighbours.after or neighbours.before
-        assert link is not None
+        links = connect(context, dtype=torch.bfloat16)
+        other = 1 - context.rank
         tensor = torch.full((2, 3), float(context.rank), dtype=torch.bfloat16)
-        received = link.exchange(tensor)
+        (received,) = links.start([(tensor, other)], [other])
         alive = [weakref.ref(message.untyped_storage()) for message in seen]
         for message, own in zip(seen, (tensor, received), strict=True):
             assert message.data_ptr() == own.data_ptr()
@@ -164,7 +105,7 @@ def storages_of_messages(launch: LaunchEnvironment) -> None:
         seen.clear()
         del message
         assert all(storage() is not None for storage in alive), "kept until the batch is done"
-        link.finish()
+        links.finish()
         assert all(storage() is None for storage in alive)
 
 
@@ -201,22 +142,19 @@ def test_stages_that_expect_another_shape_or_dtype_all_name_both_sides(pool: Ran
 
 def a_sender_changes_its_mind(launch: LaunchEnvironment) -> None:
     with pipeline(launch) as context:
-        neighbours = connect(context)
-        link = neighbours.after or neighbours.before
-        assert isinstance(link, Link)
+        links = connect(context)
         if context.rank == 0:
-            link.send(torch.full((2, 3), 1.0))
+            links.start([(torch.full((2, 3), 1.0), 1)])
             for other in (torch.zeros(1, 3), torch.zeros(2, 3, dtype=torch.bfloat16)):
-                for start in (link.send, link.exchange):
-                    with pytest.raises(PipelineProtocolError, match=r"Rank 0 tried .* to rank 1"):
-                        start(other)
-            link.send(torch.full((2, 3), 2.0))
-            link.finish()
+                with pytest.raises(PipelineProtocolError, match=r"Rank 0 tried .* to rank 1"):
+                    links.start([(other, 1)], [1])
+            links.start([(torch.full((2, 3), 2.0), 1)])
+            links.finish()
         else:
             received = []
             for _ in range(2):
-                received.append(link.receive())
-                link.finish()
+                received += links.start([], [0])
+                links.finish()
             assert [tensor.unique().tolist() for tensor in received] == [[1.0], [2.0]]
 
 

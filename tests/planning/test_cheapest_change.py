@@ -9,6 +9,12 @@ from megaspeed.planning.prediction import predict
 from megaspeed.planning.variants import Change, Training, cheapest_change
 from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny
 
+CHUNKS = (
+    "parallel.pipeline=2",
+    "parallel.virtual_stages=2",
+    "train_micro_batch_size_per_gpu=1",
+)
+
 
 def peak_of(training: Training) -> int:
     return predict(training.run).fullest.peak_bytes
@@ -51,8 +57,14 @@ def change_of(training: Training, share: float, gpus_per_node: int = 8) -> Chang
             4,
             "zero_optimization.stage=2",
         ),
+        ((*CHUNKS, "parallel.micro_batch_groups=1"), 2, "parallel.micro_batch_groups=auto"),
+        (
+            (*CHUNKS, "parallel.activation_checkpointing=full"),
+            2,
+            "parallel.virtual_stages=1",
+        ),
     ],
-    ids=["sequence", "1f1b", "ZeRO-1", "recompute", "reduction", "ZeRO-2"],
+    ids=["sequence", "1f1b", "ZeRO-1", "recompute", "reduction", "ZeRO-2", "groups", "chunks"],
 )
 def test_one_byte_too_many_is_mended_by_the_cheapest_change(
     settings: tuple[str, ...], world_size: int, change: str

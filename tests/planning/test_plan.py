@@ -85,6 +85,28 @@ def test_pipeline_stages_cover_the_layers_and_the_parameters() -> None:
     assert planned.stages[1].parameters_per_rank == 3 * ((block - whole) // 8 + whole)
 
 
+def test_a_plan_with_chunks_states_the_shape_of_the_step() -> None:
+    """2 stages x 2 chunks, 8 micro-batches in 2 groups. Each chunk sends 8 activations and 8
+    gradients, but the first virtual stage no gradients, and the last one no activations.
+    """
+    keys = ("parallel.pipeline=2", "parallel.virtual_stages=2", "parallel.micro_batch_groups=2")
+    training = tiny(*keys, "train_micro_batch_size_per_gpu=1", world_size=4)
+    planned = plan(training, a100s())
+    figures = planned.as_json()
+    assert (figures["virtual_stages"], figures["micro_batch_groups"]) == (2, 2)
+    assert [stage["messages"] for stage in figures["pipeline_stages"]] == [24, 24]
+    # Warm-up: 2 more for each stage after it, and the first chunk of a group of 4; then one more.
+    assert [stage["in_flight"] for stage in figures["pipeline_stages"]] == [7, 5]
+    zero = figures["zero_stages"]
+    assert [each["reductions"] for each in zero] == [1, 1, 2, 2]
+    assert [each["gathers_of_chunks"] for each in zero[:3]] == [0, 0, 0]
+    # At most one for each visit.
+    assert 2 < zero[3]["gathers_of_chunks"] <= 8
+    assert figures["bubble_fraction"] == 1 / (2 * 8 + 1)
+    lines = list(summary(planned))
+    assert any("1f1b, 2 chunks a stage, 2 groups of micro-batches, ideal" in line for line in lines)
+
+
 def test_a_zero_stage_that_the_configuration_refuses_states_why() -> None:
     compressed = (
         "parallel.gradient_compression=int8",

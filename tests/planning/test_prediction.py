@@ -3,12 +3,10 @@
 import pytest
 
 from megaspeed.pipeline.schedules import SCHEDULES
-from megaspeed.pipeline.simulation import bubble_fraction
 from megaspeed.planning.costs.stage_memory import predict_memory
 from megaspeed.planning.costs.traffic import predict_traffic
 from megaspeed.planning.prediction import (
     alike_stages,
-    ideal_bubble,
     predict,
 )
 from tests.planning.tiny_runs import FOLDER, from_file, tiny
@@ -42,20 +40,3 @@ def test_the_largest_of_all_pipeline_stages_is_found(
     assert predict(run).fullest.pipeline_stage == [each.peak.total for each in memory].index(peak)
     sent = max(sum(each.values()) for each in traffic)
     assert predict(run).busiest.sent_bytes == sent
-
-
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-@pytest.mark.parametrize("pp", [1, 2, 4])
-@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
-def test_the_bubble_is_that_of_the_simulated_schedule(
-    schedule: str, pp: int, micro_batches: int
-) -> None:
-    run = tiny(
-        f"parallel.schedule={schedule}",
-        f"parallel.pipeline={pp}",
-        f"train_micro_batch_size_per_gpu={16 // micro_batches}",
-        world_size=pp,
-    ).run
-    assert run.batch.gradient_accumulation_steps == micro_batches
-    simulated = bubble_fraction(SCHEDULES[schedule], pp, micro_batches)
-    assert ideal_bubble(run) == pytest.approx(simulated, abs=1e-12)

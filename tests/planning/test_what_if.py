@@ -1,5 +1,6 @@
 """What-if against brute force, which loads and predicts every variant of 8 ranks from a file."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from megaspeed.planning.costs.step_time import predict_step_time
 from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.forecast import forecast
 from megaspeed.planning.variants import Layout, WhatIf, what_if
-from tests.planning.tiny_runs import a100s, from_file, tiny, tiny_file
+from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny, tiny_file
 
 Key = tuple[int, int, int, int, str, str, str, int]
 Figures = dict[Key, tuple[float, int]]
@@ -30,7 +31,12 @@ def key_of(layout: Layout) -> Key:
 
 
 def figures_of(found: WhatIf) -> Figures:
-    return {key_of(layout): (layout.seconds, layout.peak_bytes) for layout in found.layouts}
+    """The figures of the variants with one chunk."""
+    return {
+        key_of(layout): (layout.seconds, layout.peak_bytes)
+        for layout in found.layouts
+        if layout.settings.virtual_stages == 1
+    }
 
 
 def by_brute_force(file: Path, world_size: int, cluster: Cluster) -> Figures:
@@ -99,7 +105,7 @@ def test_variants_that_are_too_large_are_omitted(file: Path, brute: Figures) -> 
         beside = reserved_memory(layout.run, cluster.device, 8, layout.peak_bytes)
         assert layout.verdict == verdict(layout.peak_bytes, beside, cluster.device)
     assert 0 < len(found.layouts) < len(brute)
-    assert len(found.layouts) + found.too_large == len(brute)
+    assert len(figures_of(found)) + found.too_large == len(brute)
     assert found.best is not None and found.best.verdict == "fits"
 
 
@@ -162,6 +168,60 @@ def test_replicas_are_listed_with_the_number_that_is_fastest() -> None:
             assert several[key].seconds == seconds[fastest]
         else:
             assert key not in several
+
+
+def of_7_5b(*stated: str, network_bandwidth: float, **machine: int) -> WhatIf:
+    training = from_file(FOLDER / "zero_7.5b.json", *stated, world_size=8)
+    return what_if(training, replace(a100s(**machine), network_bandwidth=network_bandwidth))
+
+
+def test_chunks_win_if_the_bubble_is_large() -> None:
+    """8 stages have 16 micro-batches. Everything else is slow on nodes of one GPU."""
+    keys = ("train_batch_size=16", "train_micro_batch_size_per_gpu=1")
+    found = of_7_5b(*keys, network_bandwidth=12, gpus_per_node=1)
+    best, one_chunk = found.best, figures_of(found).values()
+    assert best is not None and best.run.grid.pp == 8
+    assert best.settings.virtual_stages == best.run.config.parallel.virtual_stages == 2
+    assert best.seconds < 0.95 * min(seconds for seconds, _ in one_chunk)
+    typed = from_file(FOLDER / "zero_7.5b.json", *keys, *best.set_text, world_size=8)
+    assert typed.run == best.run
+    # Other variants with several chunks are listed only if they are the fastest of their degrees.
+    fastest = {layout.run.grid: layout for layout in found.fastest_of_each_grid()}
+    for layout in found.layouts:
+        if layout.settings.virtual_stages > 1 and layout.verdict == "fits":
+            assert fastest[layout.run.grid].settings.virtual_stages > 1
+
+
+def test_one_group_of_chunks_wins_at_zero_3_on_a_slow_network() -> None:
+    """It gathers each chunk twice a step, not twice a micro-batch."""
+    found = of_7_5b(
+        "train_batch_size=64",
+        "train_micro_batch_size_per_gpu=null",
+        "parallel.pipeline=2",
+        network_bandwidth=1,
+        gpus_per_node=2,
+        memory_bytes=int(26.5 * 2**30),
+    )
+    at_2_4_1 = [each for each in found.layouts if (each.settings.pp, each.settings.tp) == (2, 1)]
+    best = at_2_4_1[0]
+    assert (best.run.zero_stage, best.settings.virtual_stages) == (3, 4)
+    assert best.run.config.parallel.micro_batch_groups == best.run.reductions == 1
+    one_chunk = [each for each in at_2_4_1 if each.settings.virtual_stages == 1]
+    assert best.seconds < 0.7 * one_chunk[0].seconds
+
+
+@pytest.mark.parametrize("groups", ["auto", "1", "2"])
+def test_stated_chunks_are_listed_with_and_without(groups: str, tmp_path: Path) -> None:
+    stated = ("parallel.pipeline=2", "parallel.virtual_stages=2", "zero_optimization.stage=2")
+    changes = (f"parallel.micro_batch_groups={groups}", "parallel.gradient_reduction=per_visit")
+    file = tiny_file(tmp_path, *stated, "train_micro_batch_size_per_gpu=1")
+    training = from_file(file, *changes, world_size=4)
+    layouts = what_if(training, a100s()).layouts
+    assert [layout.run for layout in layouts if not layout.set_text] == [training.run]
+    for layout in layouts:
+        assert from_file(file, *changes, *layout.set_text, world_size=4).run == layout.run
+    chunks = {(layout.run.grid.pp, layout.settings.virtual_stages) for layout in layouts}
+    assert {(1, 1), (2, 1), (2, 2), (4, 1)} <= chunks
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def on_meta(
     config: ModelConfig, rank: int, size: int, layers: range | None = None
 ) -> tuple[GPT, dict[str, ParameterShard]]:
     with torch.device("meta"):
-        model = GPT(config, layers=layers)
+        model = GPT(config, chunks=None if layers is None else [layers])
     return model, parallelize(model, config, TensorAxis(None, rank, size))
 
 

@@ -35,9 +35,9 @@ def gradient_bytes_between_micro_batches(rank: OneRank) -> list[int]:
     held: list[int] = []
     backward = rank.engine.backward
 
-    def watched(*args: Any, last: bool) -> None:
-        backward(*args, last=last)
-        if not last:
+    def watched(*args: Any) -> None:
+        backward(*args)
+        if args[-1] != "step":
             held.append(bytes_of(held_gradients(rank.engine)))
 
     rank.engine.backward = watched  # type: ignore[method-assign, assignment]

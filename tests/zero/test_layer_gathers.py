@@ -313,7 +313,7 @@ def kept_by_autograd(
                         block.forward, backend="aot_eager", fullgraph=True, dynamic=False
                     )
         gathers: Any = rank.engine._gathers
-        in_forward = {layer for held in gathers._holds["forward", None] for layer in held}
+        in_forward = {layer for held in gathers._holds[("forward", 0), None] for layer in held}
         storages = {layer._gathered.untyped_storage()._cdata for layer in in_forward}
         forward, held = rank.engine.forward, []
 

@@ -25,8 +25,8 @@ def outputs_during_backwards(
         outputs: list[weakref.ref[torch.UntypedStorage]] = []
         seen: list[tuple[int, int]] = []
 
-        def watched(x: Tensor, batch: MicroBatch) -> Tensor:
-            output = forward(x, batch)
+        def watched(x: Tensor, batch: MicroBatch, chunk: int = 0) -> Tensor:
+            output = forward(x, batch, chunk)
             outputs.append(weakref.ref(output.untyped_storage()))
             return output
 

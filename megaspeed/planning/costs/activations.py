@@ -40,11 +40,11 @@ micro-batch,
     angles      (B, S, 1, K)   cosines and sines of rotary positions, in the model's precision
     mask        (B, 1, S, S)   in the model's precision, the same for all heads; only if needed
 
-and keeps them until the backward of its first block is done. Otherwise the angles are (S, 1, K),
-and stay for the run. Without a mask, a block keeps as much as if each row were one document. On a
-GPU, its backward sums the queries' gradients in fp32, with 128 rows of padding for each document.
-This memory is not counted. It is less than the working memory of the MLP's backward, unless
-documents have far fewer than 128 tokens on average.
+and each chunk of layers keeps its own until the backward of its first block is done. Otherwise the
+angles are (S, 1, K), and stay for the run. Without a mask, a block keeps as much as if each row
+were one document. On a GPU, its backward sums the queries' gradients in fp32, with 128 rows of
+padding for each document. This memory is not counted. It is less than the working memory of the
+MLP's backward, unless documents have far fewer than 128 tokens on average.
 """
 
 from dataclasses import dataclass, replace
@@ -223,9 +223,9 @@ class Activations:
             backward_working=max(backward),
         )
 
-    def first_block(self) -> LayerMemory:
-        """The first block of a pipeline stage, with the mask and the positions if there are any."""
-        block = self.block()
+    def first_block(self, index: int = 0) -> LayerMemory:
+        """The first block of a chunk, with the mask and the positions if there are any."""
+        block = self.block(index)
         if not self._has_documents:
             return block
         positions = self._n * _INT32 + self._angles(self._n)

@@ -3,7 +3,8 @@
     forward     embedding, blocks, head     every layer once
     backward    norm of the head, blocks    the forward of the loss computes the head's gradient
 
-Small parameters stay gathered. ``zero/layer_gathers.py`` gathers in the same order.
+Small parameters stay gathered. ``zero/layer_gathers.py`` gathers in the same order. A pipeline
+stage with several chunks of layers gathers a complete chunk at a time (``pipeline/visits.py``).
 """
 
 from collections import Counter
@@ -15,7 +16,8 @@ from itertools import chain, pairwise
 from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.config.message_sizes import aligned_elements, gathered_together, held_in_pass
 from megaspeed.config.resolve import Run
-from megaspeed.pipeline.schedules import SCHEDULES, Pass, passes_of
+from megaspeed.pipeline.schedules import Pass, Pipeline, passes_of, pipeline_of
+from megaspeed.pipeline.visits import holds_of
 from megaspeed.planning.costs.rank_parameters import (
     BYTES_OF,
     LocalParameter,
@@ -74,21 +76,47 @@ def gathered_in_pass(
     are complete parameters, so nothing is gathered. Only offloaded partitions are copied to the
     device, unless the rank computes on the CPU (``on_host``). Below ZeRO-3, all are 0.
     """
-    zero, element = run.config.zero_optimization, BYTES_OF[run.precision]
-    layers = len({parameter.layer for parameter in parameters})
-    if run.zero_stage < 3 or (run.grid.shard == 1 and (on_host or not zero.offloads_parameters)):
+    zero, layers = run.config.zero_optimization, len({parameter.layer for parameter in parameters})
+    if not _gathers_anything(run, on_host=on_host):
         return [0] * layers
     orders = _gathered_by_pass(run, parameters)
 
     @lru_cache
     def size(gathered: _Gathered) -> int:
-        regions = (sharded_elements(run, [parameter]) for parameter in gathered.parameters)
-        return element * sum(aligned_elements(region, element) for region in regions)
+        return _aligned_bytes(run, gathered.parameters)
 
     # The backward of the embedding gathers nothing, and holds what is held after the pass.
     held = held_in_pass(zero, orders[direction], orders[following] if following else [])[:layers]
     sizes = [sum(map(size, layer)) for layer in held]
     return sizes if direction == "forward" else sizes[::-1]
+
+
+def gathered_chunk_bytes(
+    run: Run,
+    parameters: Sequence[LocalParameter],
+    chunk: int,
+    *,
+    forward: bool,
+    on_host: bool = False,
+) -> int:
+    """Return the bytes of a gathered chunk of layers; more if it is gathered for a ``forward``.
+
+    ``parameters`` are those of all chunks of the rank; see ``gathered_in_pass``.
+    """
+    if not _gathers_anything(run, on_host=on_host):
+        return 0
+    return _aligned_bytes(run, _gathered_of_chunk(run, parameters, chunk, forward=forward))
+
+
+def _gathers_anything(run: Run, *, on_host: bool) -> bool:
+    is_local = on_host or not run.config.zero_optimization.offloads_parameters
+    return run.zero_stage == 3 and not (run.grid.shard == 1 and is_local)
+
+
+def _aligned_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    element = BYTES_OF[run.precision]
+    regions = (sharded_elements(run, [parameter]) for parameter in parameters)
+    return element * sum(aligned_elements(region, element) for region in regions)
 
 
 def gathered_elements_of_a_step(
@@ -101,13 +129,23 @@ def gathered_elements_of_a_step(
     of the parameters that stay gathered, P the size of all others, E the part of P in the
     embedding, and H the part of P that is the weight of the head. A tied weight counts twice in P:
     in the embedding and in the head.
+
+    With several chunks, each chunk is gathered once for each time that it is held: all of it, or
+    without E and H if no forward is among its computations.
     """
-    orders, config = _gathered_by_pass(run, parameters), run.config
-    micro_batches = run.batch.gradient_accumulation_steps
-    first, turns = _turns(config.parallel.schedule, run.grid.pp, pipeline_stage, micro_batches)
+    pipeline, persistent = pipeline_of(run), sharded_elements(run, stay_gathered(run, parameters))
+    if pipeline.gathers != "layers":
+        held = Counter((hold.chunk, hold.forward) for hold in holds_of(pipeline, pipeline_stage))
+        return persistent + sum(
+            times
+            * sharded_elements(run, _gathered_of_chunk(run, parameters, chunk, forward=forward))
+            for (chunk, forward), times in held.items()
+        )
+    orders, zero = _gathered_by_pass(run, parameters), run.config.zero_optimization
+    first, turns = _turns(pipeline, pipeline_stage)
 
     def gathered(*passes: Pass) -> int:
-        layers = _gathers(config.zero_optimization, [orders[name] for name in passes])
+        layers = _gathers(zero, [orders[name] for name in passes])
         return sum(sharded_elements(run, layer.parameters) for layer in layers)
 
     # What is held after a pass depends only on this pass and the next one.
@@ -115,7 +153,22 @@ def gathered_elements_of_a_step(
     total = alone[first] + sum(
         count * (gathered(*turn) - alone[turn[0]]) for turn, count in turns.items()
     )
-    return total + sharded_elements(run, stay_gathered(run, parameters))
+    return total + persistent
+
+
+def _gathered_of_chunk(
+    run: Run, parameters: Sequence[LocalParameter], chunk: int, *, forward: bool
+) -> list[LocalParameter]:
+    """Return what a chunk gathers: for a backward, neither the embedding nor the head's weight."""
+    kept = {parameter.name for parameter in stay_gathered(run, parameters)}
+    weight = head_weight(parameters)
+    return [
+        p
+        for p in parameters
+        if p.chunk == chunk
+        and p.name not in kept
+        and (forward or not (p.layer == "embedding" or p == weight))
+    ]
 
 
 def _gathers(zero: ZeroConfig, passes: Sequence[Sequence[_Gathered]]) -> Iterator[_Gathered]:
@@ -128,11 +181,9 @@ def _gathers(zero: ZeroConfig, passes: Sequence[Sequence[_Gathered]]) -> Iterato
 
 
 @lru_cache(maxsize=1024)
-def _turns(
-    schedule: str, pipeline_stages: int, pipeline_stage: int, micro_batches: int
-) -> tuple[Pass, Mapping[tuple[Pass, Pass], int]]:
+def _turns(pipeline: Pipeline, pipeline_stage: int) -> tuple[Pass, Mapping[tuple[Pass, Pass], int]]:
     """Return the first pass of a step, and the number of each pair of consecutive passes."""
-    passes = passes_of(SCHEDULES[schedule](pipeline_stages, pipeline_stage, micro_batches))
+    passes = [name for name, _ in passes_of(pipeline, pipeline_stage)]
     return passes[0], Counter(pairwise(passes))
 
 

@@ -15,8 +15,8 @@ The predictions here are more exact than the paper's table:
 - P counts the parameters of one pipeline stage, as tensor shards with vocabulary padding.
 - DeepSpeed pads what it partitions (``rank_parameters``).
 - At stage 3, small parameters stay gathered on every rank.
-- At stages 2 and 3, complete gradients stay on every rank if they are reduced once a step. With
-  several micro-batches, the gradients of norms and biases are always reduced once a step.
+- At stages 2 and 3, complete gradients stay on every rank if they are reduced once a step. The
+  gradients of norms and biases are always reduced once a step.
 - Runs in fp32 hold master weights too, because DeepSpeed keeps a separate copy in every precision.
 - Offloaded states are in host memory and do not count.
 """
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaspeed.config.message_sizes import buckets, columns_sent_together
-from megaspeed.config.resolve import Run
+from megaspeed.config.resolve import Precision, Run
 from megaspeed.planning.costs.gathers import stay_gathered
 from megaspeed.planning.costs.rank_parameters import (
     BYTES_OF,
@@ -108,10 +108,15 @@ def _complete_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
 def is_summed_over_step(run: Run, parameter: LocalParameter) -> bool:
     """Return whether a gradient is summed over the micro-batches of a step before it is reduced.
 
-    Otherwise it is reduced in every micro-batch.
+    Otherwise it is reduced in every micro-batch, or in every visit.
     """
     is_vector = len(parameter.shape) == 1
     return run.keeps_complete_gradients or (run.sums_vector_gradients and is_vector)
+
+
+def waiting_dtype(run: Run) -> Precision:
+    """Return the type of gradients that wait until their bucket is reduced."""
+    return run.accumulation_dtype if run.sums_visits else run.precision
 
 
 def head_gradient_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
@@ -142,7 +147,7 @@ class Bucket:
     """Parameters whose gradients are reduced together."""
 
     names: frozenset[str]
-    gradient_bytes: int  # as a backward computes them, without the head's
+    gradient_bytes: int  # as they wait to be reduced, without the head's
     packed_bytes: int  # the copy that is sent, and on a CPU what is exchanged
 
 
@@ -166,7 +171,7 @@ def gradient_buckets(
             is_summed or (len(own) == 1 and own[0].elements == elements)
         )
         in_sum = is_summed or own[0] == of_the_loss
-        dtype = run.accumulation_dtype if in_sum else run.precision
+        dtype = run.accumulation_dtype if in_sum else waiting_dtype(run)
         is_sent_itself = has_layout and sent == dtype
         packed = 0 if is_sent_itself or not run.copies_gradients else elements
         packed += elements if exchanges else 0
@@ -176,7 +181,7 @@ def gradient_buckets(
         found.append(
             Bucket(
                 names=frozenset(p.name for p in own),
-                gradient_bytes=computed * BYTES_OF[run.precision],
+                gradient_bytes=computed * BYTES_OF[waiting_dtype(run)],
                 packed_bytes=packed * BYTES_OF[sent],
             )
         )

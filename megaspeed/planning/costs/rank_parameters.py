@@ -5,15 +5,16 @@
     1 and 2      1/n of each tensor           2 n, for n shards (dp if there are no replicas)
     3            1/n of each parameter        n for each parameter
 
-A flat tensor is a bucket: parameters of one optimizer group whose gradients are reduced together.
-With one data rank, it is the complete group, and so it is for compressed gradients, unless they are
-reduced over shards before replicas compress them.
+A flat tensor is a bucket: parameters of one optimizer group and one chunk of layers whose gradients
+are reduced together. With one data rank, it is the complete group, and so it is for compressed
+gradients, unless they are reduced over shards before replicas compress them.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import product
 from types import MappingProxyType
 from typing import get_args
 
@@ -22,7 +23,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Precision, Run
 from megaspeed.config.run import Compression
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameters_of
-from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.pipeline.partition import chunks_of_stages
 from megaspeed.tensor_parallel.plan import OptimizerGroup, is_compressed, optimizer_group, shard_of
 
 BYTES_OF: Mapping[Precision, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
@@ -39,6 +40,7 @@ class LocalParameter:
     layer: str  # name of its layer, such as "blocks.3"
     shape: tuple[int, ...]  # of the local tensor, tensor-parallel padding included
     group: OptimizerGroup  # the optimizer group that it is in
+    chunk: int = 0  # of the pipeline stage
     is_compressed: bool = False  # whether its gradient is compressed for the data axis
 
     @cached_property
@@ -52,15 +54,15 @@ def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
 
     All data and tensor ranks of the stage have the same shapes.
     """
-    layers = layers_of_stages(run)[pipeline_stage]
+    chunks = chunks_of_stages(run)[pipeline_stage]
     split = (run.grid.tp, run.grid.pp > 1, run.sequence_parallel, run.compression)
-    return list(_local_parameters(run.config.model, layers, *split))
+    return list(_local_parameters(run.config.model, chunks, *split))
 
 
 @lru_cache(maxsize=1024)  # a what-if asks for the same layers a thousand times
 def _local_parameters(
     model: ModelConfig,
-    layers: range,
+    chunks: tuple[range, ...],
     tp: int,
     has_pipeline: bool,
     splits_sequence: bool,
@@ -79,8 +81,10 @@ def _local_parameters(
                 size=tp,
                 sequence_parallel=splits_sequence,
             ),
+            chunk=chunk,
             is_compressed=is_compressed(model, parameter, compression, size=tp),
         )
+        for chunk, layers in enumerate(chunks)
         for name, parameter in parameters_of(model, layers).items()
     )
 
@@ -111,8 +115,12 @@ def flat_buckets(
     grid, multiple = run.grid, _ELEMENTS_ALIGNED * run.grid.shard
     of_the_loss = head_weight(parameters)
     flat: list[tuple[Sequence[LocalParameter], int]] = []
-    for group in get_args(OptimizerGroup):
-        members = [parameter for parameter in parameters if parameter.group == group]
+    groups: dict[tuple[OptimizerGroup, int], list[LocalParameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.group, parameter.chunk), []).append(parameter)
+    chunks = range(run.config.parallel.virtual_stages)
+    for group in product(get_args(OptimizerGroup), chunks):
+        members = groups.get(group, [])
         sizes = [p.elements for p in members]
         if run.zero_stage == 3:
             sizes = [sharded_elements(run, [p]) for p in members]

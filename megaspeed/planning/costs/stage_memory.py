@@ -9,21 +9,23 @@ The step is simulated layer by layer. The peak is in one of
 
 The schedule determines how many micro-batches are in flight: up to P - s for 1f1b at pipeline stage
 s of P, and all of them for gpipe (Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022,
-section 4.2.3 for the activations of the first stage).
+section 4.2.3 for the activations of the first stage). With several chunks, ``moments`` counts them.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from functools import cache
+from itertools import count
 
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import HEAD_WEIGHT, layer_count, layer_name
-from megaspeed.pipeline.partition import layers_of_stages
-from megaspeed.pipeline.schedules import SCHEDULES, Pass, peak_micro_batches_in_flight
+from megaspeed.pipeline.partition import chunks_of_stages
+from megaspeed.pipeline.schedules import Pass, peak_in_flight, pipeline_of
 from megaspeed.planning.costs.activations import Activations, LayerMemory, hidden_bytes
-from megaspeed.planning.costs.gathers import gathered_in_pass
+from megaspeed.planning.costs.gathers import gathered_chunk_bytes, gathered_in_pass
 from megaspeed.planning.costs.memory import (
     Bucket,
     Category,
@@ -33,10 +35,13 @@ from megaspeed.planning.costs.memory import (
     gradient_copy_bytes,
     head_gradient_bytes,
     model_states,
+    waiting_dtype,
 )
+from megaspeed.planning.costs.moments import Moment, moments_of
 from megaspeed.planning.costs.rank_parameters import (
     BYTES_OF,
     LocalParameter,
+    elements_of,
     head_weight,
     local_parameters,
 )
@@ -56,7 +61,7 @@ def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") 
     ``device_type`` is "cuda" or "cpu". RMSNorm keeps more on a CPU.
     """
     step = _Step(run, pipeline_stage, device_type)
-    peaks = (ledger.peak for ledger in step.moments())
+    peaks = (ledger.peak for ledger in step.ledgers())
     return StageMemory(states=step.states, peak=max(peaks, key=lambda peak: peak.total))
 
 
@@ -93,77 +98,106 @@ class _Step:
 
     def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
         self._run, self._on_host = run, device_type == "cpu"
-        self._is_first_stage = pipeline_stage == 0
-        self._is_last_stage = pipeline_stage == run.grid.pp - 1
-        self._micro_batches = run.batch.gradient_accumulation_steps
         self._parameters = local_parameters(run, pipeline_stage)
         self.states = model_states(run, self._parameters, on_host=self._on_host)
-        self._layers = _layers(run, pipeline_stage, self._parameters, device_type)
+        self._chunks = _chunks(run, pipeline_stage, self._parameters, device_type)
         self._hidden = hidden_bytes(run)
         self._shared = Activations(run, device_type).shared()
         self._head_gradient = head_gradient_bytes(run, self._parameters)
+        self._head = head_weight(self._parameters)
+        self._gathered, self._visit = cache(self._gathered_bytes), cache(self._visit_bytes)
         self._buckets = gradient_buckets(run, self._parameters, on_host=self._on_host)
-        schedule = SCHEDULES[run.config.parallel.schedule]
-        self._in_flight = peak_micro_batches_in_flight(
-            schedule, run.grid.pp, pipeline_stage, self._micro_batches
-        )
-        received = 0 if self._is_first_stage else self._hidden
-        self._kept_in_flight = received + sum(layer.memory.kept for layer in self._layers)
+        self._pipeline, self._stage = pipeline_of(run), pipeline_stage
+        chunks, last = range(len(self._chunks)), self._pipeline.virtual_stages - 1
+        virtual = [self._pipeline.virtual(pipeline_stage, chunk) for chunk in chunks]
+        # The bytes of a chunk's input from the stage before, and of its gradient from the next one.
+        self._input = [self._hidden * (each > 0) for each in virtual]
+        self._gradient = [self._hidden * (each < last) for each in virtual]
+        self._kept = [
+            received + sum(layer.memory.kept for layer in chunk)
+            for received, chunk in zip(self._input, self._chunks, strict=True)
+        ]
 
-    def moments(self) -> Iterator[_Ledger]:
+    def ledgers(self) -> Iterator[_Ledger]:
         """Yield a ledger for each part of the step that may contain the peak."""
-        others = self._in_flight - 1
-        continues = self._micro_batches > self._in_flight
-        yield self._forward(others=others, sends_back=continues)
-        yield self._backward(others=others, first=True)
-        if self._micro_batches > 1:
-            yield self._backward(others=others if continues else others - 1, first=False)
+        for moment in self._moments():
+            yield self._forward(moment) if moment.direction == "forward" else self._backward(moment)
         yield self._reduction()
         yield self._optimizer()
 
-    def _start(self, *, others: int) -> _Ledger:
-        """Return a ledger with ``others`` micro-batches in flight."""
+    def _moments(self) -> Iterator[Moment]:
+        if len(self._chunks) == 1:
+            yield from self._moments_of_one_chunk()
+            return
+        kinds: dict[Moment, list[Moment]] = {}
+        for moment in moments_of(self._pipeline, self._stage, sums_visits=self._run.sums_visits):
+            kinds.setdefault(replace(moment, in_flight=(), messages=0), []).append(moment)
+        yield from (max(moments, key=self._bytes_beside) for moments in kinds.values())
+
+    def _moments_of_one_chunk(self) -> Iterator[Moment]:
+        most = peak_in_flight(self._pipeline, self._stage)
+        micro_batches = self._pipeline.micro_batches
+        others, continues = most - 1, micro_batches > most
+        # The previous output may still be in flight.
+        sends = bool(others and self._gradient[0] and not continues)
+        # After the forward with the most micro-batches in flight comes a backward.
+        yield Moment(
+            direction="forward", in_flight=(others,), messages=int(sends), following="backward"
+        )
+        for done in range(min(2, micro_batches)):
+            left = micro_batches - 1 - done
+            following: Pass | None = None
+            if left:
+                following = "forward" if left >= most else "backward"
+            yield Moment(
+                direction="backward",
+                in_flight=(others if continues else others - done,),
+                # The previous gradient may still be in flight.
+                messages=int(bool(done and self._input[0])),
+                has_head_sum=True,
+                following=following,
+            )
+
+    def _bytes_beside(self, moment: Moment) -> int:
+        """Return the bytes of the activations and messages beside a computation."""
+        kept = sum(map(operator.mul, moment.in_flight, self._kept))
+        return kept + moment.messages * self._hidden
+
+    def _start(self, moment: Moment | None = None) -> _Ledger:
+        """Return a ledger with what is held at a moment, or after the last backward."""
         ledger = _Ledger()
         ledger.hold("parameters", self.states.parameters)
         ledger.hold("optimizer_states", self.states.optimizer_states)
-        ledger.hold("activations", others * self._kept_in_flight + self._shared)
+        ledger.hold("activations", self._shared)
         ledger.hold("gradients", self.states.gradients)
+        if moment is None:
+            return ledger
+        ledger.hold("activations", self._bytes_beside(moment))
+        if moment.has_head_sum:
+            ledger.hold("communication_buffers", self._head_gradient)
+        if moment.summed is not None:
+            ledger.hold("gradients", self._visit(moment.summed))
+        for chunk, forward in moment.gathered:
+            ledger.hold("communication_buffers", self._gathered(chunk, forward))
         return ledger
 
-    def _forward(self, *, others: int, sends_back: bool) -> _Ledger:
-        ledger = self._start(others=others)
-        if not self._is_first_stage:
-            ledger.hold("activations", self._hidden)
-        if others and not (self._is_last_stage or sends_back):
-            # The previous output may still be in flight.
-            ledger.hold("activations", self._hidden)
-        # After the forward with the most micro-batches in flight comes a backward.
-        held = self._gathered("forward", "backward")
-        for layer, gathered in zip(self._layers, held, strict=True):
+    def _forward(self, moment: Moment) -> _Ledger:
+        ledger = self._start(moment)
+        ledger.hold("activations", self._input[moment.chunk])
+        for layer, gathered in self._layers_of(moment):
             with ledger.briefly("communication_buffers", gathered):
                 ledger.hold("activations", layer.memory.kept)
-                if layer.is_head:
+                if layer.is_head and not moment.has_head_sum:
                     ledger.hold("communication_buffers", self._head_gradient)
                 with ledger.briefly("activations", layer.memory.forward_working):
                     pass
         return ledger
 
-    def _backward(self, *, others: int, first: bool) -> _Ledger:
-        ledger = self._start(others=others)
-        ledger.hold("activations", self._kept_in_flight)
-        if not self._is_last_stage:
-            ledger.hold("activations", self._hidden)  # the received gradient
-        if not (self._is_first_stage or first):
-            ledger.hold("activations", self._hidden)  # the previous gradient, still in flight
-        # The forward of the loss has computed it.
-        ledger.hold("communication_buffers", self._head_gradient)
-        reductions = _Reductions(self._run, self._buckets, head_weight(self._parameters), ledger)
-        left = self._micro_batches - (1 if first else 2)
-        following: Pass | None = None
-        if left:
-            following = "forward" if left >= self._in_flight else "backward"
-        held = self._gathered("backward", following)
-        for layer, gathered in zip(reversed(self._layers), reversed(held), strict=True):
+    def _backward(self, moment: Moment) -> _Ledger:
+        ledger = self._start(moment)
+        ledger.hold("activations", self._kept[moment.chunk] + self._gradient[moment.chunk])
+        reductions = _Reductions(self._run, self._buckets, self._head, ledger, moment)
+        for layer, gathered in reversed(self._layers_of(moment)):
             with ledger.briefly("communication_buffers", gathered):
                 with (
                     ledger.briefly("activations", layer.memory.backward_working),
@@ -175,19 +209,35 @@ class _Step:
                     reductions.compute(parameter)
         return ledger
 
-    def _gathered(self, direction: Pass, following: Pass | None) -> list[int]:
-        return gathered_in_pass(
-            self._run, self._parameters, direction, following, on_host=self._on_host
+    def _layers_of(self, moment: Moment) -> list[tuple["_Layer", int]]:
+        """Return the layers of a pass, and the bytes that are gathered while each one computes."""
+        layers = self._chunks[moment.chunk]
+        gathered = [0] * len(layers)
+        if self._pipeline.gathers == "layers":
+            own = [p for layer in layers for p in layer.parameters]
+            gathered = gathered_in_pass(
+                self._run, own, moment.direction, moment.following, on_host=self._on_host
+            )
+        return list(zip(layers, gathered, strict=True))
+
+    def _gathered_bytes(self, chunk: int, forward: bool) -> int:
+        return gathered_chunk_bytes(
+            self._run, self._parameters, chunk, forward=forward, on_host=self._on_host
         )
+
+    def _visit_bytes(self, chunk: int) -> int:
+        """Return the bytes of the gradients of a chunk that are summed in a visit."""
+        own = (p for p in self._parameters if p.chunk == chunk and p != self._head)
+        return elements_of(own) * BYTES_OF[waiting_dtype(self._run)]
 
     def _fresh_gradient(self, layer: "_Layer") -> int:
         """Return the layer's largest gradient, which autograd computes and then adds to the sum."""
         computed = (p.elements for p in layer.parameters if p.name != HEAD_WEIGHT)
-        return BYTES_OF[self._run.precision] * max(computed)
+        return _fresh_bytes(self._run, max(computed))
 
     def _reduction(self) -> _Ledger:
         """Return the memory of the reduction: the copy of a bucket, or what compression needs."""
-        ledger = self._start(others=0)
+        ledger = self._start()
         copies = [compression_buffer_bytes(self._run, self._parameters, on_host=self._on_host)]
         if self._run.keeps_complete_gradients:
             copies += [bucket.packed_bytes for bucket in self._buckets]
@@ -196,7 +246,7 @@ class _Step:
 
     def _optimizer(self) -> _Ledger:
         """Return the memory of the optimizer step: an fp32 copy of gradients of another type."""
-        ledger = self._start(others=0)
+        ledger = self._start()
         ledger.hold("gradients", gradient_copy_bytes(self._run, self._parameters))
         return ledger
 
@@ -205,10 +255,15 @@ class _Reductions:
     """Gradients that wait for their bucket, and the copy that is being reduced, in a backward."""
 
     def __init__(
-        self, run: Run, buckets: Sequence[Bucket], head: LocalParameter | None, ledger: _Ledger
+        self,
+        run: Run,
+        buckets: Sequence[Bucket],
+        head: LocalParameter | None,
+        ledger: _Ledger,
+        moment: Moment,
     ) -> None:
         self._run, self._head, self._ledger = run, head, ledger
-        self._is_partial = not run.keeps_complete_gradients
+        self._moment, self._is_partial = moment, not run.keeps_complete_gradients
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
         self._missing = {bucket.names: len(bucket.names) for bucket in buckets}
         self._in_flight = 0
@@ -216,17 +271,22 @@ class _Reductions:
     def compute(self, parameter: LocalParameter) -> None:
         """Backward has computed the gradient of this parameter."""
         run, ledger = self._run, self._ledger
-        bucket = self._bucket_of.get(parameter.name)
-        if bucket is None:
+        bucket, is_partial = self._bucket_of.get(parameter.name), self._is_partial
+        # An earlier backward may have reduced what this micro-batch adds to the head's gradient.
+        is_reduced = is_partial and parameter == self._head and not self._moment.has_head_sum
+        if bucket is None or is_reduced:
             return
-        is_partial = self._is_partial
-        if is_partial and parameter != self._head:
-            ledger.hold("gradients", parameter.elements * BYTES_OF[run.precision])
+        if is_partial and parameter != self._head and self._moment.summed is None:
+            ledger.hold("gradients", parameter.elements * BYTES_OF[waiting_dtype(run)])
         self._missing[bucket.names] -= 1
-        if self._missing[bucket.names] > 0 or not (is_partial or run.overlaps_reductions):
+        is_sent = self._moment.reduces and (is_partial or run.overlaps_reductions)
+        if self._missing[bucket.names] > 0 or not is_sent:
             return
+        # If a visit sums gradients, the last one of the bucket is beside the sum while it is sent.
+        is_beside = self._moment.summed is not None and parameter != self._head
         ledger.free("communication_buffers", self._in_flight)
-        ledger.hold("communication_buffers", bucket.packed_bytes)
+        with ledger.briefly("gradients", is_beside * _fresh_bytes(run, parameter.elements)):
+            ledger.hold("communication_buffers", bucket.packed_bytes)
         self._in_flight = bucket.packed_bytes
         if is_partial:
             ledger.free("gradients", bucket.gradient_bytes)
@@ -238,6 +298,12 @@ class _Reductions:
             self._in_flight = 0
 
 
+def _fresh_bytes(run: Run, elements: int) -> int:
+    """Return the bytes of a gradient of autograd, and of its copy if sums have another type."""
+    converted = run.precision != waiting_dtype(run)
+    return elements * (BYTES_OF[run.precision] + converted * BYTES_OF[waiting_dtype(run)])
+
+
 @dataclass(frozen=True)
 class _Layer:
     memory: LayerMemory
@@ -245,28 +311,34 @@ class _Layer:
     is_head: bool
 
 
-def _layers(
+def _chunks(
     run: Run, pipeline_stage: int, parameters: Sequence[LocalParameter], device_type: str
-) -> list[_Layer]:
-    """Return the layers of the pipeline stage, each with its parameters."""
-    layers_in_all = layer_count(run.config.model)
+) -> list[list[_Layer]]:
+    """Return the layers of each chunk of the pipeline stage, each with its parameters."""
+    layers_in_all, blocks = layer_count(run.config.model), count()
     own: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         own.setdefault(parameter.layer, []).append(parameter)
-    activations = Activations(run, device_type)
-    blocks = chain([activations.first_block()], map(activations.block, count(1)))
-    layers = []
-    for layer in layers_of_stages(run)[pipeline_stage]:
-        if layer == 0:
-            memory = activations.embedding()
-        elif layer < layers_in_all - 1:
-            memory = next(blocks)
-        else:
-            memory = activations.head()
-        name, is_head = layer_name(run.config.model, layer), layer == layers_in_all - 1
-        layers.append(_Layer(memory, own[name], is_head))
-    last, output = layers[-1].memory, hidden_bytes(run)
-    if not layers[-1].is_head:  # its output is freed once the next stage has it
-        sent = replace(last, kept=last.kept - output, forward_working=last.forward_working + output)
-        layers[-1] = replace(layers[-1], memory=sent)
-    return layers
+    activations, output = Activations(run, device_type), hidden_bytes(run)
+    chunks = []
+    for indices in chunks_of_stages(run)[pipeline_stage]:
+        layers = []
+        for layer in indices:
+            is_head = layer == layers_in_all - 1
+            if layer == 0:
+                memory = activations.embedding()
+            elif is_head:
+                memory = activations.head()
+            elif layer == max(1, indices.start):
+                memory = activations.first_block(next(blocks))
+            else:
+                memory = activations.block(next(blocks))
+            layers.append(_Layer(memory, own[layer_name(run.config.model, layer)], is_head))
+        last = layers[-1].memory
+        if not layers[-1].is_head:  # its output is freed once the next stage has it
+            sent = replace(
+                last, kept=last.kept - output, forward_working=last.forward_working + output
+            )
+            layers[-1] = replace(layers[-1], memory=sent)
+        chunks.append(layers)
+    return chunks

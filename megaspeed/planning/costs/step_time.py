@@ -18,7 +18,13 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
-from megaspeed.planning.costs.network_time import Network, closed_form, simulated
+from megaspeed.pipeline.simulation import Durations
+from megaspeed.planning.costs.network_time import (
+    Network,
+    closed_form,
+    pipeline_seconds,
+    simulated,
+)
 from megaspeed.planning.costs.workload import (
     Cluster,
     Product,
@@ -182,11 +188,13 @@ def predict_step_time(work: Workload, cluster: Cluster, *, simulates: bool = Fal
 
 
 def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float]]:
-    """Return the seconds of the forward and of the backward of each stage for one micro-batch."""
+    """Return the seconds of the forward and of the backward of each virtual stage for one
+    micro-batch.
+    """
     embedding, block, head = layers
     ends = [
-        (blocks, stage == 0, stage == work.grid.pp - 1)
-        for stage, blocks in enumerate(work.blocks_of_stages)
+        (blocks, stage == 0, stage == len(work.blocks) - 1)
+        for stage, blocks in enumerate(work.blocks)
     ]
     return (
         [b * block.forward + e * embedding.forward + h * head.forward for b, e, h in ends],
@@ -224,14 +232,21 @@ class Rates:
         """Return the time of the step of the slowest stage, if layers take these times."""
         work, (embedding, block, head) = self.work, layers
         forward, backward = stage_times(work, layers)
-        times = [sum(both) for both in zip(forward, backward, strict=True)]
+        times = work.of_stages([sum(both) for both in zip(forward, backward, strict=True)])
         slowest = max(range(len(times)), key=times.__getitem__)
         count, last = work.micro_batches, work.grid.pp - 1
         # Micro-batches for which that stage computes a block, the embedding and the head.
         of_blocks = count * work.blocks_of_stages[slowest]
         of_embedding, of_head = count * (slowest == 0), count * (slowest == last)
         pipeline = simulated if simulates else closed_form
-        bubble, p2p = pipeline(work, forward, backward, self.network.message())
+        message, waits = self.network.message(), None
+        bubble, p2p = pipeline(work, forward, backward, message)
+        gather, reduce = self.network.collectives()
+        if simulates and gather:
+            durations = Durations(
+                forward=forward, backward=backward, message=message, gather=gather, reduce=reduce
+            )
+            waits = pipeline_seconds(work, durations) - count * max(times) - bubble - p2p
         parts, first, end = block.parts, embedding.parts, head.parts
         return StepTime(
             layers=layers,
@@ -243,7 +258,7 @@ class Rates:
             tp=of_blocks * parts.tp + of_embedding * first.tp + of_head * end.tp,
             bubble=bubble,
             p2p=p2p,
-            dp=self.network.dp(slowest, block.forward, block.backward),
+            dp=self.network.dp(slowest, block.forward, block.backward, waits),
             optimizer=self.optimizer(slowest),
             host=(of_blocks + of_embedding + of_head) * self.host,
         )

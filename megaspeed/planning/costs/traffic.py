@@ -23,12 +23,14 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import HEAD_WEIGHT, block_rows
 from megaspeed.pipeline.partition import blocks_of_stages
-from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
+from megaspeed.pipeline.schedules import Pipeline, passes_of, pipeline_of
 from megaspeed.planning.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
 from megaspeed.planning.costs.gathers import gathered_elements_of_a_step
 from megaspeed.planning.costs.memory import int8_columns, is_summed_over_step, powersgd_matrices
@@ -211,11 +213,13 @@ def _add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> Non
         gradients     to the stage before, each micro-batch     (B, S, D)      2021, section 3.2
         tied weight   the first and the last stage, once a step, send each other their gradients
 
-    With sequence parallelism each tensor rank sends its own part, (B, S/tp, D).
+    Each chunk sends both, except that the first chunk of the model has no stage before it, and the
+    last one no next stage. With sequence parallelism each tensor rank sends its own part,
+    (B, S/tp, D).
     """
     stages = run.grid.pp
-    neighbours = (pipeline_stage > 0) + (pipeline_stage < stages - 1)
-    sends = neighbours * run.batch.gradient_accumulation_steps
+    ends = (pipeline_stage == 0) + (pipeline_stage == stages - 1)
+    sends = (2 * run.config.parallel.virtual_stages - ends) * run.batch.gradient_accumulation_steps
     messages.add("pp", "send", sends * hidden_bytes(run), ranks=stages)
     messages.add("pp", "send", _tied_gradient_bytes(run, pipeline_stage), ranks=stages)
 
@@ -245,14 +249,15 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host
         2       the same                             the same                             2 x
         3       reduce-scatter P                     all-gather P in each pass            3 x
 
-    ``parallel.gradient_reduction`` sets whether gradients are reduced once a step or once a
-    micro-batch. Those of norms and biases are always reduced once a step. The right column is for
-    one reduction, over the shards. Replicas all-reduce their partition of the gradients once a
-    step, and at ZeRO-0 all data ranks are replicas. At stage 3 a backward gathers neither the
-    embedding nor the weight of the head. Gradients are sent in the type in which they are
-    accumulated, in ``communication_data_type``, or compressed (``_compressed_messages``).
-    Parameters are sent in their own type. Every bucket is padded to a multiple of 2 n at ZeRO-1 and
-    2, and every parameter to a multiple of n at ZeRO-3, for n shards.
+    ``parallel.gradient_reduction`` sets how often a step reduces gradients (``Run.reductions``).
+    Those of norms and biases are always reduced once a step. The right column is for one reduction,
+    over the shards. Replicas all-reduce their partition of the gradients once a step, and at ZeRO-0
+    all data ranks are replicas. At stage 3 a backward gathers neither the embedding nor the weight
+    of the head. With several chunks, each is gathered at most once a visit (``pipeline.visits``).
+    Gradients are sent in the type in which they are accumulated, in ``communication_data_type``, or
+    compressed (``_compressed_messages``). Parameters are sent in their own type. Every bucket is
+    padded to a multiple of 2 n at ZeRO-1 and 2, and every parameter to a multiple of n at ZeRO-3,
+    for n shards.
     """
     replicas, shards = run.grid.replicate, run.grid.shard
     over_shards: TrafficAxis = "dp" if replicas == 1 else "shard"
@@ -285,9 +290,9 @@ def _gradient_message(run: Run, parameters: list[LocalParameter]) -> tuple[Colle
     """Return the collective that sums gradients over the shards, with the bytes of the messages."""
     sent_bytes = 0
     for (first, *_), elements in flat_buckets(run, parameters):
-        times = 1 if is_summed_over_step(run, first) else run.batch.gradient_accumulation_steps
+        times = 1 if is_summed_over_step(run, first) else run.reductions
         if first.name == HEAD_WEIGHT and times > 1:
-            times = math.ceil(times / _forwards_before_a_backward(run))
+            times = min(times, _sums_of_the_head(pipeline_of(run)))
         sent_bytes += times * elements * BYTES_OF[run.reduction_dtype]
     return "reduce_scatter" if run.scatters_reductions else "all_reduce", sent_bytes
 
@@ -317,11 +322,13 @@ def _compressed_messages(
         yield "all_gather", sent_bytes
 
 
-def _forwards_before_a_backward(run: Run) -> int:
-    """Return how many forwards precede the first backward on the last pipeline stage.
+@lru_cache(maxsize=256)
+def _sums_of_the_head(pipeline: Pipeline) -> int:
+    """Return how many times a backward of the last chunk of the model follows a forward of it.
 
-    The first backward sends the sum of their gradients of the head's weight.
+    Such a backward sends the sum of the gradients of the head's weight that the forwards before it
+    have computed.
     """
-    schedule, stages = SCHEDULES[run.config.parallel.schedule], run.grid.pp
-    micro_batches = run.batch.gradient_accumulation_steps
-    return peak_micro_batches_in_flight(schedule, stages, stages - 1, micro_batches)
+    passes = passes_of(pipeline, pipeline.stages - 1)
+    own = [name for name, chunk in passes if chunk == pipeline.chunks - 1]
+    return sum(turn == ("forward", "backward") for turn in pairwise(own))

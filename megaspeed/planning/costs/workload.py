@@ -6,17 +6,19 @@ products are read from the table of the model's parameters, as its FLOPs are.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from itertools import chain
+from typing import Literal, NamedTuple, TypeVar
 
 from megaspeed.config.message_sizes import most_gathered_together
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Precision, Run
 from megaspeed.config.run import Recomputation
-from megaspeed.model.parameters import Row, block_rows, head_rows, parameters_of
-from megaspeed.pipeline.partition import blocks_of_stages
+from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
+from megaspeed.pipeline.partition import chunks_of_stages
+from megaspeed.pipeline.schedules import Pipeline, pipeline_of
 from megaspeed.planning.costs.rank_parameters import BYTES_OF
 from megaspeed.planning.costs.traffic import compressed_share
 from megaspeed.topology.devices import Device
@@ -24,6 +26,8 @@ from megaspeed.topology.grid import Grid
 
 Message = Literal["all_reduce", "all_gather", "reduce_scatter"]
 """The kinds of collectives."""
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +82,12 @@ class Workload:
     grid: Grid
     micro_batch_size: int  # sequences
     micro_batches: int  # of a step, on each data rank
-    blocks_of_stages: tuple[int, ...]  # the embedding is on the first stage, the head on the last
-    schedule: str = "1f1b"  # gpipe or 1f1b
+    # Of each virtual stage: the first one also has the embedding, the last one the head. With one
+    # chunk, these are the pipeline stages.
+    blocks: tuple[int, ...]
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    groups: int = 1  # into which micro-batches are divided, if a stage has several chunks
+    gathers: Literal["layers", "chunks", "chunks_ahead"] = "layers"  # of ZeRO-3
     zero_stage: int = 0
     precision: Precision = "bf16"
     gradient_bytes: int = 4  # of an element of a reduced gradient
@@ -90,9 +98,36 @@ class Workload:
     sequence_parallel: bool = False
     overlaps_dp: bool = False  # whether gradients are reduced while the backward continues
     reduces_in_backward: bool = True  # at ZeRO-3 with overlaps_dp; otherwise only gathers overlap
-    reductions: int = 1  # of all gradients in a step: 1, or as many as micro-batches
+    reductions: int = 1  # of all gradients in a step: 1, or as many as groups or micro-batches
     bucket_bytes: float = math.inf  # of gradients that are reduced together
     gathered_together: float = 0.0  # ZeRO-3: most elements of one gather of several blocks
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The shape of the step."""
+        return Pipeline(
+            schedule=self.schedule,
+            stages=self.grid.pp,
+            micro_batches=self.micro_batches,
+            chunks=self.chunks,
+            groups=self.groups,
+            backward_ticks=3 if self.recomputation == "full" else 2,
+            gathers=self.gathers,
+        )
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks of each pipeline stage."""
+        return len(self.blocks) // self.grid.pp
+
+    @property
+    def blocks_of_stages(self) -> list[int]:
+        """The number of blocks of each pipeline stage, in all its chunks."""
+        return self.of_stages(self.blocks)
+
+    def of_stages(self, values: Sequence[_Number]) -> list[_Number]:
+        """Sum values of the virtual stages over the chunks of each pipeline stage."""
+        return [sum(values[stage :: self.grid.pp]) for stage in range(self.grid.pp)]
 
     @property
     def tokens(self) -> int:
@@ -140,9 +175,11 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
     (``model/attention.py``).
     """
     config, model, zero = run.config, run.config.model, run.config.zero_optimization
-    blocks = tuple(blocks_of_stages(run))
-    parallel, count = config.parallel, run.batch.gradient_accumulation_steps
-    recomputed = parallel.recomputed_blocks or max(blocks)
+    head, parallel, pipeline = layer_count(model) - 1, config.parallel, pipeline_of(run)
+    # Of each chunk of each stage.
+    counts = [[len({*c} - {0, head}) for c in chunks] for chunks in chunks_of_stages(run)]
+    largest = max(map(sum, counts))
+    recomputed = parallel.recomputed_blocks or largest
     takes_type = run.precision != "fp32" or device_type == "cpu"
     is_fused = takes_type and model.attention_dropout == 0.0
     assert zero.reduce_bucket_size is not None, "a resolved run states it"
@@ -152,20 +189,22 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         sequence_length=config.data.sequence_length,
         grid=run.grid,
         micro_batch_size=run.batch.micro_batch_size,
-        micro_batches=count,
-        blocks_of_stages=blocks,
+        micro_batches=pipeline.micro_batches,
+        blocks=tuple(chain.from_iterable(zip(*counts, strict=True))),
         schedule=parallel.schedule,
+        groups=pipeline.groups,
+        gathers=pipeline.gathers,
         zero_stage=run.zero_stage,
         precision=run.precision,
         gradient_bytes=gradient_bytes,
         sent_share=compressed_share(run, 0),
         attention=FLASH_ATTENTION_2 if is_fused else None,
         recomputation=parallel.activation_checkpointing,
-        recomputed_share=min(1.0, recomputed / max(blocks)),
+        recomputed_share=min(1.0, recomputed / largest),
         sequence_parallel=run.sequence_parallel,
         overlaps_dp=run.zero_stage == 3 or run.overlaps_reductions,
         reduces_in_backward=run.overlaps_reductions,
-        reductions=1 if run.keeps_complete_gradients else count,
+        reductions=run.reductions,
         bucket_bytes=zero.reduce_bucket_size * gradient_bytes,
         gathered_together=most_gathered_together(zero),
     )

@@ -14,6 +14,12 @@ from tests.support.tiny import tiny_run
 TEXT = Path(__file__).parents[3] / "LICENSE"
 
 
+CHUNKS = {
+    "model": {"num_hidden_layers": 4},
+    "parallel": {"virtual_stages": 2, "gradient_reduction": "per_visit"},
+}
+
+
 def run(**changes: Any) -> Run:
     """Return a run of 24 samples a step, in 4 micro-batches unless ``changes`` state otherwise."""
     return tiny_run(TEXT, **changes)
@@ -27,9 +33,14 @@ def run(**changes: Any) -> Run:
         ({"dp": 2, "gradient_accumulation_steps": 1}, (2, 3), ["ZeRO-2", "ZeRO-3"]),
         ({"pp": 2}, (2, 3), ["ZeRO-2", "ZeRO-3"]),
         ({}, (1, 0, 1), ["ZeRO-0", "ZeRO-1"]),
+        (
+            {"dp": 2, "pp": 2, **CHUNKS},
+            (1, 3),
+            ["ZeRO-1", "ZeRO-3 per_micro_batch", "ZeRO-3 per_visit", "ZeRO-3 per_step"],
+        ),
     ],
 )
-def test_stages_2_and_3_have_two_rows_if_the_time_of_reduction_makes_a_difference(
+def test_stages_2_and_3_have_several_rows_if_the_time_of_reduction_makes_a_difference(
     changes: dict[str, Any], stages: tuple[int, ...], labels: list[str]
 ) -> None:
     """The time makes no difference with one micro-batch or one data rank. Rows are in order and

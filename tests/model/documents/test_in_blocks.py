@@ -61,7 +61,7 @@ def test_parts_of_the_model_one_behind_the_other_give_the_same_bits(config: Mode
     whole = initialized(config)(tokens, documents=DOCUMENTS)
     x = tokens
     for layers in (range(1), range(1, 2), range(2, 4)):
-        x = initialized(config, layers=layers)(x, documents=DOCUMENTS)
+        x = initialized(config, chunks=[layers])(x, documents=DOCUMENTS)
     assert torch.equal(x, whole)
 
 

@@ -74,7 +74,7 @@ def test_the_first_blocks_of_a_stage_are_recomputed(recomputation: str) -> None:
     parallel = {"activation_checkpointing": recomputation, "recomputed_blocks": 2}
     run = tiny_run(TEXT, parallel=parallel)
     width = run.config.model.hidden_size
-    stage = plain_model(run, range(1, 4)).to_empty(device="cpu")
+    stage = plain_model(run, [range(1, 4)]).to_empty(device="cpu")
     x = torch.zeros(run.batch.micro_batch_size, 16, width, requires_grad=True)
     held = [0]
     log = AllocationLog(x.device)

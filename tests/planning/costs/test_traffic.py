@@ -9,8 +9,8 @@ import pytest
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.watched_step import TrafficLog
-from megaspeed.model.parameters import HEAD_WEIGHT
-from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.model.parameters import HEAD_WEIGHT, parameters_of
+from megaspeed.pipeline.partition import chunks_of_stages, layers_of_stages
 from megaspeed.planning.costs.rank_parameters import (
     elements_of,
     flat_elements,
@@ -345,6 +345,93 @@ def test_zero3(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, A
     assert_predicted(pool, cache, run_of(layout, changes))
 
 
+# --- chunks of pipeline stages --------------------------------------------------------------------
+
+# (pp, dp, tp), chunks, micro-batches, groups, ZeRO stage, keys of ``parallel``
+CHUNKED: list[tuple[Layout, int, int, int, int, dict[str, Any]]] = [
+    ((2, 2, 1), 2, 5, 2, 3, {}),
+    ((2, 2, 1), 3, 4, 1, 3, {}),
+    ((2, 2, 1), 3, 7, 3, 3, {"gradient_reduction": "per_micro_batch"}),
+    ((3, 2, 1), 2, 7, 2, 2, {}),
+    ((4, 2, 1), 2, 5, 1, 2, {"gradient_reduction": "per_micro_batch"}),
+    ((2, 2, 2), 2, 4, 2, 1, {"sequence_parallel": True}),
+    ((2, 4, 1), 2, 4, 2, 3, {"replicate": 2}),
+    ((2, 1, 2), 2, 5, 1, 0, {"activation_checkpointing": "full", "recomputed_blocks": 2}),
+]
+
+
+def chunked(
+    layout: Layout, chunks: int, micro_batches: int, groups: int, stage: int, parallel: Any
+) -> Run:
+    return run_of(
+        layout,
+        {
+            "gradient_accumulation_steps": micro_batches,
+            "train_batch_size": micro_batches * layout[1],
+            # The vocabulary needs no padding.
+            "model": {"num_hidden_layers": layout[0] * chunks + 1, "vocab_size": 384, **UNTIED},
+            "parallel": {
+                "virtual_stages": chunks,
+                "micro_batch_groups": groups,
+                **parallel,
+            },
+            "zero_optimization": {"stage": stage},
+        },
+    )
+
+
+@pytest.mark.parametrize("case", CHUNKED, ids=str)
+def test_chunks(pool: RankPool, cache: Path, case: Any) -> None:
+    assert_predicted(pool, cache, chunked(*case))
+
+
+@pytest.mark.parametrize(
+    ("groups", "gathers"),
+    [
+        # of each stage, (chunk, whether for a forward): how many times
+        (1, [{(0, True): 1, (1, True): 1, (0, False): 1}] * 2),
+        (
+            2,
+            [
+                # F0.0 F1.0 F2.0 | F0.1 F1.1 F2.1 B0.1 ... B2.1 F3.1 ... F4.1 | B3.1 B4.1 and so on:
+                # chunk 1 is gathered once for the first three of its four visits.
+                {(0, True): 2, (1, True): 1, (0, False): 2, (1, False): 1},
+                {(0, True): 2, (1, True): 2, (0, False): 1},
+            ],
+        ),
+    ],
+)
+def test_zero3_gathers_and_reduces_once_a_visit(
+    pool: RankPool, cache: Path, groups: int, gathers: list[dict[tuple[int, bool], int]]
+) -> None:
+    """Two stages with two chunks, and five micro-batches.
+
+    A matrix is reduced once for each group. The vectors of a rank are reduced once a step.
+    """
+    run = chunked((2, 2, 1), 2, 5, groups, 3, {})
+    layers = {
+        (stage, chunk): [*parameters_of(run.config.model, own).items()]
+        for stage, chunks in enumerate(chunks_of_stages(run))
+        for chunk, own in enumerate(chunks)
+    }
+    no_backward = {"embedding.tokens.weight", "embedding.positions.weight", HEAD_WEIGHT}
+    for stage, sent in enumerate(most_sent(pool, cache, run)):
+        # Every parameter has an even number of elements.
+        gathered = sum(
+            times * p.elements
+            for (chunk, forward), times in gathers[stage].items()
+            for name, p in layers[stage, chunk]
+            if forward or name not in no_backward
+        )
+        reduced = sum(
+            p.elements * (groups if len(p.shape) == 2 else 1)
+            for chunk in range(2)
+            for _, p in layers[stage, chunk]
+        )
+        assert sent["dp", "all_gather"] == gathered * FP32_BYTES // 2
+        assert sent["dp", "all_to_all"] == reduced * FP32_BYTES // 2
+
+
 # --- tensor and pipeline axes ---------------------------------------------------------------------
 
 SEQUENCE = {"sequence_parallel": True}
@@ -416,7 +503,7 @@ def test_tensor_and_pipeline_traffic_worked_by_hand() -> None:
     of 12 x 16.
     """
     run = run_of((2, 1, 2), {"model": {**LLAMA, "num_hidden_layers": 2}})
-    assert layers_of_stages(run) == [range(3), range(3, 4)]
+    assert layers_of_stages(run) == [(0, 1, 2), (3,)]
     tokens = 12 * 16
     hidden = tokens * 32 * FP32_BYTES
     first, last = predict_traffic(run, 0), predict_traffic(run, 1)

@@ -1,0 +1,76 @@
+"""The visits of a stage to its chunks, and how long ZeRO-3 holds the parameters of each chunk.
+
+A visit is a run of forwards, or of backwards, of one chunk:
+
+    forwards     chunk 0            chunk 1            chunk 0          ...
+    backwards                  chunk 1            chunk 0            chunk 1     ...
+    held         |--- chunk 0 ---| |--- chunk 1 ----| ...
+
+If a stage has several chunks, ZeRO-3 gathers a chunk when a visit begins, and frees it when the
+visit ends. If a forward visit and a backward visit of a chunk overlap, it is gathered once for
+both. So a step gathers each chunk at most 2 x ``groups`` times, for any number of micro-batches.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+
+from megaspeed.pipeline.schedules import Backward, Compute, Forward, Pipeline, order_of
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A chunk is gathered from before one computation of a stage until after another one.
+
+    ``first`` and ``last`` are indices into the ``order_of`` the stage.
+    """
+
+    chunk: int
+    first: int
+    last: int
+    forward: bool  # whether it contains a forward, which needs more parameters than a backward
+
+
+@lru_cache(maxsize=256)
+def visits_of(pipeline: Pipeline, stage: int) -> tuple[Hold, ...]:
+    """The visits of a stage, in the order in which they begin, as if each were held alone."""
+    kinds: tuple[type[Compute], ...] = (Forward, Backward)
+    found = []
+    for kind in kinds:
+        order = enumerate(order_of(pipeline, stage))
+        own = [(index, each.chunk) for index, each in order if isinstance(each, kind)]
+        for chunk, members in groupby(own, key=lambda each: each[1]):
+            indices = [index for index, _ in members]
+            found.append(Hold(chunk, indices[0], indices[-1], kind is Forward))
+    return tuple(sorted(found, key=lambda visit: visit.first))
+
+
+@lru_cache(maxsize=256)
+def holds_of(pipeline: Pipeline, stage: int) -> tuple[Hold, ...]:
+    """What ZeRO-3 holds for the visits of a stage, in the order of the gathers.
+
+    With ``gathers`` "chunks_ahead", a chunk is gathered when the visit before it begins, unless the
+    stage would then hold all its chunks. Empty if the stage does not gather chunks.
+    """
+    if pipeline.gathers == "layers":
+        return ()
+    holds: list[Hold] = []
+    newest: dict[int, int] = {}  # chunk -> index of its last hold
+    opened: list[Hold] = []
+    for visit in visits_of(pipeline, stage):
+        first = visit.first
+        if pipeline.gathers == "chunks_ahead" and opened:
+            start = opened[-1].first
+            opened = [each for each in opened if each.last >= start]
+            if len({visit.chunk, *(each.chunk for each in opened)}) < pipeline.chunks:
+                first = start
+        opened.append(visit)
+        before = newest.get(visit.chunk)
+        if before is None or holds[before].last + 1 < first:
+            newest[visit.chunk] = len(holds)
+            holds.append(replace(visit, first=first))
+        else:
+            hold = holds[before]
+            last, forward = max(hold.last, visit.last), hold.forward or visit.forward
+            holds[before] = replace(hold, last=last, forward=forward)
+    return tuple(holds)

@@ -1,0 +1,99 @@
+"""What a stage with several chunks holds at each computation."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megaspeed.pipeline.programs import stage_program
+from megaspeed.pipeline.schedules import (
+    Backward,
+    Forward,
+    Pipeline,
+    Receive,
+    Send,
+    Transfer,
+    input_of,
+    peak_in_flight,
+)
+from megaspeed.planning.costs import moments
+from megaspeed.planning.costs.moments import Moment, messages_of, moments_of
+
+
+def shape(stages: int, chunks: int, micro_batches: int, groups: int) -> Pipeline:
+    return Pipeline(
+        schedule="1f1b",
+        stages=stages,
+        micro_batches=micro_batches,
+        chunks=chunks,
+        groups=groups,
+        gathers="chunks_ahead",
+    )
+
+
+SHAPES = [
+    shape(stages, chunks, groups * stages + more, groups)
+    for stages, chunks, groups, more in product((2, 3, 5), (2, 3), (1, 2, 4), (0, 3))
+]
+
+
+def messages_of_the_program(pipeline: Pipeline, stage: int) -> Iterator[int]:
+    """Yield the messages that the executor holds at each computation, without its input."""
+    received: set[Receive] = set()
+    in_flight: set[Receive] = set()
+    sending = 0
+    for instruction in stage_program(pipeline, stage):
+        if isinstance(instruction, Transfer):
+            in_flight = {each for each in instruction.messages if isinstance(each, Receive)}
+            sending = sum(isinstance(each, Send) for each in instruction.messages)
+            received |= in_flight
+        elif isinstance(instruction, Forward | Backward):
+            needed = input_of(pipeline, stage, instruction)
+            if needed is not None:
+                received.remove(needed)
+                if needed in in_flight:  # waits for the batch
+                    in_flight, sending = set(), 0
+            yield len(received) + sending
+
+
+@pytest.mark.parametrize("pipeline", SHAPES, ids=str)
+def test_messages_are_those_of_the_program(pipeline: Pipeline) -> None:
+    for stage in range(pipeline.stages):
+        assert messages_of(pipeline, stage) == list(messages_of_the_program(pipeline, stage))
+
+
+def test_messages_worked_by_hand() -> None:
+    """The first stage runs chunk 0 for all 64 micro-batches. Chunk 0 of the last of 8 stages has
+    computed micro-batch m at tick m + 8. So in tick 64, 56 inputs of chunk 1 wait, and one output
+    is being sent.
+    """
+    assert messages_of(shape(8, 4, 64, 1), 0)[63] == 56 + 1
+
+
+def kinds_of(pipeline: Pipeline, stage: int) -> dict[Moment, set[tuple[int, ...]]]:
+    kinds: dict[Moment, set[tuple[int, ...]]] = {}
+    for each in moments_of(pipeline, stage, sums_visits=True):
+        kind = replace(each, in_flight=(), messages=0)
+        kinds.setdefault(kind, set()).add((*each.in_flight, each.messages))
+    return kinds
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (2, 3), (4, 3)])
+@pytest.mark.parametrize("larger", [0, 1, 5])
+def test_the_first_groups_of_a_size_hold_as_much_as_all(
+    monkeypatch: pytest.MonkeyPatch, stages: int, chunks: int, larger: int
+) -> None:
+    pipeline = shape(stages, chunks, 10 * stages + larger, 10)
+    first = [kinds_of(pipeline, stage) for stage in range(stages)]
+    moments_of.cache_clear()
+    monkeypatch.setattr(moments, "_GROUPS", 10)
+    assert first == [kinds_of(pipeline, stage) for stage in range(stages)]
+    moments_of.cache_clear()
+
+
+@pytest.mark.parametrize("pipeline", SHAPES, ids=str)
+def test_one_moment_has_the_most_forwards_in_flight(pipeline: Pipeline) -> None:
+    for stage in range(pipeline.stages):
+        most = max(sum(each.in_flight) for each in moments_of(pipeline, stage, sums_visits=False))
+        assert most + 1 == peak_in_flight(pipeline, stage)
