@@ -3,6 +3,7 @@
     python scripts/benchmark_compression.py train --folder runs/compression
     python scripts/benchmark_compression.py link --megabytes-per-second 10 50
     python scripts/benchmark_compression.py nodes --megabytes-per-second 10
+    python scripts/benchmark_compression.py visits --megabytes-per-second 10
 
 ``train`` trains ds_configs/zero1.json on 4 data ranks, once for each method and seed. It prints a
 Markdown table of the validation losses, relative to those without compression. A run that has
@@ -15,6 +16,9 @@ prediction is the step time without the waits, plus predicted bytes / bandwidth.
 ``nodes`` emulates two nodes of two ranks with a link of this bandwidth between them. It trains a
 GPT-2 of 8 blocks x 256 at ZeRO-3, with 8 micro-batches and each ``parallel.replicate``. Only groups
 with ranks on both nodes wait. If a node has two such groups, each has half of the bandwidth.
+
+``visits`` trains the same model with 16 micro-batches on 2 pipeline stages x 2 data ranks, without
+and with chunks (``parallel.virtual_stages``). The data axis has this bandwidth.
 """
 
 import argparse
@@ -81,8 +85,16 @@ def main() -> int:
     nodes = commands.add_parser("nodes")
     nodes.add_argument("--megabytes-per-second", type=_speed, nargs="+", default=[10.0])
     nodes.add_argument("--steps", type=positive, default=3, help="that are timed, after one more")
+    visits = commands.add_parser("visits")
+    visits.add_argument("--megabytes-per-second", type=_speed, nargs="+", default=[10.0])
+    visits.add_argument("--steps", type=positive, default=3, help="that are timed, after one more")
     options = parser.parse_args()
-    show = {"train": print_trainings, "link": print_step_times, "nodes": print_replicas}
+    show = {
+        "train": print_trainings,
+        "link": print_step_times,
+        "nodes": print_replicas,
+        "visits": print_visits,
+    }
     try:
         show[options.command](options)
     except (ConfigError, RanksFailed, subprocess.CalledProcessError) as error:
@@ -146,6 +158,20 @@ def print_replicas(options: argparse.Namespace) -> None:
     for replicate in (1, 2):
         settings = [*TWO_NODES, f"parallel.replicate={replicate}", *options.overrides]
         _print_row(options, settings, ranks_per_node=DATA_RANKS // 2, cells=[f"{replicate}"])
+
+
+def print_visits(options: argparse.Namespace) -> None:
+    _print_head(options, "virtual stages", "groups", "sent over dp")
+    for chunks, groups in ((1, 1), (2, 8), (2, 4), (2, 2), (2, 1)):
+        settings = [
+            *TWO_NODES,
+            "parallel.pipeline=2",
+            "gradient_accumulation_steps=16",
+            f"parallel.virtual_stages={chunks}",
+            f"parallel.micro_batch_groups={groups}",
+            *options.overrides,
+        ]
+        _print_row(options, settings, ranks_per_node=1, cells=[f"{chunks}", f"{groups}"])
 
 
 def _print_head(options: argparse.Namespace, *names: str) -> None:

@@ -230,15 +230,22 @@ def verify_sections(
 ) -> Iterator[Section]:
     """Yield bf16 and fp16 of a tiny model at one layout, against one process.
 
-    In bf16, attention stays within documents, because a GPU has a separate kernel for this.
+    In a pipeline, two chunks on each stage are verified, too, with ZeRO-3 and two groups. In bf16,
+    attention stays within documents, because a GPU has a separate kernel for this.
     """
     documents = json.dumps([str(ROOT / "megaspeed" / "**" / "*.py")])
     config = write_config(options.out / "verify.json", {**TINY_GPT2, "train_batch_size": 16})
     stages = [stage for stage in range(4) if has_stage(layout, stage)]
     everything = [(precision, stage) for precision in ("bf16", "fp16") for stage in stages]
-    for precision, stage in everything if options.full else [("bf16", 3), ("fp16", 1)]:
+    chosen = [(*each, 1) for each in (everything if options.full else [("bf16", 3), ("fp16", 1)])]
+    if layout.pp > 1:
+        chosen.insert(1, ("bf16", 3, 2))
+    for precision, stage, chunks in chosen:
         settings = [*degrees(layout), f"zero_optimization.stage={stage}"]
-        settings += [f"{precision}.enabled=true", "train_micro_batch_size_per_gpu=4"]
+        settings += [f"{precision}.enabled=true", f"train_micro_batch_size_per_gpu={4 // chunks}"]
+        if chunks > 1:
+            settings += [f"parallel.virtual_stages={chunks}", "parallel.micro_batch_groups=2"]
+            settings += [f"model.num_hidden_layers={layout.pp * chunks}", "train_batch_size=32"]
         # With a dynamic loss scale, the first steps would be skipped.
         settings += (
             ["fp16.loss_scale=1024"]
@@ -247,7 +254,7 @@ def verify_sections(
         )
         yield section(
             "verify",
-            f"verify {precision} {layout} ZeRO-{stage}",
+            f"verify {precision} {layout} ZeRO-{stage}" + (f" {chunks} chunks" * (chunks > 1)),
             layout,
             config,
             ["--device", "cuda" if machine.gpus else "cpu", "--steps", "5"],
