@@ -95,7 +95,7 @@ def test_a_rank_that_raises_ends_in_seconds_although_its_groups_cannot_be_ended(
     peer, failing = run_two_stages(tmp_path)
     assert failing.process.returncode == 1, failing.text
     host = socket.gethostname()
-    header = f"[{host}, rank 1 (pp 1, dp 0, tp 0), step 2, Backward(micro_batch=1, chunk=0)] "
+    header = f"[{host}, rank 1 (pp 1, dp 0, tp 0), step 2, Backward(micro_batch=1)] "
     assert f"{header}RuntimeError: broken on purpose\nTraceback " in failing.text
     assert failing.text.count("Traceback") == 1
     assert failing.ended - failing.time_of(header) < SECONDS_TO_END
