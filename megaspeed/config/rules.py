@@ -202,8 +202,8 @@ def virtual_stages_have_blocks(config: RunConfig) -> Iterator[str]:
     if pp > 1 and pp * chunks > layers:
         yield (
             f"{name} x parallel.pipeline {pp} = {pp * chunks} chunks need as many blocks, but "
-            f"model.num_hidden_layers is {layers}; set parallel.virtual_stages to at most "
-            f"{max(1, layers // pp)}"
+            f"model.num_hidden_layers is {layers}; "
+            + (f"set it to at most {layers // pp}" if layers >= 2 * pp else "remove it")
         )
 
 
