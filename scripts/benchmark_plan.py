@@ -20,8 +20,7 @@ What only other frameworks do is predicted here, not in ``planning.costs``: fp8,
 kinds of recomputation, collectives beside products, and DeepSpeed's engine.
 
 Rows with a memory are compared with the predicted memory of a run of megaspeed in that shape and
-layout. The memory of all logits is added, because only megaspeed computes them in chunks. Rows with
-an interleaved schedule are omitted, because megaspeed has none.
+layout. The memory of all logits is added, because only megaspeed computes them in chunks.
 
 The columns:
 
@@ -455,7 +454,7 @@ def show_coverage(runs: Sequence[Published], predicted: Mapping[str, StepTime]) 
 
 def show_memory(runs: Sequence[Published]) -> dict[str, float]:
     """Print how many times as much memory as its predicted tensors a run needs."""
-    compared = [run for run in runs if run.memory_bytes and run.work.chunks == 1]
+    compared = [run for run in runs if run.memory_bytes]
     factors = {run.id: memory_factor(run) for run in compared}
     shares, sources = [], _grouped(compared, lambda run: run.source)
     for source, members in sources.items():
@@ -492,6 +491,7 @@ def memory_factor(run: Published) -> float:
             "sequence_parallel": work.sequence_parallel,
             "activation_checkpointing": recomputed,
             "schedule": "1f1b",
+            "virtual_stages": work.chunks,
         },
         "zero_optimization": {"stage": work.zero_stage},
         "fp16" if work.precision == "fp16" else "bf16": {"enabled": True},
