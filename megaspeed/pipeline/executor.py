@@ -9,7 +9,6 @@ graph. Backward needs only the last edge of the graph, so the output is freed af
 """
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
@@ -37,10 +36,10 @@ from megaspeed.pipeline.schedules import (
     Send,
     Transfer,
     input_of,
-    order_of,
     output_of,
     peer,
 )
+from megaspeed.pipeline.visits import ends_of
 from megaspeed.topology.activity import Activity, Part, Timeline, note_phase
 
 _PARTS: dict[type, Part] = {
@@ -121,10 +120,6 @@ class Executor:
         self._links = links
         self._pipeline, self._stage = pipeline, stage
         self._load = load
-        order = order_of(pipeline, stage)
-        self._backwards = [each.chunk for each in order[::-1] if isinstance(each, Backward)]
-        """The chunks of the backwards that are left, from last to first."""
-        self._left = Counter(self._backwards)
         self._batches: dict[int, MicroBatch] = {}
         self._received: dict[Receive, Tensor] = {}
         self._in_flight: Sequence[Receive] = ()  # may not be complete
@@ -237,17 +232,8 @@ class Executor:
 
     def _backward(self, backward: Backward) -> None:
         key = _, chunk = backward.micro_batch, backward.chunk
-        self._backwards.pop()
-        self._left[chunk] -= 1
-        end: End = "step"
-        if self._left[chunk]:
-            end = "micro_batch" if self._backwards[-1] == chunk else "visit"
-        self._engine.backward(
-            self._ends.pop(key),
-            self._input_of(backward),
-            chunk,
-            end,
-        )
+        end = ends_of(self._pipeline, self._stage).get(backward, "micro_batch")
+        self._engine.backward(self._ends.pop(key), self._input_of(backward), chunk, end)
         x, sent = self._inputs.pop(key, None), output_of(self._pipeline, self._stage, backward)
         if x is not None and sent is not None:
             assert x.grad is not None

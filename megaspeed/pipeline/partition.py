@@ -131,8 +131,8 @@ def _evened(costs: Sequence[int], parts: list[range], stages: int) -> list[range
             moved = [range(parts[index].start, end), range(end, parts[index + 1].stop)]
             tried = [*parts[:index], *moved, *parts[index + 2 :]]
             is_possible = min(map(len, moved)) > 0 and max(map(cost, moved)) <= bottleneck
-            if is_possible and worst(tried) < best:
-                parts, best, improved = tried, worst(tried), True
+            if is_possible and (evened := worst(tried)) < best:
+                parts, best, improved = tried, evened, True
     return parts
 
 

@@ -15,7 +15,8 @@ If a run's forwards and backwards take times in the ratio of the ticks, no batch
 that still computes. ``simulation`` measures what another ratio costs.
 """
 
-from collections import defaultdict, deque
+from collections import deque
+from collections.abc import Iterator
 from functools import lru_cache
 
 from megaspeed.pipeline.schedules import (
@@ -39,7 +40,7 @@ from megaspeed.pipeline.schedules import (
     peer,
     received_as,
 )
-from megaspeed.pipeline.visits import holds_of
+from megaspeed.pipeline.visits import holds_by_index
 
 
 @lru_cache(maxsize=64)
@@ -81,6 +82,15 @@ def timetable(pipeline: Pipeline) -> list[list[int]]:
     return ends
 
 
+def arrivals(pipeline: Pipeline, stage: int) -> Iterator[tuple[Receive, int]]:
+    """Each message that a stage receives, and the tick at which its sender has computed it."""
+    for other in {(stage - 1) % pipeline.stages, (stage + 1) % pipeline.stages} - {stage}:
+        for compute, end in zip(order_of(pipeline, other), timetable(pipeline)[other], strict=True):
+            sent = output_of(pipeline, other, compute)
+            if sent is not None and peer(pipeline, other, sent) == stage:
+                yield received_as(pipeline, other, sent), end
+
+
 def stage_program(pipeline: Pipeline, stage: int) -> StageProgram:
     """All instructions of one stage for one step, or for one evaluation."""
     own = list(zip(order_of(pipeline, stage), timetable(pipeline)[stage], strict=True))
@@ -89,27 +99,20 @@ def stage_program(pipeline: Pipeline, stage: int) -> StageProgram:
         sent = output_of(pipeline, stage, compute)
         if sent is not None:
             batches[end] = [sent]
-    for other in {(stage - 1) % pipeline.stages, (stage + 1) % pipeline.stages} - {stage}:
-        for compute, end in zip(order_of(pipeline, other), timetable(pipeline)[other], strict=True):
-            sent = output_of(pipeline, other, compute)
-            if sent is not None and peer(pipeline, other, sent) == stage:
-                batches.setdefault(end, []).append(received_as(pipeline, other, sent))
+    for received, end in arrivals(pipeline, stage):
+        batches.setdefault(end, []).append(received)
 
-    gathers: defaultdict[int, list[Gather]] = defaultdict(list)
-    releases: defaultdict[int, list[Release]] = defaultdict(list)
-    for hold in holds_of(pipeline, stage):
-        gathers[hold.first].append(Gather(hold.chunk, hold.forward))
-        releases[hold.last].append(Release(hold.chunk))
+    begins, ends = holds_by_index(pipeline, stage)
     program: StageProgram = []
     transfers = deque((tick, Transfer(tuple(batches[tick]))) for tick in sorted(batches))
     for index, (compute, end) in enumerate(own):
         while transfers and transfers[0][0] < end:
             program.append(transfers.popleft()[1])
-        program += gathers[index]
+        program += [Gather(hold.chunk, hold.forward) for hold in begins[index]]
         if isinstance(compute, Forward) and compute.chunk == 0:
             program.append(LoadMicroBatch(compute.micro_batch))
         program.append(compute)
-        program += releases[index]
+        program += [Release(hold.chunk) for hold in ends[index]]
     program += [transfer for _, transfer in transfers]
     if any(isinstance(compute, Backward) for compute, _ in own):
         program += [ReduceGradients(), ReduceTiedGradients(), OptimizerStep()]

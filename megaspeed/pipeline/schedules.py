@@ -61,6 +61,11 @@ class Pipeline:
         waits = self.stages - 1
         return waits / (self.chunks * self.micro_batches + waits)
 
+    def sends_of(self, stage: int) -> int:
+        """How many messages a stage sends in a step: each chunk to both sides, if there is one."""
+        ends = (stage == 0) + (stage == self.stages - 1)
+        return (2 * self.chunks - ends) * self.micro_batches
+
     def virtual(self, stage: int, chunk: int) -> int:
         """The virtual stage of a chunk, counted from 0."""
         return chunk * self.stages + stage

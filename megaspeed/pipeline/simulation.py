@@ -49,7 +49,7 @@ from megaspeed.pipeline.schedules import (
     peer,
     received_as,
 )
-from megaspeed.pipeline.visits import holds_of, visits_of
+from megaspeed.pipeline.visits import ends_of, holds_by_index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,30 +101,24 @@ class _DataAxis:
 
     def __init__(self, pipeline: Pipeline, stage: int, times: Durations) -> None:
         self._pipeline, self._stage, self._times = pipeline, stage, times
-        self._gathers: defaultdict[int, list[Gather]] = defaultdict(list)
-        self._visit_ends: set[int] = set()
-        if times.gather:
-            for hold in holds_of(pipeline, stage):
-                self._gathers[hold.first].append(Gather(hold.chunk, hold.forward))
-        if times.reduce:
-            ends = (visit.last for visit in visits_of(pipeline, stage) if not visit.forward)
-            self._visit_ends.update(ends)
+        self._holds, _ = holds_by_index(pipeline, stage)
         self._gathered: dict[int, float] = {}  # chunk -> when
         self.spans: list[Span[_Collective]] = []
 
     def before(self, index: int, clock: float) -> None:
         """Begin the gathers before a computation of the stage's order."""
-        for gather in self._gathers[index]:
-            seconds = self._times.gather[self._pipeline.virtual(self._stage, gather.chunk)]
-            self._gathered[gather.chunk] = self._run(gather, clock, seconds)
+        for hold in self._holds[index] if self._times.gather else ():
+            seconds = self._times.gather[self._pipeline.virtual(self._stage, hold.chunk)]
+            gather = Gather(hold.chunk, hold.forward)
+            self._gathered[hold.chunk] = self._run(gather, clock, seconds)
 
     def gathered(self, chunk: int) -> float:
         """When the last layers of a chunk have arrived; 0 if it is not gathered."""
         return self._gathered.get(chunk, 0)
 
-    def after(self, index: int, compute: Compute, clock: float) -> None:
+    def after(self, compute: Compute, clock: float) -> None:
         """Reduce the gradients of a chunk if its visit has ended."""
-        if index in self._visit_ends:
+        if self._times.reduce and compute in ends_of(self._pipeline, self._stage):
             seconds = self._times.reduce[self._pipeline.virtual(self._stage, compute.chunk)]
             self._run(ReduceGradients(), clock, seconds)
 
@@ -162,7 +156,7 @@ def simulate(pipeline: Pipeline, durations: Durations | None = None) -> Timeline
             takes = times.forward if isinstance(compute, Forward) else times.backward
             clocks[stage] = max(start + takes[virtual], axis.gathered(compute.chunk))
             spans[stage].append(Span(compute, start, clocks[stage]))
-            axis.after(index, compute, clocks[stage])
+            axis.after(compute, clocks[stage])
             message = output_of(pipeline, stage, compute)
             if message is not None:
                 receiver = peer(pipeline, stage, message)

@@ -11,11 +11,14 @@ visit ends. If a forward visit and a backward visit of a chunk overlap, it is ga
 both. So a step gathers each chunk at most 2 x ``groups`` times, for any number of micro-batches.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
+from types import MappingProxyType
 
-from megaspeed.pipeline.schedules import Backward, Compute, Forward, Pipeline, order_of
+from megaspeed.pipeline.schedules import Backward, Compute, End, Forward, Pipeline, order_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,18 @@ def visits_of(pipeline: Pipeline, stage: int) -> tuple[Hold, ...]:
             indices = [index for index, _ in members]
             found.append(Hold(chunk, indices[0], indices[-1], kind is Forward))
     return tuple(sorted(found, key=lambda visit: visit.first))
+
+
+@lru_cache(maxsize=256)
+def ends_of(pipeline: Pipeline, stage: int) -> Mapping[Compute, End]:
+    """The last backward of each visit, and what ends with it. With others, only a micro-batch."""
+    order, last = order_of(pipeline, stage), dict[int, Compute]()  # chunk -> its last backward
+    ends: dict[Compute, End] = {}
+    for visit in visits_of(pipeline, stage):
+        if not visit.forward:
+            last[visit.chunk] = order[visit.last]
+            ends[order[visit.last]] = "visit"
+    return MappingProxyType({**ends, **dict.fromkeys(last.values(), "step")})
 
 
 @lru_cache(maxsize=256)
@@ -74,3 +89,14 @@ def holds_of(pipeline: Pipeline, stage: int) -> tuple[Hold, ...]:
             last, forward = max(hold.last, visit.last), hold.forward or visit.forward
             holds[before] = replace(hold, last=last, forward=forward)
     return tuple(holds)
+
+
+def holds_by_index(
+    pipeline: Pipeline, stage: int
+) -> tuple[Mapping[int, list[Hold]], Mapping[int, list[Hold]]]:
+    """``holds_of`` a stage, by ``first`` and by ``last``; an empty list for other indices."""
+    first, last = defaultdict[int, list[Hold]](list), defaultdict[int, list[Hold]](list)
+    for hold in holds_of(pipeline, stage):
+        first[hold.first].append(hold)
+        last[hold.last].append(hold)
+    return first, last

@@ -181,9 +181,7 @@ def _stages(run: Run) -> Iterator[PlannedStage]:
             layers=layers[stage],
             parameters=parameters[stage],
             parameters_per_rank=elements_of(local_parameters(run, stage)),
-            # The first virtual stage sends no gradients, and the last one no activations.
-            messages=shape.micro_batches
-            * (2 * shape.chunks - (stage == 0) - (stage == run.grid.pp - 1)),
+            messages=shape.sends_of(stage),
             in_flight=peak_in_flight(shape, stage),
         )
 

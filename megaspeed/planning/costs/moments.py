@@ -14,19 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megaspeed.pipeline.programs import timetable
-from megaspeed.pipeline.schedules import (
-    Forward,
-    Pass,
-    Pipeline,
-    Receive,
-    input_of,
-    order_of,
-    output_of,
-    peer,
-    received_as,
-)
-from megaspeed.pipeline.visits import Hold, holds_of, visits_of
+from megaspeed.pipeline.programs import arrivals, timetable
+from megaspeed.pipeline.schedules import Forward, Pass, Pipeline, input_of, order_of, output_of
+from megaspeed.pipeline.visits import ends_of, holds_by_index
 
 _GROUPS = 3
 """The last of this many groups of one size holds as much as any further group would."""
@@ -65,11 +55,7 @@ def moments_of(pipeline: Pipeline, stage: int, *, sums_visits: bool) -> tuple[Mo
         shorter = replace(pipeline, micro_batches=count, groups=sum(enough))
         return moments_of(shorter, stage, sums_visits=sums_visits)
     order, last = order_of(pipeline, stage), pipeline.virtual_stages - 1
-    visits = {visit.last for visit in visits_of(pipeline, stage) if not visit.forward}
-    begins, ends = defaultdict[int, list[Hold]](list), defaultdict[int, list[Hold]](list)
-    for hold in holds_of(pipeline, stage):
-        begins[hold.first].append(hold)
-        ends[hold.last].append(hold)
+    visit_ends, (begins, ends) = ends_of(pipeline, stage), holds_by_index(pipeline, stage)
     in_flight, gathered = [0] * pipeline.chunks, set[tuple[int, bool]]()
     summed, has_head_sum = None, False
     found: defaultdict[Moment, set[tuple[int, ...]]] = defaultdict(set)
@@ -77,7 +63,7 @@ def moments_of(pipeline: Pipeline, stage: int, *, sums_visits: bool) -> tuple[Mo
         zip(order, messages_of(pipeline, stage), strict=True)
     ):
         chunk, is_forward = compute.chunk, isinstance(compute, Forward)
-        reduces = not is_forward and (not sums_visits or index in visits)
+        reduces = not is_forward and (not sums_visits or compute in visit_ends)
         gathered |= {(hold.chunk, hold.forward) for hold in begins[index]}
         if not is_forward:
             in_flight[chunk] -= 1
@@ -112,16 +98,11 @@ def messages_of(pipeline: Pipeline, stage: int) -> Sequence[int]:
     A message is received when its sender has computed it, which may be long before its use. What a
     stage sends is held until the next batch of messages starts, or the stage waits for its batch.
     """
-    table = timetable(replace(pipeline, gathers="layers"))  # the same for all; it is cached
-    arrived: dict[Receive, int] = {}
-    for other in {(stage - 1) % pipeline.stages, (stage + 1) % pipeline.stages}:
-        for compute, end in zip(order_of(pipeline, other), table[other], strict=True):
-            sent = output_of(pipeline, other, compute)
-            if sent is not None and peer(pipeline, other, sent) == stage:
-                arrived[received_as(pipeline, other, sent)] = end
+    pipeline = replace(pipeline, gathers="layers")  # has the same timetable, which is cached
+    arrived = dict(arrivals(pipeline, stage))
     ticks = sorted(arrived.values())
     held, used, sent_at = [], 0, -1
-    for compute, end in zip(order_of(pipeline, stage), table[stage], strict=True):
+    for compute, end in zip(order_of(pipeline, stage), timetable(pipeline)[stage], strict=True):
         count, needed = bisect_left(ticks, end), input_of(pipeline, stage, compute)
         newest = ticks[count - 1] if count else 0
         if newest > sent_at or (needed is not None and arrived[needed] == sent_at):

@@ -315,30 +315,39 @@ def _chunks(
     run: Run, pipeline_stage: int, parameters: Sequence[LocalParameter], device_type: str
 ) -> list[list[_Layer]]:
     """Return the layers of each chunk of the pipeline stage, each with its parameters."""
-    layers_in_all, blocks = layer_count(run.config.model), count()
     own: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         own.setdefault(parameter.layer, []).append(parameter)
-    activations, output = Activations(run, device_type), hidden_bytes(run)
-    chunks = []
-    for indices in chunks_of_stages(run)[pipeline_stage]:
-        layers = []
-        for layer in indices:
-            is_head = layer == layers_in_all - 1
-            if layer == 0:
-                memory = activations.embedding()
-            elif is_head:
-                memory = activations.head()
-            elif layer == max(1, indices.start):
-                memory = activations.first_block(next(blocks))
-            else:
-                memory = activations.block(next(blocks))
-            layers.append(_Layer(memory, own[layer_name(run.config.model, layer)], is_head))
-        last = layers[-1].memory
-        if not layers[-1].is_head:  # its output is freed once the next stage has it
-            sent = replace(
-                last, kept=last.kept - output, forward_working=last.forward_working + output
-            )
-            layers[-1] = replace(layers[-1], memory=sent)
-        chunks.append(layers)
-    return chunks
+    model, blocks = run.config.model, count()
+    activations, head = Activations(run, device_type), layer_count(model) - 1
+
+    def memory_of(layer: int, chunk: range) -> LayerMemory:
+        if layer == 0:
+            return activations.embedding()
+        if layer == head:
+            return activations.head()
+        is_first = layer == max(1, chunk.start)
+        return (activations.first_block if is_first else activations.block)(next(blocks))
+
+    return [
+        _without_sent_output(
+            run,
+            [
+                _Layer(memory_of(layer, chunk), own[layer_name(model, layer)], layer == head)
+                for layer in chunk
+            ],
+        )
+        for chunk in chunks_of_stages(run)[pipeline_stage]
+    ]
+
+
+def _without_sent_output(run: Run, layers: list[_Layer]) -> list[_Layer]:
+    """Count the output of a chunk as working memory. It is freed once the next stage has it."""
+    last = layers[-1]
+    if last.is_head:
+        return layers
+    output, memory = hidden_bytes(run), last.memory
+    memory = replace(
+        memory, kept=memory.kept - output, forward_working=memory.forward_working + output
+    )
+    return [*layers[:-1], replace(last, memory=memory)]

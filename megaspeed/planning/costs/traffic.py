@@ -218,8 +218,7 @@ def _add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> Non
     (B, S/tp, D).
     """
     stages = run.grid.pp
-    ends = (pipeline_stage == 0) + (pipeline_stage == stages - 1)
-    sends = (2 * run.config.parallel.virtual_stages - ends) * run.batch.gradient_accumulation_steps
+    sends = pipeline_of(run).sends_of(pipeline_stage)
     messages.add("pp", "send", sends * hidden_bytes(run), ranks=stages)
     messages.add("pp", "send", _tied_gradient_bytes(run, pipeline_stage), ranks=stages)
 
