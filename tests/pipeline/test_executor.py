@@ -271,7 +271,7 @@ def test_a_step_takes_as_long_as_the_bubble_says(pool: RankPool, groups: int) ->
 
     Other tests run beside this one, so the fastest of some steps counts.
     """
-    forward = 0.03
+    forward = 0.08
     ideal = 3 * forward * (2 * 8 + 3)
     for _ in range(10):
         records = pool.run(4, run_stage, "1f1b", 8, 2, groups, forward)

@@ -356,6 +356,10 @@ CHUNKED: list[tuple[Layout, int, int, int, int, dict[str, Any]]] = [
     ((4, 2, 1), 2, 5, 1, 2, {"gradient_reduction": "per_micro_batch"}),
     ((2, 2, 2), 2, 4, 2, 1, {"sequence_parallel": True}),
     ((2, 4, 1), 2, 4, 2, 3, {"replicate": 2}),
+    ((2, 2, 1), 2, 5, 2, 3, {"gradient_reduction": "per_step"}),
+    ((2, 2, 1), 2, 5, 1, 1, {"gradient_reduction": "per_step"}),
+    ((3, 2, 1), 2, 7, 2, 3, {}),
+    ((4, 2, 1), 2, 5, 1, 3, {}),
     ((2, 1, 2), 2, 5, 1, 0, {"activation_checkpointing": "full", "recomputed_blocks": 2}),
 ]
 
