@@ -222,6 +222,7 @@ def report(result: BenchResult) -> Report:
         Column("turns", lambda row: row.steps),
     ]
     both = [row.label for row in better if row.settings is not None]
+    has_chunks = result.run.config.parallel.virtual_stages > 1
     parts: list[Part] = [
         f"{counted(result.turns, 'turn')} of {counted(result.steps, 'step')} each, after "
         f"{WARM_UP_STEPS} that warm up. Contestants take turns, and each turn starts new "
@@ -230,6 +231,7 @@ def report(result: BenchResult) -> Report:
         "above 1, megaspeed is faster. In brackets: quartiles. On a CPU, the peak is that of the "
         "resident set, which includes all libraries.",
         *([f"Of both settings, those that count: {', '.join(both)}."] if both else []),
+        *(["Peers have no interleaved schedule: they train one chunk a stage."] * has_chunks),
         *(f"{peer} was not run: {reason}." for peer, reason in result.not_run.items()),
         Table("contestants", columns, result.timed),
     ]

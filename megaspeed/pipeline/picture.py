@@ -71,7 +71,9 @@ def draw_schedule(run: Run) -> "Figure":
     lines: list[list[Line]] = []
     for stage, spans in enumerate(timeline.computes):
         holds, visits = holds_of(pipeline, stage), visits_of(pipeline, stage)
-        held = [Line(h.chunk, spans[h.first].start, spans[h.last].end, HELD) for h in holds]
+        # A gather starts when the computation before it has ended.
+        ends = [0.0, *(span.end for span in spans)]
+        held = [Line(h.chunk, ends[h.first], ends[h.last + 1], HELD) for h in holds]
         last = [spans[visit.last] for visit in visits if not visit.forward]
         reduced = [Line(s.instruction.chunk, s.start, s.end, REDUCED) for s in last]
         lines.append(held + reduced * run.sums_visits)

@@ -74,7 +74,8 @@ def test_a_line_shows_how_long_a_chunk_is_held_and_when_its_gradients_are_reduce
     """
     figure = schedule(2, 2, 2, 1)
     lines = bars(figure, boxes=False)
-    assert lines[DARK[0]][1] == {(1, 3), (9, 13)} and lines[DARK[1]][1] == {(3, 9)}
+    # The first gather starts in tick 0, while the stage waits for the input of F0.
+    assert lines[DARK[0]][1] == {(0, 3), (9, 13)} and lines[DARK[1]][1] == {(3, 9)}
     assert lines[BLACK][1] == {(7, 9), (11, 13)}
     (legend,) = figure.legends
     assert {HELD, REDUCED} < {text.get_text() for text in legend.get_texts()}
