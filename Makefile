@@ -1,6 +1,6 @@
 # make install   the virtual environment .venv, every version as in constraints.txt
 # make pretrain  pretrain a small GPT on 8 ranks: pipeline 2 x data 2 x tensor 2, ZeRO-3
-# make test      all tests, three at a time;  PYTEST_ARGS="tests/topology -x" for some;
+# make test      all tests, four at a time;   PYTEST_ARGS="tests/topology -x" for some;
 #                without Chromium, those that open a report in a browser are skipped
 # make quick     the tests that start no ranks, in under two minutes
 # make lint      ruff, mypy and the import layers
@@ -8,7 +8,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?=
 # Side by side; each has a pool of eight rank processes of its own.
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
 
 # Recipes find the tools of the environment by name, and so do the ranks that they launch.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)

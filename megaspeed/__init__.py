@@ -1,8 +1,8 @@
-"""megaspeed pretrains GPT models on DeepSpeed with three parallel axes in any combination.
+"""megaspeed pretrains GPT models on DeepSpeed with four parallel axes in any combination.
 
-The axes are ``pp`` (pipeline), ``dp`` (data, with ZeRO stages 0 to 3) and ``tp`` (tensor). Any
-layout of ranks trains the same model as one process. Each folder imports only from the folders
-above it:
+The axes are ``pp`` (pipeline), ``dp`` (data, with ZeRO stages 0 to 3), ``cp`` (context) and ``tp``
+(tensor). Any layout of ranks trains the same model as one process. Each folder imports only from
+the folders above it:
 
     units             counts and bytes as people read them
     files/            files and folders that are complete or absent

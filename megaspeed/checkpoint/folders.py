@@ -14,6 +14,7 @@ got this name. The manifest has the size and the checksum of every other file, a
 """
 
 import contextlib
+import hashlib
 import re
 import shutil
 from collections.abc import Mapping
@@ -57,7 +58,6 @@ GENERATION = "generation_config.json"
 """The settings of transformers' ``generate``, which a checkpoint of an imported model may have."""
 
 _FORMAT = 1
-_BLOCK_BYTES = 1 << 22
 
 
 def checkpoint_name(step: int) -> str:
@@ -285,13 +285,9 @@ class FileDigest:
     @classmethod
     def of_file(cls, path: Path) -> "FileDigest":
         """The digest of an existing file, read in blocks."""
-        checksum, size_bytes = Checksum(), 0
-        block = memoryview(bytearray(_BLOCK_BYTES))
         with path.open("rb", buffering=0) as stream:
-            while count := stream.readinto(block):
-                checksum.update(block[:count])
-                size_bytes += count
-        return cls(size_bytes, checksum.hexdigest())
+            checksum = hashlib.file_digest(stream, Checksum)
+            return cls(stream.tell(), checksum.hexdigest())
 
 
 def read_tokenizer_files(folder: Path | None) -> dict[str, bytes]:

@@ -41,7 +41,6 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import INDEX
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, Piece, WrittenBox, key
-from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.supervision.answers import describe, gather
 from megaspeed.tensor_parallel.parallelize import materialize
@@ -144,7 +143,7 @@ def load_model(checkpoint: Path) -> GPT:
     The files are read directly into the parameters. A tied head is the embedding. Raises
     CheckpointError if it cannot be read.
     """
-    config = model_config(checkpoint)
+    config = RunState.read(checkpoint).model_section()
     with torch.device("meta"):
         model = GPT(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -164,14 +163,6 @@ def load_model(checkpoint: Path) -> GPT:
         ],
     )
     return model.eval()
-
-
-def model_config(checkpoint: Path) -> ModelConfig:
-    """The configuration of the model in a checkpoint.
-
-    Raises CheckpointError if its run state cannot be read, or has no valid model.
-    """
-    return RunState.read(checkpoint).model_section()
 
 
 def _read(folder: Path, pieces: Iterable[Piece]) -> None:

@@ -47,6 +47,7 @@ class Layout(Section):
     dp: int
     tp: int
     replicate: int = 1
+    cp: int = 1
     zero_stage: int
     schedule: str
     sequence_parallel: bool
@@ -60,11 +61,13 @@ class Layout(Section):
     @property
     def grid(self) -> Grid:
         """The degrees."""
-        return Grid(self.pp, self.dp, self.tp, self.replicate)
+        return Grid(self.pp, self.dp, self.tp, self.replicate, self.cp)
 
     def __str__(self) -> str:
+        context = f" x cp {self.cp}" if self.cp > 1 else ""
         return (
-            f"pp {self.pp} x dp {self.dp} x tp {self.tp}, ZeRO-{self.zero_stage}, {self.precision}"
+            f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}, ZeRO-{self.zero_stage}, "
+            f"{self.precision}"
         )
 
 

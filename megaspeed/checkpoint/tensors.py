@@ -234,10 +234,8 @@ def _inside(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def _overlap(one: Box, other: Box) -> bool:
-    starts = map(max, one.offsets, other.offsets)
-    return all(
-        start < end for start, end in zip(starts, map(min, one.ends, other.ends), strict=True)
-    )
+    starts, ends = map(max, one.offsets, other.offsets), map(min, one.ends, other.ends)
+    return all(start < end for start, end in zip(starts, ends, strict=True))
 
 
 @dataclass(frozen=True)
@@ -317,7 +315,16 @@ class HostCopy:
         for piece, buffer in zip(pieces, self._buffers, strict=True):
             buffer.copy_(piece.values, non_blocking=True)
             copies.append(Piece(piece.key, piece.full_shape, piece.offsets, buffer))
-        return copies, _arrival({piece.values.device for piece in pieces})
+        devices = {piece.values.device for piece in pieces}
+        events = [torch.Event(device) for device in devices if device.type != "cpu"]
+        for event in events:
+            event.record()
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return copies, wait
 
 
 def _host_buffers(originals: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -341,16 +348,3 @@ def _host_buffers(originals: Sequence[Tensor]) -> Iterator[Tensor]:
 
 def _aligned_bytes(values: Tensor) -> int:
     return -(-values.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _arrival(devices: Iterable[torch.device]) -> Callable[[], None]:
-    """A function that waits for all work that is now enqueued on these devices' current streams."""
-    events = [torch.Event(device) for device in devices if device.type != "cpu"]
-    for event in events:
-        event.record()
-
-    def wait() -> None:
-        for event in events:
-            event.synchronize()
-
-    return wait

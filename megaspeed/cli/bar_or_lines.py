@@ -48,13 +48,11 @@ class BarOrLines:
         if not self._console.is_terminal and now - self._line_at >= self._seconds_between_lines:
             self._line_at = now
             share = f"{done / self._total:4.0%}  " if self._total else ""
-            self._console.print(share + text + self._left())
+            (task,) = self._bar.tasks
+            seconds = task.time_remaining  # None if it is not known yet
+            left = f", {timedelta(seconds=int(seconds))} left" if seconds else ""
+            self._console.print(share + text + left)
 
     def tell(self, text: str) -> None:
         """Print a line that stays, above the bar."""
         self._console.print(text)
-
-    def _left(self) -> str:
-        (task,) = self._bar.tasks
-        seconds = task.time_remaining  # None if it is not known yet
-        return f", {timedelta(seconds=int(seconds))} left" if seconds else ""

@@ -17,12 +17,10 @@ from megaspeed.files.paths import folder_problem, path_problem
 
 def add_to(commands: Any) -> None:
     """Add the command and its options."""
-    parser = add_command(
-        commands, "check", run, "find every mistake in a configuration", needs_world_size=False
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda", help="kind of device to check for"
-    )
+    text = "find every mistake in a configuration"
+    parser = add_command(commands, "check", run, text, needs_world_size=False)
+    text = "kind of device to check for"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -32,11 +30,8 @@ def run(options: argparse.Namespace) -> int:
         world = World(options.world_size, "--world-size", options.device)
     document = read_document(options.config, options.overrides)
     checked = check_document(document, world)
-    problems = [
-        *checked.problems,
-        *find_data_problems(checked.correct),
-        *_run_dir_problems(document, options.config.stem),
-    ]
+    problems = [*checked.problems, *find_data_problems(checked.correct)]
+    problems += _run_dir_problems(document, options.config.stem)
     figures = {"config": str(options.config), "problems": problems, "notes": checked.notes}
     write_json(options, figures)
     if problems:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.hugging_face import exit_code
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_parser, say, write_json
+from megaspeed.files.json_values import picked
 from megaspeed.files.paths import path_argument
 from megaspeed.units import counted, traffic_unit
 
@@ -75,12 +76,8 @@ def _verify(options: argparse.Namespace) -> int:
     figures = {
         "whole": complete,
         "checkpoints": [
-            {
-                **_figures(inspection),
-                "whole": not inspection.problems,
-                "problems": list(inspection.problems),
-            }
-            for inspection in found
+            {**_figures(each), "whole": not each.problems, "problems": list(each.problems)}
+            for each in found
         ],
     }
     write_json(options, figures)
@@ -88,11 +85,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _figures(inspection: "Inspection") -> dict[str, Any]:
-    return {
-        "checkpoint": str(inspection.checkpoint),
-        "size_bytes": inspection.size_bytes,
-        "files": len(inspection.files),
-    }
+    return {**picked(inspection, "checkpoint", "size_bytes"), "files": len(inspection.files)}
 
 
 def _describe(inspection: "Inspection") -> str:

@@ -39,9 +39,8 @@ def add_to(commands: Any) -> None:
     )
     which = parser.add_mutually_exclusive_group()
     add_tokenizer(which)
-    which.add_argument(
-        "--no-tokenizer", action="store_true", help="import the model without a tokenizer"
-    )
+    text = "import the model without a tokenizer"
+    which.add_argument("--no-tokenizer", action="store_true", help=text)
     text = "export a checkpoint as a Hugging Face model"
     export = add_parser(commands, "export-hf", partial(exit_code, _export), text)
     add_values(

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     add_command,
+    add_flags,
     add_parser,
     add_values,
     load,
@@ -50,19 +52,10 @@ def add_to(commands: Any) -> None:
     text = "tokens/s and efficiency at several numbers of ranks"
     parser = add_parser(commands, "scaling", scaling, text)
     add_config_options(parser)
-    parser.add_argument(
-        _SIZES,
-        type=world_size,
-        nargs="+",
-        required=True,
-        metavar="N",
-        help="numbers of processes; the others are compared with the smallest",
-    )
-    parser.add_argument(
-        "--weak",
-        action="store_true",
-        help="each data rank keeps its micro-batches: train_batch_size grows (it stays otherwise)",
-    )
+    text = "numbers of processes; the others are compared with the smallest"
+    parser.add_argument(_SIZES, type=world_size, nargs="+", required=True, metavar="N", help=text)
+    text = "each data rank keeps its micro-batches: train_batch_size grows (it stays otherwise)"
+    add_flags(parser, ("--weak", text))
     parser.set_defaults(turns=1)
     _add_shared(parser, turns=None, steps=10)
 
@@ -70,15 +63,9 @@ def add_to(commands: Any) -> None:
 def _add_choices(
     parser: argparse.ArgumentParser, option: str, choices: Sequence[Any], default: Any, text: str
 ) -> None:
-    name = option.strip("-").rstrip("s").upper()
+    name, kind = option.strip("-").rstrip("s").upper(), type(choices[0])
     parser.add_argument(
-        option,
-        type=type(choices[0]),
-        nargs="+",
-        choices=choices,
-        default=default,
-        metavar=name,
-        help=text,
+        option, type=kind, nargs="+", choices=choices, default=default, metavar=name, help=text
     )
 
 
@@ -111,11 +98,8 @@ def compare(options: argparse.Namespace) -> int:
     run = load(options, device_type)
     rows = zero_rows(run, options.stages, device_type)
     rows += baseline_rows(run, options.baselines, device_type)
-
-    def report_of(**measured: Any) -> "Report":
-        return report(ComparisonResult(run=run, **measured))
-
-    return _measure(options, rows, report_of, warm_up=1, extra="memory")
+    result = partial(ComparisonResult, run=run)
+    return _measure(options, rows, result, report, warm_up=1, extra="memory")
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -127,11 +111,8 @@ def bench(options: argparse.Namespace) -> int:
     reasons = choose_peers(run, options.peers)
     not_run = {peer: reason for peer, reason in reasons.items() if reason is not None}
     rows = contestants_of(run, [peer for peer in reasons if peer not in not_run])
-
-    def report_of(**measured: Any) -> "Report":
-        return report(BenchResult(run=run, not_run=not_run, **measured))
-
-    return _measure(options, rows, report_of, warm_up=WARM_UP_STEPS)
+    result = partial(BenchResult, run=run, not_run=not_run)
+    return _measure(options, rows, result, report, warm_up=WARM_UP_STEPS)
 
 
 def scaling(options: argparse.Namespace) -> int:
@@ -143,19 +124,17 @@ def scaling(options: argparse.Namespace) -> int:
     overrides = [*options.overrides, "parallel.spare_ranks=false"]
     base = load_checked_run(options.config, overrides, World(sizes[0], _SIZES, device_type))
     rows = scaled_rows(base, sizes, device_type, weak=options.weak)
-
-    def report_of(**measured: Any) -> "Report":
-        return report(Result(**measured), weak=options.weak)
-
+    report_of = partial(report, weak=options.weak)
     return _measure(
-        options, rows, report_of, warm_up=WARM_UP_STEPS, extra="parts", size_option=_SIZES
+        options, rows, Result, report_of, warm_up=WARM_UP_STEPS, extra="parts", size_option=_SIZES
     )
 
 
 def _measure(
     options: argparse.Namespace,
     rows: "Sequence[AnyRow]",
-    report_of: "Callable[..., Report]",
+    result_of: "Callable[..., Any]",
+    report_of: "Callable[[Any], Report]",
     *,
     warm_up: int,
     extra: "Extra | None" = None,
@@ -166,7 +145,8 @@ def _measure(
     Args:
         options: of the command.
         rows: of the command; the last one has the most ranks.
-        report_of: gets the fields of ``Result``.
+        result_of: gets the fields of ``Result``.
+        report_of: gets the result.
         warm_up: steps of a turn before the timed ones.
         extra: what a turn measures beside the times.
         size_option: the option that states the number of ranks.
@@ -200,7 +180,8 @@ def _measure(
             folder=folder,
             on_turn=bar.show,
         )
-    report = report_of(rows=done, turns=options.turns, steps=options.steps, stopped=stopped)
+    result = result_of(rows=done, turns=options.turns, steps=options.steps, stopped=stopped)
+    report = report_of(result)
     files = report.write(folder, options.command)
     say(report.text)
     write_json(options, report.figures)

@@ -15,8 +15,6 @@ from megaspeed.files.durable import write_file
 from megaspeed.files.paths import file_problem, path_argument
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megaspeed.config.resolve import Run
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
@@ -151,19 +149,8 @@ def say(text: str, *, error: bool = False) -> None:
     (sys.stderr if error else sys.stdout).write(text + "\n")
 
 
-def wide_console() -> "Console":
-    """Return a console for tables, which has 120 columns if it is not a terminal."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
-
-
 def write_json(options: argparse.Namespace, figures: Any) -> None:
-    """Write the figures to the file of ``--json``, if it was given."""
+    """Write the figures to the file of ``--json``, if it was given: all or nothing."""
     if options.json is not None:
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file in UTF-8, or leave it as it was."""
-    write_file(file, lambda stream: stream.write(text.encode()))
+        text = json.dumps(figures, indent=2) + "\n"
+        write_file(options.json, lambda stream: stream.write(text.encode()))

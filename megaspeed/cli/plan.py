@@ -32,8 +32,8 @@ from megaspeed.planning.cluster import CPU, ClusterConfig, read_cluster
 from megaspeed.planning.forecast import complete_training
 from megaspeed.planning.measured_cpu import CpuSpeedError, measure_cpu
 from megaspeed.planning.plan import plan
-from megaspeed.planning.report import report, what_if_report
-from megaspeed.planning.variants import Training, what_if
+from megaspeed.planning.report import longest_report, report, what_if_report
+from megaspeed.planning.variants import Training, longest_sequences, what_if
 from megaspeed.units import counted, show
 
 
@@ -59,7 +59,11 @@ def add_to(commands: Any) -> None:
         ("--write", new_file, "FILE", None, "write the best variant as a configuration"),
         ("--calibrate", not_negative, "FACTOR", None, calibrate),
     )
-    add_flags(parser, ("--what-if", "list every variant that fits, the fastest first"))
+    add_flags(
+        parser,
+        ("--what-if", "list every variant that fits, the fastest first"),
+        ("--longest-sequence", "find the longest sequence that fits, for each layout"),
+    )
     parser = add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
     add_values(parser, ("--picture", _picture, "FILE", None, "draw it, as .png, .svg or .pdf"))
 
@@ -121,6 +125,10 @@ def run_plan(options: argparse.Namespace) -> int:
                 f"{options.write} is not written: no variant fits {cluster.device.name}", error=True
             )
             code = EXIT_FAILED
+    if cluster is not None and options.longest_sequence:
+        longest = longest_sequences(training, cluster)
+        figures["longest_sequences"] = [each.as_json() for each in longest]
+        show(longest_report(longest, training.run.config.model))
     write_json(options, figures)
     return code
 
@@ -128,10 +136,12 @@ def run_plan(options: argparse.Namespace) -> int:
 def _stated_cluster(options: argparse.Namespace) -> ClusterConfig:
     """Return the cluster of the options, if it has what other options need."""
     stated = read_cluster({key: getattr(options, key) for key in ClusterConfig.model_fields})
-    wants = ("what_if", "write", "tokens", "calibrate", "dollars_per_gpu_hour")
+    wants = ("what_if", "longest_sequence", "write", "tokens", "calibrate", "dollars_per_gpu_hour")
     wanted = next((name for name in wants if getattr(options, name)), None)
     if stated.device is None and wanted is not None:
-        raise _wrong(f"--{wanted.replace('_', '-')} needs step times: add --device h100-80gb")
+        raise _wrong(
+            f"--{wanted.replace('_', '-')} needs the figures of a device: add --device h100-80gb"
+        )
     return stated
 
 

@@ -7,10 +7,12 @@ Nothing is replayed, because the tokens of a sample depend only on the data, the
 """
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +23,6 @@ from megaspeed.cli.options import (
     load,
     positive,
     say,
-    wide_console,
     write_json,
 )
 from megaspeed.config.errors import ConfigError
@@ -30,6 +31,8 @@ from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.sampler import Rows, TrainingOrder
 from megaspeed.data.tokenizer import load_tokenizer
 
+_WIDTH = 120
+"""Columns of the table if stdout is not a terminal."""
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 300
 
@@ -54,17 +57,16 @@ def run(options: argparse.Namespace) -> int:
     shown = list(show_samples(corpus, samples))
     step = "" if options.step is None else f"step {options.step}: "
     say(f"{step}samples {samples.start} ... {samples.stop - 1} of {options.config}")
-    wide_console().print(samples_table(shown))
-    write_json(
-        options,
-        {
-            "step": options.step,
-            "corpus": corpus.fingerprint,
-            "seed": corpus.seed,
-            "sequence_length": corpus.sequence_length,
-            "samples": [asdict(sample) for sample in shown],
-        },
-    )
+    width = None if sys.stdout.isatty() else _WIDTH
+    Console(width=width, highlight=False, markup=False).print(samples_table(shown))
+    figures = {
+        "step": options.step,
+        "corpus": corpus.fingerprint,
+        "seed": corpus.seed,
+        "sequence_length": corpus.sequence_length,
+        "samples": [asdict(sample) for sample in shown],
+    }
+    write_json(options, figures)
     return EXIT_DONE
 
 
@@ -127,7 +129,7 @@ def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[Sho
             source=component.name,
             component=place.component,
             draw=place.draw,
-            epoch=place.draw // order.samplers[place.component].sequences,
+            epoch=place.draw // order.sequences_of(place.component),
             sequence=place.sequence,
             file=str(file.path),
             first_token=file.first_token + place.first_token,
@@ -144,6 +146,9 @@ def samples_table(samples: Iterable[ShownSample]) -> Table:
     table.add_column("ids", ratio=3)
     table.add_column("text", ratio=5)
     for shown in samples:
+        ids = " ".join(map(str, shown.ids[:_IDS_SHOWN]))
+        if len(shown.ids) > _IDS_SHOWN:
+            ids += f" ... ({len(shown.ids)} ids)"
         table.add_row(
             str(shown.sample),
             Text(
@@ -151,15 +156,10 @@ def samples_table(samples: Iterable[ShownSample]) -> Table:
                 f"token {shown.first_token:,} of {shown.file}",
                 overflow="fold",
             ),
-            Text(_cut_ids(shown.ids)),
+            Text(ids),
             Text("no tokenizer is known" if shown.text is None else _cut_text(shown.text)),
         )
     return table
-
-
-def _cut_ids(ids: list[int]) -> str:
-    head = " ".join(map(str, ids[:_IDS_SHOWN]))
-    return head if len(ids) <= _IDS_SHOWN else f"{head} ... ({len(ids)} ids)"
 
 
 def _cut_text(text: str) -> str:

@@ -29,6 +29,7 @@ from megaspeed.cli.options import (
 )
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
+from megaspeed.files.json_values import picked
 from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
@@ -83,12 +84,7 @@ def _generate(options: argparse.Namespace) -> None:
     """Print each continuation as soon as it is computed."""
     from megaspeed.hugging_face.text_model import Sampling, continue_prompt
 
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-    )
+    sampling = Sampling(**picked(options, "temperature", "top_k", "max_tokens", "seed"))
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     model = _load(options)
     say(f"{model.source}")

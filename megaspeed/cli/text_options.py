@@ -14,20 +14,11 @@ _OF_DATASETS = ("configuration", "revision", "streaming")
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
     """Add ``INPUT...``, ``--dataset`` and the options for them."""
+    text = "file, glob, folder written by save_to_disk, or python-stdlib, as in data.train"
+    parser.add_argument("input", nargs="*", type=_input, metavar="INPUT", help=text)
+    text = "passed to datasets.load_dataset; may be repeated"
     parser.add_argument(
-        "input",
-        nargs="*",
-        type=_input,
-        metavar="INPUT",
-        help="file, glob, folder written by save_to_disk, or python-stdlib, as in data.train",
-    )
-    parser.add_argument(
-        "--dataset",
-        action="append",
-        default=[],
-        type=_name,
-        metavar="NAME",
-        help="passed to datasets.load_dataset; may be repeated",
+        "--dataset", action="append", default=[], type=_name, metavar="NAME", help=text
     )
     add_values(
         parser,

@@ -78,10 +78,8 @@ def add_to(commands: Any) -> None:
         ("--tokenizer", path_argument, "T", ..., "a folder with a tokenizer, or its JSON"),
         ("--output", path_argument, "DIR", ..., "a new folder for the tokens"),
     )
-    add_flags(
-        parser,
-        ("--skip-bad", "skip records that are not text; all are listed in DIR/skipped.jsonl"),
-    )
+    text = "skip records that are not text; all are listed in DIR/skipped.jsonl"
+    add_flags(parser, ("--skip-bad", text))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -169,8 +169,7 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
             elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-        codes = [failure.exitcode for failure in failures if failure.exitcode > 0]
-        return codes[0] if codes else EXIT_FAILED
+        return next((each.exitcode for each in failures if each.exitcode > 0), EXIT_FAILED)
     except SignalException as error:
         return 128 + error.sigval.value
     return EXIT_DONE

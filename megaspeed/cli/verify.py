@@ -69,9 +69,8 @@ def run(options: argparse.Namespace) -> int:
     except RanksFailed as error:
         say(f"no result: {error}", error=True)
         return EXIT_FAILED
-    grid = run.grid
-    layout = f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp}, ZeRO-{run.zero_stage}"
-    show([f"{layout}, {run.precision}, against one process", step_table(comparison), ""])
+    title = f"{run.grid}, ZeRO-{run.zero_stage}, {run.precision}, against one process"
+    show([title, step_table(comparison), ""])
     show(["gradients of step 1", gradient_table(comparison), ""])
     show([*widened_tolerances(comparison), verdict(comparison)])
     write_json(options, comparison.as_json())

@@ -54,7 +54,7 @@ class Family:
     keys: Mapping[str, Key]
     fixed: Mapping[str, tuple[Any, ...]]
     other_names: Mapping[str, str] = field(default_factory=dict)
-    rope_types: tuple[str, ...] = ("default", "llama3")
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     prefix: str
     blocks: str
     modules: Mapping[str, tuple[str, ...]]
@@ -218,7 +218,7 @@ QWEN3 = replace(
 )
 
 # Abdin et al. 2024, also Phi-4: Mistral with fused matrices. In transformers, its config refuses
-# Llama 3's scaling, and its model ignores embd_pdrop.
+# linear and Llama 3's scaling and takes yarn for longrope, and its model ignores embd_pdrop.
 PHI3 = replace(
     MISTRAL,
     class_name="Phi3ForCausalLM",

@@ -322,11 +322,8 @@ def _rename(tree: dict[str, Any], notes: list[str], problems: list[Problem]) -> 
             problems.append(Problem(path, message))
     for service in SERVICES:
         section, training = tree.pop(service, None), tree.get("training")
-        if (
-            isinstance(section, dict)
-            and isinstance(training, dict)
-            and not _is_off(service, section)
-        ):
+        is_on = isinstance(section, dict) and not _is_off(service, section)
+        if is_on and isinstance(training, dict):
             reported = training.get("report_to") or []
             if isinstance(reported, list) and service not in reported:
                 training["report_to"] = [*reported, service]

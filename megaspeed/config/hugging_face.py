@@ -28,7 +28,14 @@ from typing import Any, NamedTuple
 from megaspeed.config.document import JsonSyntaxError, describe_value, read_json_object
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.families import FAMILIES, Family
-from megaspeed.config.model import DERIVED_FIELDS, ModelConfig
+from megaspeed.config.model import (
+    DERIVED_FIELDS,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    YarnScaling,
+)
+from megaspeed.config.section import Section
 from megaspeed.files.paths import expand_home, file_problem, path_problem
 
 CONFIG_FILE = "config.json"
@@ -43,7 +50,11 @@ _NOT_EXPORTED = frozenset(
 _ORIGINAL = "original_max_position_embeddings"
 _RANDOM_ONLY = "; to plan, or to train from random weights, copy the file and"
 _ROTARY = ("rope_scaling", "rope_parameters")
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
+_SCALINGS: Mapping[Any, type[Section]] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+}
 
 
 class Filled(NamedTuple):
@@ -139,10 +150,12 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         problems += _rotary_problems(keys, name, stated, family)
         if not problems:
             fields["rope_theta"] = stated.get("rope_theta", keys.get("rope_theta", 10_000.0))
-        if not problems and _rotary_type(stated) == "llama3":
-            original = stated.get(_ORIGINAL, fields["max_position_embeddings"])
-            factors = {key: stated[key] for key in _LLAMA3}
-            fields["rope_scaling"] = {"rope_type": "llama3", **factors, _ORIGINAL: original}
+            rope_type = _rotary_type(stated)
+            if rope_type in _SCALINGS:
+                defaults = {_ORIGINAL: fields["max_position_embeddings"]}
+                found = {**defaults, **stated, "rope_type": rope_type}
+                known = _SCALINGS[rope_type].model_fields
+                fields["rope_scaling"] = {key: found[key] for key in known if key in found}
     return fields, problems
 
 
@@ -163,7 +176,7 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
     if model.positions == "rotary":
         scaling = model.rope_scaling
         keys["rope_theta"] = model.rope_theta
-        keys["rope_scaling"] = None if scaling is None else scaling.model_dump()
+        keys["rope_scaling"] = None if scaling is None else scaling.model_dump(exclude_none=True)
     exported = ModelConfig.model_validate(model_section(keys)[0])
     problems = [
         f"model.{name} is {getattr(model, name)}, but {family.class_name} of transformers has "
@@ -243,11 +256,14 @@ def _rotary_problems(
             f"rope_type in {name} must be {_alternatives(family.rope_types)}, but it is "
             f"{describe_value(rope_type)}{_RANDOM_ONLY} set {name} to null"
         )
-    elif rope_type == "llama3":
-        missing = [key for key in _LLAMA3 if stated.get(key) is None]
-        if missing:
-            yield f"{name} of rope_type llama3 lacks {', '.join(missing)}"
-        if (top := keys.get(_ORIGINAL)) not in (None, stated.get(_ORIGINAL)):
+    elif rope_type in _SCALINGS:
+        known = _SCALINGS[rope_type].model_fields
+        required = {key for key, field in known.items() if field.is_required()}
+        required -= {"rope_type", _ORIGINAL}
+        if missing := [key for key in known if key in required and stated.get(key) is None]:
+            yield f"{name} of rope_type {rope_type} lacks {', '.join(missing)}"
+        top = keys.get(_ORIGINAL)
+        if _ORIGINAL in known and top not in (None, stated.get(_ORIGINAL)):
             yield (
                 f"{_ORIGINAL} must be omitted at the top level or equal to that in {name}, because "
                 f"versions of transformers read different ones, but it is {describe_value(top)}"

@@ -1,9 +1,9 @@
 """How a run divides over the processes: its grid and its batch.
 
     parallel.data   parallel.spare_ranks   grid
-    a number        false                  pipeline x data x tensor = world
-    "auto"          false                  data = world / (pipeline x tensor)
-    a number        true                   pipeline x data x tensor <= world
+    a number        false                  pipeline x data x context x tensor = world
+    "auto"          false                  data = world / (pipeline x context x tensor)
+    a number        true                   pipeline x data x context x tensor <= world
     "auto"          true                   the largest data that fits the batch
 
     train_batch_size = micro-batch x gradient_accumulation_steps x data
@@ -19,9 +19,8 @@ from functools import partial
 from typing import Self
 
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.model import ModelConfig
 from megaspeed.config.rules import RULES, check, divisors, listed, tensor_degrees
-from megaspeed.config.run import RunConfig
+from megaspeed.config.run import ParallelConfig, RunConfig
 from megaspeed.config.section import LARGEST_ACCUMULATION
 from megaspeed.topology.grid import Grid
 
@@ -87,19 +86,33 @@ _UNDETERMINED = (
 
 def find_grid(config: RunConfig, world: World) -> Grid | None:
     """Return the grid, or None if no grid fits. With spare ranks, it also fits the batch."""
-    parallel = config.parallel
+    is_replicated, replicate = config.zero_optimization.stage == 0, config.parallel.replicate
     for dp in _data_degrees(config, world):
-        # ZeRO-0 partitions over one rank: all data ranks are replicas.
-        replicate = dp if config.zero_optimization.stage == 0 else parallel.replicate
-        if dp % replicate == 0:
-            return Grid(parallel.pipeline, dp, parallel.tensor, replicate)
+        if is_replicated or dp % replicate == 0:
+            return make_grid(config, dp)
     return None
+
+
+def make_grid(config: RunConfig, dp: int) -> Grid:
+    """Return the grid with this data degree."""
+    parallel = config.parallel
+    pp, cp, tp = parallel.pipeline, parallel.context, parallel.tensor
+    # ZeRO-0 partitions over one rank: all ranks with the same weights are replicas.
+    replicate = dp * cp if config.zero_optimization.stage == 0 else parallel.replicate
+    return Grid(pp, dp, tp, replicate, cp)
+
+
+def _group(parallel: ParallelConfig) -> tuple[int, str]:
+    """Return the number of ranks that share one sample, and how it is computed."""
+    pp, cp, tp = parallel.pipeline, parallel.context, parallel.tensor
+    context = f" x parallel.context {cp}" if cp > 1 else ""
+    return pp * cp * tp, f"parallel.pipeline {pp}{context} x parallel.tensor {tp}"
 
 
 def _data_degrees(config: RunConfig, world: World) -> Iterator[int]:
     """Yield the data degrees that fit, the largest first. With spare ranks, they fit the batch."""
     parallel, stated = config.parallel, StatedBatch.of(config)
-    group = parallel.pipeline * parallel.tensor
+    group, _ = _group(parallel)
     largest = world.size // group
     dp = largest if parallel.data == "auto" else parallel.data
     if parallel.spare_ranks:
@@ -170,19 +183,15 @@ def explain_batch(stated: StatedBatch, dp: int, equation: str) -> str:
 def degrees_fit_world(config: RunConfig, world: World) -> Iterator[str]:
     """The product of the degrees is the number of processes; at most, if ranks may be spare."""
     parallel, stated = config.parallel, StatedBatch.of(config)
-    pp, tp, data = parallel.pipeline, parallel.tensor, parallel.data
-    group = pp * tp
+    data, (group, product) = parallel.data, _group(parallel)
     quotient, rest = divmod(world.size, group)
     if data == "auto":
         dp, around = max(1, quotient), [range(quotient, 0, -1), range(quotient + 1, 2 * world.size)]
-        law = f"{world} is not divisible by parallel.pipeline {pp} x parallel.tensor {tp} = {group}"
+        law = f"{world} is not divisible by {product} = {group}"
         fits = (parallel.spare_ranks and quotient > 0) or not rest
     else:
         dp, around = data, [range(data, data + 1)]
-        law = (
-            f"parallel.data {data} x parallel.pipeline {pp} x parallel.tensor {tp} must be "
-            f"{world}, but it is {data * group}"
-        )
+        law = f"parallel.data {data} x {product} must be {world}, but it is {data * group}"
         fits = data <= quotient if parallel.spare_ranks else data * group == world.size
     if fits:
         return
@@ -191,8 +200,7 @@ def degrees_fit_world(config: RunConfig, world: World) -> Iterator[str]:
     start = " or ".join(str(n * group) for n in near if n)
     mends = []
     if parallel.spare_ranks:
-        factors = f"parallel.pipeline {pp} x data {dp} x parallel.tensor {tp} = {dp * group}"
-        law = f"{world} is less than {factors}"
+        law = f"{world} is less than data {dp} x {product} = {dp * group}"
         mends += [f"start at least {start} processes"] * bool(start)
     else:
         if not rest and solve_batch(stated, quotient):
@@ -200,8 +208,10 @@ def degrees_fit_world(config: RunConfig, world: World) -> Iterator[str]:
         mends += [f"start {start} processes"] * bool(start)
         degrees = [n for n in divisors(world.size) if data in ("auto", n)]
         products = [world.size // n for n in reversed(degrees) if solve_batch(stated, n)]
-        if products := [n for n in products if _has_degrees(config.model, n)]:
-            mends.append(f"choose parallel.pipeline x parallel.tensor = {listed(products)}")
+        if products := [n for n in products if _has_degrees(config, n)]:
+            axes = "parallel.pipeline x parallel.tensor"
+            axes += " x parallel.context" if parallel.context > 1 else ""
+            mends.append(f"choose {axes} = {listed(products)}")
     batch = "" if mends else explain_batch(stated, dp, f"This is for parallel.data {dp}")
     yield f"{law}; {', or '.join(mends) or batch}"
 
@@ -209,7 +219,7 @@ def degrees_fit_world(config: RunConfig, world: World) -> Iterator[str]:
 def replicas_divide_data(config: RunConfig, world: World) -> Iterator[str]:
     """The replicas of ZeRO's partitions divide the data degree. ZeRO-0 partitions nothing."""
     parallel, stage = config.parallel, config.zero_optimization.stage
-    largest, replicate = world.size // (parallel.pipeline * parallel.tensor), parallel.replicate
+    largest, replicate = world.size // _group(parallel)[0], parallel.replicate
     # If none fits, other rules say so.
     degrees = sorted(_data_degrees(config, world))
     degrees = degrees or [largest if parallel.data == "auto" else parallel.data]
@@ -220,10 +230,11 @@ def replicas_divide_data(config: RunConfig, world: World) -> Iterator[str]:
         )
     elif all(dp % replicate for dp in degrees):
         valid = sorted({divisor for dp in degrees for divisor in divisors(dp)})
+        context = f"x parallel.context {parallel.context} " * (parallel.context > 1)
         yield (
             f"parallel.replicate {replicate} must divide the data degree, dp {listed(degrees)}, "
-            "because ZeRO partitions over dp / replicate ranks; valid parallel.replicate: "
-            f"{listed(valid)}"
+            f"because ZeRO partitions over dp / replicate {context}ranks; valid "
+            f"parallel.replicate: {listed(valid)}"
         )
 
 
@@ -250,10 +261,19 @@ def groups_fill_the_pipeline(config: RunConfig, world: World) -> Iterator[str]:
         )
 
 
-def _has_degrees(model: ModelConfig, product: int) -> bool:
-    """Return whether the model allows a pipeline and a tensor degree of this product."""
-    valid = tensor_degrees(model)
-    return any(tp in valid and product // tp <= model.num_hidden_layers for tp in divisors(product))
+def _has_degrees(config: RunConfig, product: int) -> bool:
+    """Return whether the model allows a pipeline and a tensor degree that have this product with
+    the context degree.
+    """
+    valid, layers, cp = (
+        tensor_degrees(config.model),
+        config.model.num_hidden_layers,
+        config.parallel.context,
+    )
+    degrees = divisors(product // cp)
+    return product % cp == 0 and any(
+        tp in valid and product // cp // tp <= layers for tp in degrees
+    )
 
 
 def batch_is_determined(config: RunConfig) -> Iterator[str]:
@@ -270,16 +290,17 @@ def batch_multiplies(config: RunConfig, world: World) -> Iterator[str]:
     grid = find_grid(config, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     if grid is not None and batch is None:
+        context = f" x context {grid.cp}" if grid.cp > 1 else ""
         yield explain_batch(
             stated,
             grid.dp,
-            f"dp {grid.dp} = world {world.size} / (pipeline {grid.pp} x tensor {grid.tp}), "
-            f"world from {world.source}",
+            f"dp {grid.dp} = world {world.size} / (pipeline {grid.pp}{context} x tensor "
+            f"{grid.tp}), world from {world.source}",
         )
     if parallel.spare_ranks and stated.train is None:
         yield "parallel.spare_ranks needs the same batch at every dp; state train_batch_size"
     elif parallel.spare_ranks and not any(_data_degrees(config, world)):
-        largest = world.size // (parallel.pipeline * parallel.tensor)
+        largest = world.size // _group(parallel)[0]
         dp = min(largest, 1) if parallel.data == "auto" else parallel.data
         if 0 < dp <= largest:
             yield explain_batch(stated, dp, f"no dp of {largest} or less fits {world}")

@@ -236,11 +236,13 @@ def _message(path: KeyPath, details: list[ErrorDetails]) -> str:
     kind, last, given = details[0]["type"], details[0]["loc"][-1], details[0]["input"]
     if kind == "missing" and not isinstance(last, int):
         return _missing_key(path)
-    if "union_tag_not_found" in by_kind:
-        return _missing_key((*path, "type"))
-    if "union_tag_invalid" in by_kind:
-        details = [by_kind["union_tag_invalid"]]
-        path, given = (*path, "type"), given["type"]
+    for problem in by_kind.keys() & {"union_tag_not_found", "union_tag_invalid"}:
+        details = [by_kind[problem]]
+        name = details[0]["ctx"]["discriminator"].strip("'")
+        path = (*path, name)
+        if problem == "union_tag_not_found":
+            return _missing_key(path)
+        given = given[name]
     # A list that is too short has an error for each missing entry; the last one gives the length.
     relevant = details[-1:] if kind == "missing" else details
     wanted = " or ".join(dict.fromkeys(map(_wanted, relevant)))

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 else:
     PresetName = Literal[tuple(PRESETS)]
 
+ContextMethod = Literal["ulysses", "all_gather"]
+
 DERIVED_FIELDS = (
     *FAMILIES["gpt2"].features,
     "num_key_value_heads",
@@ -47,11 +49,20 @@ DERIVED_FIELDS = (
 """Fields that are computed from others if they are omitted or null."""
 
 
-class RopeScaling(Section):
+class LinearScaling(Section):
+    """The same scaling of all rotary frequencies (Chen et al. 2023, Position Interpolation)."""
+
+    rope_type: Literal["linear"]
+    """All frequencies are divided by one factor (Chen et al. 2023)."""
+    factor: float = Field(ge=1)
+    """The frequencies are divided by this number."""
+
+
+class Llama3Scaling(Section):
     """Llama 3's scaling of the rotary frequencies for longer sequences."""
 
     rope_type: Literal["llama3"]
-    """How the frequencies are scaled; only llama3 is supported."""
+    """Low frequencies are scaled, as in Llama 3.1."""
     factor: float = Field(gt=0)
     """Low frequencies are divided by this number (8.0 in Llama 3.1)."""
     low_freq_factor: float = Field(gt=0)
@@ -62,6 +73,39 @@ class RopeScaling(Section):
     scaled; between the two the scaling is blended."""
     original_max_position_embeddings: int = Field(gt=0, le=LARGEST_LENGTH)
     """Longest sequence of the model's original training, in tokens."""
+
+
+class YarnScaling(Section):
+    """YaRN's scaling of the rotary frequencies and of the attention (Peng et al. 2023)."""
+
+    rope_type: Literal["yarn"]
+    """Low frequencies and the attention scores are scaled (Peng et al. 2023, YaRN)."""
+    factor: float = Field(ge=1)
+    """Low frequencies are divided by this number, usually the longest sequence /
+    original_max_position_embeddings."""
+    original_max_position_embeddings: int = Field(gt=0, le=LARGEST_LENGTH)
+    """Longest sequence of the model's original training, in tokens."""
+    beta_fast: float = Field(default=32.0, gt=0)
+    """Frequencies with more turns in original_max_position_embeddings positions are not scaled."""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """Frequencies with fewer turns in original_max_position_embeddings positions are scaled in
+    full; between the two the scaling is blended."""
+    truncate: bool = True
+    """Whether the two pairs of dims between which the scaling is blended are rounded outwards to
+    whole numbers."""
+    attention_factor: float | None = Field(default=None, gt=0)
+    """Cosines and sines are multiplied by this number, so scores by its square. If omitted: 0.1 x
+    ln(factor) + 1, or computed from mscale and mscale_all_dim."""
+    mscale: float | None = Field(default=None, gt=0)
+    """If it is stated, attention_factor is (0.1 x mscale x ln(factor) + 1) / (0.1 x mscale_all_dim
+    x ln(factor) + 1), as in DeepSeek-V2."""
+    mscale_all_dim: float | None = Field(default=None, gt=0)
+    """See mscale. Both must be stated, or neither."""
+
+
+RopeScaling = Annotated[
+    LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="rope_type")
+]
 
 
 class ModelConfig(Section):
@@ -151,6 +195,27 @@ class ModelConfig(Section):
         if device_type == "cpu":
             return self.sliding_window is None
         return element_bytes == 2 and self.head_dim <= 256 and self.head_dim % 8 == 0
+
+    def local_heads(self, tp: int) -> tuple[int, int]:
+        """Return the query and the key/value heads of one of ``tp`` tensor ranks."""
+        return self.num_attention_heads // tp, max(1, self.num_key_value_heads // tp)
+
+    def exchanged_features(self, method: ContextMethod, *, cp: int, tp: int) -> tuple[int, ...]:
+        """Return the features of a token in each message of a block's forward over a context axis.
+
+        Args:
+            method: ulysses or all_gather.
+            cp: ranks of the context axis. Ulysses copies key/value heads if there are fewer.
+            tp: ranks of the tensor axis.
+
+        Returns:
+            Of q query and kv key features: (q + 2 kv, q) for the two all-to-alls of ulysses, or
+            (2 kv,) for the all-gather of keys and values.
+        """
+        heads, shared = self.local_heads(tp)
+        if method == "all_gather":
+            return (2 * shared * self.head_dim,)
+        return (heads + 2 * max(shared, cp)) * self.head_dim, heads * self.head_dim
 
     @model_validator(mode="before")
     @classmethod

@@ -13,7 +13,17 @@ from megaspeed.config.deepspeed_keys import (
     WarmupLRParams,
 )
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import Batch, StatedBatch, World, find_grid, solve_batch, violations
+from megaspeed.config.layout import (
+    Batch,
+    StatedBatch,
+    World,
+    find_grid,
+    make_grid,
+    solve_batch,
+    violations,
+)
+from megaspeed.config.model import ContextMethod
+from megaspeed.config.rules import ulysses_degrees
 from megaspeed.config.run import Compression, ParallelConfig, RunConfig
 from megaspeed.topology.grid import Grid
 
@@ -58,11 +68,10 @@ class Run:
 
     @cached_property
     def grid(self) -> Grid:
-        """The degrees of the three axes."""
+        """The degrees of the four axes."""
         parallel = self.config.parallel
         assert parallel.data != "auto", "a resolved run states it"
-        replicate = parallel.data if self.zero_stage == 0 else parallel.replicate
-        return Grid(parallel.pipeline, parallel.data, parallel.tensor, replicate)
+        return make_grid(self.config, parallel.data)
 
     @cached_property
     def batch(self) -> Batch:
@@ -94,6 +103,12 @@ class Run:
     def sequence_parallel(self) -> bool:
         """Whether activations between blocks are split over the tensor axis."""
         return self.config.parallel.sequence_parallel is True and self.grid.tp > 1
+
+    @property
+    def context_method(self) -> ContextMethod | None:
+        """How ranks share sequences; None if they do not."""
+        method = self.config.parallel.context_method
+        return None if method == "auto" else method
 
     @property
     def accumulation_dtype(self) -> Precision:
@@ -133,19 +148,21 @@ class Run:
     def compression(self) -> Compression | None:
         """How the gradients of matrices are compressed; None if they are not."""
         stated = self.config.parallel.gradient_compression
-        return None if isinstance(stated, str) or self.grid.dp == 1 else stated
+        return None if isinstance(stated, str) or self.grid.dp_cp == 1 else stated
 
     @property
     def divides_gradients_first(self) -> bool:
         """Whether gradients are divided before the sum, which could be too large for fp16."""
-        return self.reduction_dtype == "fp16" and self.grid.dp > 1
+        return self.reduction_dtype == "fp16" and self.grid.dp_cp > 1
 
     @property
     def copies_gradients(self) -> bool:
         """Whether gradients are copied to be reduced. If not, they are reduced in place."""
         is_another = self.reduction_dtype != self.accumulation_dtype or self.divides_gradients_first
         has_parts = self.grid.shard > 1 and self.zero_stage == 3
-        return self.grid.dp > 1 and (has_parts or not self.keeps_complete_gradients or is_another)
+        return self.grid.dp_cp > 1 and (
+            has_parts or not self.keeps_complete_gradients or is_another
+        )
 
     @property
     def copies_partitions(self) -> bool:
@@ -169,7 +186,7 @@ class Run:
     @property
     def overlaps_reductions(self) -> bool:
         """Whether gradients are reduced while the backward pass continues."""
-        return bool(self.config.zero_optimization.overlap_comm) and self.grid.dp > 1
+        return bool(self.config.zero_optimization.overlap_comm) and self.grid.dp_cp > 1
 
     @property
     def run_dir(self) -> Path:
@@ -216,6 +233,7 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         "parallel.data": grid.dp,
+        "parallel.context_method": _context_method(config),
         "parallel.gradient_reduction": _gradient_reduction(config),
         "parallel.micro_batch_groups": _micro_batch_groups(config, batch),
         "parallel.sequence_parallel": _splits_sequence(config, world.device_type),
@@ -241,6 +259,24 @@ def _gradient_reduction(config: RunConfig) -> GradientReduction:
     return "per_visit" if config.parallel.virtual_stages > 1 else "per_micro_batch"
 
 
+def _context_method(config: RunConfig) -> Literal["auto"] | ContextMethod:
+    """auto: what sends less for a token of a rank, in all passes of a step. ulysses sends
+    (cp - 1) / cp of its features in each pass. all_gather sends its features to cp - 1 ranks three
+    times: in the forward, before the backward, and their gradients.
+    """
+    model, parallel = config.model, config.parallel
+    cp, tp = parallel.context, parallel.tensor
+    if parallel.context_method != "auto" or cp == 1:
+        return parallel.context_method
+    if cp not in ulysses_degrees(model, tp):
+        return "all_gather"
+    passes = 3 if parallel.recomputes_fully else 2
+    exchanged = passes * sum(model.exchanged_features("ulysses", cp=cp, tp=tp)) / cp
+    gathered = 3 * sum(model.exchanged_features("all_gather", cp=cp, tp=tp))
+    has_halves = config.data.sequence_length % (2 * cp) == 0  # as all_gather needs them
+    return "all_gather" if has_halves and exchanged > gathered else "ulysses"
+
+
 def _micro_batch_groups(config: RunConfig, batch: Batch) -> int:
     """auto: as many groups as there can be, which keeps the fewest activations."""
     parallel = config.parallel
@@ -255,7 +291,8 @@ def _splits_sequence(config: RunConfig, device_type: str) -> bool:
     stated, tp = config.parallel.sequence_parallel, config.parallel.tensor
     if stated != "auto":
         return stated
-    return device_type == "cuda" and tp > 1 and config.data.sequence_length % tp == 0
+    tokens = config.data.sequence_length // config.parallel.context
+    return device_type == "cuda" and tp > 1 and tokens % tp == 0
 
 
 def _learning_rates(config: RunConfig, train_batch_size: int) -> dict[str, Any]:

@@ -5,10 +5,12 @@ that depend on the processes. In a config with mistakes, the keys that are wrong
 absent, and a rule that reads one of them is skipped.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator
+from math import lcm
 
 from megaspeed.config.deepspeed_keys import Constant, Decay, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from megaspeed.config.model import PRESETS, ModelConfig
+from megaspeed.config.model import PRESETS, Llama3Scaling, ModelConfig, YarnScaling
 from megaspeed.config.run import RunConfig
 from megaspeed.config.section import Section
 
@@ -118,12 +120,37 @@ def key_value_heads_divide_heads(config: RunConfig) -> Iterator[str]:
 @rule
 def rope_factors_are_ordered(config: RunConfig) -> Iterator[str]:
     """The frequencies that are not scaled are above those that are scaled in full."""
-    scaling = config.model.rope_scaling
-    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+    match config.model.rope_scaling:
+        case Llama3Scaling(low_freq_factor=low, high_freq_factor=high):
+            names, usual = ("low_freq_factor", "high_freq_factor"), "Llama 3.1 has 1.0 and 4.0"
+        case YarnScaling(beta_slow=low, beta_fast=high):
+            names, usual = ("beta_slow", "beta_fast"), "YaRN has 1.0 and 32.0"
+        case _:
+            return
+    if low >= high:
         yield (
-            f"model.rope_scaling.low_freq_factor {scaling.low_freq_factor} must be less than "
-            f"high_freq_factor {scaling.high_freq_factor}, because the scaling is blended between "
-            "the two (Llama 3.1 has 1.0 and 4.0)"
+            f"model.rope_scaling.{names[0]} {low} must be less than {names[1]} {high}, because the "
+            f"scaling is blended between the two ({usual})"
+        )
+
+
+@rule
+def yarn_has_a_base_and_one_attention_factor(config: RunConfig) -> Iterator[str]:
+    """YaRN divides by the logarithm of the base; its attention factor has one source."""
+    theta, scaling = config.model.rope_theta, config.model.rope_scaling
+    if not isinstance(scaling, YarnScaling):
+        return
+    if theta <= 1:
+        yield (
+            f'model.rope_theta {theta} must be more than 1 with model.rope_scaling.rope_type "yarn"'
+            ", or frequencies do not decrease (most models have 10000.0)"
+        )
+    factor, *scales = scaling.attention_factor, scaling.mscale, scaling.mscale_all_dim
+    if any(scales) and (factor or not all(scales)):
+        yield (
+            f"model.rope_scaling.mscale {json.dumps(scales[0])} and mscale_all_dim "
+            f"{json.dumps(scales[1])} have an effect only if both are stated and attention_factor "
+            f"is not (it is {json.dumps(factor)}); state both alone, or remove both"
         )
 
 
@@ -214,8 +241,8 @@ def recomputed_blocks_are_recomputed(config: RunConfig) -> Iterator[str]:
     if blocks is not None and config.parallel.activation_checkpointing == "none":
         yield (
             f"parallel.recomputed_blocks {blocks} has no effect with "
-            'parallel.activation_checkpointing "none"; set that to "selective" or "full", or '
-            "remove parallel.recomputed_blocks"
+            'parallel.activation_checkpointing "none"; set that to "selective", "full" or '
+            '"full_offloaded", or remove parallel.recomputed_blocks'
         )
 
 
@@ -230,16 +257,63 @@ def sequence_fits_positions(config: RunConfig) -> Iterator[str]:
         )
 
 
+def ulysses_degrees(model: ModelConfig, tp: int) -> list[int]:
+    """Return the context degrees by which the heads of a tensor rank can be divided."""
+    heads, shared = model.local_heads(tp)
+    return [d for d in divisors(heads) if shared % d == 0 or d % shared == 0]
+
+
 @rule
-def tensor_divides_sequence(config: RunConfig) -> Iterator[str]:
-    """With sequence parallelism, tensor ranks hold equal parts of the sequence."""
-    length, tp = config.data.sequence_length, config.parallel.tensor
-    if config.parallel.sequence_parallel is True and length % tp:
+def ulysses_divides_heads(config: RunConfig) -> Iterator[str]:
+    """With ulysses, each context rank has complete heads in its attention."""
+    model, parallel = config.model, config.parallel
+    cp, tp, method = parallel.context, parallel.tensor, parallel.context_method
+    if method != "auto" and cp == 1:
+        yield (
+            f'parallel.context_method "{method}" has no effect with parallel.context 1; remove it, '
+            "or set parallel.context"
+        )
+    if method != "ulysses" or tp not in tensor_degrees(model):
+        return
+    if cp not in (valid := ulysses_degrees(model, tp)):
+        heads, shared = model.local_heads(tp)
+        yield (
+            f"parallel.context {cp} must divide the {heads} query heads of a tensor rank, and "
+            f"divide its {shared} key/value heads or be a multiple of them, because with "
+            'parallel.context_method "ulysses" a rank has complete heads; valid parallel.context: '
+            f'{listed(valid)}; or set parallel.context_method to "all_gather"'
+        )
+
+
+@rule
+def ranks_divide_sequence(config: RunConfig) -> Iterator[str]:
+    """Context ranks hold equal parts of the sequence; with sequence parallelism, tensor ranks of
+    these parts.
+    """
+    parallel, length = config.parallel, config.data.sequence_length
+    cp, tp = parallel.context, parallel.tensor
+    splits = parallel.sequence_parallel is True and tp > 1
+    gathers = parallel.context_method == "all_gather"
+    if parallel.context_method == "auto":
+        gathers = cp not in ulysses_degrees(config.model, tp)
+    runs = 2 if gathers else 1  # with all_gather, one from each half of the sequence
+    divisor = cp * (lcm(runs, tp) if splits else runs)
+    if length % divisor == 0:
+        return
+    if cp == 1:
         yield (
             f"data.sequence_length {length} must be divisible by parallel.tensor {tp} if "
             "parallel.sequence_parallel is true, because tensor ranks hold equal parts of the "
             f"sequence; nearest: {nearest(length, tp)}"
         )
+        return
+    factors = [f"parallel.context {cp} x 2 (a part of each half for each rank)"] * gathers
+    factors += [f"parallel.context {cp} x parallel.tensor {tp}"] * splits
+    law = " and by ".join(factors or [f"parallel.context {cp}"])
+    yield (
+        f"data.sequence_length {length} must be divisible by {law}, because the ranks hold equal "
+        f"parts of the sequence; nearest: {nearest(length, divisor)}"
+    )
 
 
 @rule

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from megaspeed.config.deepspeed_keys import DeepSpeedKeys
-from megaspeed.config.model import ModelConfig
+from megaspeed.config.model import ContextMethod, ModelConfig
 from megaspeed.config.section import LARGEST_SECONDS, LARGEST_WORLD, PathText, Section
 
-Recomputation = Literal["none", "selective", "full"]
+Recomputation = Literal["none", "selective", "full", "full_offloaded"]
 """What a recomputed block computes again in the backward pass."""
 
 
@@ -55,19 +55,28 @@ def _object_of_type(value: Any) -> Any:
 
 
 class ParallelConfig(Section):
-    """The degrees of the three axes. data x pipeline x tensor is the number of processes."""
+    """The degrees of the four axes. data x pipeline x context x tensor is the number of ranks."""
 
     data: Annotated[int, Field(gt=0, le=LARGEST_WORLD)] | Literal["auto"] = "auto"
-    """Data-parallel degree (dp); "auto" = world size / (pipeline x tensor)."""
+    """Data-parallel degree (dp); "auto" = world size / (pipeline x context x tensor)."""
     pipeline: int = Field(default=1, gt=0, le=LARGEST_WORLD)
     """Number of pipeline stages (pp); at most as many as there are blocks."""
     tensor: int = Field(default=1, gt=0, le=LARGEST_WORLD)
     """Tensor-parallel degree (tp); must divide the attention heads and the feed-forward width."""
+    context: int = Field(default=1, gt=0, le=LARGEST_WORLD)
+    """Context-parallel degree (cp): number of ranks that share each sequence. Each holds
+    data.sequence_length / context of its tokens, and the activations of these. It must divide
+    data.sequence_length, with all_gather half of it. ZeRO partitions over data x context ranks."""
+    context_method: Literal["auto"] | ContextMethod = "auto"
+    """How attention sees the complete sequence. ulysses: an all-to-all gives each rank all tokens
+    of some heads, and another one brings the result back. all_gather: keys and values are gathered,
+    in the backward once more. auto: all_gather if the heads cannot be divided, or if it sends less
+    and context divides half of data.sequence_length; otherwise ulysses."""
     replicate: int = Field(default=1, gt=0, le=LARGEST_WORLD)
     """Number of data ranks that hold the same partition of ZeRO 1, 2 or 3. It must divide data.
-    ZeRO partitions over data / replicate neighbours, and the replicas sum their partition of the
-    gradients once a step. If these neighbours are on one node, ZeRO gathers nothing over the
-    network. ZeRO-0 has only replicas."""
+    ZeRO partitions over (data / replicate) x context neighbours, and the replicas sum their
+    partition of the gradients once a step. If these neighbours are on one node, ZeRO gathers
+    nothing over the network. ZeRO-0 has only replicas."""
     spare_ranks: bool = False
     """true: more processes may be started than the layout uses. The spare ranks wait until the run
     ends. With data "auto", data is the largest degree that fits the batch. false: the number of
@@ -75,7 +84,7 @@ class ParallelConfig(Section):
     sequence_parallel: Literal["auto"] | bool = "auto"
     """Whether activations between blocks are split over the tensor axis. This saves memory, but the
     backward gathers some inputs again while it computes. If true, data.sequence_length must be
-    divisible by tensor. auto: true on CUDA if it is divisible, otherwise false."""
+    divisible by context x tensor. auto: true on CUDA if it is divisible, otherwise false."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards in the pipeline. With one chunk on each stage, 1f1b keeps at
     most ``pipeline`` micro-batches in memory; gpipe keeps all of them."""
@@ -106,10 +115,18 @@ class ParallelConfig(Section):
     activation_checkpointing: Recomputation = "none"
     """What a block computes again in the backward pass instead of keeping it. selective: norms,
     activation functions, rotary positions, and attention that has dropout; the block keeps its
-    matrix products and what the fused attention kernel returns. full: all after its input."""
+    matrix products and what the fused attention kernel returns. full: all after its input.
+    full_offloaded: the same, and on a GPU the input waits in host memory. The MLP is computed for
+    about hidden_size tokens at a time, and the backward recomputes it a second time. It is for very
+    long sequences."""
     recomputed_blocks: int | None = Field(default=None, gt=0)
     """Number of blocks of each pipeline stage that are recomputed, the first ones; a stage with
     fewer blocks recomputes all of them. If omitted: all blocks of every stage."""
+
+    @property
+    def recomputes_fully(self) -> bool:
+        """Whether recomputed blocks keep at most their input."""
+        return self.activation_checkpointing.startswith("full")
 
     def recomputation_of(self, block: int) -> Recomputation:
         """Return what a block recomputes. It is number ``block`` of its pipeline stage, from 0."""

@@ -9,8 +9,6 @@ A process may be killed at any moment, so every entry is written under a tempora
 Files that a running job has mapped stay valid, because renaming replaces only the name.
 """
 
-import hashlib
-import json
 import logging
 import math
 import sys
@@ -22,7 +20,7 @@ from typing import Any
 
 from megaspeed.data.errors import DataError
 from megaspeed.files.durable import Locked, lock
-from megaspeed.files.json_values import Facts, read_sealed, write_sealed
+from megaspeed.files.json_values import Facts, hash_of, read_sealed, write_sealed
 from megaspeed.files.paths import expand_home, state_of
 
 logger = logging.getLogger(__name__)
@@ -45,7 +43,7 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
 
 def cache_key(*parts: Any) -> str:
     """Name an entry: 32 hexadecimal digits, a hash of everything it was made from."""
-    return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()[:_KEY_DIGITS]
+    return hash_of(parts)[:_KEY_DIGITS]
 
 
 @dataclass(frozen=True)

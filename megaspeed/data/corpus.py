@@ -7,7 +7,6 @@ files of tokens  -> mapped as they are -----------------------------------------
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -160,7 +159,10 @@ def _corpus_of(
     cache: Cache, data: DataConfig, selection: Selection, text: TokenizedText
 ) -> PreparedCorpus:
     """Combine the token files of the text with the token sources into components."""
-    open_share = partial(_open_tokens, cache)
+
+    def open_share(share: Share) -> tuple[TokenFile, ...]:
+        return tuple(chain(*for_each(share.tokens, lambda path: open_tokens(path, cache))))
+
     tokens = for_each(selection.train, open_share)
     counts = [file.index.documents for files in tokens for file in files]
     known = [count for count in counts if count is not None]
@@ -181,11 +183,6 @@ def _corpus_of(
         reset_at_documents=data.reset_at_documents,
         documents=text.documents + sum(known) if known == counts else None,
     )
-
-
-def _open_tokens(cache: Cache, share: Share) -> tuple[TokenFile, ...]:
-    opened = for_each(share.tokens, lambda path: open_tokens(path, cache))
-    return tuple(chain.from_iterable(opened))
 
 
 def _mixture(shares: Sequence[Share], texts: Parts, tokens: Parts) -> Mixture | None:

@@ -14,7 +14,7 @@ from itertools import chain, groupby
 from pathlib import Path
 
 from megaspeed.data.errors import DataError, for_each
-from megaspeed.data.pieces import OnBad, Piece, TextFormat
+from megaspeed.data.pieces import OnBad, Piece, TextFormat, refuse
 from megaspeed.data.sources import SourceFile
 from megaspeed.files.paths import FileState
 
@@ -36,22 +36,18 @@ class Document:
     content: str
 
 
-class DocumentHash:
-    """Computes size and hash of a document from its pieces."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self.size_bytes = 0
-
-    def update(self, piece: Piece) -> None:
+def hashed(file: SourceFile, on_bad: OnBad = refuse) -> Iterator[tuple[Piece, Document | None]]:
+    """Yield every piece of a file, and with the last piece of a document, the document."""
+    number, size_bytes, digest = 0, 0, hashlib.sha256()
+    for piece in file.pieces(on_bad):
         content = piece.text.encode("utf-8")
-        self._digest.update(content)
-        self.size_bytes += len(content)
-
-    @property
-    def content(self) -> str:
-        """sha256 in hexadecimal."""
-        return self._digest.hexdigest()
+        size_bytes += len(content)
+        digest.update(content)
+        document = None
+        if piece.ends_document:
+            document = Document(file, number, size_bytes, digest.hexdigest())
+            number, size_bytes, digest = number + 1, 0, hashlib.sha256()
+        yield piece, document
 
 
 def read_documents(files: Sequence[SourceFile]) -> list[Document]:
@@ -60,7 +56,8 @@ def read_documents(files: Sequence[SourceFile]) -> list[Document]:
     Raises:
         DataError: bad records (the first of each file, all files at once), or there is no text.
     """
-    documents = list(chain.from_iterable(for_each(files, _documents_of)))
+    by_file = for_each(files, lambda file: [found for _, found in hashed(file) if found])
+    documents = list(chain(*by_file))
     if not documents:
         raise no_text(files)
     return documents
@@ -105,16 +102,12 @@ class ChosenDocuments(TextFormat):
     numbers: tuple[int, ...]
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
-        numbers, number = iter(self.numbers), 0
-        wanted = next(numbers, None)
+        wanted, number = set(self.numbers), 0
         for piece in self.format.pieces(path, on_bad):
-            is_wanted, is_end = number == wanted, piece.ends_document
-            number += is_end
-            if is_wanted and is_end:
-                wanted = next(numbers, None)
-            if is_wanted:
+            if number in wanted:
                 yield piece
-            if wanted is None:
+            number += piece.ends_document
+            if number > self.numbers[-1]:
                 return
 
     def state(self, path: Path) -> FileState:
@@ -131,13 +124,14 @@ def corpus_fingerprint(documents: Iterable[Document]) -> str:
     """sha256 over (relative name, size, content hash) of every document, in order."""
     digest = hashlib.sha256()
     for document in documents:
-        digest.update(document_line(document.file.name, document.size_bytes, document.content))
+        digest.update(document_line(document))
     return digest.hexdigest()
 
 
-def document_line(file_name: str, size_bytes: int, content: str) -> bytes:
+def document_line(document: Document) -> bytes:
     """Return the part of a corpus fingerprint for one document."""
-    return json.dumps([file_name, size_bytes, content]).encode("utf-8") + b"\n"
+    facts = json.dumps([document.file.name, document.size_bytes, document.content])
+    return facts.encode("utf-8") + b"\n"
 
 
 def changed_while_read(what: str) -> DataError:
@@ -146,15 +140,3 @@ def changed_while_read(what: str) -> DataError:
         f"a corpus must not change while it is read, but {what} did; start again once it is "
         "complete"
     )
-
-
-def _documents_of(file: SourceFile) -> list[Document]:
-    documents: list[Document] = []
-    document = DocumentHash()
-    for piece in file.pieces():
-        document.update(piece)
-        if piece.ends_document:
-            found = Document(file, len(documents), document.size_bytes, document.content)
-            documents.append(found)
-            document = DocumentHash()
-    return documents

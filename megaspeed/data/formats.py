@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import (
@@ -35,7 +35,7 @@ from megaspeed.data.pieces import (
     pieces_of,
     what_is_wrong,
 )
-from megaspeed.files.paths import FileState, special_files, state_of
+from megaspeed.files.paths import FileState, special_among, state_of
 
 # datasets and pyarrow are slow to import and rarely needed, so they are imported where used.
 
@@ -142,7 +142,10 @@ class PlainText(TextFormat):
                     text = "" if is_bad else content.decode("utf-8")
                 except UnicodeDecodeError as error:
                     is_bad = True
-                    on_bad(_not_utf8(path, start, content[error.start], error))
+                    where, byte = f"byte {start + error.start:,}", content[error.start]
+                    problem = f"text must be UTF-8, but this byte is 0x{byte:02x} ({error.reason})"
+                    mend = "convert the file, for example with iconv -t UTF-8"
+                    on_bad(BadRecord(path, where, problem, mend))
                 if start == 0:
                     text = text.removeprefix(_BOM)
                 if text or (ends_document and has_text):
@@ -172,15 +175,6 @@ def _cut(stream: ByteStream) -> Iterator[tuple[int, bytes, bool]]:
         start += following
 
 
-def _not_utf8(path: Path, start: int, byte: int, error: UnicodeDecodeError) -> BadRecord:
-    return BadRecord(
-        path,
-        f"byte {start + error.start:,}",
-        f"text must be UTF-8, but this byte is 0x{byte:02x} ({error.reason})",
-        "convert the file, for example with iconv -t UTF-8",
-    )
-
-
 class _NoText(Exception):
     """A line has no text. Contains the reason and how to fix it."""
 
@@ -196,7 +190,6 @@ class JsonLines(TextFormat):
         text_field: the name of this field.
     """
 
-    has_records: ClassVar[bool] = True
     text_field: str = "text"
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
@@ -248,7 +241,6 @@ class Table(TextFormat):
         text_field: the column that has the text.
     """
 
-    has_records: ClassVar[bool] = True
     text_field: str = "text"
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
@@ -292,7 +284,6 @@ class SavedDataset(TextFormat):
         text_field: the column that has the text.
     """
 
-    has_records: ClassVar[bool] = True
     split: str = "train"
     text_field: str = "text"
 
@@ -326,10 +317,14 @@ class SavedDataset(TextFormat):
                 f"a dataset's split must be one of its own, but {path} has no {self.split!r}; "
                 f"state one of {', '.join(found)} as split"
             )
-        return next(special_files(self._folder(path)), None)
+        return next(special_among(sorted(self._folder(path).iterdir())), None)
 
     def _folder(self, path: Path) -> Path:
         return path / self.split if (path / _SEVERAL_SPLITS).is_file() else path
+
+
+WITH_RECORDS = (JsonLines, Table, SavedDataset)
+"""Formats of files on this machine whose first record shows whether ``text_field`` is right."""
 
 
 @dataclass(frozen=True, slots=True)

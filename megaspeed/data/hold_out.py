@@ -204,7 +204,12 @@ def document_span(file: TokenFile, number: int) -> tuple[int, int]:
 
 def _held_out_blocks(file: TokenFile, fraction: float, seed: int) -> list[tuple[int, int]]:
     tokens = file.index.tokens
-    wanted = _inside(file, round(tokens * fraction))
+    if tokens < 2:
+        raise DataError(
+            f"holding out a part of {file.path} needs at least 2 tokens, but it has {tokens}; "
+            "set data.validation_fraction to 0, or name data.validation"
+        )
+    wanted = min(max(round(tokens * fraction), 1), tokens - 1)
     length = max(wanted / _BLOCKS, min(wanted, _SMALLEST_BLOCK_TOKENS))
     count = max(2, round(tokens / length))
     slack = int(_BLOCK_SLACK * tokens / count)
@@ -224,21 +229,6 @@ def _held_out_blocks(file: TokenFile, fraction: float, seed: int) -> list[tuple[
         held_out.append((first, stop))
         left, most = left - (stop - first), most - (stop - first)
     raise AssertionError("blocks make up the file, and less than all of it is held out")
-
-
-def _inside(file: TokenFile, wanted: int) -> int:
-    """``wanted``, but at least 1 and less than all tokens.
-
-    Raises:
-        DataError: the file has a single token.
-    """
-    tokens = file.index.tokens
-    if tokens < 2:
-        raise DataError(
-            f"holding out a part of {file.path} needs at least 2 tokens, but it has {tokens}; "
-            "set data.validation_fraction to 0, or name data.validation"
-        )
-    return min(max(wanted, 1), tokens - 1)
 
 
 def _end_near(file: TokenFile, token: int, slack: int) -> int:

@@ -8,6 +8,8 @@ rows, the 8 samples of a step that starts at sample c are
     dp rank 1      c+2  c+3         c+6  c+7
 
 So a step trains on samples c ... c + train_batch_size - 1 at every layout.
+
+The ranks of a context group read the same rows. Each keeps its part of every row.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +24,9 @@ from numpy.typing import NDArray
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.mixture import Mixture
 from megaspeed.data.sampler import Rows, TrainingOrder, ValidationOrder
-from megaspeed.model.documents import Documents
+from megaspeed.model.documents import Documents, take
 from megaspeed.model.micro_batch import NOT_COUNTED, PADDING_SAMPLE, MicroBatch
+from megaspeed.model.sequence_part import WHOLE, SequencePart
 from megaspeed.topology.process_settings import use_device
 
 Key = TypeVar("Key")
@@ -38,12 +41,14 @@ class LoaderShape:
         micro_batch_size: rows of one micro-batch on one dp rank.
         gradient_accumulation_steps: micro-batches of one step.
         dp_rank, dp_size: this rank on the data-parallel axis.
+        part: the tokens of each row that this rank keeps.
     """
 
     micro_batch_size: int
     gradient_accumulation_steps: int
     dp_rank: int
     dp_size: int
+    part: SequencePart = WHOLE
 
     @property
     def train_batch_size(self) -> int:
@@ -62,10 +67,11 @@ def read_micro_batch(
     micro_batch_size: int,
     sequence_length: int,
     end_of_text: int | None = None,
+    part: SequencePart = WHOLE,
 ) -> MicroBatch:
     """Read rows of S + 1 tokens, and add padding rows up to ``micro_batch_size``.
 
-    The first S tokens of a row are its inputs, the last S its targets.
+    The first S tokens of a row are its inputs, the last S its targets. Of both, ``part`` is kept.
 
     If ``end_of_text`` is given, attention and positions restart at every document. The end-of-text
     token after a document belongs to the next document. So each token is predicted only from its
@@ -82,10 +88,11 @@ def read_micro_batch(
     if end_of_text is not None:
         begins = tokens == end_of_text
         begins[len(rows) :] = False  # a padding row is one document
-        documents = Documents.beginning_at(begins)
+        documents = Documents.beginning_at(begins, part.attention)
+    own = part.ranges(sequence_length)
     return MicroBatch(
-        tokens=tokens,
-        targets=targets,
+        tokens=take(tokens, own).contiguous(),
+        targets=take(targets, own).contiguous(),
         samples=torch.tensor([*samples, *[PADDING_SAMPLE] * padding], dtype=torch.int64),
         documents=documents,
     )
@@ -137,7 +144,7 @@ class OneAhead(Generic[Key, Item]):
 
 
 def _reader(
-    corpus: PreparedCorpus, mixture: Mixture, order: TrainingOrder, micro_batch_size: int
+    corpus: PreparedCorpus, mixture: Mixture, order: TrainingOrder, shape: LoaderShape
 ) -> Callable[[Sequence[int]], MicroBatch]:
     """Return a function that reads at most a micro-batch of samples into host memory."""
     rows = Rows(mixture, corpus.sequence_length)
@@ -149,9 +156,10 @@ def _reader(
         return read_micro_batch(
             [rows.at(order.place_of(sample)) for sample in samples],
             samples,
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=shape.micro_batch_size,
             sequence_length=corpus.sequence_length,
             end_of_text=end_of_text,
+            part=shape.part,
         )
 
     return read
@@ -170,7 +178,7 @@ class TrainingLoader:
         self._shape = shape
         self._device = torch.device(device)
         order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
-        self._read_samples = _reader(corpus, corpus.train, order, shape.micro_batch_size)
+        self._read_samples = _reader(corpus, corpus.train, order, shape)
         self._ahead: OneAhead[tuple[int, int], MicroBatch] | None = None
         if self._device.type == "cuda":
             self._ahead = OneAhead(self._read_pinned, self._following, self._device)
@@ -225,7 +233,7 @@ class ValidationLoader:
         self.sequences = 0
         if corpus.validation is not None:
             order = ValidationOrder.of(corpus.validation, corpus.seed, corpus.sequence_length)
-            self._read_samples = _reader(corpus, corpus.validation, order, shape.micro_batch_size)
+            self._read_samples = _reader(corpus, corpus.validation, order, shape)
             self.sequences = min(eval_batches * shape.train_batch_size, order.sequences)
 
     def __len__(self) -> int:

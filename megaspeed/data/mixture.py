@@ -29,7 +29,6 @@ arithmetic is on integers, so the order is the same on every platform.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from itertools import accumulate
 from typing import Self
 
 from megaspeed.data.token_file import TokenFile
+from megaspeed.files.json_values import hash_of
 
 _MASK_64 = (1 << 64) - 1
 _SMALLEST_BLOCK = 1024
@@ -69,7 +69,7 @@ class Component:
     def fingerprint(self) -> str:
         """The fingerprint of a single file; sha256 over the fingerprints of several, in order."""
         fingerprints = [file.index.corpus_fingerprint for file in self.files]
-        return fingerprints[0] if len(fingerprints) == 1 else _hash(fingerprints)
+        return fingerprints[0] if len(fingerprints) == 1 else hash_of(fingerprints)
 
     @property
     def tokens(self) -> int:
@@ -109,15 +109,11 @@ class Mixture:
     def fingerprint(self) -> str:
         """The fingerprint of a single component; sha256 over (weight, fingerprint) of several."""
         entries = [(component.weight, component.fingerprint) for component in self.components]
-        return entries[0][1] if len(entries) == 1 else _hash(entries)
+        return entries[0][1] if len(entries) == 1 else hash_of(entries)
 
     def sequences(self, sequence_length: int) -> int:
         """Sequences of all components, each counted once."""
         return sum(component.sequences(sequence_length) for component in self.components)
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode("utf-8")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +144,8 @@ class Mixing:
         """Return (component k, number of earlier samples of k)."""
         if len(self.weights) == 1:
             return 0, sample
-        before, here = self._descend(sample)
-        component = here.index(1)
-        return component, before[component]
-
-    def counts_in_blocks(self, blocks: int) -> list[int]:
-        """Count the draws of each component in the first ``blocks`` blocks.
-
-        Cumulative shares are rounded down, so the counts add up. They never decrease from one block
-        to the next, because every component has at least one sample in a block.
-        """
-        total, samples = sum(self.weights), blocks * self.block
-        bounds = [cumulative * samples // total for cumulative in accumulate(self.weights)]
-        return [end - start for start, end in zip([0, *bounds], bounds, strict=False)]
-
-    def _descend(self, sample: int) -> tuple[list[int], list[int]]:
-        """Return (draws of each component before the sample, draws in the sample: a single 1)."""
         block, position = divmod(sample, self.block)
+        # The draws of each component before the stretch with the sample, and in this stretch.
         before = self.counts_in_blocks(block)
         here = [
             end - start for start, end in zip(before, self.counts_in_blocks(block + 1), strict=True)
@@ -182,7 +163,18 @@ class Mixing:
                 start += stretch
                 before = [count + passed for count, passed in zip(before, left, strict=True)]
                 here = [count - passed for count, passed in zip(here, left, strict=True)]
-        return before, here
+        component = here.index(1)
+        return component, before[component]
+
+    def counts_in_blocks(self, blocks: int) -> list[int]:
+        """Count the draws of each component in the first ``blocks`` blocks.
+
+        Cumulative shares are rounded down, so the counts add up. They never decrease from one block
+        to the next, because every component has at least one sample in a block.
+        """
+        total, samples = sum(self.weights), blocks * self.block
+        bounds = [cumulative * samples // total for cumulative in accumulate(self.weights)]
+        return [end - start for start, end in zip([0, *bounds], bounds, strict=False)]
 
 
 def _left_half(draws: Sequence[int], bits: int) -> list[int]:

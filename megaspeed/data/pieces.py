@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from megaspeed.config.errors import shortened
 from megaspeed.data.errors import DataError
@@ -93,14 +92,7 @@ def refuse(record: BadRecord) -> None:
 
 
 class TextFormat(ABC):
-    """How a file is read. It is small and immutable, because it is sent to other processes.
-
-    Attributes:
-        has_records: whether the file has records with several fields and is on this machine. Then
-            the first record shows whether ``text_field`` is right.
-    """
-
-    has_records: ClassVar[bool] = False
+    """How a file is read. It is small and immutable, because it is sent to other processes."""
 
     @abstractmethod
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:

@@ -37,64 +37,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaspeed.data.mixture import Mixing, Mixture, mix_64
+from megaspeed.data.token_file import TokenFile
 
 _ROUNDS = 8
 _MAPPED_AT_ONCE = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Permutation:
-    """A permutation of [0, ``size``); calling it maps one index."""
+def permuted(index: int, size: int, key: bytes) -> int:
+    """Map an index in [0, ``size``) by the permutation that the key selects.
 
-    size: int
-    half_bits: int
-    round_keys: tuple[int, ...]
-
-    @classmethod
-    def keyed(cls, size: int, key: bytes) -> Self:
-        """Return the permutation that a key selects; different keys give unrelated permutations."""
-        assert size >= 1, size
-        half_bits = ((size - 1).bit_length() + 1) // 2
-        digest = hashlib.sha512(key).digest()
-        return cls(size, half_bits, struct.unpack(f"<{_ROUNDS}Q", digest))
-
-    def __call__(self, index: int) -> int:
-        assert 0 <= index < self.size, (index, self.size)
-        index = self._feistel(index)
-        while index >= self.size:
-            index = self._feistel(index)
-        return index
-
-    def _feistel(self, index: int) -> int:
-        mask = (1 << self.half_bits) - 1
-        left, right = index >> self.half_bits, index & mask
-        for key in self.round_keys:
-            left, right = right, left ^ (mix_64(right ^ key) & mask)
-        return (left << self.half_bits) | right
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """The order of the sequences of one component.
-
-    Attributes:
-        seed: ``data.seed``.
-        fingerprint: the fingerprint of the component.
-        sequences: n in the module's docstring, at least 1.
+    Different keys give unrelated permutations.
     """
+    assert 0 <= index < size, (index, size)
+    half_bits = ((size - 1).bit_length() + 1) // 2
+    mask = (1 << half_bits) - 1
+    round_keys = struct.unpack(f"<{_ROUNDS}Q", hashlib.sha512(key).digest())
+    while True:
+        left, right = index >> half_bits, index & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (mix_64(right ^ round_key) & mask)
+        index = (left << half_bits) | right
+        if index < size:
+            return index
 
-    seed: int
-    fingerprint: str
-    sequences: int
 
-    def __post_init__(self) -> None:
-        assert self.sequences >= 1, self.sequences
-
-    def sequence_of(self, draw: int) -> int:
-        """Return the number of the sequence that the component's sample ``draw`` has."""
-        epoch, position = divmod(draw, self.sequences)
-        key = f"{self.seed}:{self.fingerprint}:{epoch}".encode()
-        return Permutation.keyed(self.sequences, key)(position)
+def shuffled(draw: int, sequences: int, key: str) -> int:
+    """Return the sequence of sample ``draw`` of a component, in the order that ``key`` selects."""
+    epoch, position = divmod(draw, sequences)
+    return permuted(position, sequences, f"{key}:{epoch}".encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +92,15 @@ class TrainingOrder:
 
     Attributes:
         mixing: the order of components.
-        samplers: for each component, the order of its sequences.
+        keys: for each component, ``data.seed`` and its fingerprint, which select the order of its
+            sequences.
         first_sequences: for each component, the number of the first sequence in each file, then the
             number of all sequences.
         sequence_length: S, tokens.
     """
 
     mixing: Mixing
-    samplers: tuple[Sampler, ...]
+    keys: tuple[str, ...]
     first_sequences: tuple[list[int], ...]
     sequence_length: int
 
@@ -137,26 +108,28 @@ class TrainingOrder:
     def of(cls, mixture: Mixture, seed: int, sequence_length: int) -> Self:
         """Order the sequences of a mixture, of which each component has at least one."""
         weights = [component.weight for component in mixture.components]
+        keys = [f"{seed}:{component.fingerprint}" for component in mixture.components]
         firsts = [component.first_sequences(sequence_length) for component in mixture.components]
-        samplers = [
-            Sampler(seed, component.fingerprint, first[-1])
-            for component, first in zip(mixture.components, firsts, strict=True)
-        ]
+        assert all(first[-1] >= 1 for first in firsts), firsts
         mixing = Mixing.of(weights, f"{seed}:{mixture.fingerprint}")
-        return cls(mixing, tuple(samplers), tuple(firsts), sequence_length)
+        return cls(mixing, tuple(keys), tuple(firsts), sequence_length)
+
+    def sequences_of(self, component: int) -> int:
+        """Return the number of sequences of a component: n in the module's docstring."""
+        return self.first_sequences[component][-1]
 
     def place_of(self, sample: int) -> Place:
         """Return the place of a sample of the stream; ``sample`` is at least 0."""
         component, draw = self.mixing.draw(sample)
-        sequence = self._sequence_of(self.samplers[component], draw)
+        sequence = self._sequence_of(component, draw)
         first_sequences = self.first_sequences[component]
         # The last file that begins at or before the sequence, because a file may have no sequence.
         file = bisect_right(first_sequences, sequence) - 1
         first_token = (sequence - first_sequences[file]) * self.sequence_length
         return Place(component, draw, sequence, file, first_token)
 
-    def _sequence_of(self, sampler: Sampler, draw: int) -> int:
-        return sampler.sequence_of(draw)
+    def _sequence_of(self, component: int, draw: int) -> int:
+        return shuffled(draw, self.sequences_of(component), self.keys[component])
 
 
 class ValidationOrder(TrainingOrder):
@@ -168,11 +141,11 @@ class ValidationOrder(TrainingOrder):
 
     @property
     def sequences(self) -> int:
-        """The number of sequences of all samplers. A complete evaluation reads each once."""
-        return sum(sampler.sequences for sampler in self.samplers)
+        """The number of sequences of all components. A complete evaluation reads each once."""
+        return sum(first[-1] for first in self.first_sequences)
 
-    def _sequence_of(self, sampler: Sampler, draw: int) -> int:
-        return draw % sampler.sequences
+    def _sequence_of(self, component: int, draw: int) -> int:
+        return draw % self.sequences_of(component)
 
 
 class Rows:
@@ -183,14 +156,11 @@ class Rows:
     """
 
     def __init__(self, mixture: Mixture, sequence_length: int) -> None:
-        self._mixture = mixture
+        self._files = [component.files for component in mixture.components]
         self._sequence_length = sequence_length
-        self._mapped = lru_cache(_MAPPED_AT_ONCE)(self._map)
+        self._mapped = lru_cache(_MAPPED_AT_ONCE)(TokenFile.map)
 
     def at(self, place: Place) -> NDArray[np.integer]:
         """Return the S + 1 ids of the row at this place, in the dtype of the file."""
-        ids = self._mapped(place.component, place.file)
+        ids = self._mapped(self._files[place.component][place.file])
         return ids[place.first_token : place.first_token + self._sequence_length + 1]
-
-    def _map(self, component: int, file: int) -> NDArray[np.integer]:
-        return self._mixture.components[component].files[file].map()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megaspeed.config.run import DataConfig, Source
 from megaspeed.data.errors import DataError, for_each, raise_any
+from megaspeed.data.formats import WITH_RECORDS
 from megaspeed.data.sources import SourceFile, files_by_source, find
 from megaspeed.data.token_sources import is_token_folder, read_index, token_paths, why_not_tokens
 from megaspeed.data.tokenizer import (
@@ -111,15 +112,15 @@ def find_problems(data: DataConfig, vocab_size: int) -> Iterator[str]:
 
 def first_ids(shares: Sequence[Share], vocab_size: int) -> list[str]:
     """Return problems with the first ids of token files that do not state the size of an id."""
-    problems = (why_not_tokens(place, vocab_size) for place in token_places(shares))
-    return [problem for problem in problems if problem is not None]
+    return list(filter(None, (why_not_tokens(place, vocab_size) for place in token_places(shares))))
 
 
 def _first_records(shares: Sequence[Share]) -> Iterator[str]:
     """Yield problems with the first record of each file, such as a wrong ``text_field``."""
-    for file in (file for share in shares for file in share.files if file.format.has_records):
+    for file in (file for share in shares for file in share.files):
         try:
-            next(file.pieces(), None)
+            if isinstance(file.format, WITH_RECORDS):
+                next(file.pieces(), None)
         except DataError as error:
             yield from error.problems
 

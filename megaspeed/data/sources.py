@@ -57,6 +57,7 @@ _SKIPPED_FOLDERS = frozenset(
 )
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize")
 
+_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _PLAIN_TEXT = PlainText()
 
 Found = tuple[Source, list[Path]]
@@ -207,7 +208,7 @@ def _files_of(source: Source, paths: Sequence[Path]) -> list[SourceFile]:
 def _files_at(source: Source, paths: Sequence[Path]) -> Iterator[SourceFile]:
     if source.path == BUNDLED_CORPUS:
         for path in _library_files():
-            yield SourceFile(path.relative_to(_library_folder()).as_posix(), path)
+            yield SourceFile(path.relative_to(_LIBRARY).as_posix(), path)
         return
     path = expand_home(str(source.path))
     root = None if os.path.exists(path) else _fixed_part(path).absolute()
@@ -223,13 +224,9 @@ def _fixed_part(pattern: Path) -> Path:
     return Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts[:-1]))
 
 
-def _library_folder() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
-
-
 def _library_files() -> Iterator[Path]:
     """Yield the ``.py`` files of the standard library, unsorted."""
-    for folder, subfolders, names in os.walk(_library_folder()):
+    for folder, subfolders, names in os.walk(_LIBRARY):
         subfolders[:] = [
             name
             for name in subfolders
@@ -278,7 +275,7 @@ def _nothing_found(source: Source, setting: str) -> str:
     if source.path == BUNDLED_CORPUS:
         return (
             f'{setting}: "{BUNDLED_CORPUS}" needs the standard library as .py files, but '
-            f"{_library_folder()} has none; name text files instead"
+            f"{_LIBRARY} has none; name text files instead"
         )
     path = expand_home(str(source.path))
     if path.is_dir():

@@ -151,8 +151,7 @@ def _read_ids(path: Path) -> Facts:
 
 def write_index(folder: Path, index: TokenFolderIndex) -> None:
     """Write the index, which finishes a folder. Its shards must be on the disk."""
-    facts = {**asdict(index), "shards": [asdict(shard) for shard in index.shards]}
-    write_sealed(folder / INDEX, {"format": _FORMAT, **facts})
+    write_sealed(folder / INDEX, {"format": _FORMAT, **asdict(index)})
 
 
 def is_token_folder(path: Path) -> bool:
@@ -212,19 +211,17 @@ def token_files(folder: Path, index: TokenFolderIndex) -> tuple[TokenFile, ...]:
     there are several, the fingerprint of each is the checksum of its ids.
     """
     is_single = len(index.shards) == 1
-    facts = {name: getattr(index, name) for name in TokenIndex.__dataclass_fields__}
     return tuple(
         TokenFile(
             folder / shard.file,
             TokenIndex(
-                **facts
-                | {
-                    "tokens": shard.tokens,
-                    "documents": shard.documents,
-                    "corpus_fingerprint": (
-                        index.corpus_fingerprint if is_single else shard.checksum
-                    ),
-                }
+                tokens=shard.tokens,
+                documents=shard.documents,
+                dtype=index.dtype,
+                largest_id=index.largest_id,
+                end_of_text=index.end_of_text,
+                tokenizer_fingerprint=index.tokenizer_fingerprint,
+                corpus_fingerprint=index.corpus_fingerprint if is_single else shard.checksum,
             ),
         )
         for shard in index.shards

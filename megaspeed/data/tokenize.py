@@ -12,7 +12,6 @@ killed, the same command truncates all files to the lengths in the plan and cont
 input file. plan.json and documents.jsonl are removed at the end.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ import tokenizers
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from megaspeed.data.documents import DocumentHash, changed_while_read, document_line, no_text
+from megaspeed.data.documents import Document, changed_while_read, document_line, hashed, no_text
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import CUT_RULE, BadRecord, OnBad, Piece, refuse
 from megaspeed.data.sources import SourceFile
@@ -34,7 +33,7 @@ from megaspeed.data.token_file import id_type
 from megaspeed.data.token_sources import INDEX, PLAN, SHARDS, Shard, TokenFolderIndex, write_index
 from megaspeed.data.tokenizer import Packed, TextTokenizer, encode
 from megaspeed.files.durable import TEMPORARY, Locked, flush_folder, lock
-from megaspeed.files.json_values import Facts, read_sealed, write_sealed
+from megaspeed.files.json_values import Facts, hash_of, read_sealed, write_sealed
 from megaspeed.files.paths import FileState, sha256_of
 
 DEFAULT_SHARD_TOKENS = 1 << 29
@@ -101,11 +100,18 @@ class TokenFolderWriter:
             if path.name not in progress.sizes:
                 path.unlink(missing_ok=True)
         for name, size in progress.sizes.items():
-            _truncate(folder / name, size)
+            path = folder / name
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
+                raise DataError(
+                    f"{path} must have the {size:,} bytes that {PLAN} states, but has {found:,}; "
+                    "remove the folder to start again"
+                )
+            os.truncate(path, size)
 
-    def add_document(self, file_name: str, document: DocumentHash) -> None:
+    def add_document(self, document: Document) -> None:
         """Write the line of a document."""
-        self._append(DOCUMENTS, document_line(file_name, document.size_bytes, document.content))
+        self._append(DOCUMENTS, document_line(document))
 
     def add_skipped(self, record: BadRecord) -> None:
         """Write the line of a bad record."""
@@ -165,16 +171,6 @@ class TokenFolderWriter:
                 stream.flush()
                 os.fsync(stream.fileno())
                 self.progress.sizes[name] = stream.tell()
-
-
-def _truncate(path: Path, size_bytes: int) -> None:
-    found = path.stat().st_size if path.exists() else 0
-    if found < size_bytes:
-        raise DataError(
-            f"{path} must have the {size_bytes:,} bytes that {PLAN} states, but has {found:,}; "
-            "remove the folder to start again"
-        )
-    os.truncate(path, size_bytes)
 
 
 def tokenize(
@@ -255,12 +251,10 @@ def _read(
             writer.add_skipped(record)
 
     for file, (_, size, _, _) in zip(files, states, strict=True):
-        bytes_before, document = writer.progress.read_bytes, DocumentHash()
-        for piece in file.pieces(on_bad):
-            document.update(piece)
-            if piece.ends_document:
-                writer.add_document(file.name, document)
-                document = DocumentHash()
+        bytes_before = writer.progress.read_bytes
+        for piece, document in hashed(file, on_bad):
+            if document is not None:
+                writer.add_document(document)
             writer.progress.read_bytes = bytes_before + piece.read_bytes
             yield piece
         writer.progress.read_bytes = bytes_before + size
@@ -323,7 +317,7 @@ def _plan(
         "version of tokenizers": tokenizers.__version__,
         "cutting of long documents": CUT_RULE,
         "number of input files": len(files),
-        "input": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
+        "input": hash_of(listed),
     }
 
 
@@ -345,7 +339,13 @@ def _earlier_progress(folder: Path, plan: Facts) -> Progress:
         )
     before = read_sealed(folder / PLAN)
     if before is None:
-        _refuse_others(folder)
+        names = sorted(path.name for path in folder.iterdir())
+        others = [name for name in names if name != _LOCK and not name.endswith(TEMPORARY)]
+        if others:
+            raise DataError(
+                f"tokens must be written to a new or empty folder, but {folder} has {len(others)} "
+                f"entries that cannot be continued, the first {others[0]}; name another --output"
+            )
         return Progress()
     stored = before.pop(_PROGRESS, None)
     differing = [key for key, value in plan.items() if before.get(key) != value]
@@ -358,16 +358,6 @@ def _earlier_progress(folder: Path, plan: Facts) -> Progress:
         f"{' and '.join(differing)} differed then; restore that, name another --output, or remove "
         "the folder to start again"
     )
-
-
-def _refuse_others(folder: Path) -> None:
-    names = sorted(path.name for path in folder.iterdir())
-    others = [name for name in names if name != _LOCK and not name.endswith(TEMPORARY)]
-    if others:
-        raise DataError(
-            f"tokens must be written to a new or empty folder, but {folder} has {len(others)} "
-            f"entries that cannot be continued, the first {others[0]}; name another --output"
-        )
 
 
 def _remove_temporary_files(folder: Path) -> None:

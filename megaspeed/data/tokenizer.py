@@ -264,7 +264,13 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
     if special is not None:
         raise DataError(f"{setting}: {special}; name another tokenizer")
     stated = _read_object(file.parent / CONFIG_FILE)
-    tokenizer = _of_file(file, setting)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the bindings raise bare Exception
+        raise DataError(
+            f"{setting} must be a tokenizer.json or a folder with one, but {file} cannot be read "
+            f"as one ({error}); save it with AutoTokenizer's save_pretrained"
+        ) from error
     if not tokenizer.get_vocab_size(with_added_tokens=True):
         raise DataError(f"{setting} must have entries, but {path} has none; download it again")
     return TextTokenizer(tokenizer, _find_end_of_text(tokenizer, file.parent), stated)
@@ -336,16 +342,6 @@ def _read_object(file: Path) -> dict[str, Any]:
     except JsonSyntaxError as error:
         raise DataError(
             f"{error}; copy it again from the source of the tokenizer, or remove it"
-        ) from error
-
-
-def _of_file(file: Path, setting: str) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the bindings raise bare Exception
-        raise DataError(
-            f"{setting} must be a tokenizer.json or a folder with one, but {file} cannot be read "
-            f"as one ({error}); save it with AutoTokenizer's save_pretrained"
         ) from error
 
 

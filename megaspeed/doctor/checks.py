@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.doctor.record import Link, Record
 from megaspeed.planning.costs.traffic import axis_totals, predict_traffic
@@ -87,24 +88,24 @@ def make_checks(findings: Findings) -> list[Check]:
     _, differing_keys = _compare(findings, "configuration")
     data, differing_data = _compare(findings, "data")
     devices = Counter(record.device for record in answered)
+    device_names = ", ".join(f"{count} x {name}" for name, count in devices.items())
+    common = devices.most_common(1)[0][0]
+    differing_devices = {
+        record.rank: f"runs on {record.device}, but most ranks on {common}"
+        for record in answered
+        if (record.device == "cpu") != (common == "cpu")
+    }
+    answers = f"{len(answered)} of {len(findings.records)}"
     nodes = "; ".join(f"{host}: {ranks_named(ranks)}" for host, ranks in findings.nodes.items())
     silent = "did not report the checks between ranks: it has ended or hangs"
     checks = (
-        Check(
-            "ranks",
-            f"{len(answered)} of {len(findings.records)} answered ({nodes})",
-            _missing_ranks(findings),
-        ),
+        Check("ranks", f"{answers} answered ({nodes})", _missing_ranks(findings)),
         Check("versions", _listed(versions), differing_versions),
         Check("configuration", None if run is None else _layout(run), differing_keys),
         Check("data", _listed(data) or None, differing_data),
         Check("time limit", "", {}),
         Check("shared memory", "", {}),
-        Check(
-            "device",
-            ", ".join(f"{count} x {name}" for name, count in devices.items()),
-            _other_devices(answered, devices.most_common(1)[0][0]),
-        ),
+        Check("device", device_names, differing_devices),
         Check("run folder", f"{run.run_dir}: shared" if run and together else None, {}),
         Check("process groups", "", dict.fromkeys(findings.silent or (), silent)),
     )
@@ -128,14 +129,6 @@ def _missing_ranks(findings: Findings) -> dict[int, str]:
     return wrong
 
 
-def _other_devices(records: Sequence[Record], common: str) -> dict[int, str]:
-    return {
-        record.rank: f"runs on {record.device}, but most ranks on {common}"
-        for record in records
-        if (record.device == "cpu") != (common == "cpu")
-    }
-
-
 def _layout(run: Run) -> str:
     spare = f", {counted(run.spare_ranks, 'spare rank')}" if run.spare_ranks else ""
     return f"{run.name}: {run.grid}{spare}, ZeRO-{run.zero_stage}"
@@ -157,14 +150,13 @@ def _compare(findings: Findings, part: str) -> tuple[dict[str, str], dict[int, s
     common = dict(counts.most_common(1)[0][0]) if parts else {}
     wrong = {}
     for rank, own in parts.items():
-        keys = [key for key in sorted(common | own) if common.get(key) != own.get(key)]
-        shown = [
+        differences = [
             f"{key} is {_short(own.get(key))}, but {_short(common.get(key))} on most ranks"
-            for key in keys[:_KEYS_SHOWN]
+            for key in sorted(common | own)
+            if common.get(key) != own.get(key)
         ]
-        more = len(keys) - len(shown)
-        if keys:
-            wrong[rank] = "; ".join(shown) + (f"; and {more} more" if more else "")
+        if differences:
+            wrong[rank] = "; ".join(shortened(differences, _KEYS_SHOWN))
     return common, wrong
 
 

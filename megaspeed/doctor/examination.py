@@ -246,15 +246,11 @@ def _measure(axis: str, group: dist.ProcessGroup, context: ParallelContext) -> L
         if axis != "pp":
             dist.all_reduce(outgoing, group=group)
             return
-        messages = (
-            (dist.isend, outgoing, context.next_rank),
-            (dist.irecv, incoming, context.previous_rank),
-        )
-        batch = [
-            dist.P2POp(operation, tensor, neighbour, group)
-            for operation, tensor, neighbour in messages
-            if neighbour is not None
-        ]
+        batch = []
+        if context.next_rank is not None:
+            batch.append(dist.P2POp(dist.isend, outgoing, context.next_rank, group))
+        if context.previous_rank is not None:
+            batch.append(dist.P2POp(dist.irecv, incoming, context.previous_rank, group))
         for work in dist.batch_isend_irecv(batch):
             work.wait()
 

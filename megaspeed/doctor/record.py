@@ -23,6 +23,7 @@ from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
 from megaspeed.files.json_values import leaves
 from megaspeed.supervision.meeting import software
+from megaspeed.topology.grid import AXES
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.units import GIB
 
@@ -38,7 +39,7 @@ _FIRST_GPU = Path("/dev/nvidia0")
 class Link:
     """One process group, as measured by one of its ranks."""
 
-    axis: str  # pp, dp, tp or world
+    axis: str  # pp, dp, cp, tp or world
     ranks: Sequence[int]  # of the group
     latency_seconds: float  # median time for a message of 8 bytes
     bytes_per_second: float  # bytes that a rank sends for a large message / the median time
@@ -59,7 +60,7 @@ class Record:
     versions: dict[str, str]
     configuration: dict[str, str] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
-    degrees: Sequence[int] = ()  # ranks along pp, dp and tp; empty if the configuration is wrong
+    degrees: Sequence[int] = ()  # ranks along each axis; empty if the configuration is wrong
     wrong_input: str | None = None  # the errors of the configuration or of the corpus
     problems: dict[str, str] = field(default_factory=dict)  # check -> what is wrong on this rank
     links: Sequence[Link] = ()
@@ -99,7 +100,7 @@ def take_record(
         world = World(launch.world_size, launch.source, "cuda" if on_gpu else "cpu")
         run = call_with_timeout(seconds, lambda: load_checked_run(config, overrides, world))
         record.configuration = {key: str(value) for key, value in leaves(run.common_json())}
-        record.degrees = (run.grid.pp, run.grid.dp, run.grid.tp)
+        record.degrees = [run.grid.size_along(axis) for axis in AXES]
         data, vocabulary = run.config.data, run.config.model.vocab_size
         step, reports = "preparing the corpus", launch.local_rank == 0
         record.data = _fingerprints(

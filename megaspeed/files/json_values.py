@@ -59,7 +59,7 @@ def picked(source: object, *names: str) -> dict[str, Any]:
 
 def write_sealed(path: Path, facts: Facts) -> None:
     """Write ``facts`` and their hash. The file is complete or absent."""
-    sealed = json.dumps(facts | {_SEAL: _hash_of(facts)}, indent=1).encode("utf-8")
+    sealed = json.dumps(facts | {_SEAL: hash_of(facts)}, indent=1).encode("utf-8")
     write_file(path, lambda stream: stream.write(sealed))
 
 
@@ -73,17 +73,15 @@ def read_sealed(path: Path) -> Facts | None:
 
 def unsealed(text: bytes) -> Facts | None:
     """The facts in the content of such a file; None if the hash does not match."""
-    try:
-        facts = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(facts, dict) or facts.pop(_SEAL, None) != _hash_of(facts):
+    facts = object_in(text)
+    if facts is None or facts.pop(_SEAL, None) != hash_of(facts):
         return None
     return facts
 
 
-def _hash_of(facts: Facts) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode("utf-8")).hexdigest()
+def hash_of(value: object) -> str:
+    """sha256 of a JSON value, in hexadecimal. The order of keys does not matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def read_records(file: Path) -> Iterator[dict[str, Any] | None]:
@@ -92,9 +90,13 @@ def read_records(file: Path) -> Iterator[dict[str, Any] | None]:
     A run that was killed may have left an incomplete line.
     """
     with file.open("rb") as stream:
-        for line in stream:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            yield record if isinstance(record, dict) else None
+        yield from map(object_in, stream)
+
+
+def object_in(text: bytes) -> dict[str, Any] | None:
+    """The JSON object that the text is; None if it is not one."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -67,16 +67,11 @@ def read_file(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
     return content
 
 
-def special_files(folder: Path) -> Iterator[str]:
-    """A sentence for each entry of a folder that is neither a file nor a folder.
-
-    For folders that a library reads, because the library would open such entries.
-    """
-    yield from special_among(sorted(folder.iterdir()))
-
-
 def special_among(paths: Iterable[Path]) -> Iterator[str]:
-    """A sentence for each of ``paths`` that exists and is neither a file nor a folder."""
+    """A sentence for each of ``paths`` that exists and is neither a file nor a folder.
+
+    For what a library reads, because the library would open it.
+    """
     for path in paths:
         problem = file_problem(path)
         if problem is not None and os.path.lexists(path) and not os.path.isdir(path):
@@ -137,16 +132,13 @@ def path_problem(text: str) -> str | None:
     """
     if "\0" in text:
         return "it has a NUL character, which ends a path; remove it"
-    longest = max(len(_encoded(part)) for part in text.split("/"))
+    encoded = text.encode("utf-8", "surrogatepass")
+    longest = max(map(len, encoded.split(b"/")))
     if longest > _LONGEST_NAME:
         return f"a name in it has {longest:,} bytes, but must have at most {_LONGEST_NAME}"
-    if len(_encoded(text)) > _LONGEST_PATH:
-        return f"it has {len(_encoded(text)):,} bytes, but must have at most {_LONGEST_PATH:,}"
+    if len(encoded) > _LONGEST_PATH:
+        return f"it has {len(encoded):,} bytes, but must have at most {_LONGEST_PATH:,}"
     return None
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
 
 
 def path_argument(text: str) -> Path:

@@ -14,9 +14,8 @@ same tensors in memory.
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -26,13 +25,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaspeed.checkpoint.folders import GENERATION, write_files
-from megaspeed.checkpoint.reading import model_config, read_pieces
+from megaspeed.checkpoint.reading import read_pieces
+from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
-from megaspeed.config.model import ModelConfig
 from megaspeed.files.durable import refuse_existing
 from megaspeed.hugging_face.tokenizer import (
-    ModelTokenizer,
     find_tokenizer,
     json_file,
     quiet_transformers,
@@ -85,7 +83,7 @@ def export_model(
         Disagreement: transformers computes other logits.
     """
     refuse_existing(out)
-    model = StockModel.of(checkpoint, tokenizer=tokenizer, precision=precision)
+    model = StockModel(checkpoint, tokenizer=tokenizer, precision=precision)
     split = model.split()
     size_bytes: int = split.metadata["total_size"]
     with new_model_folder(out, model.ours, size_bytes, verify=verify) as writing:
@@ -99,34 +97,27 @@ def export_model(
     return agreement
 
 
-@dataclass(frozen=True)
 class StockModel:
     """The model of a checkpoint, as transformers has it."""
 
-    checkpoint: Path
-    ours: ModelConfig
-    dtype: torch.dtype  # of the weights
-    config: dict[str, Any]  # content of config.json
-    generation: dict[str, Any]  # content of generation_config.json
-    tokenizer: ModelTokenizer
-    parts: dict[str, Part]  # by the names of their tensors
-
-    @classmethod
-    def of(cls, checkpoint: Path, *, tokenizer: Path | None, precision: Precision) -> Self:
+    def __init__(self, checkpoint: Path, *, tokenizer: Path | None, precision: Precision) -> None:
         """Describe the model, without reading its weights. Raises as ``export_model`` does."""
-        model = model_config(checkpoint)
-        config = hugging_face_config(model)
-        mend = "name another with --tokenizer"
-        vocabulary = find_tokenizer(checkpoint, model.vocab_size, named=tokenizer, mend=mend)
-        ids = vocabulary.ids()
+        self.checkpoint = checkpoint
+        self.ours = RunState.read(checkpoint).model_section()
+        self.dtype: torch.dtype = getattr(torch, precision)  # of the weights
+        described = hugging_face_config(self.ours)
+        self.tokenizer = find_tokenizer(
+            checkpoint, self.ours.vocab_size, named=tokenizer, mend="name another with --tokenizer"
+        )
+        ids = self.tokenizer.ids()
         # If the user named a tokenizer, its ids replace those that the model came with.
         named = token_ids(ids) if tokenizer else {}
-        generation = {**ids, **read_generation(checkpoint), **named}
+        # The content of generation_config.json and of config.json.
+        self.generation = {**ids, **read_generation(checkpoint), **named}
         # transformers 5 calls this key dtype, and reads torch_dtype as well.
-        config = {**config, **ids, **token_ids(generation), "torch_dtype": precision}
-        parts = {part.theirs: part for part in parts_of(model)}
-        dtype: torch.dtype = getattr(torch, precision)
-        return cls(checkpoint, model, dtype, config, generation, vocabulary, parts)
+        stated = {**ids, **token_ids(self.generation), "torch_dtype": precision}
+        self.config = {**described, **stated}
+        self.parts = {part.theirs: part for part in parts_of(self.ours)}
 
     def load(self) -> Any:
         """Return transformers' model in evaluation mode. Its weights are read once, on the CPU."""

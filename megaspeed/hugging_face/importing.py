@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megaspeed import __version__
+from megaspeed.checkpoint.folders import GENERATION
 from megaspeed.checkpoint.run_state import Progress, RunState
 from megaspeed.checkpoint.tensors import (
     BYTES_PER_ELEMENT,
@@ -31,8 +32,14 @@ from megaspeed.config.hugging_face import read_keys
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.files.durable import refuse_existing
-from megaspeed.files.paths import special_files
-from megaspeed.hugging_face.tokenizer import ModelTokenizer, find_tokenizer, generation_files
+from megaspeed.files.paths import special_among
+from megaspeed.hugging_face.tokenizer import (
+    ModelTokenizer,
+    find_tokenizer,
+    json_file,
+    read_generation,
+    token_ids,
+)
 from megaspeed.hugging_face.verifying import Agreement, compare, new_model_folder
 from megaspeed.hugging_face.weights import (
     HuggingFaceError,
@@ -80,12 +87,23 @@ def import_model(
         mend = "name another with --tokenizer, or omit it with --no-tokenizer"
         vocabulary = find_tokenizer(folder, model.vocab_size, named=tokenizer, mend=mend)
     # If the user named a tokenizer, its ids replace those that the model came with.
-    generation = generation_files(folder, vocabulary.ids() if tokenizer else {})
+    named = token_ids(vocabulary.ids()) if tokenizer else {}
+    keys = {**token_ids(read_keys(str(folder))), **read_generation(folder), **named}
     stored = matching_tensors(model, open_tensors(folder))
     parameters = sum(map(math.prod, expected_shapes(model).values()))
-    beside = {**vocabulary.files, **generation}
+    beside = {**vocabulary.files, **({GENERATION: json_file(keys)} if keys else {})}
+    state = RunState(
+        imported_from=str(folder.resolve()),
+        progress=Progress(),
+        config={"model": model.model_dump(mode="json", exclude_none=True)},
+        software={
+            "megaspeed": __version__,
+            "torch": torch.__version__,
+            "safetensors": safetensors.__version__,
+        },
+    )
     with new_model_folder(out, model, parameters * BYTES_PER_ELEMENT, verify=verify) as writing:
-        write_checkpoint(writing, _pieces(model, stored), _state(model, folder), beside)
+        write_checkpoint(writing, _pieces(model, stored), state, beside)
         agreement = compare(writing, folder) if verify else None
     report(f"{out}: {parameters:,} parameters, from {folder}")
     report(str(vocabulary))
@@ -114,7 +132,7 @@ def _model_of(folder: Path) -> ModelConfig:
             f"imported weights must not be quantized, but quantization_config of {folder} is "
             f"{describe_value(quantized)}; import the model that they were made from"
         )
-    special = next(special_files(folder), None)
+    special = next(special_among(sorted(folder.iterdir())), None)
     if special is not None:
         raise HuggingFaceError(f"{special}; remove it, or download the model again")
     return model
@@ -135,16 +153,3 @@ def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[
 def _rows_of(tensor: StoredTensor, rows: slice, part: Part) -> Tensor:
     """Rows in our layout. In a transposed tensor, these are columns."""
     return tensor.read(slice(None), rows).T if part.transposed else tensor.read(rows)
-
-
-def _state(model: ModelConfig, folder: Path) -> RunState:
-    return RunState(
-        imported_from=str(folder.resolve()),
-        progress=Progress(),
-        config={"model": model.model_dump(mode="json", exclude_none=True)},
-        software={
-            "megaspeed": __version__,
-            "torch": torch.__version__,
-            "safetensors": safetensors.__version__,
-        },
-    )

@@ -78,7 +78,7 @@ def load_text_model(
         DataError: there is no tokenizer, or it has ids that the model does not have.
     """
     source = checkpoint_named(place, report)
-    stock = StockModel.of(source, tokenizer=tokenizer, precision=precision)
+    stock = StockModel(source, tokenizer=tokenizer, precision=precision)
     words = stock.tokenizer.loaded
     if words is None:
         raise DataError(

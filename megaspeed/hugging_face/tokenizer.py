@@ -17,7 +17,7 @@ from typing import Any
 
 from megaspeed.checkpoint.folders import GENERATION, TOKENIZER, read_tokenizer_files
 from megaspeed.config.document import JsonSyntaxError, read_json_object
-from megaspeed.config.hugging_face import DAMAGED, read_keys
+from megaspeed.config.hugging_face import DAMAGED
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer import NoEndOfText, TextTokenizer, load_tokenizer, special_tokens
 from megaspeed.hugging_face.weights import HuggingFaceError
@@ -98,20 +98,6 @@ def _read_tokenizer(source: Path, vocab_size: int, setting: str) -> ModelTokeniz
         bos_token_id=None if bos is None else words.tokenizer.token_to_id(bos),
         remark=remark,
     )
-
-
-def generation_files(folder: Path, ids: Keys) -> dict[str, bytes]:
-    """Name -> content of the generation_config.json that a checkpoint of a model carries, if any.
-
-    Args:
-        folder: the folder of the model.
-        ids: ids that replace the model's own, because the user named another tokenizer.
-
-    Raises:
-        HuggingFaceError: a file of the model is damaged.
-    """
-    keys = {**token_ids(read_keys(str(folder))), **read_generation(folder), **token_ids(ids)}
-    return {GENERATION: json_file(keys)} if keys else {}
 
 
 def read_generation(folder: Path) -> Keys:

@@ -29,7 +29,8 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megaspeed.checkpoint.reading import load_model, model_config
+from megaspeed.checkpoint.reading import load_model
+from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.config.model import ModelConfig
 from megaspeed.files.durable import new_folder
@@ -104,7 +105,7 @@ def compare(
         Disagreement: the two models compute different logits.
         HuggingFaceError: transformers cannot load ``folder``.
     """
-    config = model_config(checkpoint)
+    config = RunState.read(checkpoint).model_section()
     prompt = _spread_ids(config.vocab_size, _length(config))
     stock = load_transformers_model(folder, strict=strict)
     # Only parameters. The rotary frequencies stay in fp32, as in every implementation.

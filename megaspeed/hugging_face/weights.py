@@ -167,9 +167,8 @@ def parts_of(model: ModelConfig) -> Iterator[Part]:
     family = FAMILIES[model.architecture]
     for parameter in parameters_of(model).values():
         is_in_block = parameter.layer.startswith("blocks.")
-        sections = _sections(parameter, family)
         start = 0
-        for module, height in sections:
+        for module, height in _sections(parameter, family):
             theirs = f"{module}.{parameter.kind}"
             if is_in_block:
                 theirs = f"{family.blocks}.{parameter.layer.removeprefix('blocks.')}.{theirs}"

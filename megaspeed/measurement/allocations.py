@@ -87,11 +87,10 @@ class AllocationLog(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._resize = torch.UntypedStorage.resize_
-        log = self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = log._resize(storage, size)
-            log._resized(storage)
+            result = self._resize(storage, size)
+            self._resized(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]

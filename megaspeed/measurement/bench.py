@@ -123,7 +123,8 @@ def _refusal(peer: str, run: Run) -> str | None:
             f"its ZeRO stage is at most 1, but zero_optimization.stage is {stage}; set it to 0 or 1"
         )
     parallel = config.parallel
-    if parallel.activation_checkpointing == "selective" or parallel.recomputed_blocks is not None:
+    kind = parallel.activation_checkpointing
+    if kind not in ("none", "full") or parallel.recomputed_blocks is not None:
         return (
             "it recomputes complete blocks, all or none; set parallel.activation_checkpointing to "
             '"none" or "full", and remove parallel.recomputed_blocks'

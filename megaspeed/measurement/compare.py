@@ -159,7 +159,7 @@ def _reductions(run: Run, zero_stage: int) -> tuple[GradientReduction | None, ..
     """The reductions that make a difference at this ZeRO stage; (None,) if none does."""
     if run.compression is not None:
         return (None,)
-    shards = run.grid.dp // run.config.parallel.replicate
+    shards = run.grid.dp_cp // run.config.parallel.replicate
     several = run.batch.gradient_accumulation_steps > 1 and shards > 1
     if zero_stage < 2 or not several:
         return (None,)

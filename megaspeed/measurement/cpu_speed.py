@@ -33,8 +33,7 @@ from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.measurement.local_ranks import RanksFailed, run_on_ranks
-from megaspeed.model.attention import RotaryAngles, window_mask
-from megaspeed.model.gpt import DTYPES, Block
+from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.planning.costs.workload import block_products
 from megaspeed.planning.measured_cpu import block_run, small_run
@@ -146,20 +145,15 @@ def _block(run: Run) -> Callable[[], None]:
     model, rows = run.config.model, run.batch.micro_batch_size
     length = run.config.data.sequence_length
     dtype = DTYPES[run.precision]
-    block = Block(model, name="blocks.0", seed=0).to(dtype).train()
+    block = GPT(model, chunks=[range(1, 2)]).to(dtype).train()
     for parameter in block.parameters():
         parameter.grad = torch.zeros_like(parameter)
     x = torch.randn(rows, length, model.hidden_size).to(dtype).requires_grad_()
     gradient, samples = torch.randn(x.shape).to(dtype), torch.arange(rows)
-    angles, mask, window = None, None, model.sliding_window
-    if model.positions == "rotary":
-        angles = RotaryAngles(model).of(None, length, dtype, x.device)
-    if window is not None and window < length:
-        mask = window_mask(length, window, dtype, x.device)
 
     def both_passes() -> None:
         x.grad = None
-        block(x, samples, angles, mask).backward(gradient)
+        block(x, samples).backward(gradient)
 
     return both_passes
 

@@ -10,7 +10,6 @@ transformers' model draws its own.
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -64,8 +63,7 @@ class HfDeepspeed:
         """Train one optimizer step."""
         _set_rate(self._optimizer, learning_rate)
         losses = []
-        for m in range(self._micro_batches):
-            batch = load(m)
+        for batch in map(load, range(self._micro_batches)):
             loss = _loss(self._engine(batch.tokens).logits, batch.targets)
             self._engine.backward(loss)
             self._engine.step()
@@ -94,12 +92,9 @@ class DeepspeedPipeline:
     def train_step(self, load: Load, learning_rate: float) -> StepResult:
         """Train one optimizer step."""
         _set_rate(self._optimizer, learning_rate)
-        return _result(self._engine.train_batch(data_iter=self._samples(load)))
-
-    def _samples(self, load: Load) -> Iterator[tuple[Tensor, Tensor]]:
-        for m in range(self._micro_batches):
-            batch = load(m)
-            yield batch.tokens, batch.targets
+        batches = map(load, range(self._micro_batches))
+        samples = ((batch.tokens, batch.targets) for batch in batches)
+        return _result(self._engine.train_batch(data_iter=samples))
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -159,11 +154,8 @@ def _pipeline_layers(run: Run) -> list[Any]:
     blocks = [LayerSpec(_Block, run, index) for index in range(1, last)]
     if not model.tie_word_embeddings:
         return [LayerSpec(_Layer, run, 0), *blocks, LayerSpec(_Layer, run, last)]
-    tied = functools.partial(
-        TiedLayerSpec,
-        *("tokens", _Layer, run, 0, "embedding.tokens"),
-        tied_weight_attr="layer.weight",
-    )
+    arguments = "tokens", _Layer, run, 0, "embedding.tokens"
+    tied = functools.partial(TiedLayerSpec, *arguments, tied_weight_attr="layer.weight")
     positions = [LayerSpec(_Positions, run, 0, "embedding.positions")]
     norm = LayerSpec(_Layer, run, last, "head.norm")
     between = positions if model.positions == "learned" else []

@@ -187,13 +187,7 @@ def _rank_main(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    launch = LaunchEnvironment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        source="--world-size",
-    )
+    launch = LaunchEnvironment(rank, world_size, rank, world_size, source="--world-size")
     value, code = folder / f"{_VALUE}{rank}", 0
     try:
         result = function(launch, *arguments)

@@ -176,8 +176,7 @@ def describe_run(run: Run, device: Device | None) -> list[str]:
     elements = sum(parameter.elements for parameter in parameters_of(model).values())
     on_device = f" ({device.name})" if device else ""
     return [
-        f"{run.name}: pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = {grid.world_size} "
-        f"ranks{on_device}, {run.precision}",
+        f"{run.name}: {grid} = {grid.world_size} ranks{on_device}, {run.precision}",
         f"{batch.train_batch_size} samples of {run.config.data.sequence_length:,} tokens a "
         f"step in {batch.gradient_accumulation_steps} micro-batches of "
         f"{batch.micro_batch_size}",

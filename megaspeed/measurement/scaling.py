@@ -119,8 +119,8 @@ def report(result: Result[ScaledRow], *, weak: bool) -> Report:
         else "train_batch_size stays, so each data rank has fewer micro-batches"
     )
     parts: list[str | list[str] | Table] = [
-        f"{mode} scaling: {batch}; parallel.pipeline and parallel.tensor stay, so the data degree "
-        f"(dp) grows. {counted(result.steps, 'step')} each after {WARM_UP_STEPS} that warm up; "
+        f"{mode} scaling: {batch}; the other degrees stay, so the data degree (dp) grows. "
+        f"{counted(result.steps, 'step')} each after {WARM_UP_STEPS} that warm up; "
         "means over the middle half of the steps, and over the ranks. Ranks that share processors "
         "show the cost of sharing them, not the scaling of a cluster.",
         _row_table(rows),

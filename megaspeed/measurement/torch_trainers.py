@@ -63,6 +63,8 @@ def refusal(run: Run, *, has_pipeline: bool = False) -> str | None:
             f"it has only {axes}, but parallel.pipeline is {grid.pp} and parallel.tensor is "
             f"{grid.tp}; set {mend} to 1"
         )
+    if grid.cp > 1:
+        return f"it has no context axis, but parallel.context is {grid.cp}; set it to 1"
     if run.precision == "fp16":
         return "it is run without a loss scale, but fp16.enabled is true; set bf16.enabled instead"
     if zero.offloads_optimizer or zero.offloads_parameters:

@@ -52,6 +52,7 @@ _COUNTED: Mapping[str, tuple[Collective, int | None]] = MappingProxyType(
         "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
         "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
         "_c10d_functional::broadcast": ("broadcast", 0),
+        "_c10d_functional::all_to_all_single": ("all_to_all", 0),  # compiled blocks
     }
 )
 _SENDING_NOTHING = frozenset(

@@ -11,20 +11,25 @@ heads share one key/value head (Ainslie et al. 2023, GQA).
 
 Several documents may be packed into one row. Then attention and positions may restart at each
 document (``documents.py``).
+
+Ranks of a context axis share the sequence. ``share_sequences`` sets what they exchange: either the
+complete attention has all tokens of some heads, or its keys and values are gathered.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaspeed.config.model import ModelConfig, RopeScaling
-from megaspeed.model.documents import varlen_attention
+from megaspeed.config.model import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from megaspeed.model.documents import Segments, gathered_rows, places_in, varlen_attention
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.recomputation import Compose, keeping
+from megaspeed.model.sequence_part import WHOLE, SequencePart
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -35,13 +40,22 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     # On the CPU even while a model is being built on the meta device.
     even_dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     exponents = even_dims / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    if config.rope_scaling is None:
-        return frequencies
-    return _llama3_scaled(frequencies, config.rope_scaling)
+    periods = config.rope_theta**exponents
+    frequencies = 1.0 / periods
+    match config.rope_scaling:
+        case LinearScaling(factor=factor):
+            return frequencies / factor
+        case Llama3Scaling() as scaling:
+            return _llama3_scaled(frequencies, scaling)
+        case YarnScaling() as scaling:
+            # Not `frequencies / factor`, so that each bit is as in transformers.
+            stretched = 1.0 / (scaling.factor * periods)
+            kept = _kept_by_yarn(config, scaling)
+            return stretched * (1 - kept) + frequencies * kept
+    return frequencies
 
 
-def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _llama3_scaled(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Llama 3's scaling for long contexts ("The Llama 3 herd of models", 2024; its reference code).
 
     Wavelengths longer than the original context are stretched by ``factor``, short ones are kept,
@@ -59,6 +73,44 @@ def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(wavelengths < longest_kept, frequencies, scaled)
 
 
+def _kept_by_yarn(config: ModelConfig, scaling: YarnScaling) -> Tensor:
+    """How much of each frequency YaRN keeps, from 1 to 0 (Peng et al. 2023, section 3.2): (K/2,).
+
+    It is linear in the number i of the pair, as in the authors' code.
+    """
+    original = scaling.original_max_position_embeddings
+
+    def pair_with(turns: float) -> float:
+        """The i, not rounded, whose frequency has this many turns in the original context."""
+        logarithm = math.log(original / (turns * 2 * math.pi))
+        return config.head_dim * logarithm / (2 * math.log(config.rope_theta))
+
+    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.head_dim - 1)
+    if first == last:
+        last += 0.001  # a step, without a division by 0
+    pairs = torch.arange(config.head_dim // 2, dtype=torch.float32, device="cpu")
+    return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+
+
+def attention_factor(config: ModelConfig) -> float:
+    """Number by which cosines and sines are multiplied (Peng et al. 2023, section 3.4, YaRN).
+
+    Queries and keys are both rotated by them, so attention scores are multiplied by its square.
+    """
+    scaling = config.rope_scaling
+    if not isinstance(scaling, YarnScaling):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    scales = scaling.mscale, scaling.mscale_all_dim
+    above, below = (scale or 0.0 for scale in scales) if all(scales) else (1.0, 0.0)
+    logarithm = math.log(scaling.factor)
+    return (0.1 * above * logarithm + 1.0) / (0.1 * below * logarithm + 1.0)
+
+
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines by which queries and keys are rotated: two of (S, 1, K/2) or (B, S, 1, K/2)."""
 
@@ -67,49 +119,57 @@ class RotaryAngles:
     """The angles of a model with rotary positions. All blocks of a rank share them.
 
     Those of rows that are one document are computed once and kept, because they depend only on the
-    length of the rows.
+    places of the tokens.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self._frequencies = inverse_frequencies(config)
+        self._factor = attention_factor(config)
         self._kept: tuple[object, Angles] | None = None
 
     def of(
-        self, positions: Tensor | None, sequence: int, dtype: torch.dtype, device: torch.device
+        self,
+        positions: Tensor | None,
+        sequence: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: SequencePart = WHOLE,
     ) -> Angles:
         """Cosines and sines in ``dtype``.
 
         Args:
-            positions: (B, S); None for 0 ... S - 1 in every row.
-            sequence: S.
+            positions: (B, t) of the tokens of ``part``; if None, their places in the sequence.
+            sequence: tokens of a complete sequence.
             dtype: of queries and keys.
             device: where they are.
+            part: the tokens that are rotated.
         """
         self._frequencies = self._frequencies.to(device)
         if positions is not None:
-            return cos_sin(positions, self._frequencies, dtype)
-        key = (sequence, dtype, device)
+            return cos_sin(positions, self._frequencies, self._factor, dtype)
+        key = (sequence, part, dtype, device)
         if self._kept is None or self._kept[0] != key:
             # A later step saves them for backward. An inference tensor cannot be saved.
             with torch.inference_mode(False):
-                places = torch.arange(sequence, device=device, dtype=torch.float32)
-                self._kept = key, cos_sin(places, self._frequencies, dtype)
+                places = places_in(part.ranges(sequence), device).float()
+                self._kept = key, cos_sin(places, self._frequencies, self._factor, dtype)
         return self._kept[1]
 
 
-def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Angles:
-    """Cosine and sine of the angle position x frequency, computed in fp32.
+def cos_sin(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Angles:
+    """Cosine and sine of the angle position x frequency, each x factor, computed in fp32.
 
     Args:
         positions: (S,), the same for every row, or (B, S).
         frequencies: (K/2,), fp32.
+        factor: of ``attention_factor``.
         dtype: of the result.
 
     Returns:
         Two of (S, 1, K/2) or (B, S, 1, K/2), the same for all heads.
     """
     angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return angles.cos().mul_(factor).to(dtype), angles.sin().mul_(factor).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -121,38 +181,72 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def attention_mask(positions: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
+def attention_mask(
+    positions: Tensor, dtype: torch.dtype, window: int | None = None, part: SequencePart = WHOLE
+) -> Tensor:
     """The mask that is added to the attention scores: 0 if a query attends to a key, else -inf.
 
     All blocks share it. With a boolean mask, each block would convert it and save its own copy for
     backward.
 
     Args:
-        positions: (B, S), the position of each token in its document.
+        positions: (B, t) or (1, t), the position of each query in its document.
         dtype: of queries and keys.
         window: how many tokens a query attends to, including itself; None for all earlier ones.
+        part: the queries.
 
     Returns:
-        (B, 1, S, S), the same for all heads; dim 2 is the query's position, dim 3 the key's.
+        (B or 1, 1, t, S), the same for all heads.
     """
-    places = torch.arange(positions.shape[1], device=positions.device)
+    sequence = positions.shape[1] * part.size
+    keys = torch.arange(sequence, device=positions.device)
+    places = places_in(part.ranges(sequence), positions.device)
     first = places - (positions if window is None else positions.clamp(max=window - 1))
-    seen = places >= first.unsqueeze(2)  # (B, S, S)
-    return _additive(seen.tril_(), dtype).unsqueeze(1)
+    seen = (keys >= first.unsqueeze(2)).logical_and_(keys <= places.unsqueeze(1))
+    mask = torch.full(seen.shape, float("-inf"), dtype=dtype, device=seen.device)
+    return mask.masked_fill_(seen, 0.0).unsqueeze(1)
 
 
 @lru_cache(maxsize=1)
-def window_mask(sequence: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The mask (S, S) of a sliding window for rows of one document. It is cached for all blocks."""
+def mask_of_rows(
+    sequence: int,
+    dtype: torch.dtype,
+    window: int | None,
+    part: SequencePart,
+    device: torch.device,
+) -> Tensor:
+    """``attention_mask`` (1, 1, t, S) for rows of one document, as all micro-batches need it."""
     # A later step saves the mask for backward. An inference tensor cannot be saved.
     with torch.inference_mode(False):
-        seen = torch.ones(sequence, sequence, dtype=torch.bool, device=device)
-        return _additive(seen.tril_().triu_(1 - window), dtype)
+        positions = places_in(part.ranges(sequence), device).unsqueeze(0)
+        return attention_mask(positions, dtype, window, part)
 
 
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    mask = torch.full(seen.shape, float("-inf"), dtype=dtype, device=seen.device)
-    return mask.masked_fill_(seen, 0.0)
+@lru_cache(maxsize=1)
+def keys_of_rows(rows: int, sequence: int, part: SequencePart, device: torch.device) -> Tensor:
+    """``gathered_rows`` on ``device``, as all micro-batches need them."""
+    with torch.inference_mode(False):
+        return gathered_rows(rows, sequence, part).to(device)
+
+
+class Inputs(NamedTuple):
+    """What all blocks of a chunk get beside the hidden states."""
+
+    samples: Tensor | None = None
+    """(B,) int64, the sample indices, which determine dropout; None if there is none."""
+    angles: Angles | None = None
+    """Of rotary positions; None if the model has other positions."""
+    mask: Tensor | None = None
+    """(B or 1, 1, t, S), added to the scores; None if it is not needed."""
+    segments: Segments | None = None
+    """The runs of queries that attend without a mask; if there is no mask either, each token
+    attends to itself and all earlier tokens."""
+    keys: Tensor | None = None
+    """Which of the gathered keys a rank uses, and in which order; None if it gathers none."""
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 class Attention(nn.Module):
@@ -160,6 +254,8 @@ class Attention(nn.Module):
 
     ``parallelize`` replaces ``qkv`` and ``output`` by column- and row-parallel layers, and sets
     ``query_heads`` and ``key_value_heads`` to those of this rank. The forward pass does not change.
+    ``share_sequences`` sets what the ranks of a context axis exchange. With ulysses, it also
+    divides the numbers of heads.
     """
 
     def __init__(
@@ -185,37 +281,33 @@ class Attention(nn.Module):
             config.attention_dropout, name=f"{name}.attention.dropout", seed=seed
         )
         self.is_rotary = config.positions == "rotary"
+        self.to_heads: Callable[[Tensor], Tensor] = _unchanged
+        """Own tokens of all heads (B, t, (H + 2 H_kv) K) -> all tokens of some heads."""
+        self.to_tokens: Callable[[Tensor], Tensor] = _unchanged
+        """All tokens of some heads (B, S, H K / cp) -> own tokens of all heads (B, t, H K)."""
+        self.gather_rows: Callable[[Tensor, Tensor], Tensor] | None = None
+        """(own tokens (B t, ...), indices) -> these of all ranks' tokens; None if no keys are
+        gathered."""
 
-    def forward(
-        self,
-        x: Tensor,
-        samples: Tensor | None,
-        angles: Angles | None = None,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        longest: int | None = None,
-    ) -> Tensor:
-        """Map ``x`` (B, S, D) to (B, S, D).
-
-        Args:
-            x: normalised hidden states.
-            samples: (B,) int64, the sample indices; None if there is no dropout.
-            angles: of rotary positions; None if the model has other positions.
-            mask: (S, S) or (B, 1, S, S), added to the scores; if omitted, each token attends to
-                itself and all earlier tokens.
-            cu_seqlens: where documents begin, if attention stays within each document without a
-                mask (``documents.py``).
-            longest: tokens of the longest document; S if omitted.
-        """
-        qkv = self.qkv(x)  # (B, S, (H + 2 H_kv) K)
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        """Map normalised hidden states ``x`` (B, t, D) of this rank's tokens to (B, t, D)."""
+        qkv = self.to_heads(self.qkv(x))  # (B, S, (H + 2 H_kv) K)
         if self.dropout.active:
-            attend = partial(self._attend_with_dropout, samples=samples, angles=angles, mask=mask)
-            return self.compose(attend, self.output, qkv)
-        attend = partial(self._attend, mask=mask, cu_seqlens=cu_seqlens, longest=longest)
-        return self.output(self.compose(partial(self._heads, angles=angles), attend, qkv))
+            attend = partial(self._attend_with_dropout, inputs=inputs)
+            return self.compose(attend, self._output, qkv)
+        heads, attend = partial(self._heads, inputs=inputs), partial(self._attend, inputs=inputs)
+        return self._output(self.compose(heads, attend, qkv))
 
-    def _heads(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each (B, heads, S, K), normalised and rotated."""
+    def _output(self, mixed: Tensor) -> Tensor:
+        output: Tensor = self.output(self.to_tokens(mixed))
+        return output
+
+    def _heads(self, qkv: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, heads, t, K), keys and values (B, heads, S, K), normalised and rotated.
+
+        t is S unless keys are gathered. Keys that are gathered for ``segments`` are
+        (1, heads, n, K).
+        """
         batch, sequence, _ = qkv.shape
         kv_width = self.key_value_heads * self.head_dim
         q, k, v = qkv.split([self.query_heads * self.head_dim, kv_width, kv_width], dim=-1)
@@ -225,48 +317,40 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.is_rotary:
-            assert angles is not None, "rotary positions need angles"
-            q, k = rotate(q, *angles), rotate(k, *angles)
+            assert inputs.angles is not None, "rotary positions need angles"
+            q, k = rotate(q, *inputs.angles), rotate(k, *inputs.angles)
+        if self.gather_rows is not None:
+            assert inputs.keys is not None, "gathered keys need an order"
+            both = torch.cat((k, v), dim=2).flatten(0, 1)  # (B t, 2 H_kv, K)
+            both = self.gather_rows(both, inputs.keys)
+            rows = 1 if inputs.mask is None else batch
+            k, v = both.unflatten(0, (rows, -1)).chunk(2, dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        longest: int | None,
-    ) -> Tensor:
-        if cu_seqlens is not None:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
+        if inputs.segments is not None:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            return varlen_attention(q, k, v, cu_seqlens, longest, self.window)
-        grouped = self.query_heads != self.key_value_heads
+            return varlen_attention(q, k, v, inputs.segments, self.window)
+        mask, grouped = inputs.mask, self.query_heads != self.key_value_heads
         mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )
         return mixed.transpose(1, 2).flatten(2)  # (B, S, H K)
 
-    def _attend_with_dropout(
-        self,
-        qkv: Tensor,
-        samples: Tensor | None,
-        angles: Angles | None,
-        mask: Tensor | None,
-    ) -> Tensor:
+    def _attend_with_dropout(self, qkv: Tensor, inputs: Inputs) -> Tensor:
         """Unfused attention with dropout. A fused kernel's dropout mask depends on the layout."""
-        q, k, v = self._heads(qkv, angles)
-        sequence = q.shape[2]
+        q, k, v = self._heads(qkv, inputs)
+        sequence, mask = q.shape[2], inputs.mask
         # The rows of all query heads that share a key/value head: (B, H_kv, (H / H_kv) S, K).
         q = q.unflatten(1, (self.key_value_heads, -1)).flatten(2, 3)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
-        scores = scores.view(len(q), self.query_heads, sequence, sequence)
+        scores = scores.view(len(q), self.query_heads, sequence, -1)
         if mask is None:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(future, float("-inf"))
         else:
             scores = scores + mask
         scores = scores.softmax(dim=-1, dtype=torch.float32)  # frees the scores before dropout
-        weights = self.dropout(scores.to(q.dtype), samples).view(*q.shape[:3], sequence)
+        weights = self.dropout(scores.to(q.dtype), inputs.samples).view(*q.shape[:3], -1)
         mixed = (weights @ v).view(len(q), self.query_heads, sequence, self.head_dim)
         return mixed.transpose(1, 2).flatten(2)  # (B, S, H K)

@@ -20,29 +20,125 @@ do not send them to each other, and the host never waits to read them from a GPU
 three forms:
 
     GPU, 16 bits    one FlashAttention kernel for all documents (``torch.nn.attention.varlen``)
-    CPU             one call of torch's FlashAttention kernel for each document
+    CPU             calls of torch's FlashAttention kernel for each document
     otherwise       a mask (B, 1, S, S) that is added to the scores (``attention.py``)
 
 ``attends_without_mask`` decides between them. The first form is also used for a sliding window if
-each row is one document, because other fused kernels need a mask for a window.
+each row is one document, because other fused kernels need a mask for a window. Both first forms are
+also used if keys are gathered over the context axis.
 
 The first two forms are operators that torch's compiler does not trace into. The number of documents
-changes from one micro-batch to the next, and so does the length of the longest one. Only the size
-of ``cu_seqlens`` and the number ``longest`` depend on them. So a block is compiled once.
+changes from one micro-batch to the next, and so does the length of the longest one. Only sizes in
+``Segments`` depend on them. So a block is compiled once.
+
+A rank of the context axis may attend with a part of the queries (``sequence_part.py``). Then each
+run of queries attends to a run of keys that ends with the same token, but may begin earlier. If two
+ranks share the row above, the second one has the tokens ". d" and "e f":
+
+    queries   .  d | e  f              .   x
+    keys      .  d | .  d  e  f        d   x  x
+                                       e         x  x  x
+                                       f         x  x  x  x
+
+FlashAttention aligns the causal mask of a run to its last query and key. torch's kernel for CPUs
+aligns it to the first ones. So there, a run attends to earlier keys without a mask, and to its own
+keys with one, and both results are merged.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.model.sequence_part import WHOLE, SequencePart
 
 _OLDEST_FLASH_GPU = (8, 0)
+
+
+class Segments(NamedTuple):
+    """N runs of a rank's queries, and the run of keys to which each attends causally."""
+
+    cu_seqlens: Tensor
+    """(N + 1,) int32; where each run of queries begins among the rank's tokens of all rows, and the
+    end. FlashAttention uses this name, for "cumulative sequence lengths"."""
+    longest: int
+    """Tokens of the longest run, in host memory. FlashAttention starts thread blocks for this many
+    tokens of each run. At least 2, because FlashAttention and the compiler treat 1 differently."""
+    keys: Tensor | None = None
+    """(n,) int32; the indices of each run's keys among the gathered ones (``gathered_rows``), one
+    run after another; None if each run attends to its own tokens."""
+    cu_keys: Tensor | None = None
+    """(N + 1,) int32; where each run begins in ``keys``, and the end."""
+    longest_keys: int = 0
+    """Keys of the longest run, in host memory."""
+
+    @classmethod
+    def of(cls, positions: Tensor, part: SequencePart) -> "Segments":
+        """The segments of rows with these positions (B, S), for the queries of ``part``."""
+        sequence, own = positions.shape[1], part.ranges(positions.shape[1])
+        places = places_in(own)
+        own_positions = take(positions, own)  # (B, t)
+        begins = own_positions == 0  # a copy
+        begins[:, [0, *(len(each) for each in own[:-1])]] = True
+        first = begins.flatten().nonzero().flatten()
+        cu_seqlens, longest = _cumulative(first.diff(append=torch.tensor([begins.numel()])))
+        if part.size == 1:
+            return cls(cu_seqlens, longest)
+        # The places in the row of the first and the last key of each run.
+        start = (places - own_positions).flatten()[first]
+        ends = places.repeat(len(positions))[cu_seqlens[1:] - 1] + 1
+        lengths = ends - start
+        cu_keys, longest_keys = _cumulative(lengths)
+        offsets = (start + first // len(places) * sequence - cu_keys[:-1]).repeat_interleave(
+            lengths
+        )
+        keys = gathered_rows(len(positions), sequence, part)[torch.arange(len(offsets)) + offsets]
+        return cls(cu_seqlens, longest, keys, cu_keys, longest_keys)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Segments":
+        """A copy, with ``move`` applied to each tensor."""
+        keys = None if self.keys is None else move(self.keys)
+        cu_keys = None if self.cu_keys is None else move(self.cu_keys)
+        return self._replace(cu_seqlens=move(self.cu_seqlens), keys=keys, cu_keys=cu_keys)
+
+
+def _cumulative(lengths: Tensor) -> tuple[Tensor, int]:
+    """The cumulative sums (N + 1,) of N lengths, from 0; and the largest length, at least 2."""
+    sums = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return sums.to(torch.int32), max(2, int(lengths.max()))
+
+
+def places_in(ranges: Iterable[range], device: torch.device | None = None) -> Tensor:
+    """The numbers in these ranges, in order: (S,) int64."""
+    return torch.cat([torch.arange(each.start, each.stop, device=device) for each in ranges])
+
+
+def take(x: Tensor, ranges: Iterable[range]) -> Tensor:
+    """The columns of ``x`` (B, S, ...) in these ranges; a view if there is one."""
+    parts = [x[:, each.start : each.stop] for each in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def gathered_rows(rows: int, sequence: int, part: SequencePart) -> Tensor:
+    """Where each token of B rows (B S,) is after an all-gather over the context axis. int32.
+
+    A rank sends its tokens of all rows, (B, S / cp).
+    """
+    tokens = sequence // part.size
+    found = torch.empty(rows, sequence, dtype=torch.int32)
+    for rank in range(part.size):
+        sent = rows * tokens * rank + torch.arange(rows * tokens, dtype=torch.int32)
+        start = 0
+        for own in replace(part, rank=rank).ranges(sequence):
+            end = start + len(own)
+            found[:, own.start : own.stop] = sent.view(rows, tokens)[:, start:end]
+            start = end
+    return found.flatten()
 
 
 @dataclass(frozen=True)
@@ -51,34 +147,27 @@ class Documents:
 
     positions: Tensor
     """(B, S) int32; the position of each token in its document."""
-    cu_seqlens: Tensor
-    """(N + 1,) int32; where each of the N documents begins among the B S tokens of all rows, and at
-    the end B S. FlashAttention uses this name, for "cumulative sequence lengths"."""
-    longest: int
-    """Tokens of the longest document, in host memory. FlashAttention starts thread blocks for this
-    many tokens of each document. At least 2, because FlashAttention and the compiler treat 1
-    differently."""
+    segments: Segments
+    """Of the queries that a rank has in its attention."""
 
     @classmethod
-    def beginning_at(cls, begins: Tensor) -> "Documents":
+    def beginning_at(cls, begins: Tensor, part: SequencePart = WHOLE) -> "Documents":
         """Make documents from the tokens at which they begin.
 
         Args:
             begins: (B, S) bool in host memory, true if a token is the first of a document. The
                 first token of a row always counts as true.
+            part: the queries that a rank has in its attention.
         """
         begins = begins.clone()
         begins[:, 0] = True
         places = torch.arange(begins.shape[1])
         positions = places - torch.where(begins, places, 0).cummax(dim=1).values
-        first = begins.flatten().nonzero().flatten()
-        cu_seqlens = torch.cat((first, torch.tensor([begins.numel()])))
-        longest = max(2, int(cu_seqlens.diff().max()))
-        return cls(positions.to(torch.int32), cu_seqlens.to(torch.int32), longest)
+        return cls(positions.to(torch.int32), Segments.of(positions, part))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Documents":
         """A copy, with ``move`` applied to each tensor."""
-        return Documents(move(self.positions), move(self.cu_seqlens), self.longest)
+        return Documents(move(self.positions), self.segments.moved(move))
 
 
 def attends_without_mask(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -97,45 +186,49 @@ def _has_flash_attention(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=1)
-def boundaries_of_rows(rows: int, sequence: int, device: torch.device) -> Tensor:
-    """``cu_seqlens`` if each row is one document. Cached, because all micro-batches use it."""
-    # A later step saves it for backward, and torch cannot save an inference tensor.
+def segments_of_rows(
+    rows: int, sequence: int, part: SequencePart, device: torch.device
+) -> Segments:
+    """The segments if each row is one document. Cached, because all micro-batches use them."""
+    # A later step saves them for backward, and torch cannot save an inference tensor.
     with torch.inference_mode(False):
-        return sequence * torch.arange(rows + 1, dtype=torch.int32, device=device)
+        positions = torch.arange(sequence).expand(rows, sequence)
+        return Segments.of(positions, part).moved(lambda tensor: tensor.to(device))
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int | None, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None
 ) -> Tensor:
-    """Causal attention within each document.
+    """Causal attention of each run of queries to its run of keys.
 
     Args:
-        q: (B, S, H, K); like ``k`` and ``v``, it may be a part of a larger tensor.
-        k: (B, S, H_kv, K)
-        v: (B, S, H_kv, K)
-        cu_seqlens: see ``Documents``.
-        longest: see ``Documents``; S if None.
+        q: (B, t, H, K); like ``k`` and ``v``, it may be a part of a larger tensor.
+        k: (B, t, H_kv, K), or (1, n, H_kv, K) if there are ``segments.keys``.
+        v: as ``k``.
+        segments: the runs.
         window: how many tokens a query attends to, including itself; None for all earlier ones.
             Always None on a CPU.
 
     Returns:
-        (B, S, H K)
+        (B, t, H K)
     """
     packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    cu_keys, longest_keys = segments.cu_seqlens, segments.longest
+    if segments.cu_keys is not None:
+        cu_keys, longest_keys = segments.cu_keys, segments.longest_keys
     if _is_on_cpu(q):
         assert window is None
-        mixed, _ = torch.ops.megaspeed.document_attention(*packed, cu_seqlens)
+        mixed, _ = torch.ops.megaspeed.document_attention(*packed, segments.cu_seqlens, cu_keys)
     else:
         # Imported here because it imports torch's compiler, which takes two seconds.
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = q.shape[1] if longest is None else longest
         mixed = varlen_attn(
             *packed,
-            cu_seqlens,
-            cu_seqlens,
-            longest,
-            longest,
+            segments.cu_seqlens,
+            cu_keys,
+            segments.longest,
+            longest_keys,
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[2] != k.shape[2],
         )
@@ -154,25 +247,44 @@ _NO_DROPOUT, _CAUSAL = 0.0, True
 # Not ``torch.library.custom_op``, whose first call imports torch's compiler.
 torch.library.define(
     _OPERATOR,
-    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_keys) -> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
     _BACKWARD,
-    "(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor mixed, Tensor sums)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_keys,"
+    " Tensor mixed, Tensor sums) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
 @torch.library.impl(_OPERATOR, "cpu")
-def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """The output (B S, H, K), and the logarithm of each softmax's sum (H, B S), in fp32."""
-    lengths = cu_seqlens.diff().tolist()
-    of_documents = zip(*(_split(x, lengths) for x in (q, k, v)), strict=True)
-    results = [_flash_forward(*qkv, _NO_DROPOUT, _CAUSAL) for qkv in of_documents]
-    mixed, sums = zip(*results, strict=True)
-    return _joined(mixed), torch.cat(sums, dim=2)[0]
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output (B t, H, K), and the logarithm of each softmax's sum (H, B t), in fp32."""
+    mixed = torch.empty(q.shape, dtype=q.dtype)
+    sums = torch.empty((1, q.shape[1], len(q)), dtype=torch.float32)
+    lengths, of_keys = cu_seqlens.diff().tolist(), cu_keys.diff().tolist()
+    runs = zip(_split(q, lengths), _split(k, of_keys), _split(v, of_keys), strict=True)
+    results = zip(_split(mixed, lengths), sums.split(lengths, dim=2), strict=True)
+    for run, of_run in zip(runs, results, strict=True):
+        for result, value in zip(of_run, _attend(*run), strict=True):
+            result.copy_(value)
+    return mixed, sums[0]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of a run of queries to a run of keys that has the same last token."""
+    earlier = k.shape[2] - q.shape[2]
+    mixed, sums = _flash_forward(q, k[:, :, earlier:], v[:, :, earlier:], _NO_DROPOUT, _CAUSAL)
+    if earlier == 0:
+        return mixed, sums
+    before = _flash_forward(q, k[:, :, :earlier], v[:, :, :earlier], _NO_DROPOUT, not _CAUSAL)
+    # Each result is a mean of values. Its weight is its part of the softmax's sum.
+    of_both = torch.logaddexp(sums, before[1])
+    weights = [(part - of_both).exp_().unsqueeze(3) for part in (sums, before[1])]
+    return (mixed * weights[0] + before[0] * weights[1]).to(q.dtype), of_both
 
 
 @torch.library.impl(_BACKWARD, "cpu")
@@ -182,23 +294,45 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
+    cu_keys: Tensor,
     mixed: Tensor,
     sums: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``q``, ``k`` and ``v``."""
-    lengths = cu_seqlens.diff().tolist()
-    of_documents = zip(
-        *(_split(x, lengths) for x in (gradient, q, k, v, mixed)),
+    of_q, of_k, of_v = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+    lengths, of_keys = cu_seqlens.diff().tolist(), cu_keys.diff().tolist()
+    runs = zip(
+        *(_split(x, lengths) for x in (gradient, q)),
+        *(_split(x, of_keys) for x in (k, v)),
+        _split(mixed, lengths),
         sums.unsqueeze(0).split(lengths, dim=2),
         strict=True,
     )
-    results = [_flash_backward(*each, _NO_DROPOUT, _CAUSAL) for each in of_documents]
-    of_q, of_k, of_v = zip(*results, strict=True)
-    return _joined(of_q), _joined(of_k), _joined(of_v)
+    results = zip(_split(of_q, lengths), _split(of_k, of_keys), _split(of_v, of_keys), strict=True)
+    for run, of_run in zip(runs, results, strict=True):
+        _add_attend_backward(run, of_run)
+    return of_q, of_k, of_v
+
+
+def _add_attend_backward(run: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Add the gradients of ``_attend`` to ``results``, those of ``q``, ``k`` and ``v``.
+
+    With the output and the sums of all keys, the backward of each part of the keys computes its
+    part of the gradients (Dao 2023, FlashAttention-2, section 3.1.2).
+    """
+    (gradient, q, k, v, mixed, sums), (of_q, of_k, of_v) = run, results
+    earlier = k.shape[2] - q.shape[2]
+    for keys, is_causal in ((slice(earlier, None), _CAUSAL), (slice(earlier), not _CAUSAL)):
+        if k[:, :, keys].shape[2] > 0:
+            own = gradient, q, k[:, :, keys], v[:, :, keys], mixed, sums
+            added = _flash_backward(*own, _NO_DROPOUT, is_causal)
+            totals = of_q, of_k[:, :, keys], of_v[:, :, keys]
+            for total, value in zip(totals, added, strict=True):
+                total.add_(value)
 
 
 @torch.library.register_fake(_OPERATOR)
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -213,17 +347,12 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     backward = torch.ops.megaspeed.document_attention_backward
-    return (*backward(gradient, *ctx.saved_tensors), None)
+    return (*backward(gradient, *ctx.saved_tensors), None, None)
 
 
 torch.library.register_autograd(_OPERATOR, _differentiate, setup_context=_save)
 
 
 def _split(x: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
-    """``x`` (B S, heads, K), split into one (1, heads, length, K) for each document."""
+    """``x`` (B S, heads, K) as one view (1, heads, length, K) of each run."""
     return x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The inverse of ``_split``."""
-    return torch.cat([part.transpose(1, 2) for part in parts], dim=1)[0]

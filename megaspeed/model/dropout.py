@@ -26,6 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaspeed.model.documents import places_in
+from megaspeed.model.sequence_part import WHOLE, SequencePart
+
 # Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 16: the
 # increment, then the two multipliers; as signed integers, which torch's int64 holds.
 _SPLITMIX64 = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
@@ -36,16 +39,18 @@ _LOWBIAS32 = (0x7FEB352D, 0x846CA68B - 2**32)
 
 @dataclass(frozen=True, kw_only=True)
 class MaskShard:
-    """The part of the full mask that a rank applies: part ``index`` of ``count`` equal parts.
+    """The part of the full mask that a rank applies.
 
-    The attention probabilities (H, S, S) of each sample are split by heads. Hidden states (B, S, D)
-    are split by tokens; with ``across_samples``, the B S tokens of all samples are split as one
-    sequence.
+    A rank first has the tokens of ``part``: rows of the attention probabilities (H, S, S) of each
+    sample, or of the hidden states (B, S, D). Of these, it has part ``index`` of ``count`` equal
+    parts. Attention probabilities are split by heads; with ``across_samples``, the tokens of all
+    samples are split as one sequence.
     """
 
     index: int = 0
     count: int = 1
     across_samples: bool = False
+    part: SequencePart = WHOLE
 
 
 class SampleDropout(nn.Module):
@@ -114,31 +119,33 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop(x: Tensor, key: Tensor, samples: Tensor, shard: MaskShard, probability: float) -> Tensor:
-    rows = math.prod(x.shape[1:-1])
-    full_rows = shard.count * rows
+    sequence = x.shape[-2] * shard.part.size * (shard.count if shard.across_samples else 1)
+    heads = math.prod(x.shape[1:-2])  # 1 for hidden states
+    rows = places_in(shard.part.ranges(sequence), x.device)
     if shard.across_samples:
-        every = row_words(key, samples, range(full_rows), full_rows=full_rows)
-        words = every.view(-1).chunk(shard.count)[shard.index]
+        words = row_words(key, samples, rows, full_rows=sequence)
+        words = words.view(-1).chunk(shard.count)[shard.index]
     else:
-        first = shard.index * rows
-        words = row_words(key, samples, range(first, first + rows), full_rows=full_rows)
+        first = shard.index * heads
+        head = torch.arange(first, first + heads, device=x.device)
+        rows = (head.unsqueeze(1) * sequence + rows).view(-1)
+        words = row_words(key, samples, rows, full_rows=shard.count * heads * sequence)
     threshold = min(round(probability * 2**32), 2**32 - 1)
     kept = element_hashes(words, x.shape[-1]).ge_(threshold - 2**31)  # 1 or 0, in place
     return kept.view(x.shape).to(x.dtype).mul_(x).mul_(1.0 / (1.0 - probability))
 
 
-def row_words(key: Tensor, samples: Tensor, rows: range, *, full_rows: int) -> Tensor:
+def row_words(key: Tensor, samples: Tensor, rows: Tensor, *, full_rows: int) -> Tensor:
     """A random word for each row of each sample: (B, len(rows)) int64.
 
     Args:
         key: int64 scalar.
         samples: (B,) int64.
-        rows: the rows of this rank.
+        rows: the numbers of the rows, int64.
         full_rows: number of rows of a complete sample.
     """
-    row = torch.arange(rows.start, rows.stop, device=samples.device)
     increment, first, second = _SPLITMIX64
-    word = key + (samples.unsqueeze(-1) * full_rows + row) * increment
+    word = key + (samples.unsqueeze(-1) * full_rows + rows) * increment
     word = (word ^ _shifted(word, 30, 64)) * first
     word = (word ^ _shifted(word, 27, 64)) * second
     return word ^ _shifted(word, 31, 64)

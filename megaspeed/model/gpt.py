@@ -11,11 +11,14 @@
 A GPT with all layers is the complete model. A GPT with some of them is one pipeline stage. It has
 one or several chunks of consecutive layers, and runs one of them at a time. Parameters keep their
 full names. Nothing here calls a collective. ``parallelize`` replaces modules, and sets how many
-ranks share a sequence (``sequence_parts``).
+tensor ranks split the hidden states (``sequence_parts``). ``share_sequences`` sets which tokens of
+a sequence this rank has (``part``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +28,31 @@ from torch.utils.checkpoint import checkpoint
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Recomputation
 from megaspeed.model.attention import (
-    Angles,
     Attention,
+    Inputs,
     RotaryAngles,
     attention_mask,
-    window_mask,
+    keys_of_rows,
+    mask_of_rows,
 )
-from megaspeed.model.documents import Documents, attends_without_mask, boundaries_of_rows
+from megaspeed.model.documents import (
+    Documents,
+    attends_without_mask,
+    places_in,
+    segments_of_rows,
+    take,
+)
 from megaspeed.model.dropout import SampleDropout
-from megaspeed.model.parameters import Row, block_rows, embedding_rows, head_rows, layer_count
+from megaspeed.model.parameters import (
+    Row,
+    block_rows,
+    embedding_rows,
+    head_rows,
+    layer_count,
+    mlp_parts,
+)
 from megaspeed.model.recomputation import Compose, keeping, recomputing
+from megaspeed.model.sequence_part import WHOLE
 
 
 def make_modules(rows: Mapping[str, Row]) -> dict[str, nn.Module]:
@@ -68,7 +86,9 @@ class Embedding(nn.Module):
     def forward(
         self, tokens: Tensor, samples: Tensor | None, positions: Tensor | None = None
     ) -> Tensor:
-        """Map ``tokens`` (B, S) to (B, S, D). ``positions`` (B, S) are 0 ... S - 1 if omitted."""
+        """Map ``tokens`` (B, S) to (B, S, D). ``positions`` (B, S) or (S,) are 0 ... S - 1 if
+        omitted.
+        """
         x = self.tokens(tokens)
         if self.positions is not None:
             if positions is None:
@@ -140,27 +160,23 @@ class Block(nn.Module):
         self.mlp_dropout = SampleDropout(
             config.residual_dropout, name=f"{name}.mlp_dropout", seed=seed
         )
+        self.divides_mlp = False
+        """Whether the MLP is computed for one part of the tokens at a time (``mlp_parts``)."""
 
-    def forward(
-        self,
-        x: Tensor,
-        samples: Tensor | None,
-        angles: Angles | None = None,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        longest: int | None = None,
-    ) -> Tensor:
-        """Map ``x`` (B, S, D) to (B, S, D). For the other arguments see ``Attention``."""
-        attention = partial(
-            self.attention,
-            samples=samples,
-            angles=angles,
-            mask=mask,
-            cu_seqlens=cu_seqlens,
-            longest=longest,
-        )
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        """Map ``x`` (B, S, D) to (B, S, D)."""
+        samples, attention = inputs.samples, partial(self.attention, inputs=inputs)
         x = x + self.attention_dropout(self.compose(self.attention_norm, attention, x), samples)
-        return x + self.mlp_dropout(self.compose(self.mlp_norm, self.mlp, x), samples)
+        return x + self.mlp_dropout(self.compose(self.mlp_norm, self._mlp, x), samples)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        parts = mlp_parts(*x.shape) if self.divides_mlp else []
+        if len(parts) <= 1:
+            y: Tensor = self.mlp(x)
+            return y
+        # The backward of a part computes it again, so only one of them has its intermediates.
+        recomputed = partial(checkpoint, self.mlp, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([recomputed(part) for part in x.split(parts, dim=1)], dim=1)
 
 
 LossOfHidden = Callable[[Tensor, nn.Module], Tensor]
@@ -196,7 +212,7 @@ class GPT(nn.Module):
         seed: the seed of the run, which determines dropout masks.
         recomputation: what the recomputed blocks compute again in backward instead of keeping it:
             nothing, cheap operations ("selective"; see ``recomputation.py``), or everything after
-            the block's input ("full"; Chen et al. 2016).
+            the block's input ("full" and "full_offloaded"; Chen et al. 2016).
         recomputed_blocks: how many of these blocks are recomputed, the first ones; all if omitted.
     """
 
@@ -217,8 +233,10 @@ class GPT(nn.Module):
         layers = [index for chunk in self.chunks for index in chunk]
         self.angles = RotaryAngles(config) if config.positions == "rotary" else None
         self.sequence_parts = 1
-        """How many ranks share the hidden states of a sequence between layers. ``parallelize`` sets
-        it with sequence parallelism."""
+        """How many ranks share the hidden states of this rank's tokens between layers.
+        ``parallelize`` sets it with sequence parallelism."""
+        self.part = WHOLE
+        """This rank's tokens of each sequence; ``share_sequences`` sets it with a context axis."""
         self.embedding = Embedding(config, seed=seed) if 0 in layers else None
         names = [str(index - 1) for index in layers if 0 < index < last]
         recomputed = set(names[:recomputed_blocks] if recomputation != "none" else [])
@@ -226,8 +244,12 @@ class GPT(nn.Module):
         for name in names:
             selective = recomputation == "selective" and name in recomputed
             compose = recomputing if selective else keeping
-            self.blocks[name] = Block(config, name=f"blocks.{name}", seed=seed, compose=compose)
-        self.fully_recomputed = recomputed if recomputation == "full" else set()
+            block = Block(config, name=f"blocks.{name}", seed=seed, compose=compose)
+            block.divides_mlp = recomputation == "full_offloaded" and name in recomputed
+            self.blocks[name] = block
+        self.fully_recomputed = recomputed if recomputation.startswith("full") else set()
+        self.inputs_in_host_memory: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes a context in which inputs of fully recomputed blocks are saved in host memory."""
         self.head = Head(config) if last in layers else None
         if config.tie_word_embeddings and self.embedding is not None and self.head is not None:
             self.head.output.weight = self.embedding.tokens.weight
@@ -243,7 +265,8 @@ class GPT(nn.Module):
         """Run the layers of a chunk.
 
         Args:
-            x: tokens (B, S) if the first layer is the embedding, else hidden states (B, S, D).
+            x: tokens (B, S) if the first layer is the embedding, else hidden states (B, S, D). With
+                a context axis, S are the tokens of this rank.
             samples: (B,) int64, the sample indices, which determine dropout masks; None if there is
                 no dropout.
             documents: attention and positions stay within each of them; if omitted, each row is one
@@ -256,33 +279,57 @@ class GPT(nn.Module):
             (B, S, D).
         """
         layers, last = self.chunks[chunk], layer_count(self.model_config) - 1
-        positions = None if documents is None else documents.positions
-        sequence = x.shape[1] * (1 if 0 in layers else self.sequence_parts)
+        sequence = x.shape[1] * (1 if 0 in layers else self.sequence_parts) * self.part.size
         if self.embedding is not None and 0 in layers:
+            own, positions = self.part.ranges(sequence), None
+            if documents is not None:
+                positions = take(documents.positions, own)
+            elif self.part.size > 1:
+                positions = places_in(own, x.device)
             x = self.embedding(x, samples, positions)
-        angles = None
-        if self.angles is not None:
-            angles = self.angles.of(positions, sequence, x.dtype, x.device)
-        window, mask, cu_seqlens, longest = self.model_config.sliding_window, None, None, None
-        needs_mask = not attends_without_mask(self.model_config, x.device, x.dtype)
-        if documents is not None:
-            if needs_mask:
-                mask = attention_mask(documents.positions, x.dtype, window)
-            else:
-                cu_seqlens, longest = documents.cu_seqlens, documents.longest
-        elif window is not None and window < sequence:
-            if needs_mask:
-                mask = window_mask(sequence, window, x.dtype, x.device)
-            else:
-                cu_seqlens = boundaries_of_rows(len(x), sequence, x.device)
+        inputs = self._inputs(x, samples, documents, sequence)
         for name in (str(index - 1) for index in layers if 0 < index < last):
             block = self.blocks[name]
             if name in self.fully_recomputed and self.training:
-                inputs = (x, samples, angles, mask, cu_seqlens, longest)
-                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+                with self.inputs_in_host_memory():
+                    x = checkpoint(block, x, inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, samples, angles, mask, cu_seqlens, longest)
+                x = block(x, inputs)
         return self.head(x, loss) if self.head is not None and last in layers else x
+
+    def _inputs(
+        self, x: Tensor, samples: Tensor | None, documents: Documents | None, sequence: int
+    ) -> Inputs:
+        """What the blocks get beside ``x``. Their attention has the queries of ``part.attention``.
+
+        Args:
+            x: only its number of rows, dtype and device matter.
+            samples: see ``forward``.
+            documents: see ``forward``.
+            sequence: tokens of a complete sequence.
+        """
+        part, window = self.part.attention, self.model_config.sliding_window
+        angles, mask, segments, keys, positions = None, None, None, None, None
+        if documents is not None:
+            positions = take(documents.positions, part.ranges(sequence))
+        if self.angles is not None:
+            angles = self.angles.of(positions, sequence, x.dtype, x.device, part)
+        is_plain = documents is None and part == WHOLE and (window is None or window >= sequence)
+        if not is_plain and attends_without_mask(self.model_config, x.device, x.dtype):
+            segments = (
+                segments_of_rows(len(x), sequence, part, x.device)
+                if documents is None
+                else documents.segments
+            )
+            keys = segments.keys
+        elif not is_plain:
+            if positions is None:
+                mask = mask_of_rows(sequence, x.dtype, window, part, x.device)
+            else:
+                mask = attention_mask(positions, x.dtype, window, part)
+            if part != WHOLE:
+                keys = keys_of_rows(len(x), sequence, part, x.device)
+        return Inputs(samples, angles, mask, segments, keys)
 
     def parameters_of_chunks(self) -> list[list[nn.Parameter]]:
         """The parameters of each chunk."""

@@ -18,7 +18,7 @@ class MicroBatch:
     """Rows of tokens and the token that follows each of them."""
 
     tokens: Tensor
-    """(B, S) int64; input of the first stage."""
+    """(B, S) int64; input of the first stage. With a context axis, S are the rank's tokens."""
     targets: Tensor
     """(B, S) int64; the token after each token, or NOT_COUNTED. Used by the last stage."""
     samples: Tensor

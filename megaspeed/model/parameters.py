@@ -124,6 +124,16 @@ class Parameter:
         return math.prod(self.shape)
 
 
+def mlp_parts(rows: int, tokens: int, width: int) -> list[int]:
+    """The tokens of a row in each part into which an MLP's input (rows, tokens, width) is divided.
+
+    With all rows, a part has about ``width`` tokens, so its intermediates are as large as a weight
+    (Bekman et al. 2025, "Arctic Long Sequence Training", on tiled computation).
+    """
+    size = math.ceil(tokens / math.ceil(rows * tokens / width))
+    return [min(size, tokens - start) for start in range(0, tokens, size)]
+
+
 def layer_count(config: ModelConfig) -> int:
     """Length of the flat list of layers: embedding, blocks, head."""
     return config.num_hidden_layers + 2

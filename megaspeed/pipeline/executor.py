@@ -192,11 +192,8 @@ class Executor:
 
     def _transfer(self, messages: Sequence[Message]) -> None:
         assert self._links is not None, "the only stage of a pipeline has no messages"
-        sent = [
-            (self._computed.pop(message), self._peer(message))
-            for message in messages
-            if isinstance(message, Send)
-        ]
+        sends = [message for message in messages if isinstance(message, Send)]
+        sent = [(self._computed.pop(message), self._peer(message)) for message in sends]
         self._in_flight = [message for message in messages if isinstance(message, Receive)]
         received = self._links.start(sent, [self._peer(message) for message in self._in_flight])
         self._received.update(zip(self._in_flight, received, strict=True))

@@ -67,7 +67,7 @@ class Links:
         self._ranks = dist.get_process_group_ranks(group)
         self._shape = torch.Size(shape)
         self._dtype = dtype
-        # "cuda" has no index. A tensor's device has one, and ``_check_own`` compares the two.
+        # "cuda" has no index. A tensor's device has one, and ``start`` compares the two.
         self._device = torch.empty(0, device=device).device
         self._works: list[dist.Work] = []
         self._in_flight: list[str] = []
@@ -89,7 +89,17 @@ class Links:
             PipelineProtocolError: two neighbours expect different shapes or dtypes. Every rank of
                 the pipeline raises it, so no rank waits for another.
         """
-        _agree(group, _describe(shape, dtype))
+        messages = [""] * group.size()
+        dist.all_gather_object(messages, _describe(shape, dtype), group)
+        stages = zip(dist.get_process_group_ranks(group), messages, strict=True)
+        for (sender, sent), (receiver, expected) in pairwise(stages):
+            if sent != expected:
+                raise PipelineProtocolError(
+                    "Two neighbouring pipeline stages must agree on what they exchange. Rank "
+                    f"{sender} sends {sent}, but rank {receiver} expects {expected}. Start all "
+                    "ranks from the same configuration: compare the micro-batch size, sequence "
+                    "length, hidden size, precision and sequence_parallel."
+                )
         return cls(group, shape=shape, dtype=dtype, device=device)
 
     def start(
@@ -109,18 +119,28 @@ class Links:
                 Nothing is sent.
         """
         self.finish()
+        own = self._shape, self._dtype, self._device
         for tensor, stage in sent:
-            self._check_own(tensor, stage)
+            if (tensor.shape, tensor.dtype, tensor.device) != own:
+                raise PipelineProtocolError(
+                    "All messages between two pipeline stages must have one shape, dtype and "
+                    f"device. Rank {dist.get_rank()} tried to send "
+                    f"{_describe(tensor.shape, tensor.dtype)} on {tensor.device} to rank "
+                    f"{self._ranks[stage]}, but they exchange "
+                    f"{_describe(self._shape, self._dtype)} on {self._device}. Nothing was sent."
+                )
         received = [
             torch.empty(self._shape, dtype=self._dtype, device=self._device) for _ in receive_from
         ]
+        batch: list[tuple[Any, Tensor, int]] = [
+            (dist.isend, tensor.detach().contiguous(), stage) for tensor, stage in sent
+        ]
+        arrivals = zip(received, receive_from, strict=True)
+        batch += [(dist.irecv, tensor, stage) for tensor, stage in arrivals]
         # gloo and NCCL use the tensors until the batch is done.
         self._messages = [
-            self._message(dist.isend, tensor.detach().contiguous(), stage) for tensor, stage in sent
-        ]
-        self._messages += [
-            self._message(dist.irecv, tensor, stage)
-            for tensor, stage in zip(received, receive_from, strict=True)
+            dist.P2POp(operation, as_message(tensor), self._ranks[stage], self._group)
+            for operation, tensor, stage in batch
         ]
         what = _describe(self._shape, self._dtype)
         # The receives first, because they are usually those that take longer.
@@ -155,35 +175,6 @@ class Links:
         self._works = []
         self._in_flight = []
         self._messages = []
-
-    def _message(self, operation: Any, tensor: Tensor, stage: int) -> dist.P2POp:
-        return dist.P2POp(operation, as_message(tensor), self._ranks[stage], self._group)
-
-    def _check_own(self, tensor: Tensor, stage: int) -> None:
-        if (tensor.shape, tensor.dtype, tensor.device) == (self._shape, self._dtype, self._device):
-            return
-        raise PipelineProtocolError(
-            "All messages between two pipeline stages must have one shape, dtype and device. Rank "
-            f"{dist.get_rank()} tried to send {_describe(tensor.shape, tensor.dtype)} on "
-            f"{tensor.device} to rank {self._ranks[stage]}, but they exchange "
-            f"{_describe(self._shape, self._dtype)} on {self._device}. Nothing was sent."
-        )
-
-
-def _agree(group: dist.ProcessGroup, message: str) -> None:
-    """Check once, before the first step, that neighbours expect the same messages."""
-    ranks = dist.get_process_group_ranks(group)
-    messages = [""] * len(ranks)
-    dist.all_gather_object(messages, message, group)
-    stages = zip(ranks, messages, strict=True)
-    for (sender, sent), (receiver, expected) in pairwise(stages):
-        if sent != expected:
-            raise PipelineProtocolError(
-                "Two neighbouring pipeline stages must agree on what they exchange. Rank "
-                f"{sender} sends {sent}, but rank {receiver} expects {expected}. Start all ranks "
-                "from the same configuration: compare the micro-batch size, sequence length, "
-                "hidden size, precision and sequence_parallel."
-            )
 
 
 def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:

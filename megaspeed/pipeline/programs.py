@@ -71,14 +71,13 @@ def timetable(pipeline: Pipeline) -> list[list[int]]:
                 receiver = peer(pipeline, stage, sent)
                 arrived[receiver, received_as(pipeline, stage, sent)] = clock
                 ready.append(receiver)
-    stuck = {
-        stage: order[len(done)]
+    stuck = [
+        f"pipeline stage {stage} at {order[len(done)]!r}"
         for stage, (order, done) in enumerate(zip(orders, ends, strict=True))
         if len(done) < len(order)
-    }
+    ]
     if stuck:
-        waits = [f"pipeline stage {stage} at {compute!r}" for stage, compute in stuck.items()]
-        raise ScheduleError("\n  ".join(["Deadlock: no pipeline stage can continue.", *waits]))
+        raise ScheduleError("\n  ".join(["Deadlock: no pipeline stage can continue.", *stuck]))
     return ends
 
 

@@ -276,7 +276,7 @@ def pipeline_of(run: Run) -> Pipeline:
         micro_batches=run.batch.gradient_accumulation_steps,
         chunks=parallel.virtual_stages,
         groups=parallel.micro_batch_groups,
-        backward_ticks=3 if parallel.activation_checkpointing == "full" else 2,
+        backward_ticks=3 if parallel.recomputes_fully else 2,
         gathers=_gathers(run),
     )
 

@@ -320,10 +320,13 @@ def _run_together(pipeline: Pipeline, programs: Sequence[StageProgram]) -> None:
     missing = [0] * pipeline.stages  # messages of the current batch that have not met
     met: dict[tuple[int, int], deque[tuple[Receive, bool]]] = defaultdict(deque)
 
-    def begin(stage: int) -> None:
-        """Start the next batch of a stage, and let each of its messages meet its other end."""
-        missing[stage] = len(left[stage][0].messages)
-        for message in left[stage][0].messages:
+    ready = deque(stage for stage in range(pipeline.stages) if left[stage])
+    while ready:
+        stage = ready.popleft()
+        # Start the next batch of the stage, and let each of its messages meet its other end.
+        messages = left[stage][0].messages if left[stage] else ()
+        missing[stage] = len(messages)
+        for message in messages:
             other, is_sent = peer(pipeline, stage, message), isinstance(message, Send)
             received: Receive = (
                 received_as(pipeline, stage, message) if isinstance(message, Send) else message
@@ -346,12 +349,6 @@ def _run_together(pipeline: Pipeline, programs: Sequence[StageProgram]) -> None:
                 if missing[one] == 0:
                     left[one].popleft()
                     ready.append(one)
-
-    ready = deque(stage for stage in range(pipeline.stages) if left[stage])
-    while ready:
-        stage = ready.popleft()
-        if left[stage]:
-            begin(stage)
     stuck = [
         f"pipeline stage {stage} waits at {batches[0]!r}"
         for stage, batches in enumerate(left)

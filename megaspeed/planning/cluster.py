@@ -87,14 +87,13 @@ def read_cluster(stated: Mapping[str, Any]) -> ClusterConfig:
     Raises:
         ConfigError: with all mistakes.
     """
-    problems: list[str] = []
     values = {key: value for key, value in stated.items() if value is not None}
     known = ClusterConfig.model_fields
-    for key in ("nodes", "gpus_per_node", "nic_gbps"):
-        if values.get("device") == CPU and key in values:
-            problems.append(
-                f"{key} does not apply to the device cpu, which is this machine; omit it"
-            )
+    problems = [
+        f"{key} does not apply to the device cpu, which is this machine; omit it"
+        for key in ("nodes", "gpus_per_node", "nic_gbps")
+        if values.get("device") == CPU and key in values
+    ]
     for key in values.keys() - known:
         problems.append(f"{key} is an unknown key; the keys of a cluster are {', '.join(known)}")
     values = {key: value for key, value in values.items() if key in known}

@@ -159,9 +159,8 @@ def cluster_of(run: Run, figures: Mapping[str, float]) -> Cluster:
 
     for _ in range(_TURNS):
         without, once = block_seconds(0.0), block_seconds(1.0)
-        measured = replace(
-            measured, pointwise=max(0.0, (figures["block"] - without) / (once - without))
-        )
+        pointwise = max(0.0, (figures["block"] - without) / (once - without))
+        measured = replace(measured, pointwise=pointwise)
         idle = predict_step_time(small, cluster(host=0.0)).total
         measured = replace(measured, host=max(0.0, figures["small_step"] - idle) / layers)
     return cluster()

@@ -128,6 +128,9 @@ class Plan:
         """Return every figure as JSON values; sizes in bytes, traffic in bytes a step."""
         run, cluster = self.run, self.cluster
         speed = None if cluster is None else 1e9 * cluster.network_bandwidth
+        change: dict[str, Any] | None = None
+        if self.change is not None:
+            change = {"set": list(self.change.set_text), "peak_bytes": self.change.peak_bytes}
         return {
             **picked(run, "name", "zero_stage", "precision", "batch"),
             "world_size": run.grid.world_size,
@@ -140,11 +143,7 @@ class Plan:
             "pipeline_stages": json_value(self.stages),
             "bubble_fraction": self.bubble,
             "zero_stages": [planned.as_json() for planned in self.zero_stages],
-            "cheapest_change": (
-                None
-                if self.change is None
-                else {"set": list(self.change.set_text), "peak_bytes": self.change.peak_bytes}
-            ),
+            "cheapest_change": change,
         }
 
 

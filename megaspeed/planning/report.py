@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 
+from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import GradientReduction, describe_recomputation, dropout_warning
 from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.planning.costs.placement import AxisPlacement, Placement
@@ -11,7 +12,7 @@ from megaspeed.planning.costs.traffic import axis_totals
 from megaspeed.planning.forecast import Forecast, TrainingTime
 from megaspeed.planning.plan import Plan, PlannedStage, PlannedZero
 from megaspeed.planning.prediction import alike_stages
-from megaspeed.planning.variants import Layout, WhatIf
+from megaspeed.planning.variants import Layout, LongestSequence, WhatIf
 from megaspeed.topology.grid import AXES
 from megaspeed.units import (
     GIB,
@@ -41,6 +42,7 @@ TERMS: Mapping[str, str] = {
     "head": "head and loss",
     "recomputation": "recomputation",
     "tp": "tensor-parallel collectives",
+    "cp": "context-parallel collectives",
     "bubble": "pipeline bubble",
     "p2p": "sends between stages",
     "dp": "data-parallel collectives",
@@ -95,6 +97,11 @@ def summary(plan: Plan) -> Iterator[str]:
         f"activations: {describe_recomputation(run.config.parallel)}; "
         f"sequence parallelism {'on' if run.sequence_parallel else 'off'}"
     )
+    if run.context_method is not None:
+        yield (
+            f"context: {run.context_method}; a rank has "
+            f"{run.config.data.sequence_length // run.grid.cp:,} tokens of each sample"
+        )
     yield from dropout_warning(run)
     if run.grid.pp > 1:
         shape = pipeline_of(run)
@@ -115,7 +122,8 @@ def _ranks(plan: Plan) -> Parts:
     table = table_of(left=("axis",), right=("size",))
     table.add_column("first group", no_wrap=True)
     table.add_column("each group", no_wrap=True)
-    for axis in map(plan.ranks.along, reversed(AXES)):
+    shown = (axis for axis in reversed(AXES) if axis != "cp" or plan.run.grid.cp > 1)
+    for axis in map(plan.ranks.along, shown):
         group = axis.groups[0]
         text = " ".join(map(str, group))
         if len(text) > _LONGEST_GROUP:
@@ -224,9 +232,9 @@ def _traffic(plan: Plan) -> Parts:
     predictions = [each.prediction for each in plan.zero_stages if each.prediction is not None]
     unit = traffic_unit(each.busiest.sent_bytes for each in predictions)
     yield f"Traffic in {unit.name} that the busiest rank sends in one step"
-    table = table_of(
-        left=("",), right=("tp", "dp", "pp", "all ranks", "within a node", "between nodes")
-    )
+    has_context = plan.run.grid.cp > 1
+    axes = ("tp", *["cp"] * has_context, "dp", "pp", "all ranks")
+    table = table_of(left=("",), right=(*axes, "within a node", "between nodes"))
     for each in predictions:
         sent = each.busiest
         ranks = Placement(each.run.grid, plan.ranks.gpus_per_node)
@@ -234,7 +242,8 @@ def _traffic(plan: Plan) -> Parts:
         between = sum(int(shares[axis] * size) for (axis, _), size in sent.traffic.items())
         totals = axis_totals(sent.traffic)
         data = totals["dp"] + totals["shard"] + totals["replica"]
-        cells = [totals["tp"], data, totals["pp"], totals["world"]]
+        context = [totals["cp"]] * has_context
+        cells = [totals["tp"], *context, data, totals["pp"], totals["world"]]
         cells += [sent.sent_bytes - between, between]
         table.add_row(_zero_stage(plan, each.run.zero_stage), *map(unit.of, cells))
     yield table
@@ -250,7 +259,11 @@ def _time(plan: Plan, forecast: Forecast) -> Parts:
         assert planned.forecast is not None, "every stage that is not refused has a forecast"
         step = planned.forecast.step
         figures = {"step": step.total}
-        figures |= {f"  {TERMS[name]}": seconds for name, seconds in step.terms.items()}
+        figures |= {
+            f"  {TERMS[name]}": seconds
+            for name, seconds in step.terms.items()
+            if name != "cp" or plan.run.context_method is not None
+        }
         return {name: f"{seconds / size:,.4g}" for name, seconds in figures.items()}
 
     yield f"Time in {unit} of one step"
@@ -343,9 +356,11 @@ def what_if_report(found: WhatIf) -> Parts:
         if len(grids) > _SHOWN_LAYOUTS:
             yield f"and {len(grids) - _SHOWN_LAYOUTS} more: --json"
         yield f"{_CONFIGURED}; tight: the upper end of the interval of its memory does not fit"
-        yield "R: replicas of ZeRO's partitions (parallel.replicate); at ZeRO-0, all data ranks"
+        yield "R: replicas of ZeRO's partitions (parallel.replicate); at ZeRO-0, dp x cp"
         if any(layout.settings.virtual_stages > 1 for layout in grids[:_SHOWN_LAYOUTS]):
             yield "pp 8x2: 8 pipeline stages of 2 chunks each (parallel.virtual_stages)"
+        if any(layout.settings.cp > 1 for layout in grids[:_SHOWN_LAYOUTS]):
+            yield "dp 8x2: 8 data ranks of 2 context ranks each (parallel.context)"
         yield ""
         yield f"best: {best.run.grid}, ZeRO-{best.run.zero_stage}: {best.seconds:.3g} s a step"
         text = (
@@ -357,9 +372,28 @@ def what_if_report(found: WhatIf) -> Parts:
     yield f"{len(found.layouts):,} variants fit, {found.too_large:,} are too large"
 
 
+def longest_report(found: Sequence[LongestSequence], model: ModelConfig) -> Parts:
+    """Yield the longest sequence that fits, for each layout."""
+    yield ""
+    if not found:
+        yield "no sequence fits at any layout"
+        return
+    yield "Longest sequence that fits, for each layout. A micro-batch is one sequence."
+    memory = memory_unit(each.peak_bytes for each in found)
+    table = table_of(right=("pp", "dp", "cp", "tp", "tokens", f"peak\n{memory.name}"))
+    for each in found[:_SHOWN_LAYOUTS]:
+        degrees = map(str, each.settings.degrees)
+        table.add_row(*degrees, f"{each.tokens:,}", memory.of(each.peak_bytes))
+    yield table
+    if len(found) > _SHOWN_LAYOUTS:
+        yield f"and {len(found) - _SHOWN_LAYOUTS} more: --json"
+    if model.positions == "learned":
+        yield f"model.max_position_embeddings {model.max_position_embeddings:,} is the limit"
+
+
 def _layouts(shown: Sequence[Layout]) -> Table:
     memory = memory_unit(layout.peak_bytes for layout in shown)
-    headings = ("pp", "dp", "tp", "ZeRO", "R", "reduce\neach", "recompute")
+    headings = ("pp", "dp", "tp", "ZeRO", "R", "sum\neach", "recompute")
     sizes = ("micro-\nbatches", "of\nsize")
     table = table_of(right=(*headings, *sizes, "step\ns", "MFU", f"peak\n{memory.name}"))
     table.add_column("", no_wrap=True)
@@ -368,11 +402,12 @@ def _layouts(shown: Sequence[Layout]) -> Table:
         chunks = layout.settings.virtual_stages
         table.add_row(
             f"{grid.pp}{f'x{chunks}' if chunks > 1 else ''}",
-            *map(str, (grid.dp, grid.tp)),
+            f"{grid.dp}{f'x{grid.cp}' if grid.cp > 1 else ''}",
+            str(grid.tp),
             f"{run.zero_stage}{'' if layout.set_text else ' *'}",
             str(grid.replicate),
             "step" if run.keeps_complete_gradients else _REDUCTIONS[run.gradient_reduction][:5],
-            run.config.parallel.activation_checkpointing,
+            run.config.parallel.activation_checkpointing.replace("_offloaded", "+host"),
             f"{run.batch.gradient_accumulation_steps:,}",
             f"{run.batch.micro_batch_size:,}",
             f"{layout.seconds:.3g}",

@@ -26,7 +26,9 @@ ranks:
     ZeRO-2, ZeRO-3           the same; ZeRO-3 also gathers parameters (ZeRO, section 7.2)
     smaller micro-batch      smaller matrices, and more traffic that occurs once for each
     fewer replicas           the shards of a replica may no longer be on one node
+    inputs in host memory    full recomputation; and the MLP is computed once more
     more tensor ranks        four collectives a block; within a node only
+    more context ranks       collectives in the attention of each block
     more pipeline stages     a larger bubble
 
 A what-if combines them: every variant on the same ranks that fits, the fastest first. Other numbers
@@ -36,20 +38,23 @@ memory (or, in a few cases, 0.1 % less). So if a size does not fit, larger ones 
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, product
-from math import inf
+from math import inf, lcm
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, get_args
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import BATCH_KEYS, World
+from megaspeed.config.model import ContextMethod
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.rules import divisors
 from megaspeed.config.run import Recomputation, RunConfig
+from megaspeed.config.section import LARGEST_LENGTH
 from megaspeed.files.json_values import picked
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.planning.costs.reserved_memory import Verdict, reserved_memory, verdict
@@ -58,7 +63,7 @@ from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.forecast import Forecast, forecast
 from megaspeed.planning.prediction import predict
 
-_MUCH_FASTER = 0.99
+_MUCH_FASTER, _LEAST_TOKENS, _LENGTH_UNIT = 0.99, 4096, 1024
 _DATA, _MICRO_BATCH = "parallel.data", "train_micro_batch_size_per_gpu"
 
 
@@ -68,7 +73,9 @@ class Settings:
 
     pp: int
     dp: int
+    cp: int
     tp: int
+    context_method: Literal["auto"] | ContextMethod
     replicate: int  # of ZeRO-1, 2 and 3
     zero_stage: int
     micro_batch_size: int
@@ -83,7 +90,12 @@ class Settings:
     @property
     def world_size(self) -> int:
         """Number of ranks for these degrees."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def degrees(self) -> tuple[int, int, int, int]:
+        """The sizes of the axes."""
+        return self.pp, self.dp, self.cp, self.tp
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -91,7 +103,9 @@ class Settings:
         keys = {key: getattr(self, field) for field, key in _KEYS.items()}
         if self.zero_stage == 0:
             keys[_KEYS["replicate"]] = 1
-        if self.virtual_stages == 1:  # the configuration refuses what only several chunks use
+        if self.cp == 1:  # the configuration refuses what has no effect
+            keys[_KEYS["context_method"]] = "auto"
+        if self.virtual_stages == 1:
             if self.micro_batch_groups != 1:
                 keys[_KEYS["micro_batch_groups"]] = "auto"
             if self.gradient_reduction == "per_visit":
@@ -102,7 +116,9 @@ class Settings:
 _KEYS = {
     "pp": "parallel.pipeline",
     "dp": _DATA,
+    "cp": "parallel.context",
     "tp": "parallel.tensor",
+    "context_method": "parallel.context_method",
     "replicate": "parallel.replicate",
     "sequence_parallel": "parallel.sequence_parallel",
     "schedule": "parallel.schedule",
@@ -116,7 +132,12 @@ _KEYS = {
 }
 """Field of ``Settings`` -> key of the JSON."""
 
-_MAY_BE_AUTO = ("sequence_parallel", "micro_batch_groups", "gradient_reduction")
+_MAY_BE_AUTO = (
+    "context_method",
+    "sequence_parallel",
+    "micro_batch_groups",
+    "gradient_reduction",
+)
 """Fields whose "auto" is resolved for each variant. All others are those of the resolved run."""
 
 
@@ -148,6 +169,23 @@ class Training:
             "gradient_accumulation_steps": None,
         }
         return self._resolved({**settings.keys, **batch}, settings.world_size)
+
+    def at_length(self, settings: Settings, tokens: int, micro_batches: int) -> Run:
+        """Return a run with these settings, on sequences of this length.
+
+        Raises:
+            ConfigError: with every rule of the configuration that they break.
+        """
+        model = self.run.config.model
+        keys = {
+            "data.sequence_length": tokens,
+            "train_batch_size": settings.dp * micro_batches,
+            "gradient_accumulation_steps": micro_batches,
+        }
+        if model.positions == "rotary":  # learned positions have a table
+            longest = max(tokens, model.max_position_embeddings)
+            keys["model.max_position_embeddings"] = longest
+        return self._resolved({**settings.keys, **keys}, settings.world_size)
 
     def peak_bytes(self, settings: Settings) -> float:
         """Return the predicted peak; infinite if the configuration refuses the settings."""
@@ -250,7 +288,7 @@ def _changes(training: Training, gpus_per_node: int) -> list[list[Settings]]:
     return [
         one(s.tp > 1 and s.sequence_parallel is False, sequence_parallel=True),
         one(s.pp > 1 and s.schedule == "gpipe", schedule="1f1b"),
-        one(s.dp > 1 and s.zero_stage == 0, zero_stage=1),
+        one(s.dp * s.cp > 1 and s.zero_stage == 0, zero_stage=1),
         one(s.virtual_stages > 1 and s.micro_batch_groups != "auto", micro_batch_groups="auto"),
         _more_recomputation(s, blocks),
         one(s.virtual_stages > 1, virtual_stages=1),
@@ -258,19 +296,29 @@ def _changes(training: Training, gpus_per_node: int) -> list[list[Settings]]:
         [
             replace(s, zero_stage=zero_stage, gradient_reduction="auto")
             for zero_stage in range(max(2, s.zero_stage + 1), 4)
-            if s.dp > 1
+            if s.dp * s.cp > 1
         ],
         [replace(s, replicate=count) for count in reversed(divisors(s.replicate)[:-1])],
         [replace(s, micro_batch_size=size) for size in reversed(divisors(s.micro_batch_size)[:-1])],
+        one(
+            s.activation_checkpointing != "full_offloaded" and training.device_type == "cuda",
+            activation_checkpointing="full_offloaded",
+            recomputed_blocks=None,
+        ),
         [
-            replace(_at(s, pp=s.pp, tp=tp), sequence_parallel=sequence_parallel)
+            replace(_at(s, pp=s.pp, cp=s.cp, tp=tp), sequence_parallel=sequence_parallel)
             for tp in divisors(gpus_per_node)
-            if tp > s.tp and s.world_size % (s.pp * tp) == 0
+            if tp > s.tp and s.world_size % (s.pp * s.cp * tp) == 0
             for sequence_parallel in dict.fromkeys(
                 (s.sequence_parallel, s.sequence_parallel or True)
             )
         ],
-        [_at(s, pp=pp, tp=s.tp) for pp in divisors(s.world_size // s.tp) if s.pp < pp <= blocks],
+        [_at(s, pp=s.pp, cp=s.cp * more, tp=s.tp) for more in divisors(s.dp)[1:]],
+        [
+            _at(s, pp=pp, cp=s.cp, tp=s.tp)
+            for pp in divisors(s.world_size // (s.cp * s.tp))
+            if s.pp < pp <= blocks
+        ],
     ]
 
 
@@ -293,9 +341,9 @@ def _more_recomputation(s: Settings, blocks: int) -> list[Settings]:
     ]
 
 
-def _at(settings: Settings, *, pp: int, tp: int) -> Settings:
+def _at(settings: Settings, *, pp: int, cp: int, tp: int) -> Settings:
     """Return the settings with these degrees, and with the dp that keeps the number of ranks."""
-    return replace(settings, pp=pp, tp=tp, dp=settings.world_size // (pp * tp))
+    return replace(settings, pp=pp, cp=cp, tp=tp, dp=settings.world_size // (pp * cp * tp))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +370,7 @@ class Layout:
         """Return the figures as JSON values."""
         run, parallel = self.run, self.run.config.parallel
         return {
-            **picked(run.grid, "pp", "dp", "tp", "replicate"),
+            **picked(run.grid, "pp", "dp", "cp", "tp", "replicate"),
             **picked(run, "zero_stage", "gradient_reduction"),
             **picked(parallel, "schedule", "virtual_stages", "micro_batch_groups"),
             **picked(parallel, "activation_checkpointing", "recomputed_blocks"),
@@ -351,11 +399,10 @@ class WhatIf:
         )
 
     def fastest_of_each_grid(self) -> list[Layout]:
-        """Return the fastest variant of each (pp, dp, tp), the fastest first."""
+        """Return the fastest variant of each (pp, dp, cp, tp), the fastest first."""
         found: dict[object, Layout] = {}
         for layout in self.layouts:
-            grid = layout.run.grid
-            found.setdefault((grid.pp, grid.dp, grid.tp), layout)
+            found.setdefault(layout.settings.degrees, layout)
         return list(found.values())
 
     def as_json(self) -> dict[str, Any]:
@@ -367,10 +414,12 @@ class WhatIf:
 def what_if(training: Training, cluster: Cluster) -> WhatIf:
     """Return every variant of the training that fits the cluster's devices.
 
-    Variants differ in degrees (pp, dp, tp), ZeRO stage, replicas, gradient reduction, schedule,
+    Variants differ in degrees (pp, dp, cp, tp), ZeRO stage, replicas, gradient reduction, schedule,
     chunks, recomputation and micro-batch. Those that break a rule of the configuration are omitted.
     So are tensor groups larger than a node: the collectives of every block would go over the
-    network.
+    network. Context degrees other than 1 and the stated one are tried if a rank has at least 4,096
+    tokens of a sample. With fewer, its collectives usually take longer than its computation.
+    ``full_offloaded`` is tried only if the configuration states it.
     """
     layouts: list[Layout] = []
     peaks: list[int] = []
@@ -421,7 +470,7 @@ def _with_replicas(
 
     More replicas need more memory, so they must make the step at least 1 % shorter.
     """
-    counts = divisors(settings.dp)[1:-1]
+    counts = [count for count in divisors(settings.dp)[1:] if count < settings.dp * settings.cp]
     if settings.zero_stage == 0 or not counts:
         return
     work, layers = workload_of(layout.run, cluster.device_type), layout.forecast.step.layers
@@ -442,20 +491,19 @@ def _with_replicas(
 def _with_chunks(
     training: Training, layouts: Sequence[Layout], cluster: Cluster
 ) -> Iterator[Layout]:
-    """Yield the fastest layout with chunks that fits for each (pp, dp, tp), and faster tight ones.
+    """Yield the fastest layout with chunks that fits for each (pp, dp, cp, tp), and tight ones.
 
     They need more memory, so they must be at least 1 % faster than all of ``layouts``. At best, a
     layout with chunks has neither a bubble nor collectives of the data axis.
     """
-    fastest: dict[tuple[int, int, int], float] = {}
+    fastest: dict[tuple[int, ...], float] = {}
     for layout in layouts:
-        s = layout.settings
-        degrees = s.pp, s.dp, s.tp
+        degrees = layout.settings.degrees
         fastest[degrees] = min(layout.seconds, fastest.get(degrees, inf))
     tried: list[tuple[float, Settings]] = []
     for layout in layouts:
         s, step = layout.settings, layout.forecast.step
-        limit = _MUCH_FASTER * fastest[s.pp, s.dp, s.tp]
+        limit = _MUCH_FASTER * fastest[s.degrees]
         if s.pp == 1 or s.schedule == "gpipe" or s.virtual_stages > 1:
             continue
         if step.total - step.bubble - step.dp >= limit:
@@ -465,24 +513,23 @@ def _with_chunks(
                 seconds = forecast(training.under(settings), cluster).seconds
                 if seconds < limit:
                     tried.append((seconds, settings))
-    found: set[tuple[int, int, int]] = set()
+    found: set[tuple[int, ...]] = set()
 
     @cache
     def fitting(settings: Settings) -> Layout | None:
         return _layout(training, settings, cluster)[1]
 
     for _, s in sorted(tried, key=itemgetter(0)):
-        degrees = s.pp, s.dp, s.tp
         # This needs no more memory. Most of ``tried`` do not even fit with it.
         smaller = replace(s, replicate=1, micro_batch_groups="auto", gradient_reduction="auto")
-        if degrees in found:
+        if s.degrees in found:
             continue
         with suppress(ConfigError):
             chunked = fitting(smaller) and fitting(s)
             if chunked is not None:
                 yield chunked
                 if chunked.verdict == "fits":
-                    found.add(degrees)
+                    found.add(s.degrees)
 
 
 def _chunked(training: Training, layout: Layout) -> Iterator[Settings]:
@@ -505,29 +552,93 @@ def _chunked(training: Training, layout: Layout) -> Iterator[Settings]:
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LongestSequence:
+    """The longest sequence that fits at some degrees."""
+
+    settings: Settings
+    tokens: int
+    peak_bytes: int  # predicted peak of the tensors of the fullest rank
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return {
+            **picked(self.settings, "pp", "dp", "cp", "tp"),
+            **picked(self, "tokens", "peak_bytes"),
+        }
+
+
+def longest_sequences(training: Training, cluster: Cluster) -> list[LongestSequence]:
+    """Return the longest sequence that fits for each (pp, dp, cp, tp), the longest first.
+
+    A micro-batch is one sequence. A step has as many as configured, or one for each pipeline stage
+    if this is more. All other settings are those of the run. Lengths are multiples of what the
+    degrees need and, with rotary positions, of 1,024. Learned positions have a table, whose length
+    is the limit.
+    """
+    count = training.run.batch.gradient_accumulation_steps
+    found = [
+        _longest_sequence(
+            training,
+            replace(training.settings, pp=pp, dp=dp, cp=cp, tp=tp, micro_batch_size=1),
+            max(count, pp),
+            cluster,
+        )
+        for pp, dp, cp, tp in _degrees(training, cluster.gpus_per_node)
+    ]
+    fitting = [each for each in found if each.tokens]
+    return sorted(fitting, key=lambda each: (-each.tokens, each.settings.degrees))
+
+
+def _longest_sequence(
+    training: Training, settings: Settings, micro_batches: int, cluster: Cluster
+) -> LongestSequence:
+    """Return the longest sequence with these settings; of 0 tokens if none fits."""
+    model, peaks = training.run.config.model, {0: 0}
+    unit, longest = 2 * settings.cp * settings.tp, model.max_position_embeddings
+    if model.positions == "rotary":
+        unit, longest = lcm(_LENGTH_UNIT, unit), LARGEST_LENGTH
+
+    def is_too_long(units: int) -> bool:
+        try:
+            run = training.at_length(settings, units * unit, micro_batches)
+        except ConfigError:
+            return True
+        peaks[units] = predict(run, training.device_type).fullest.peak_bytes
+        return _verdict(run, peaks[units], cluster) != "fits"
+
+    # Memory grows with the length.
+    units = bisect_left(range(1, longest // unit + 1), True, key=is_too_long)
+    return LongestSequence(settings=settings, tokens=units * unit, peak_bytes=peaks[units])
+
+
 def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings]]:
     """Yield all combinations with one replica and one chunk, and with the stated numbers of them.
 
     Each is a list of settings with all sizes of the micro-batch.
     """
     own = training.settings
-    for pp, dp, tp in _degrees(training, largest_tensor):
-        samples = training.run.batch.train_batch_size // dp
+    length = training.stated.data.sequence_length
+    for pp, dp, cp, tp in _degrees(training, largest_tensor):
+        samples, rest = divmod(training.run.batch.train_batch_size, dp)
+        if rest or not (cp in (1, own.cp) or length >= _LEAST_TOKENS * cp):
+            continue
         sizes = [
             size
             for size in divisors(samples)
             if size.bit_count() == 1 or size == own.micro_batch_size
         ]
         schedules = tuple(SCHEDULES) if pp > 1 else (own.schedule,)
-        at_degrees = replace(own, pp=pp, dp=dp, tp=tp)
-        # Without a data axis, all ZeRO stages are the same.
-        reductions = _reductions(own) if dp > 1 else [(own.zero_stage, own.gradient_reduction)]
+        at_degrees = replace(own, pp=pp, dp=dp, cp=cp, tp=tp)
+        reductions = list(_reductions(own))
+        if dp * cp == 1:  # all ZeRO stages are the same
+            reductions = [(own.zero_stage, own.gradient_reduction)]
         for (zero_stage, reduction), replicate, schedule, chunks, recomputation in product(
             reductions,
             {1, own.replicate},
             schedules,
             {1, own.virtual_stages},
-            get_args(Recomputation),
+            dict.fromkeys(("none", "selective", "full", own.activation_checkpointing)),
         ):
             if dp % replicate or (replicate > 1 and zero_stage == 0):
                 continue
@@ -547,15 +658,13 @@ def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings
             yield [replace(variant, micro_batch_size=size) for size in sizes]
 
 
-def _degrees(training: Training, largest_tensor: int) -> Iterator[tuple[int, int, int]]:
-    """Yield all (pp, dp, tp) of the training's ranks whose data ranks share the batch equally."""
-    world_size, batch = training.settings.world_size, training.run.batch.train_batch_size
-    for tp in divisors(world_size):
-        for pp in divisors(world_size // tp):
-            dp = world_size // (pp * tp)
-            blocks = training.stated.model.num_hidden_layers
-            if tp <= largest_tensor and pp <= blocks and batch % dp == 0:
-                yield pp, dp, tp
+def _degrees(training: Training, largest_tensor: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield all (pp, dp, cp, tp) of the training's ranks."""
+    ranks, blocks = training.settings.world_size, training.stated.model.num_hidden_layers
+    for tp in (tp for tp in divisors(ranks) if tp <= largest_tensor):
+        for pp in (pp for pp in divisors(ranks // tp) if pp <= blocks):
+            for cp in divisors(ranks // (tp * pp)):
+                yield pp, ranks // (pp * cp * tp), cp, tp
 
 
 def _reductions(own: Settings) -> Iterator[tuple[int, Any]]:

@@ -141,13 +141,11 @@ def _records(
 
 def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values of a record by the name of their curve."""
-    peaks = record.get("peak_memory_bytes")
-    if "validation_loss" in record:
-        yield from ((name, record.get(name)) for name in _OF_VALIDATIONS)
-    else:
-        yield from ((name, record.get(name)) for name in _OF_STEPS)
-        if isinstance(peaks, list):
-            yield from ((f"peak_memory_bytes/{stage}", peak) for stage, peak in enumerate(peaks))
+    is_step, peaks = "validation_loss" not in record, record.get("peak_memory_bytes")
+    for name in _OF_STEPS if is_step else _OF_VALIDATIONS:
+        yield name, record.get(name)
+    if is_step and isinstance(peaks, list):
+        yield from ((f"peak_memory_bytes/{stage}", peak) for stage, peak in enumerate(peaks))
 
 
 def _number(value: object) -> float:

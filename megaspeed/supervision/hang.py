@@ -140,8 +140,7 @@ def _pending(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _number(entry: dict[str, Any]) -> int:
-    number: int = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-    return number
+    return int(entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"])
 
 
 def _describe(entry: dict[str, Any], members: dict[str, list[int]]) -> str:

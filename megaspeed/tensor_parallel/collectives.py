@@ -1,4 +1,4 @@
-"""Collectives over the tensor axis, and autograd functions that use them.
+"""Collectives over the tensor and the context axis, and autograd functions that use them.
 
 Column- and row-parallel layers come in pairs (Shoeybi et al. 2019, Megatron-LM, section 3). A pair
 begins with f and ends with g. These two are conjugate: each one's backward is the other's forward.
@@ -25,35 +25,42 @@ the shape (B, S/tp, D), although its row b need not be a part of row b of the ba
 result, because everything between the pairs is computed for each token separately. Only dropout
 masks depend on where a token is (``MaskShard``). Every function is the identity on an axis of one
 rank.
+
+The context axis (``context``) exchanges rows of tensors, with the conjugate pairs
+
+    exchange_rows          forward all-to-all              backward all-to-all
+    gather_rows            forward all-gather              backward reduce-scatter
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspeed.topology.activity import Timeline
+from megaspeed.config.model import ContextMethod
+from megaspeed.model.sequence_part import SequencePart
+from megaspeed.topology.activity import Part, Timeline
 
 
 @dataclass(frozen=True)
-class TensorAxis:
-    """The tensor axis of one rank."""
+class GroupAxis:
+    """The place of this rank on an axis, and the axis's process group."""
 
-    group: dist.ProcessGroup | None  # may be None if ``size`` is 1: then no collective is called
-    rank: int
-    size: int
-    sequence_parallel: bool = False  # whether activations between blocks are split
+    group: dist.ProcessGroup | None = None  # may be None if ``size`` is 1: nothing is sent
+    rank: int = 0
+    size: int = 1
     timeline: Timeline | None = None  # times the collectives
+    part: ClassVar[Part]  # as which they are timed
 
     def timed(self) -> AbstractContextManager[None]:
         """A context for each collective over this axis. Compiled code has none: it is not timed."""
         if self.timeline is None or torch.compiler.is_compiling():
             return nullcontext()
-        return self.timeline.part("tensor")
+        return self.timeline.part(self.part)
 
     @property
     def name(self) -> str:
@@ -62,7 +69,29 @@ class TensorAxis:
         return self.group.group_name
 
 
-_Collective = Callable[[Tensor, TensorAxis], Tensor]
+@dataclass(frozen=True)
+class TensorAxis(GroupAxis):
+    """The tensor axis of one rank."""
+
+    sequence_parallel: bool = False  # whether activations between blocks are split
+    part = "tensor"
+
+
+@dataclass(frozen=True)
+class ContextAxis(GroupAxis):
+    """The context axis of one rank."""
+
+    method: ContextMethod = "ulysses"
+    part = "context"
+
+    @property
+    def tokens(self) -> SequencePart:
+        """The tokens of this rank."""
+        return SequencePart(self.method, self.rank, self.size)
+
+
+_Axis = TypeVar("_Axis", bound=GroupAxis)
+_Collective = Callable[[Tensor, _Axis], Tensor]
 
 # torch 2.13 deprecates the old names of these two collectives; torch 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -76,7 +105,7 @@ _compiled: Any = torch.ops._c10d_functional
 class Pending:
     """A collective that has been started. Its result may be used only after ``wait``."""
 
-    def __init__(self, result: Tensor, work: Any, axis: TensorAxis) -> None:
+    def __init__(self, result: Tensor, work: Any, axis: GroupAxis) -> None:
         self._result, self._work, self._axis = result, work, axis
 
     def wait(self) -> Tensor:
@@ -96,7 +125,7 @@ def start_all_reduce(x: Tensor, axis: TensorAxis) -> Pending:
     return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), axis)
 
 
-def start_all_gather(part: Tensor, axis: TensorAxis) -> Pending:
+def start_all_gather(part: Tensor, axis: GroupAxis) -> Pending:
     """Start to concatenate the ranks' parts (n/tp, ...) to (n, ...)."""
     part = part.contiguous()
     if torch.compiler.is_compiling():
@@ -105,7 +134,7 @@ def start_all_gather(part: Tensor, axis: TensorAxis) -> Pending:
     return Pending(full, _all_gather(full, part, group=axis.group, async_op=True), axis)
 
 
-def start_reduce_scatter(full: Tensor, axis: TensorAxis) -> Pending:
+def start_reduce_scatter(full: Tensor, axis: GroupAxis) -> Pending:
     """Start to compute this rank's (n/tp, ...) of the sum over the axis of ``full`` (n, ...)."""
     full = full.contiguous()
     if torch.compiler.is_compiling():
@@ -148,11 +177,50 @@ def reduce_scatter_sum(x: Tensor, axis: TensorAxis) -> Tensor:
     return part.view(batch, sequence // axis.size, *x.shape[2:])
 
 
+def exchange_rows(x: Tensor, axis: GroupAxis) -> Tensor:
+    """Send row r of ``x`` (cp, ...) to rank r. Returns (cp, ...), whose row r is from rank r."""
+    return _Conjugate.apply(x, axis, _all_to_all, _all_to_all)
+
+
+def gather_rows(x: Tensor, index: Tensor, axis: GroupAxis) -> Tensor:
+    """Gather the parts (n, ...) of all ranks to (cp n, ...), and return the rows ``index`` of them.
+
+    A row may be used several times and by several ranks. Its gradients are summed.
+    """
+    return _GatherRows.apply(x, index, axis)
+
+
+def _all_to_all(x: Tensor, axis: GroupAxis) -> Tensor:
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        ones = [1] * axis.size
+        sent = _compiled.all_to_all_single(x, ones, ones, axis.name)
+        waited: Tensor = _compiled.wait_tensor(sent)
+        return waited
+    received = torch.empty_like(x)
+    with axis.timed():
+        dist.all_to_all_single(received, x, group=axis.group)
+    return received
+
+
 def _own_part(x: Tensor, axis: TensorAxis) -> Tensor:
     batch, sequence = x.shape[:2]
     part = x.flatten(0, 1).chunk(axis.size)[axis.rank]
     # A copy, because a view would keep the memory of the other parts.
     return part.clone().view(batch, sequence // axis.size, *x.shape[2:])
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, axis: GroupAxis) -> Tensor:
+        ctx.axis, ctx.index, ctx.rows = axis, index, len(x) * axis.size
+        return start_all_gather(x, axis).wait().index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        full = gradient.new_zeros((ctx.rows, *gradient.shape[1:]))
+        full = full.index_add_(0, ctx.index, gradient)
+        return start_reduce_scatter(full, ctx.axis).wait(), None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -174,7 +242,11 @@ class _Conjugate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, axis: TensorAxis, forward: _Collective, backward: _Collective
+        ctx: Any,
+        x: Tensor,
+        axis: _Axis,
+        forward: _Collective[_Axis],
+        backward: _Collective[_Axis],
     ) -> Tensor:
         ctx.axis, ctx.conjugate = axis, backward
         return forward(x, axis)

@@ -204,8 +204,7 @@ def _shared_rows(config: ModelConfig, shard: ParameterShard, axis: TensorAxis) -
 def _localize_block(block: Block, config: ModelConfig, axis: TensorAxis) -> None:
     """Set the head counts and dropout masks of this rank's part of a block."""
     attention = block.attention
-    attention.query_heads = config.num_attention_heads // axis.size
-    attention.key_value_heads = max(1, config.num_key_value_heads // axis.size)
+    attention.query_heads, attention.key_value_heads = config.local_heads(axis.size)
     attention.dropout.shard = MaskShard(index=axis.rank, count=axis.size)
     if axis.sequence_parallel:
         tokens = MaskShard(index=axis.rank, count=axis.size, across_samples=True)

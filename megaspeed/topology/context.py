@@ -6,6 +6,7 @@ Rank 5 of pp 2 x dp 2 x tp 2 (drawn in ``grid.py``) belongs to
     tp_group          4 5        shares every matrix of pipeline stage 1
     shard_group       5 7        holds the other partitions of ZeRO, sees other samples
     replica_group     -          holds the same partition (``Grid.replicate``), sees other samples
+    cp_group          -          holds the other parts of the same sequences (``Grid.cp``)
     pp_group          1 5        activations forward, gradients back, gradients of tied weights
     checkpoint_group  0 .. 7     all ranks, over gloo, for saves beside the training
 
@@ -13,7 +14,8 @@ Code that communicates takes the context as an argument. No other module creates
 keeps one in a global. Every rank creates its groups in this order:
 
     world        all ranks                       init_process_group
-    tp, shard,   all groups along that axis      one call for each axis
+    tp, cp,      all groups along that axis      one call for each axis
+    shard,
     replica, pp
     checkpoint   all ranks, over gloo            one call
 
@@ -24,7 +26,8 @@ there only the members of a group call ``new_group``, so it is one call for each
 An axis of one rank sends nothing and has no group, except the shards, because DeepSpeed partitions
 over them. An axis that spans all ranks uses the world's group, because a communicator
 costs GPU memory, and one thread issues all its collectives in order. A pipeline axis that spans
-all ranks still has its own group, which carries only point-to-point messages.
+all ranks still has its own group, which carries only point-to-point messages. So has a context
+axis, because ZeRO gathers over the same ranks at the same time.
 """
 
 import os
@@ -53,7 +56,7 @@ from megaspeed.topology.store import GroupError, open_store
 
 _DISK_TIMEOUTS = 4  # how many times longer a rank may wait for another rank's disk
 _SECONDS_TO_ABORT = 5.0
-_ORDER: tuple[Axis, ...] = ("tp", "shard", "replica", "pp")
+_ORDER: tuple[Axis, ...] = ("tp", "cp", "shard", "replica", "pp")
 # A group of one rank does not wait for other ranks. But NCCL's timeout starts at the call, and
 # kernels that were launched before it may wait for other ranks.
 _ONE_RANK_NEVER_WAITS = timedelta(days=1)
@@ -104,7 +107,7 @@ def create_groups(
         size = grid.size_along(axis)
         if size == 1 and axis != "shard":
             continue
-        if size == grid.world_size and axis != "pp":
+        if size == grid.world_size and axis not in ("pp", "cp"):
             mine[axis] = world_group
         else:
             waits = timeout if size > 1 else _ONE_RANK_NEVER_WAITS
@@ -191,6 +194,7 @@ class ParallelContext:
     device: torch.device
     world_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup | None  # None if the axis has one rank
+    cp_group: dist.ProcessGroup | None  # None if the axis has one rank
     shard_group: dist.ProcessGroup  # exists even with one rank: DeepSpeed partitions over it
     replica_group: dist.ProcessGroup | None  # None if there is one replica
     pp_group: dist.ProcessGroup | None  # point-to-point messages; None if the axis has one rank
@@ -246,6 +250,7 @@ class ParallelContext:
             device=device,
             world_group=world_group,
             tp_group=groups.get("tp"),
+            cp_group=groups.get("cp"),
             shard_group=groups["shard"],
             replica_group=groups.get("replica"),
             pp_group=groups.get("pp"),
@@ -278,16 +283,19 @@ class ParallelContext:
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Ranks with the same parameters: the data axis, or its shards if it has replicas, too."""
+        """Ranks with the same parameters (dp and cp); with replicas and shards, only shards."""
         if self.replica_group is None or self.grid.shard > 1:
             return self.shard_group
         return self.replica_group
 
     @property
     def groups_by_axis(self) -> dict[Axis | Literal["world"], dist.ProcessGroup]:
-        """The groups of several ranks. The data axis is dp, or shard and replica if it has both."""
+        """The groups of several ranks. Those with the same parameters (dp and cp) are dp, or shard
+        and replica if there are both.
+        """
         groups: dict[Axis | Literal["world"], dist.ProcessGroup | None] = {
             "tp": self.tp_group,
+            "cp": self.cp_group,
             "shard" if self.grid.is_hybrid else "dp": self.data_group,
             "replica": self.replica_group if self.grid.is_hybrid else None,
             "pp": self.pp_group,
@@ -297,18 +305,22 @@ class ParallelContext:
 
     @property
     def shard_rank(self) -> int:
-        """Which partition of ZeRO this rank holds. Neighbours on the data axis differ in it."""
-        return self.coordinates.dp % self.grid.shard
+        """Which partition of ZeRO this rank holds. Neighbours among ``Grid.dp_cp`` differ in it."""
+        return self.grid.dp_cp_index(self.coordinates) % self.grid.shard
 
     @property
     def replica_rank(self) -> int:
         """Which of the ranks with this partition it is."""
-        return self.coordinates.dp // self.grid.shard
+        return self.grid.dp_cp_index(self.coordinates) // self.grid.shard
 
     @property
     def sender_rank(self) -> int:
         """The index among the ranks that send compressed gradients to each other."""
-        return self.replica_rank if self.grid.replicate > 1 else self.dp_rank
+        return self.replica_rank if self.grid.replicate > 1 else self.shard_rank
+
+    @property
+    def cp_rank(self) -> int:
+        return self.coordinates.cp
 
     @property
     def tp_rank(self) -> int:

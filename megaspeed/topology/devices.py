@@ -31,7 +31,7 @@ Sources:
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 
@@ -56,17 +56,7 @@ class Device:
     processors: int = 0  # streaming multiprocessors (NVIDIA), compute units (AMD)
 
 
-_COLUMNS = (
-    "peak_16",
-    "peak_8",
-    "peak_fp32",
-    "sustained_16",
-    "sustained_8",
-    "memory_bandwidth",
-    "link_bandwidth",
-    "network_bandwidth",
-    "processors",
-)
+_COLUMNS = [field.name for field in fields(Device)][2:]  # after the name and the memory
 
 # fmt: off
 _TABLE: Mapping[str, tuple[float, ...]] = {
@@ -157,22 +147,11 @@ _DRIVER_NAMES = {
 }
 
 
-def device_by_name(device_name: str) -> Device | None:
-    """The row of a device as its driver calls it, such as "NVIDIA H100 80GB HBM3".
-
-    None if the device is unknown. Of parts that differ only in the size of the memory, the row is
-    that of one of them.
+def peak_by_name(device_name: str) -> float | None:
+    """The dense 16-bit peak, in operations a second, of a device as its driver calls it, such as
+    "NVIDIA H100 80GB HBM3". None if the device is unknown.
     """
     for pattern, row in _DRIVER_NAMES.items():
         if re.search(rf"\b{pattern}(?!\w)", device_name):
-            return DEVICES[row]
+            return DEVICES[row].peak_16 * 1e12
     return None
-
-
-def peak_by_name(device_name: str) -> float | None:
-    """The dense 16-bit peak, in operations a second, of a device as its driver calls it.
-
-    None if the device is unknown.
-    """
-    device = device_by_name(device_name)
-    return None if device is None else device.peak_16 * 1e12

@@ -1,10 +1,11 @@
-"""Rank arithmetic: the coordinates of each rank on the three axes, and the groups along them.
+"""Rank arithmetic: the coordinates of each rank on the four axes, and the groups along them.
 
 ``pp`` is the outermost axis and ``tp`` the innermost. So tensor-parallel ranks, which communicate
 most, are neighbours on one machine, and pipeline ranks, which communicate least, are furthest
-apart. This is the order of DeepSpeed's ``PipeModelDataParallelTopology``:
+apart. Without a context axis (``cp``), this is the order of DeepSpeed's
+``PipeModelDataParallelTopology``:
 
-    rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank
+    rank = ((pp_rank * dp_size + dp_rank) * cp_size + cp_rank) * tp_size + tp_rank
 
 Eight ranks as pp 2 x dp 2 x tp 2:
 
@@ -14,10 +15,10 @@ Eight ranks as pp 2 x dp 2 x tp 2:
       pp_rank 1      4        5          6        7
 
     >>> grid = Grid(pp=2, dp=2, tp=2)
-    >>> grid.rank_of(Coordinates(pp=1, dp=0, tp=1))
+    >>> grid.rank_of(Coordinates(pp=1, dp=0, cp=0, tp=1))
     5
     >>> grid.coordinates_of(6)
-    Coordinates(pp=1, dp=1, tp=0)
+    Coordinates(pp=1, dp=1, cp=0, tp=0)
     >>> grid.groups_along("tp")  # share each matrix of one pipeline stage
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     >>> grid.groups_along("dp")  # hold the same weights, see different samples
@@ -25,8 +26,10 @@ Eight ranks as pp 2 x dp 2 x tp 2:
     >>> grid.groups_along("pp")  # send activations to each other
     [[0, 4], [1, 5], [2, 6], [3, 7]]
 
-ZeRO partitions over ``shard`` neighbours on the data axis. The ``replicate`` ranks that hold the
-same partition are replicas: dp = replicate * shard.
+The ranks of a context group share samples: each holds a part of every sequence. Like data ranks,
+they hold the same weights, so ZeRO partitions over both axes together: over ``shard`` neighbours of
+the dp * cp ranks. The ``replicate`` ranks that hold the same partition are replicas:
+dp * cp = replicate * shard.
 
     >>> hybrid = Grid(pp=1, dp=4, tp=2, replicate=2)
     >>> hybrid.groups_along("shard")  # each holds one complete set of partitions
@@ -40,9 +43,9 @@ Plain integers: nothing here needs torch, a process or a GPU.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Axis = Literal["pp", "dp", "tp", "replica", "shard"]
-"""``replicate`` divides the data axis into the last two."""
-AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
+Axis = Literal["pp", "dp", "cp", "tp", "replica", "shard"]
+"""``replicate`` divides data and context axis together into the last two."""
+AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 
 class TopologyError(ValueError):
@@ -54,49 +57,60 @@ class Coordinates(NamedTuple):
 
     pp: int
     dp: int
+    cp: int
     tp: int
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of the three axes. See the module's docstring for the order of ranks."""
+    """The sizes of the four axes. See the module's docstring for the order of ranks."""
 
     pp: int  # pipeline stages
     dp: int  # copies of the model, each with its own samples
     tp: int  # ranks that share each matrix
-    replicate: int = 1  # data ranks that hold the same partition of ZeRO
+    replicate: int = 1  # ranks that hold the same weights and the same partition of ZeRO
+    cp: int = 1  # ranks that share each sequence
 
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
             if size < 1:
                 raise TopologyError(f"every axis must have at least 1 rank, but {axis} is {size}")
-        if self.replicate < 1 or self.dp % self.replicate:
-            raise TopologyError(f"dp {self.dp} must be divisible by replicate {self.replicate}")
+        if self.replicate < 1 or self.dp_cp % self.replicate:
+            name = "dp" if self.cp == 1 else "dp x cp"
+            raise TopologyError(
+                f"{name} {self.dp_cp} must be divisible by replicate {self.replicate}"
+            )
 
     def __str__(self) -> str:
         replicas = f" ({self.replicate} replicas x {self.shard})" if self.is_hybrid else ""
-        return f"pp {self.pp} x dp {self.dp}{replicas} x tp {self.tp}"
+        context = f" x cp {self.cp}" if self.cp > 1 else ""
+        return f"pp {self.pp} x dp {self.dp}{context}{replicas} x tp {self.tp}"
+
+    @property
+    def dp_cp(self) -> int:
+        """The number of ranks that hold the same weights, and sum their gradients."""
+        return self.dp * self.cp
 
     @property
     def shard(self) -> int:
-        """The number of data ranks over which ZeRO partitions."""
-        return self.dp // self.replicate
+        """The number of ranks over which ZeRO partitions."""
+        return self.dp_cp // self.replicate
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the data axis has several shards and several replicas."""
-        return 1 < self.replicate < self.dp
+        """Whether there are several shards and several replicas."""
+        return 1 < self.replicate < self.dp_cp
 
     @property
     def senders(self) -> int:
-        """How many data ranks send compressed gradients to each other."""
+        """How many ranks send compressed gradients to each other."""
         return self.replicate if self.replicate > 1 else self.shard
 
     @property
     def world_size(self) -> int:
-        """The number of ranks, pp * dp * tp."""
-        return self.pp * self.dp * self.tp
+        """The number of ranks, pp * dp * cp * tp."""
+        return self.pp * self.dp_cp * self.tp
 
     def rank_of(self, coordinates: Coordinates) -> int:
         """The rank at ``coordinates``. Raises TopologyError if an index is outside its axis."""
@@ -107,7 +121,8 @@ class Grid:
                     f"{axis} index {index} does not exist: "
                     f"{self} counts {axis} from 0 to {size - 1}"
                 )
-        return (coordinates.pp * self.dp + coordinates.dp) * self.tp + coordinates.tp
+        stage = coordinates.pp * self.dp_cp
+        return (stage + self.dp_cp_index(coordinates)) * self.tp + coordinates.tp
 
     def coordinates_of(self, rank: int) -> Coordinates:
         """The inverse of ``rank_of``. Raises TopologyError if there is no such rank."""
@@ -115,14 +130,20 @@ class Grid:
             raise TopologyError(
                 f"rank {rank} does not exist: {self} counts ranks from 0 to {self.world_size - 1}"
             )
-        replica, tp_rank = divmod(rank, self.tp)
-        pp_rank, dp_rank = divmod(replica, self.dp)
-        return Coordinates(pp=pp_rank, dp=dp_rank, tp=tp_rank)
+        others, tp_rank = divmod(rank, self.tp)
+        others, cp_rank = divmod(others, self.cp)
+        pp_rank, dp_rank = divmod(others, self.dp)
+        return Coordinates(pp=pp_rank, dp=dp_rank, cp=cp_rank, tp=tp_rank)
+
+    def dp_cp_index(self, coordinates: Coordinates) -> int:
+        """The index of a rank among those that hold the same weights."""
+        return coordinates.dp * self.cp + coordinates.cp
 
     def name_of(self, rank: int) -> str:
         """Such as "rank 5 (pp 1, dp 0, tp 1)"."""
         at = self.coordinates_of(rank)
-        return f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp})"
+        context = f", cp {at.cp}" if self.cp > 1 else ""
+        return f"rank {rank} (pp {at.pp}, dp {at.dp}{context}, tp {at.tp})"
 
     def groups_along(self, axis: Axis) -> list[list[int]]:
         """All groups of ranks that differ in ``axis`` alone.
@@ -144,5 +165,5 @@ class Grid:
 
     def _stride(self, axis: Axis) -> int:
         """The difference of two ranks that are neighbours on ``axis``."""
-        data = {"dp": self.tp, "shard": self.tp, "replica": self.shard * self.tp}
-        return {"pp": self.dp * self.tp, **data, "tp": 1}[axis]
+        data = {"dp": self.cp * self.tp, "shard": self.tp, "replica": self.shard * self.tp}
+        return {"pp": self.dp_cp * self.tp, **data, "cp": self.tp, "tp": 1}[axis]

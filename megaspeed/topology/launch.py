@@ -226,8 +226,7 @@ def free_port() -> int:
     """A port of this machine that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def usable_processors() -> int:

@@ -150,7 +150,6 @@ def _address_towards(host: str) -> str | None:
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)
-            address: str = probe.getsockname()[0]
-            return address
+            return str(probe.getsockname()[0])
     except OSError:
         return None

@@ -291,7 +291,7 @@ def _compression_pieces(worker: Worker) -> Iterator[Piece]:
         name = engine.names[held.parameter]
         tensor = key(f"{FEEDBACK}{context.sender_rank}", name)
         yield from pieces_of(tensor, worker.shards[name], held.start, held.values)
-    if context.dp_rank == 0 and not context.grid.is_hybrid:  # all data ranks have the same
+    if context.shard_rank == context.replica_rank == 0 and not context.grid.is_hybrid:
         for parameter, factor in engine.gradients.factors():
             yield _factor_piece(worker, engine.names[parameter], factor)
 
@@ -331,7 +331,7 @@ def _load_compression(
     if before.senders == grid.senders:
         ranks = [worker.context.sender_rank]
     # What all senders hold, divided by dp, is what was not sent of the mean.
-    share = grid.dp / before.dp * before.senders / grid.senders / len(ranks)
+    share = grid.dp_cp / before.dp_cp * before.senders / grid.senders / len(ranks)
     feedback = {names[held.parameter]: held for held in gradients.feedback()}
     for rank in ranks:
         pieces: list[Piece] = []

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
+from megaspeed.model.documents import Segments
 from megaspeed.model.gpt import GPT
 from megaspeed.topology.activity import COMPILATION_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
@@ -79,7 +80,8 @@ class Compilation:
         autograd_config.cse = False
         autograd_config.joint_custom_pass = _keep_collectives_of_backward
         # Only documents make sizes that vary (model/documents.py).
-        torch.compiler.config.dynamic_sources = "L['cu_seqlens'],L['longest']"
+        varying = [f"segments.{name}" for name in Segments._fields] + ["keys"]
+        torch.compiler.config.dynamic_sources = ",".join(f"L['inputs'].{x}" for x in varying)
         inductor_config.reorder_for_peak_memory = not keeps_order
         inductor_config.deterministic = same_kernels
         # torch 2.13 (torch/csrc/inductor/static_launcher/cuda.cpp) calls cuLaunchKernel with

@@ -6,6 +6,7 @@ The line of a step ends with the time since the first step began and the time th
 import signal
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -123,60 +124,47 @@ def launch_warnings(
     processors: int,
     threads: int,
     torchrun_restarts: int | None = None,
-) -> list[str]:
-    """Return warnings about a launch that works, but is slow or ignores a key, with remedies.
+) -> Iterator[str]:
+    """Yield warnings about a launch that works, but is slow or ignores a key, with remedies.
 
     ``visible_gpus`` is the number of GPUs that this process sees, and ``has_bf16`` whether they
     compute in bf16. ``processors`` is the number of processors of this machine, and ``threads`` the
     number of torch's threads in this process.
     ``torchrun_restarts`` is None without torchrun.
     """
-    warnings = [
-        *_one_gpu_a_rank(launch, visible_gpus),
-        *_tensor_axis_in_one_machine(launch, run),
-        *dropout_warning(run),
-    ]
-    if has_bf16 and not {"bf16", "fp16"} & run.config.model_fields_set:
-        warnings.append(
-            "the configuration states no precision, so the run trains in fp32, but this GPU "
-            "computes in bf16 many times as fast (H100: 989 TFLOP/s, fp32 67) and with half the "
-            "memory for activations: set bf16.enabled=true, or bf16.enabled=false if fp32 is meant"
-        )
-    restarts = run.config.training.restart
-    if torchrun_restarts is not None and torchrun_restarts < restarts:
-        warnings.append(
-            "training.restart has no effect under torchrun, which restarts ranks by itself: start "
-            f"torchrun with --max-restarts {restarts}"
-        )
-    fair = processors // launch.local_world_size
-    if run.config.zero_optimization.offloads_optimizer and threads == 1 and fair > 1:
-        warnings.append(
-            "the optimizer runs on the CPU (zero_optimization.offload_optimizer) with 1 thread a "
-            f"rank, but this machine has {processors} processors for {launch.local_world_size} "
-            f"ranks, so a step takes longer than it must: export OMP_NUM_THREADS={fair} (torchrun "
-            "sets it to 1)"
-        )
-    return warnings
-
-
-def _one_gpu_a_rank(launch: LaunchEnvironment, visible_gpus: int) -> Iterator[str]:
-    ranks = launch.local_world_size
+    ranks, tp = launch.local_world_size, run.grid.tp
     if launch.source == "SLURM_*" and ranks > 1 and visible_gpus == 1:
         yield (
             f"{ranks} ranks run on this machine, but srun shows each of them only its own GPU (as "
             "--gpus-per-task=1 does), so NCCL may not use NVLink between them: replace it with "
             f"--gpus-per-node={ranks}"
         )
-
-
-def _tensor_axis_in_one_machine(launch: LaunchEnvironment, run: Run) -> Iterator[str]:
-    ranks, tp = launch.local_world_size, run.grid.tp
     if ranks < launch.world_size and ranks % tp != 0:
         yield (
             f"parallel.tensor is {tp}, but {ranks} ranks run on this machine, so tensor groups "
             "cross machines, and each block waits for them four times a micro-batch. Choose a "
             f"parallel.tensor that divides {ranks}, and let pp or dp cross; megaspeed plan "
             "predicts the traffic, and megaspeed doctor measures what each link carries"
+        )
+    yield from dropout_warning(run)
+    if has_bf16 and not {"bf16", "fp16"} & run.config.model_fields_set:
+        yield (
+            "the configuration states no precision, so the run trains in fp32, but this GPU "
+            "computes in bf16 many times as fast (H100: 989 TFLOP/s, fp32 67) and with half the "
+            "memory for activations: set bf16.enabled=true, or bf16.enabled=false if fp32 is meant"
+        )
+    restarts = run.config.training.restart
+    if torchrun_restarts is not None and torchrun_restarts < restarts:
+        yield (
+            "training.restart has no effect under torchrun, which restarts ranks by itself: start "
+            f"torchrun with --max-restarts {restarts}"
+        )
+    fair = processors // ranks
+    if run.config.zero_optimization.offloads_optimizer and threads == 1 and fair > 1:
+        yield (
+            "the optimizer runs on the CPU (zero_optimization.offload_optimizer) with 1 thread a "
+            f"rank, but this machine has {processors} processors for {ranks} ranks, so a step "
+            f"takes longer than it must: export OMP_NUM_THREADS={fair} (torchrun sets it to 1)"
         )
 
 
@@ -201,26 +189,23 @@ def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
     return f"{line}; ready in {seconds:.1f} s"
 
 
-def describe_start(start: Start, run: Run) -> list[str]:
-    """Return lines that state where the run starts, and which checkpoints were skipped."""
-    lines = [
-        f"[yellow]skipped {escape(str(checkpoint))}:[/yellow] {escape(why)}"
-        for checkpoint, why in start.skipped
-    ]
+def describe_start(start: Start, run: Run) -> Iterator[str]:
+    """Yield lines that state where the run starts, and which checkpoints were skipped."""
+    for checkpoint, why in start.skipped:
+        yield f"[yellow]skipped {escape(str(checkpoint))}:[/yellow] {escape(why)}"
     if start.is_end_of(run):
-        lines.append(
+        yield (
             f"nothing is left to train: {escape(str(start.checkpoint))} has step {start.step}, "
             f"and training.steps is {run.config.training.steps}. Raise training.steps to train, or "
             "start at step 0 with --fresh and without --resume DIR."
         )
     elif start.checkpoint is not None:
         begins = "resuming" if start.step else "starting"
-        lines.append(f"{begins} from {escape(str(start.checkpoint))}")
+        yield f"{begins} from {escape(str(start.checkpoint))}"
         changes = [f"changed since: {escape(change)}" for change in start.changes]
-        lines += [f"  {change}" for change in shortened(changes, MOST_CHANGES)]
+        yield from (f"  {change}" for change in shortened(changes, MOST_CHANGES))
         if start.rate_change is not None:
-            lines.append(f"[yellow]warning:[/yellow] {escape(start.rate_change)}")
-    return lines
+            yield f"[yellow]warning:[/yellow] {escape(start.rate_change)}"
 
 
 def describe_spare_ranks(run: Run) -> str:
@@ -283,44 +268,35 @@ def describe_save(report: SaveReport) -> str:
     )
 
 
+@dataclass
 class ConsoleObserver(Observer):
     """Writes every step to the records, and every ``log_interval``-th to the console.
 
     The first step of a start and skipped steps are printed, too.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        console: Console,
-        records: Sequence[Record],
-        parts: Record | None,
-        begin: Progress,
-        crowding: float,
-        check_folder: Callable[[], object],
-    ) -> None:
-        self._run = run
-        self._crowding = crowding
-        self._check_folder = check_folder
-        self._parts = parts
-        self._log_interval = run.config.training.log_interval
-        self._steps = run.config.training.steps
-        self._begin = begin
-        self._console = console
-        self._records = records
-        self._start = self._console.get_time()
+    run: Run
+    console: Console
+    records: Sequence[Record]
+    parts_record: Record
+    begin: Progress
+    crowding: float
+    check_folder: Callable[[], object]
+
+    def __post_init__(self) -> None:
+        self._start = self.console.get_time()
         self._first_step_seconds = 0.0  # it also compiles, so the remaining time does not count it
 
     def step(self, metrics: StepMetrics) -> None:
         """Record the step."""
         self._write(metrics)
-        is_first = metrics.step == self._begin.step + 1
+        is_first = metrics.step == self.begin.step + 1
         if is_first:
-            self._first_step_seconds = self._console.get_time() - self._start
-        if metrics.skipped or is_first or metrics.step % self._log_interval == 0:
+            self._first_step_seconds = self.console.get_time() - self._start
+        if metrics.skipped or is_first or metrics.step % self.run.config.training.log_interval == 0:
             self._print(f"{describe_step(metrics)}  {self._times(metrics.step)}")
-        if is_first and self._begin.step > 0:
-            self._print(describe_resumed(self._begin, metrics))
+        if is_first and self.begin.step > 0:
+            self._print(describe_resumed(self.begin, metrics))
 
     def compiled(self, seconds: float) -> None:
         """Print how long rank 0 has compiled."""
@@ -331,11 +307,10 @@ class ConsoleObserver(Observer):
 
         If ranks share processors, the system's turns make some of them slower.
         """
-        if self._parts is not None:
-            self._parts.write(metrics)
+        self.parts_record(metrics)
         slower = metrics.slowest_rank_seconds / max(metrics.median_rank_seconds, 1e-9)
-        if slower > SLOW * self._crowding:
-            self._print(describe_slow_rank(metrics, self._run.grid))
+        if slower > SLOW * self.crowding:
+            self._print(describe_slow_rank(metrics, self.run.grid))
 
     def profiled(self, step: int, trace: str) -> None:
         """Print where the trace of the profiled steps is."""
@@ -351,13 +326,12 @@ class ConsoleObserver(Observer):
 
     def stopping(self, stopped_by: signal.Signals, step: int) -> None:
         """Print why the run ends early."""
-        self._print(
-            f"step {step:>6}  stopped by {stopped_by.name} after {step} of {self._steps} steps"
-        )
+        steps = self.run.config.training.steps
+        self._print(f"step {step:>6}  stopped by {stopped_by.name} after {step} of {steps} steps")
 
     def saving(self) -> None:
         """Check the run folder, as before each record."""
-        self._check_folder()
+        self.check_folder()
 
     def saved(self, report: SaveReport) -> None:
         """Print that a checkpoint was saved, or why it was not."""
@@ -365,20 +339,21 @@ class ConsoleObserver(Observer):
 
     def _times(self, step: int) -> str:
         """Return the time since training started, and what is left from the second step on."""
-        elapsed, taken = self._console.get_time() - self._start, step - self._begin.step
+        elapsed, taken = self.console.get_time() - self._start, step - self.begin.step
         line = str(timedelta(seconds=int(elapsed)))
-        if taken == 1 or step == self._steps:
+        steps_left = self.run.config.training.steps - step
+        if taken == 1 or steps_left == 0:
             return line
-        left = (elapsed - self._first_step_seconds) / (taken - 1) * (self._steps - step)
+        left = (elapsed - self._first_step_seconds) / (taken - 1) * steps_left
         return f"{line}, {timedelta(seconds=int(left))} left"
 
     def _write(self, metrics: Metrics) -> None:
-        self._check_folder()
-        for record in self._records:
-            record.write(metrics)
+        self.check_folder()
+        for record in self.records:
+            record(metrics)
 
     def _print(self, line: str) -> None:
-        print_line(self._console, line)
+        print_line(self.console, line)
 
 
 def summary_table(run: Run, summary: TrainingSummary, device_type: str) -> Table:

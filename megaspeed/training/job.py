@@ -283,8 +283,9 @@ class Job:
             MetricsFile(run.run_dir / METRICS) as metrics,
             MetricsFile(run.run_dir / PARTS) as parts,
         ):
+            records = (metrics.write, reporting.write)
             observer = ConsoleObserver(
-                run, self.console, (metrics, reporting), parts, begin, crowded, check_folder
+                run, self.console, records, parts.write, begin, crowded, check_folder
             )
             return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
 

@@ -5,18 +5,18 @@ parts.jsonl     the times of the parts of each timed step
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Self
 
 import torch
 
 from megaspeed.config.resolve import Precision
+from megaspeed.files.json_values import json_value, object_in
 from megaspeed.topology.activity import OWN_WORK, PARTS
 from megaspeed.topology.devices import peak_by_name
 
@@ -99,12 +99,8 @@ def own_work(seconds: Sequence[float]) -> float:
 
 Metrics = StepMetrics | PartMetrics | ValidationMetrics
 
-
-class Record(Protocol):
-    """A destination of metrics: ``metrics.jsonl``, or other services."""
-
-    def write(self, metrics: Metrics) -> None:
-        """Write one record."""
+Record = Callable[[Metrics], object]
+"""Writes metrics to ``metrics.jsonl``, or to other services."""
 
 
 class MetricsFile:
@@ -121,8 +117,7 @@ class MetricsFile:
 
     def write(self, metrics: Metrics) -> None:
         """Append one object."""
-        record = {key: _finite(value) for key, value in dataclasses.asdict(metrics).items()}
-        self._unwritten += json.dumps(record).encode() + b"\n"
+        self._unwritten += json.dumps(json_value(metrics)).encode() + b"\n"
         with contextlib.suppress(OSError):
             self._write()
 
@@ -139,10 +134,6 @@ class MetricsFile:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def records_up_to(step: int, lines: bytes) -> bytes:
     """Return the lines of a metrics file for step ``step`` and earlier steps.
 
@@ -154,10 +145,7 @@ def records_up_to(step: int, lines: bytes) -> bytes:
 
 def _step_of(line: bytes) -> int:
     """Return the step of a record; -1 if the line is not a record."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return -1
+    step = (object_in(line) or {}).get("step")
     return step if isinstance(step, int) else -1
 
 

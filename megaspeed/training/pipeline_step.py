@@ -68,9 +68,8 @@ class PipelineStep:
                 if exposed:
                     line = Line(chunk, span.start, span.start + exposed, EXPOSED)
                     self._exposed[index].append(line)
-        virtual_stages = range(pipeline.virtual_stages)
         forwards, backwards = (
-            [statistics.fmean(times[kind, virtual]) for virtual in virtual_stages]
+            [statistics.fmean(times[kind, virtual]) for virtual in range(pipeline.virtual_stages)]
             for kind in (Forward, Backward)
         )
         forward, backward = statistics.fmean(forwards), statistics.fmean(backwards)

@@ -97,7 +97,10 @@ def main(
         timeout = START_UP_TIMEOUTS * run.config.training.hang_timeout_seconds
         meeting = check_in(launch, run.common_json(), timeout)
     except (TopologyError, GroupError, RanksDisagree) as error:
-        return _report_no_meeting(error, launch)
+        of_this_rank_alone = isinstance(error, TopologyError)
+        no_rank_0 = launch.rank == 1 and isinstance(error, GroupError)  # rank 0 may be missing
+        _report(error, rank, prints=launch.local_rank == 0 or of_this_rank_alone or no_rank_0)
+        return _exit_code(error)
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
         if (final_code := Restarts(meeting).final_code) is not None:
@@ -166,15 +169,6 @@ def _print_warnings(run: Run, launch: LaunchEnvironment, console: Console) -> No
         torchrun_restarts=int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) if by_torchrun else None,
     ):
         print_warning(console, warning)
-
-
-def _report_no_meeting(error: Exception, launch: LaunchEnvironment) -> int:
-    """Report why the ranks do not meet, and return the exit code."""
-    of_this_rank_alone = isinstance(error, TopologyError)
-    no_rank_0 = launch.rank == 1 and isinstance(error, GroupError)  # rank 0 may be missing
-    prints = launch.local_rank == 0 or of_this_rank_alone or no_rank_0
-    _report(error, str(launch.rank), prints=prints)
-    return _exit_code(error)
 
 
 def _run(job: Job) -> int:

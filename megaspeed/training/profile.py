@@ -45,6 +45,7 @@ _SILENT = "99"  # above all log levels of torch's profiler, which prints two lin
 PART_LABELS: Mapping[Part, str] = {
     "compute": "compute",
     "tensor": "exposed communication, tp",
+    "context": "exposed communication, cp",
     "data": "exposed communication, dp",
     "pipeline": "bubble and messages, pp",
     "world": "loss and norm, all ranks",
@@ -59,7 +60,7 @@ def profiled_ranks(grid: Grid, stated: Sequence[int] | None = None) -> list[int]
     ranks = list(range(grid.world_size))
     if stated is not None:
         return [rank for rank in ranks if rank in stated]
-    for axis in ("dp", "tp"):
+    for axis in ("dp", "cp", "tp"):
         if len(ranks) > MOST_RANKS:
             ranks = [rank for rank in ranks if getattr(grid.coordinates_of(rank), axis) == 0]
     return ranks
@@ -176,7 +177,7 @@ class Profile:
     def _gather_step(self) -> PipelineStep | None:
         """Gather the last step from the first rank of each pipeline stage. Returns it on rank 0."""
         context, own = self._context, None
-        if context.coordinates.dp == context.coordinates.tp == 0:
+        if context.coordinates[1:] == (0, 0, 0):
             if context.device.type == "cuda":
                 torch.cuda.synchronize()  # its last events are after the last read of the host
             own = StageTimes.of(context.timeline.intervals())
@@ -221,6 +222,8 @@ def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid) -> st
         f"{'':26} {'ms a step':>10} {'share':>7}  {'lowest rank':>16} {'highest rank':>16}",
     ]
     for part, label in PART_LABELS.items():
+        if part == "context" and grid.cp == 1:
+            continue
         mean = statistics.fmean(by_part[part])
         low, high = (
             f"{pick(by_part[part]):,.1f} ({by_part[part].index(pick(by_part[part]))})"

@@ -17,7 +17,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.config.run import TrainingConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
-from megaspeed.tensor_parallel.collectives import TensorAxis
+from megaspeed.tensor_parallel.collectives import ContextAxis, TensorAxis
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.plan import vocabulary_rows_per_rank
 from megaspeed.topology.context import ParallelContext
@@ -31,6 +31,17 @@ def tensor_axis(run: Run, context: ParallelContext) -> TensorAxis:
         size=context.grid.tp,
         sequence_parallel=run.sequence_parallel,
         timeline=context.timeline,
+    )
+
+
+def context_axis(run: Run, context: ParallelContext) -> ContextAxis:
+    """The context axis of this rank."""
+    return ContextAxis(
+        group=context.cp_group,
+        rank=context.cp_rank,
+        size=context.grid.cp,
+        timeline=context.timeline,
+        method=run.context_method or "ulysses",
     )
 
 
@@ -94,10 +105,10 @@ def vocab_parallel_loss(run: Run, axis: TensorAxis) -> VocabParallelLoss:
 def backward_scale(run: Run) -> float:
     """The factor by which a rank multiplies its sum of losses before backward.
 
-    The loss of a step is the mean over all predicted tokens. ZeRO averages gradients over the data
-    axis, so this mean is dp / tokens times the local sum.
+    The loss of a step is the mean over all predicted tokens. ZeRO averages gradients over data and
+    context ranks, so this mean is dp cp / tokens times the local sum.
     """
-    return run.grid.dp / run.tokens_per_step
+    return run.grid.dp_cp / run.tokens_per_step
 
 
 def set_matmul_precision(training: TrainingConfig, device: torch.device) -> None:

@@ -105,12 +105,11 @@ SERVICES: Mapping[ReportTo, Service] = {"tensorboard": write_tensorboard, "wandb
 
 def check_packages(run: Run) -> None:
     """Raise ConfigError if ``training.report_to`` names a service whose package is missing."""
-    wanted = run.config.training.report_to
-    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     problems = [
         f"training.report_to names {name!r}, but the Python package {name} is not installed; "
         f"install it with: pip install {name}"
-        for name in missing
+        for name in run.config.training.report_to
+        if importlib.util.find_spec(name) is None
     ]
     if problems:
         raise ConfigError(problems, where=run.name)

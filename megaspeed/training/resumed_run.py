@@ -58,8 +58,6 @@ _FREE_MODEL_KEYS = {
     "max_position_embeddings",
 }
 
-_RELATIVE_DIFFERENCE = 1e-9
-
 
 def model_changes(saved: RunState, run: Run) -> list[str]:
     """The differences between this run's model and the saved one, a sentence for each.
@@ -100,10 +98,9 @@ def training_changes(saved: RunState, run: Run) -> list[str]:
 
     Changes of layout, ZeRO, reports and saves are not included.
     """
-    changes = config_changes(saved, run)
     return [
         change
-        for change in changes
+        for change in config_changes(saved, run)
         if change.startswith(_TRAINING_KEYS) and not change.startswith("model.preset")
     ]
 
@@ -128,7 +125,7 @@ def rate_change(saved: RunState, run: Run) -> str | None:
         learning_rate(each.optimizer, each.scheduler, step=taken, steps=run.config.training.steps)
         for each in (before, now)
     )
-    if math.isclose(due, rate, rel_tol=_RELATIVE_DIFFERENCE):
+    if math.isclose(due, rate):
         return None
     return (
         f"the learning rate of step {saved.progress.step + 1} is {rate:.3e}, but the saved "

@@ -176,7 +176,12 @@ def continue_run_folder(run: Run, step: int, device: str) -> Path | None:
         steps.
     """
     earlier = _next_earlier(run.run_dir)
-    _move_later_checkpoints(run, step, earlier)
+    folder = checkpoint_folder(run)
+    later = [path for path in folder.newest_first() if (step_named(path.name) or 0) > step]
+    for checkpoint in later:
+        _move(checkpoint, run.run_dir, earlier)
+    if later:
+        flush_folder(folder.root)
     for name in (METRICS, PARTS):
         _cut_records(run.run_dir / name, step, earlier / name)
     _record_start(run, step, device)
@@ -205,15 +210,6 @@ def _move(path: Path, folder: Path, target: Path) -> None:
         destination = target / path.relative_to(folder)
         destination.parent.mkdir(parents=True, exist_ok=True)
         path.rename(destination)
-
-
-def _move_later_checkpoints(run: Run, step: int, target: Path) -> None:
-    folder = checkpoint_folder(run)
-    later = [path for path in folder.newest_first() if (step_named(path.name) or 0) > step]
-    for checkpoint in later:
-        _move(checkpoint, run.run_dir, target)
-    if later:
-        flush_folder(folder.root)
 
 
 def _cut_records(file: Path, step: int, copy: Path) -> None:

@@ -186,7 +186,14 @@ class Trainer:
             self._inputs.load(before.samples), rate, lambda: self._stop.received or 0
         )
         timeline.end()
-        progress = self._after(before, result)
+        progress = Progress(
+            step=before.step + 1,
+            steps_taken=before.steps_taken + (not result.skipped),
+            skipped_in_a_row=before.skipped_in_a_row + 1 if result.skipped else 0,
+            samples=before.samples + self._run.batch.train_batch_size,
+            tokens=before.tokens + self._run.tokens_per_step,
+            loss=result.loss if math.isfinite(result.loss) else None,
+        )
         metrics = self._measure(progress, result, rate, time.perf_counter() - start)
         self._observe(result.timelines)  # of an earlier step
         self._observer.step(metrics)
@@ -199,16 +206,6 @@ class Trainer:
         if parts is not None:
             self._profile.add_times(timelines)
             self._observer.parts(parts)
-
-    def _after(self, before: Progress, result: StepResult) -> Progress:
-        return Progress(
-            step=before.step + 1,
-            steps_taken=before.steps_taken + (not result.skipped),
-            skipped_in_a_row=before.skipped_in_a_row + 1 if result.skipped else 0,
-            samples=before.samples + self._run.batch.train_batch_size,
-            tokens=before.tokens + self._run.tokens_per_step,
-            loss=result.loss if math.isfinite(result.loss) else None,
-        )
 
     def _measure(
         self, progress: Progress, result: StepResult, rate: float, seconds: float

@@ -27,6 +27,7 @@ from megaspeed.pipeline.partition import chunks_of_stages
 from megaspeed.pipeline.programs import stage_program
 from megaspeed.pipeline.schedules import Pipeline, passes_of, pipeline_of
 from megaspeed.pipeline.simulation import check_schedule
+from megaspeed.tensor_parallel.context import share_sequences
 from megaspeed.tensor_parallel.parallelize import parallelize
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.compilation import Compilation, agree_to_compile
@@ -34,6 +35,7 @@ from megaspeed.training.faults import inject_into_model
 from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.rank_model import (
     backward_scale,
+    context_axis,
     make_optimizer,
     parameter_groups,
     plain_model,
@@ -64,6 +66,7 @@ class StepInputs:
             gradient_accumulation_steps=run.batch.gradient_accumulation_steps,
             dp_rank=context.dp_rank,
             dp_size=context.grid.dp,
+            part=context_axis(run, context).tokens,
         )
         """How the samples of a step are divided."""
         self._loader = TrainingLoader(corpus, self.shape, context.device)
@@ -124,10 +127,12 @@ class Worker:
         self.run = run
         self.context = context
         model, optimizer = run.config.model, run.config.optimizer
-        axis = tensor_axis(run, context)
+        axis, sequence_axis = tensor_axis(run, context), context_axis(run, context)
         module = plain_model(run, chunks_of_stages(run)[context.pp_rank])
         self.shards = parallelize(module, model, axis)
         """Full name -> the part of the parameter that this rank holds."""
+        if sequence_axis.size > 1:
+            share_sequences(module, sequence_axis, axis)
         self.engine = build_engine(
             run,
             context,
@@ -252,7 +257,7 @@ class Worker:
 
     def _by_pipeline_stage(self, peaks: Sequence[float]) -> tuple[int, ...]:
         """The maximum of the ranks' peaks in each pipeline stage."""
-        stage_size = self.context.grid.dp * self.context.grid.tp  # pp is the outermost axis
+        stage_size = self.context.grid.dp_cp * self.context.grid.tp  # pp is the outermost axis
         starts = range(0, self.context.grid.world_size, stage_size)
         return tuple(int(max(peaks[start : start + stage_size])) for start in starts)
 
@@ -260,7 +265,7 @@ class Worker:
         context, run = self.context, self.run
         if context.pp_group is None:
             return None
-        sequence = run.config.data.sequence_length
+        sequence = run.config.data.sequence_length // context.grid.cp
         if run.sequence_parallel:
             sequence //= context.grid.tp
         return Links.connect(

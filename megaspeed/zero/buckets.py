@@ -105,12 +105,12 @@ class Reducer:
         self._device = context.device
         self._group, self._shards = context.data_group, run.grid.shard
         self._replica_group = context.replica_group if run.grid.is_hybrid else None
-        self._dp = context.grid.dp
+        self._dp = context.grid.dp_cp
         self._exchanges = run.scatters_reductions and dist.get_backend(self._group) == "gloo"
         # So only one bucket at a time needs memory for a copy, or for what is exchanged. A bucket
         # that is received can be summed over the replicas while the next one is reduced.
         self._is_one_at_a_time = run.copies_gradients or self._exchanges or run.grid.is_hybrid
-        self.averages_later = run.grid.dp > 1 and not run.divides_gradients_first
+        self.averages_later = run.grid.dp_cp > 1 and not run.divides_gradients_first
         """Whether ``receive`` leaves a sum that is not yet divided by dp."""
         self.own_part = context.shard_rank
         """The index of the part of each flat gradient that this rank owns."""

@@ -230,7 +230,7 @@ def _in_buckets(
     were a part of a group, it would be a part of one or a few rows, and each owner would need a
     message of its own.
     """
-    if run.grid.dp == 1:
+    if run.grid.dp_cp == 1:
         return groups
 
     def elements(parameter: Any) -> int:

@@ -126,7 +126,7 @@ class Int8(Compressor):
         assert isinstance(run.compression, Int8Compression)
         self._block = run.compression.block
         self._keeps_error = run.compression.error_feedback
-        self._run, self._dp = run, run.grid.dp
+        self._run, self._dp = run, run.grid.dp_cp
         self._gathers = context.replica_group is not None
         self._axis = context.replica_group or context.shard_group
         self._rank, self._rows = context.sender_rank, run.grid.senders
@@ -273,7 +273,7 @@ class PowerSgd(Compressor):
     def __init__(self, run: Run, context: ParallelContext, compressed: Sequence[Bucket]) -> None:
         assert isinstance(run.compression, PowerSgdCompression)
         self._compression, self._rank_of = run.compression, run.compression.rank
-        self._run, self._dp, self._device = run, run.grid.dp, context.device
+        self._run, self._dp, self._device = run, run.grid.dp_cp, context.device
         self._is_replica = context.replica_group is not None
         self._axis = context.replica_group or context.shard_group
         self._shard = context.shard_rank

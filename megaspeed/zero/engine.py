@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
@@ -31,6 +32,7 @@ from megaspeed.pipeline.schedules import End, Pass
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.gradients import Gradients
+from megaspeed.zero.host_inputs import HostInputs
 from megaspeed.zero.layer_gathers import LayerGathers
 from megaspeed.zero.model_states import StateFragment, load_state, state_fragments
 from megaspeed.zero.reductions import (
@@ -116,6 +118,9 @@ class ZeroEngine:
         remove_module_hooks(engine)
         drop_gradient_partitions(self.optimizer)
         keep_parameter_views(self.optimizer)
+        recomputation = run.config.parallel.activation_checkpointing
+        if recomputation == "full_offloaded" and not get_accelerator().is_synchronized_device():
+            engine.module.inputs_in_host_memory = HostInputs().hooks
         if run.zero_stage == 3:
             self._gathers = LayerGathers(engine.module, context, run.config.zero_optimization)
         head_weight = _head_weight(engine.module)

@@ -95,7 +95,7 @@ class Gradients:
         self._timeline = context.timeline
         self._device = context.device
         self._tensor_axis = context.tp_group
-        self._dp, self._shards = context.grid.dp, run.grid.shard
+        self._dp, self._shards = context.grid.dp_cp, run.grid.shard
         self._reducer = Reducer(run, context)
         self._keeps_error = run.compression is not None and run.compression.error_feedback
         self._compressed_parameters = {id(parameter) for parameter in compressed}

@@ -103,6 +103,7 @@ def run_of(
         pp=pp,
         dp=dp,
         tp=tp,
+        cp=parallel.get("context", 1),
         **{
             **changes,
             "parallel": parallel,
@@ -177,6 +178,15 @@ OTHER_KEYS: dict[str, tuple[dict[str, Any], list[tuple[tuple[int, int, int], int
             ((2, 1, 2), 1, chunks(3, 1)),
             ((3, 2, 1), 2, chunks(2, 1)),
             ((4, 1, 1), 3, {}),
+        ],
+    ),
+    "context": (
+        {"model": LLAMA},
+        [
+            ((1, 2, 1), 3, {"context": 2, "context_method": "ulysses"}),
+            ((2, 1, 1), 2, {"context": 4, "context_method": "all_gather"}),
+            ((1, 1, 2), 1, {"context": 2, "context_method": "all_gather"}),
+            ((1, 4, 1), 0, {}),
         ],
     ),
 }

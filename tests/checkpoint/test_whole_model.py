@@ -13,9 +13,9 @@ from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.inspection import checkpoint_named
 from megaspeed.checkpoint.reading import (
     load_model,
-    model_config,
     read_pieces,
 )
+from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import Piece, expected_shapes
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
@@ -62,7 +62,7 @@ def test_the_parameters_are_the_master_weights_bit_for_bit(
     checkpoint = only_checkpoint(tmp_path / "run")
     model = load_model(checkpoint)
     loaded = dict(model.named_parameters())
-    assert model_config(checkpoint) == run.config.model
+    assert RunState.read(checkpoint).model_section() == run.config.model
     assert loaded.keys() == saved.keys() == expected_shapes(run.config.model).keys()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 

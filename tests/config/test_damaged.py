@@ -183,7 +183,7 @@ def test_a_misspelt_key_is_named(workshop: Workshop, path: list[str]) -> None:
         return
     found = check_values(workshop, replaced(workshop.good, path, 3))
     assert found.complaints() == []
-    possible = (f"{name} is an unknown key", "wanted", ".type is missing")
+    possible = (f"{name} is an unknown key", "wanted", "type is missing")
     assert any(message in found.err for message in possible)
 
 

@@ -20,14 +20,14 @@ FILES = sorted(file for file in FOLDER.glob("*.json") if not file.name.endswith(
 def test_the_files_exist() -> None:
     small = {"base", "zero0", "zero1", "zero2", "zero3", "zero3_offload", "3d"}
     large = {"gpt2_1.5b", "zero_7.5b", "llama2_70b", "llama2_70b_64", "llama3_70b"}
-    large |= {"gpt3_175b", "mt_nlg_530b"}
+    large |= {"gpt3_175b", "mt_nlg_530b", "llama3_8b_long"}
     assert small | large <= {file.stem for file in FILES}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
 def test_every_file_loads_for_1_2_4_and_8_data_ranks(file: Path, processes: int) -> None:
-    data_only = ("parallel.pipeline=1", "parallel.tensor=1")
+    data_only = ("parallel.pipeline=1", "parallel.context=1", "parallel.tensor=1")
     run = load(file, *data_only, world_size=processes)
     assert run.grid.dp == processes
     assert run.batch.train_batch_size == load(file, *data_only).batch.train_batch_size

@@ -18,12 +18,17 @@ from transformers import (
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config, model_section, read_model_section
-from megaspeed.config.model import PRESETS, ModelConfig
+from megaspeed.config.model import PRESETS, Llama3Scaling, ModelConfig
 from tests.config.hugging_face_files import GPT2, LLAMA
 from tests.config.small import load, only_problem, problems, small, write
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED = {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+EVERY_KEY_OF_YARN = {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False, "mscale": 0.7}
+EVERY_KEY_OF_YARN |= {"mscale_all_dim": 1.5}
 
 
 def section(keys: dict[str, Any]) -> dict[str, Any]:
@@ -69,14 +74,61 @@ def test_transformers_reads_the_same_from_what_is_written(preset: str, tmp_path:
     assert model(stock.to_dict()) == before.model_copy(update={"preset": None})
 
 
-def test_scaled_rotary_positions_come_back_as_they_were(tmp_path: Path) -> None:
-    before = model({**LLAMA, "rope_theta": 500.0, "rope_scaling": SCALED})
+SCALINGS = {
+    "llama3": (SCALED, SCALED),
+    "linear": (LINEAR, LINEAR),
+    "yarn": (YARN, {**YARN, **YARN_DEFAULTS}),
+    "yarn with nulls": (
+        {**YARN, "attention_factor": None, "mscale": None, "mscale_all_dim": None},
+        {**YARN, **YARN_DEFAULTS},
+    ),
+    "yarn with every key": (EVERY_KEY_OF_YARN, EVERY_KEY_OF_YARN),
+    "yarn with an attention factor": (
+        {**YARN, "attention_factor": 1.25},
+        {**YARN, **YARN_DEFAULTS, "attention_factor": 1.25},
+    ),
+    "yarn with a key that is not read": (
+        {**YARN, "finetuned": True},
+        {**YARN, **YARN_DEFAULTS},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "starcoder2"])
+@pytest.mark.parametrize(("stated", "written"), SCALINGS.values(), ids=SCALINGS.keys())
+def test_scaled_rotary_positions_come_back_as_they_were(
+    tmp_path: Path, stated: dict[str, Any], written: dict[str, Any], family: str
+) -> None:
+    keys = {**LLAMA, "model_type": family, "rope_theta": 500.0, "rope_scaling": stated}
+    before = model(keys)
     assert before.rope_scaling is not None and before.rope_theta == 500.0
     keys = hugging_face_config(before)
-    assert model(keys) == before
+    assert model(keys) == before and keys["rope_scaling"] == written
     write(tmp_path / "config.json", keys)
     stock = AutoConfig.from_pretrained(tmp_path)
-    assert stock.rope_parameters == {**SCALED, "rope_theta": 500.0}
+    assert stock.rope_parameters == {**written, "rope_theta": 500.0}
+    run = load(write(tmp_path / "run.json", with_model(from_hf=str(tmp_path))))
+    again = load(write(tmp_path / "again.json", run.as_json()))
+    assert again.config.model == run.config.model == before
+
+
+def test_a_family_without_a_scaling_cannot_be_exported_with_it() -> None:
+    phi3 = {"architecture": "phi3", "intermediate_size": 96, "rope_scaling": YARN}
+    with pytest.raises(ConfigError) as error:
+        hugging_face_config(ModelConfig.model_validate({**small()["model"], **phi3}))
+    assert any(
+        problem.startswith("model.rope_scaling is rope_type='yarn'")
+        and "but Phi3ForCausalLM of transformers has None" in problem
+        for problem in error.value.problems
+    )
+
+
+@pytest.mark.parametrize("key", ["truncate", "beta_fast"])
+def test_a_null_in_place_of_a_default_of_yarn_is_refused(tmp_path: Path, key: str) -> None:
+    """transformers takes a null of truncate for false, although its default is true."""
+    write(tmp_path / "config.json", {**LLAMA, "rope_scaling": {**YARN, key: None}})
+    message = only_problem(model={**dict.fromkeys(small()["model"]), "from_hf": str(tmp_path)})
+    assert message.startswith(f"model.rope_scaling.{key}: given null (null), wanted ")
 
 
 ROTARY = {
@@ -88,6 +140,18 @@ ROTARY = {
     "null": ({"rope_theta": 500.0, "rope_scaling": None}, 500.0, None),
     "factors without a type": ({"rope_scaling": LLAMA3}, 10_000.0, None),
     "an older name of the type": ({"rope_scaling": {**LLAMA3, "type": "llama3"}}, 10_000.0, 64),
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10_000.0, None),
+    "linear with an original length": (
+        {"rope_scaling": LINEAR, "original_max_position_embeddings": 16},
+        10_000.0,
+        None,
+    ),
+    "yarn without an original length": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        10_000.0,
+        64,
+    ),
+    "yarn in transformers 5": ({"rope_parameters": {**YARN, "rope_theta": 500.0}}, 500.0, 16),
 }
 
 
@@ -99,8 +163,9 @@ def test_rotary_positions_are_read_as_transformers_reads_them(
     stock = LlamaConfig(**LLAMA, **json.loads(json.dumps(keys))).rope_parameters
     scaling = found.rope_scaling
     assert found.rope_theta == stock["rope_theta"] == base
-    assert (scaling and scaling.original_max_position_embeddings) == original
+    assert getattr(scaling, "original_max_position_embeddings", None) == original
     assert stock.get("original_max_position_embeddings") == original
+    assert (scaling.rope_type if scaling else "default") == stock["rope_type"]
 
 
 def test_gpt2_keys_have_two_names() -> None:
@@ -326,7 +391,8 @@ def test_an_original_length_at_the_top_may_be_the_one_of_the_scaling(name: str) 
     key = "original_max_position_embeddings"
     for above in (None, 32):
         scaling = model({**LLAMA, name: SCALED, key: above}).rope_scaling
-        assert scaling is not None and scaling.original_max_position_embeddings == 32
+        assert isinstance(scaling, Llama3Scaling)
+        assert scaling.original_max_position_embeddings == 32
     assert model({**LLAMA, key: 16}).rope_scaling is None
 
 

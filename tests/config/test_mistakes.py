@@ -30,6 +30,8 @@ NAMES = {
     "LLAMA": "model.architecture=llama model.intermediate_size=384",
     "SCALING": 'model.rope_scaling={"rope_type":"llama3","factor":8.0,"low_freq_factor":4.0,'
     '"high_freq_factor":4.0,"original_max_position_embeddings":32}',
+    "YARN": 'model.rope_scaling={"rope_type":"yarn","factor":4.0,'
+    '"original_max_position_embeddings":16}',
     "INT8": 'parallel.gradient_compression={"type":"int8"}',
     "POWERSGD": 'parallel.gradient_compression={"type":"powersgd"}',
     "CHUNKS": "parallel.virtual_stages=2 parallel.pipeline=2",

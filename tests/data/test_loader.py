@@ -21,7 +21,7 @@ from megaspeed.data.loader import (
     ValidationLoader,
     read_micro_batch,
 )
-from megaspeed.data.sampler import Place, Rows, Sampler
+from megaspeed.data.sampler import Place, Rows, shuffled
 from megaspeed.model.micro_batch import NOT_COUNTED, PADDING_SAMPLE, MicroBatch
 from tests.data.numbered_corpus import (
     alone,
@@ -82,11 +82,11 @@ def test_a_step_has_the_same_samples_at_every_layout_and_after_any_resume(
     corpus: PreparedCorpus, mixture: PreparedCorpus, layout: tuple[int, int], consumed: int
 ) -> None:
     """Both one source and a mixture of three go through many epochs."""
-    sampler = Sampler(corpus.seed, corpus.fingerprint, SEQUENCES)
+    key = f"{corpus.seed}:{corpus.fingerprint}"
     rows = one_step(corpus, consumed, *layout)
     assert sorted(rows) == list(range(consumed, consumed + TRAIN_BATCH))
     for sample, row in rows.items():
-        start = sampler.sequence_of(sample) * S
+        start = shuffled(sample, SEQUENCES, key) * S
         assert row == list(range(start, start + S + 1))
     assert one_step(mixture, consumed, *layout) == one_step(mixture, consumed, 1, 1)
 
@@ -172,7 +172,7 @@ def test_rows_mark_their_documents_if_attention_restarts_at_each(tmp_path: Path)
         for each in (corpus, resetting)
     )
     assert plain.documents is None
-    assert reset.documents is not None and reset.documents.cu_seqlens.tolist() == [0, S]
+    assert reset.documents is not None and reset.documents.segments.cu_seqlens.tolist() == [0, S]
     (evaluated,) = ValidationLoader(resetting, LoaderShape(1, 1, 0, 1), eval_batches=1)
     assert evaluated.documents is not None
     assert evaluated.documents.positions.tolist() == [list(range(S))]
@@ -251,13 +251,13 @@ def test_end_of_text_opens_the_document_that_follows_it() -> None:
     assert batch.documents is not None
     assert batch.documents.positions[0].tolist() == [0, 1, 0, 1, 2, 0, 0, 1]
     assert batch.documents.positions[1].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert batch.documents.cu_seqlens.tolist() == [0, 2, 5, 6, 8, 16, 24]
+    assert batch.documents.segments.cu_seqlens.tolist() == [0, 2, 5, 6, 8, 16, 24]
 
 
 def test_a_padding_row_is_one_document() -> None:
     batch = read(0)  # the id of padding
     assert batch.documents is not None
-    assert batch.documents.cu_seqlens.tolist() == [0, 8, 16, 24]
+    assert batch.documents.segments.cu_seqlens.tolist() == [0, 8, 16, 24]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -291,7 +291,7 @@ def test_tokens_and_targets_do_not_depend_on_documents() -> None:
 def test_a_batch_moves_with_its_samples_and_documents() -> None:
     moved = read(END).to(torch.device("meta"))
     assert moved.documents is not None
-    positions, cu_seqlens = moved.documents.positions, moved.documents.cu_seqlens
+    positions, cu_seqlens = moved.documents.positions, moved.documents.segments.cu_seqlens
     tensors = (moved.tokens, moved.targets, moved.samples, positions, cu_seqlens)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert positions.shape == moved.tokens.shape

@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaspeed.data.mixture import count_sequences
-from megaspeed.data.sampler import Permutation, Sampler
+from megaspeed.data.sampler import permuted, shuffled
 
 
 def image(size: int, key: bytes = b"key") -> list[int]:
-    permutation = Permutation.keyed(size, key)
-    return [permutation(index) for index in range(size)]
+    return [permuted(index, size, key) for index in range(size)]
 
 
 def test_a_permutation_is_a_bijection() -> None:
@@ -24,18 +23,16 @@ def test_two_positions_of_a_huge_domain_have_two_values(
     key: bytes, size: int, data: st.DataObject
 ) -> None:
     """A position far into the domain costs no more than the first."""
-    permutation = Permutation.keyed(size, key)
     positions = data.draw(st.sets(st.integers(0, size - 1), max_size=20))
-    values = {permutation(position) for position in positions}
+    values = {permuted(position, size, key) for position in positions}
     assert len(values) == len(positions) and all(0 <= value < size for value in values)
 
 
 def test_the_order_is_the_same_on_every_platform() -> None:
     # Written down once: a change of any of these changes the data order of every run.
     assert image(10, b"1234") == [4, 6, 2, 9, 8, 0, 3, 5, 1, 7]
-    assert Permutation.keyed(10**12, b"1234")(123_456_789_012) == 858_449_674_907
-    sampler = Sampler(seed=1234, fingerprint="corpus", sequences=8)
-    drawn = "".join(str(sampler.sequence_of(sample)) for sample in range(16))
+    assert permuted(123_456_789_012, 10**12, b"1234") == 858_449_674_907
+    drawn = "".join(str(shuffled(sample, 8, "1234:corpus")) for sample in range(16))
     assert drawn == "2360574172045631"
 
 
@@ -49,7 +46,7 @@ def test_every_start_reaches_every_position_equally_often_over_keys() -> None:
     # Element 0 of 16 over 3,200 keys: 200 expected in each place, 6 standard deviations are 82.
     counts = [0] * 16
     for key in range(3200):
-        counts[Permutation.keyed(16, str(key).encode())(0)] += 1
+        counts[permuted(0, 16, str(key).encode())] += 1
     assert all(abs(count - 200) < 82 for count in counts), counts
 
 
@@ -74,9 +71,8 @@ def test_sequences_are_complete_and_each_needs_its_last_target() -> None:
 def test_every_epoch_has_every_sequence_once_in_an_order_of_its_own() -> None:
     """The order depends on the seed, on the corpus and on the epoch."""
     orders = []
-    for seed, fingerprint, first in ((7, "f", 0), (7, "f", 1), (7, "f", 10**15), (8, "f", 0)):
-        sampler = Sampler(seed, fingerprint, 101)
-        orders.append([sampler.sequence_of(first * 101 + position) for position in range(101)])
-    orders.append([Sampler(7, "g", 101).sequence_of(position) for position in range(101)])
+    for key, first in (("7:f", 0), ("7:f", 1), ("7:f", 10**15), ("8:f", 0)):
+        orders.append([shuffled(first * 101 + position, 101, key) for position in range(101)])
+    orders.append([shuffled(position, 101, "7:g") for position in range(101)])
     assert all(sorted(order) == list(range(101)) for order in orders)
     assert len(set(map(tuple, orders))) == len(orders)

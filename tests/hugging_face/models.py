@@ -37,6 +37,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32}
 
 
 def gpt2(*, random: bool = True, **changes: Any) -> PreTrainedModel:
@@ -116,6 +117,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama grouped, tied": lambda: llama(tie_word_embeddings=True),
     "llama ungrouped": lambda: llama(num_key_value_heads=4),
     "llama scaled": lambda: llama(rope_parameters={**LLAMA3, "rope_theta": 500.0}),
+    "llama scaled linearly": lambda: llama(
+        rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}
+    ),
     "llama with biases": lambda: llama(attention_bias=True, mlp_bias=True, head_dim=10),
     "mistral": mistral,
     "mistral without a window": lambda: mistral(sliding_window=None, head_dim=12),
@@ -124,6 +128,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         sliding_window=12, tie_word_embeddings=True, num_key_value_heads=4
     ),
     "qwen2": qwen2,
+    "qwen2 scaled by YaRN": lambda: qwen2(rope_parameters={**YARN, "rope_theta": 500.0}),
     "qwen2 tied": lambda: qwen2(tie_word_embeddings=True),
     "qwen3": qwen3,
     "qwen3 with biases": lambda: qwen3(attention_bias=True, tie_word_embeddings=True),

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.reading import model_config
+from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import LARGEST_PIECE_BYTES
 from megaspeed.cli import main
 from megaspeed.config.model import ModelConfig
@@ -311,8 +312,9 @@ def test_a_feature_that_the_family_lacks_is_refused_before_anything_is_written(
     changes: dict[str, Any],
 ) -> None:
     """The checkpoint is of a run with a feature that transformers' Llama does not have."""
-    model = model_config(checkpoint).model_dump() | changes
-    monkeypatch.setattr(exporting, "model_config", lambda _: ModelConfig.model_validate(model))
+    model = RunState.read(checkpoint).model_section().model_dump() | changes
+    changed = SimpleNamespace(model_section=lambda: ModelConfig.model_validate(model))
+    monkeypatch.setattr(exporting, "RunState", SimpleNamespace(read=lambda _: changed))
     monkeypatch.setattr(exporting, "new_model_folder", lambda *_: pytest.fail("it continued"))
     assert main(["export-hf", str(checkpoint), str(tmp_path / "out")]) == 2
     (name,) = changes

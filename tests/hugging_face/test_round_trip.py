@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from megaspeed.checkpoint.inspection import inspect
-from megaspeed.checkpoint.reading import load_model, model_config
+from megaspeed.checkpoint.reading import load_model
+from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.hugging_face import read_model_section
 from megaspeed.config.model import ModelConfig
 from megaspeed.hugging_face.exporting import export_model
@@ -100,7 +101,7 @@ def test_half_precision_becomes_fp32_masters_and_the_same_halves_again(
 def test_dropout_positions_and_epsilon_are_kept(tmp_path: Path) -> None:
     stock = gpt2(embd_pdrop=0.25, attn_pdrop=0.5, resid_pdrop=0.0, layer_norm_epsilon=1e-3)
     import_model(saved(stock, tmp_path / "hf"), tmp_path / "checkpoint")
-    model = model_config(tmp_path / "checkpoint")
+    model = RunState.read(tmp_path / "checkpoint").model_section()
     assert (model.embedding_dropout, model.attention_dropout, model.residual_dropout) == (
         0.25,
         0.5,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megaspeed.checkpoint.folders import read_tokenizer_files
 from megaspeed.checkpoint.inspection import inspect
-from megaspeed.checkpoint.reading import load_model, model_config
+from megaspeed.checkpoint.reading import load_model
 from megaspeed.checkpoint.run_state import Progress, RunState
 from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.cli import main
@@ -63,7 +63,7 @@ def state_after_loading(
 def test_its_weights_are_loaded_and_its_moments_are_zeros(
     pool: RankPool, tmp_path: Path, imported: Path, stage: int
 ) -> None:
-    model = model_config(imported).model_dump(mode="json", exclude_none=True)
+    model = RunState.read(imported).model_section().model_dump(mode="json", exclude_none=True)
     run = tiny_run(TEXT, model=model, zero_optimization={"stage": stage})
     ((progress, state),) = pool.run(1, state_after_loading, run, tmp_path, imported)
     assert progress == Progress()

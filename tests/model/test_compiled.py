@@ -26,10 +26,11 @@ from torch._inductor.runtime.triton_heuristics import (
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Recomputation
-from megaspeed.model.attention import Angles
-from megaspeed.model.documents import boundaries_of_rows
+from megaspeed.model.attention import Inputs
+from megaspeed.model.documents import segments_of_rows
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.gpt import DTYPES, GPT
+from megaspeed.model.sequence_part import WHOLE
 from megaspeed.planning.costs.activations import Activations
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.topology.activity import Activity
@@ -50,11 +51,9 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def forward_and_gradient(
-    block: torch.nn.Module, x: Tensor, samples: Tensor, angles: Angles | None = None
-) -> list[Tensor]:
+def forward_and_gradient(block: torch.nn.Module, x: Tensor, given: Tensor | Inputs) -> list[Tensor]:
     x = x.clone().requires_grad_()
-    y = block(x, samples) if angles is None else block(x, samples, angles)
+    y = block(x, given)
     y.square().sum().backward()
     assert x.grad is not None
     return [y.detach(), x.grad]
@@ -82,8 +81,9 @@ def test_all_blocks_and_steps_share_one_graph_and_evaluations_another(config: Mo
     for step in range(4):
         x, samples = torch.randn(3, 12, 32), 3 * step + torch.arange(3)
         for name, block in compiled.blocks.items():
-            found = forward_and_gradient(block, x, samples, angles)
-            expected = forward_and_gradient(eager.blocks[name], x, samples, angles)
+            inputs = Inputs(samples, angles)
+            found = forward_and_gradient(block, x, inputs)
+            expected = forward_and_gradient(eager.blocks[name], x, inputs)
             torch.testing.assert_close(found, expected)
         with torch.no_grad():
             compiled.eval()(torch.zeros(3, 12, dtype=torch.int64))
@@ -143,10 +143,10 @@ def bytes_kept(compiles: bool, **changes: Any) -> tuple[int, int]:
         x = torch.randn(rows, sequence // model.sequence_parts, width, dtype=dtype)
         x.requires_grad_()
         others = [*model.parameters(), *model.buffers(), *(angles or ())]
-        cu_seqlens = None
+        segments = None
         if run.config.data.reset_at_documents:
-            cu_seqlens = boundaries_of_rows(rows, sequence, context.device)
-            others.append(cu_seqlens)
+            segments = segments_of_rows(rows, sequence, WHOLE, context.device)
+            others.append(segments.cu_seqlens)
         not_counted = {tensor.untyped_storage().data_ptr() for tensor in others}
         kept: dict[int, Tensor] = {}
 
@@ -155,7 +155,7 @@ def bytes_kept(compiles: bool, **changes: Any) -> tuple[int, int]:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = model.blocks["0"](x, torch.arange(rows), angles, None, cu_seqlens)
+            y = model.blocks["0"](x, Inputs(torch.arange(rows), angles, None, segments))
         y.backward(torch.ones_like(y))
     counted = [t for storage, t in kept.items() if storage not in not_counted]
     predicted = Activations(run, context.device.type).block().kept
@@ -248,9 +248,9 @@ def test_kernels_of_a_block_and_micro_batch(
         angles = model.angles.of(None, 16, torch.bfloat16, torch.device("cpu"))
     x = torch.randn(2, 16, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     with Recorder() as recorder:
-        model.blocks["0"](x, None, angles).backward(torch.ones_like(x))
+        model.blocks["0"](x, Inputs(angles=angles)).backward(torch.ones_like(x))
     assert sum(recorder.launches.values()) <= uncompiled
-    assert sum(map(len, calls_of(model.blocks["0"], x, None, angles))) <= compiled
+    assert sum(map(len, calls_of(model.blocks["0"], x, Inputs(angles=angles)))) <= compiled
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -267,7 +267,7 @@ def test_a_compiled_backward_multiplies_while_it_communicates(split: bool) -> No
         parallelize(model, run.config.model, tensor_axis(run, context))
         block = model.blocks["0"].to_empty(device="cpu").to(torch.bfloat16)
         x = torch.randn(2, 16 // model.sequence_parts, 32, dtype=torch.bfloat16, requires_grad=True)
-        _, backward = calls_of(block, x, None)
+        _, backward = calls_of(block, x, Inputs())
     names = {
         "all_reduce_": "sum",
         "reduce_scatter_tensor": "sum",

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Recomputation
 from megaspeed.measurement.allocations import AllocationLog
+from megaspeed.model.attention import Inputs
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.model.gpt import GPT, Block
 from tests.model.tiny_gpt import DROPOUTS, gpt2, gradients, initialized, llama, random_tokens
@@ -210,8 +211,8 @@ def test_attention_written_out_for_dropout_equals_the_fused_one(config: ModelCon
     x, angles = torch.randn(2, 12, 32), None
     if model.angles is not None:
         angles = model.angles.of(None, 12, x.dtype, x.device)
-    fused = attention(x, None, angles)
+    fused = attention(x, Inputs(angles=angles))
     attention.dropout = SampleDropout(1e-12, name="x", seed=0)  # active, but it drops nothing
     assert attention.dropout.active
-    again = attention(x, torch.arange(2), angles)
+    again = attention(x, Inputs(torch.arange(2), angles))
     torch.testing.assert_close(again, fused, rtol=1e-5, atol=1e-6)

@@ -24,7 +24,7 @@ def dropout(probability: float = 0.1, *, name: str = "blocks.0.x", seed: int = 1
 def hashes(layer: SampleDropout, sample: int = 4) -> Tensor:
     """Return the hashes (ROWS, COLUMNS) of one sample."""
     assert layer.key is not None
-    words = row_words(layer.key, torch.tensor([sample]), range(ROWS), full_rows=ROWS)
+    words = row_words(layer.key, torch.tensor([sample]), torch.arange(ROWS), full_rows=ROWS)
     return element_hashes(words, COLUMNS)[0]
 
 
@@ -46,7 +46,7 @@ def assert_uncorrelated(a: Tensor, b: Tensor, what: object) -> None:
 
 def test_words_of_rows_are_the_published_outputs_of_splitmix64() -> None:
     """The first outputs of Vigna's splitmix64.c with the seed 1234567."""
-    words = row_words(torch.tensor(1234567), torch.tensor([0]), range(1, 6), full_rows=6)
+    words = row_words(torch.tensor(1234567), torch.tensor([0]), torch.arange(1, 6), full_rows=6)
     assert [word % 2**64 for word in words[0].tolist()] == [
         6457827717110365317,
         3203168211198807973,
@@ -59,12 +59,12 @@ def test_words_of_rows_are_the_published_outputs_of_splitmix64() -> None:
 def test_rows_are_numbered_through_all_samples_in_64_bits() -> None:
     key = torch.tensor(99)
     sample, rows = 2**33 + 5, 7  # beyond 2^32 samples
-    one = row_words(key, torch.tensor([sample]), range(rows), full_rows=rows)
-    same = row_words(
-        key, torch.tensor([0]), range(sample * rows, sample * rows + rows), full_rows=1
-    )
+    one = row_words(key, torch.tensor([sample]), torch.arange(rows), full_rows=rows)
+    same = row_words(key, torch.tensor([0]), sample * rows + torch.arange(rows), full_rows=1)
     assert torch.equal(one, same)
-    assert not torch.equal(one, row_words(key, torch.tensor([5]), range(rows), full_rows=rows))
+    assert not torch.equal(
+        one, row_words(key, torch.tensor([5]), torch.arange(rows), full_rows=rows)
+    )
 
 
 def lowbias32(x: int) -> int:

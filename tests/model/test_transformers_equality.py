@@ -1,17 +1,26 @@
 """The plain GPT gives the logits of Hugging Face's GPT-2 and Llama for the same weights."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.model.attention import inverse_frequencies
+from megaspeed.model.attention import RotaryAngles, inverse_frequencies
 from megaspeed.model.gpt import GPT
-from tests.model.tiny_gpt import gpt2, llama, random_tokens
+from tests.model.tiny_gpt import gpt2, gradients, llama, random_tokens
 
 Weights = dict[str, Tensor]
 
@@ -28,6 +37,21 @@ LLAMA3_SCALING = {
 # With a rotary base of 100 and heads of 16 elements, there are wavelengths on both sides of 16 and
 # of 64.
 SCALED = {"hidden_size": 64, "rope_theta": 100.0, "rope_scaling": LLAMA3_SCALING}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+# With these betas some pairs are kept, some are blended, and some are stretched in full.
+YARN |= {"beta_fast": 4.0, "beta_slow": 1.0}
+SCALINGS = {
+    "llama3": LLAMA3_SCALING,
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "yarn": YARN,
+    "yarn with its defaults": {**YARN, "beta_fast": 32.0},
+    "yarn without truncation": {**YARN, "truncate": False},
+    "yarn with an attention factor": {**YARN, "attention_factor": 1.5},
+    "yarn with DeepSeek's factors": {**YARN, "mscale": 1.5, "mscale_all_dim": 0.5},
+    "yarn with an ineffective mscale": {**YARN, "mscale": 1.5},
+    "yarn of a short context": {**YARN, "original_max_position_embeddings": 2},
+    "yarn of factor 1": {**YARN, "factor": 1.0},
+}
 
 
 def randomize(model: PreTrainedModel) -> None:
@@ -55,10 +79,13 @@ def stock_gpt2(config: ModelConfig) -> PreTrainedModel:
 
 
 def stock_llama(config: ModelConfig) -> PreTrainedModel:
-    """Return Hugging Face's Llama of this shape."""
+    """Return Hugging Face's Llama or Qwen2 of this shape."""
     scaling = {} if config.rope_scaling is None else config.rope_scaling.model_dump()
-    stock = LlamaForCausalLM(
-        LlamaConfig(
+    is_qwen = config.architecture == "qwen2"
+    model_class = Qwen2ForCausalLM if is_qwen else LlamaForCausalLM
+    config_class = Qwen2Config if is_qwen else LlamaConfig
+    stock = model_class(
+        config_class(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -119,8 +146,11 @@ def from_llama(stock: PreTrainedModel) -> Weights:
     }
     for block in range(stock.config.num_hidden_layers):
         for name, their_names in names.items():
-            parts = [theirs[f"model.layers.{block}.{their}.weight"] for their in their_names]
-            ours[f"blocks.{block}.{name}.weight"] = torch.cat(parts)
+            for kind in ("weight", "bias"):
+                parts = [f"model.layers.{block}.{their}.{kind}" for their in their_names]
+                if parts[0] in theirs:
+                    joined = torch.cat([theirs[part] for part in parts])
+                    ours[f"blocks.{block}.{name}.{kind}"] = joined
     return ours
 
 
@@ -145,6 +175,9 @@ LLAMA_SHAPES = {
     "tied": llama(tie_word_embeddings=True),
     "another rotary base and epsilon": llama(rope_theta=500.0, rms_norm_eps=1e-2),
     "scaled rotary": llama(**SCALED),
+    "linearly scaled rotary": llama(**{**SCALED, "rope_scaling": SCALINGS["linear"]}),
+    "rotary scaled by YaRN": llama(**{**SCALED, "rope_scaling": YARN}),
+    "Qwen2 scaled by YaRN": llama(architecture="qwen2", **{**SCALED, "rope_scaling": YARN}),
 }
 
 
@@ -158,6 +191,53 @@ def test_gpt2_has_the_logits_of_transformers(config: ModelConfig) -> None:
 def test_llama_has_the_logits_of_transformers(config: ModelConfig) -> None:
     stock = stock_llama(config)
     assert largest_difference(config, stock, from_llama(stock)) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["linearly scaled rotary", "Qwen2 scaled by YaRN"])
+def test_scaled_rotary_positions_have_the_gradients_of_transformers(name: str) -> None:
+    config = LLAMA_SHAPES[name]
+    stock = stock_llama(config)
+    model = GPT(config)
+    model.load_state_dict(from_llama(stock))
+    tokens = random_tokens(config, batch=2, sequence=config.max_position_embeddings)
+    for each, logits in ((stock, stock(tokens).logits), (model, model(tokens))):
+        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        assert each.training == (each is model)
+    with torch.no_grad():  # from_llama gives the gradients our names, too
+        for parameter in stock.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    theirs = from_llama(stock)
+    for parameter_name, ours in gradients(model).items():
+        expected = theirs[parameter_name]
+        assert (ours - expected).abs().max() < ROUNDING * expected.abs().max(), parameter_name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
+def test_scaled_angles_are_those_of_transformers(
+    scaling: dict[str, object], dtype: torch.dtype
+) -> None:
+    """Bit for bit, because the export is verified in fp64 and angles are computed in fp32."""
+    config = llama(**{**SCALED, "rope_scaling": scaling})
+    stock = stock_llama(config).model.rotary_emb
+    assert torch.equal(inverse_frequencies(config), stock.inv_freq)
+    cos, sin = RotaryAngles(config).of(None, 64, dtype, torch.device("cpu"))
+    expected = stock(torch.zeros(1, dtype=dtype), torch.arange(64).unsqueeze(0))
+    for ours, theirs in zip((cos, sin), expected, strict=True):
+        assert torch.equal(ours.squeeze(1), theirs[0, :, :8])
+
+
+def test_the_scalings_by_yarn_differ() -> None:
+    """Otherwise the test above would not notice a key without effect."""
+    found = [
+        RotaryAngles(llama(**{**SCALED, "rope_scaling": scaling})).of(
+            None, 64, torch.float32, torch.device("cpu")
+        )[0]
+        for name, scaling in SCALINGS.items()
+        if "ineffective" not in name
+    ]
+    assert not any(torch.equal(one, two) for one, two in itertools.combinations(found, 2))
 
 
 def test_scaled_frequencies_are_kept_blended_and_stretched() -> None:
@@ -207,6 +287,7 @@ WRONG_LLAMA: dict[str, Callable[[Weights], Weights]] = {
 WRONG_SHAPE = {
     "rotary base": llama(rope_theta=9000.0),
     "rotary scaling": llama(rope_scaling=LLAMA3_SCALING),
+    "attention factor": llama(rope_scaling={**YARN, "factor": 1.0, "attention_factor": 1.01}),
     "epsilon": llama(rms_norm_eps=1e-1),
 }
 

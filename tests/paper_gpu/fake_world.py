@@ -20,8 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
-from megaspeed.model.documents import Documents
+from megaspeed.model.documents import Documents, take
 from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.model.sequence_part import SequencePart
 from megaspeed.topology import context
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
@@ -45,11 +46,11 @@ LLAMA = {
 }
 
 
-def paper_run(*, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
+def paper_run(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, **changes: Any) -> Run:
     """Return a tiny bf16 run: 2 blocks, 2 micro-batches a step. ``changes`` are JSON keys."""
     values = {
         "model": GPT2,
-        "parallel": {"pipeline": pp, "tensor": tp},
+        "parallel": {"pipeline": pp, "context": cp, "tensor": tp},
         "data": {"train": ["never read"], "sequence_length": 16},
         "training": {"steps": 10},
         "train_micro_batch_size_per_gpu": 2,
@@ -63,21 +64,24 @@ def paper_run(*, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
         },
     }
     config = parse_config(merge(values, changes))
-    return resolve_run(config, World(pp * dp * tp, "test"), name="paper")
+    return resolve_run(config, World(pp * dp * cp * tp, "test"), name="paper")
 
 
 def batches(run: Run) -> Callable[[int], MicroBatch]:
     """Return micro-batches of fixed tokens, already on the device.
 
-    If attention restarts at each document, the documents have 6, 10 and 16 tokens.
+    If attention restarts at each document, the documents have 6, 10 and 16 tokens. With a context
+    axis, all ranks have the part of the first one.
     """
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length)
+    part = SequencePart(run.context_method or "ulysses", 0, run.grid.cp)
     tokens = torch.arange(shape[0] * shape[1]).view(shape) % run.config.model.vocab_size
+    tokens = take(tokens, part.ranges(shape[1])).contiguous()
     documents = None
     if run.config.data.reset_at_documents:
         begins = torch.zeros(shape, dtype=torch.bool)
         begins[0, 6] = True
-        documents = Documents.beginning_at(begins)
+        documents = Documents.beginning_at(begins, part.attention)
     batch = MicroBatch(tokens, tokens.clone(), torch.arange(shape[0]), documents)
     return lambda micro_batch: batch
 

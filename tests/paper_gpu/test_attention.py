@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from megaspeed.config.model import PRESETS, ModelConfig
 from megaspeed.model.gpt import GPT
-from megaspeed.tensor_parallel.collectives import TensorAxis
+from megaspeed.tensor_parallel.collectives import ContextAxis, TensorAxis
+from megaspeed.tensor_parallel.context import share_sequences
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
@@ -152,19 +153,23 @@ def every_model() -> dict[str, ModelConfig]:
 
 
 def calls_on_rank(
-    launch: LaunchEnvironment, configs: list[ModelConfig], sequence_parallel: bool
+    launch: LaunchEnvironment, configs: list[ModelConfig], grid: Grid, sequence_parallel: bool
 ) -> list[list[Call]]:
     """Return the attention calls of this rank in a training forward pass of each model in bf16."""
-    grid = Grid(pp=1, dp=1, tp=launch.world_size)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
-        axis = TensorAxis(context.tp_group, context.tp_rank, context.grid.tp, sequence_parallel)
-        return [calls_of(config, axis) for config in configs]
+        axis = TensorAxis(
+            context.tp_group, context.tp_rank, grid.tp, sequence_parallel=sequence_parallel
+        )
+        sequence_axis = ContextAxis(context.cp_group, context.cp_rank, grid.cp)
+        return [calls_of(config, axis, sequence_axis) for config in configs]
 
 
-def calls_of(config: ModelConfig, axis: TensorAxis) -> list[Call]:
+def calls_of(config: ModelConfig, axis: TensorAxis, sequence_axis: ContextAxis) -> list[Call]:
     with torch.device("meta"):
         model = GPT(config)
     shards = parallelize(model, config, axis)
+    if sequence_axis.size > 1:
+        share_sequences(model, sequence_axis, axis)
     materialize(
         model,
         lambda name: torch.zeros(shards[name].local_shape),
@@ -172,21 +177,31 @@ def calls_of(config: ModelConfig, axis: TensorAxis) -> list[Call]:
         dtype=torch.bfloat16,
     )
     with Recorder() as recorder:
-        model(torch.zeros(len(SAMPLES), SEQUENCE, dtype=torch.int64), SAMPLES)
+        own = SEQUENCE // sequence_axis.size
+        model(torch.zeros(len(SAMPLES), own, dtype=torch.int64), SAMPLES)
     return recorder.calls
 
 
-@pytest.mark.parametrize(("tensor_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("tensor_size", "context_size", "sequence_parallel"),
+    [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)],
+)
 def test_every_attention_can_take_the_flash_kernel(
-    tensor_size: int, sequence_parallel: bool, pool: RankPool
+    tensor_size: int, context_size: int, sequence_parallel: bool, pool: RankPool
 ) -> None:
-    models = every_model()
-    ranks = pool.run(tensor_size, calls_on_rank, list(models.values()), sequence_parallel)
+    models = {
+        name: config
+        for name, config in every_model().items()
+        if config.num_attention_heads % (tensor_size * context_size) == 0
+    }
+    grid = Grid(pp=1, dp=1, cp=context_size, tp=tensor_size)
+    configs = list(models.values())
+    ranks = pool.run(grid.world_size, calls_on_rank, configs, grid, sequence_parallel)
     for rank in ranks:
         for (name, config), calls in zip(models.items(), rank, strict=True):
             (call,) = calls  # one for each layer
             assert why_not_flash(call) == [], name
-            heads = config.num_attention_heads // tensor_size
+            heads = config.num_attention_heads // (tensor_size * context_size)
             assert call.query.shape == (len(SAMPLES), heads, SEQUENCE, config.head_dim), name
 
 

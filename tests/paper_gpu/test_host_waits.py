@@ -44,6 +44,15 @@ def chunks(number: int, stage: int, rank: int, **more: Any) -> dict[str, Any]:
     return {**run, "model": model, "parallel": parallel}
 
 
+def context(method: str, stage: int, *, parallel: Any = None, **more: Any) -> dict[str, Any]:
+    """Return a run with ZeRO on two data ranks, each of which shares sequences with another one."""
+    shared = {"context_method": method, **(parallel or {})}
+    return {**zero(stage, **OVERLAP), "cp": 2, "model": LLAMA, "parallel": shared, **more}
+
+
+DOCUMENTS = {"data": {"reset_at_documents": True}}
+SELECTIVE = {"activation_checkpointing": "selective"}
+OFFLOADED = {"activation_checkpointing": "full_offloaded"}
 CASES: dict[str, dict[str, Any]] = {
     "zero0": zero(0),
     "zero0-overlap": zero(0, **OVERLAP),
@@ -90,6 +99,13 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3-chunks": chunks(2, 3, 0),
     "zero3-chunks-overlap": chunks(2, 3, 3, **OVERLAP),
     "zero3-chunks-ahead-overlap": chunks(3, 3, 2, **OVERLAP),
+    "zero3-ulysses": context("ulysses", 3, tp=2, rank=7),
+    "zero3-ulysses-documents": context("ulysses", 3, parallel=SELECTIVE, **DOCUMENTS),
+    "zero3-all-gather": context("all_gather", 3, rank=3),
+    "zero2-all-gather-documents": context("all_gather", 2, parallel=OFFLOADED, **DOCUMENTS),
+    "zero3-full-offloaded": zero(3) | {"parallel": OFFLOADED},
+    "zero1-chunks-full-offloaded": chunks(2, 1, 2, **OVERLAP)
+    | {"parallel": {"virtual_stages": 2, **OFFLOADED}},
     "fp32": {"dp": 2, "bf16": {"enabled": False}, "gradient_clipping": 0.0},
 }
 

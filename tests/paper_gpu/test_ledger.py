@@ -22,6 +22,9 @@ PER_MICRO_BATCH = {"gradient_reduction": "per_micro_batch"}
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 CHUNKS = {"virtual_stages": 2}
 
+ULYSSES = {"context": 2, "context_method": "ulysses"}
+ALL_GATHER = {"context": 2, "context_method": "all_gather"}
+
 # (pp, dp, tp), ZeRO stage, model, parallel
 CASES: list[tuple[tuple[int, int, int], int, dict[str, Any], dict[str, Any]]] = [
     ((2, 2, 2), 0, TIED, {"schedule": "1f1b"}),
@@ -51,6 +54,11 @@ CASES: list[tuple[tuple[int, int, int], int, dict[str, Any], dict[str, Any]]] = 
     ((2, 2, 2), 3, TIED, {**CHUNKS, "micro_batch_groups": 2, **SEQUENCE_PARALLEL}),
     ((2, 4, 1), 3, UNTIED, {**CHUNKS, "replicate": 2}),
     ((2, 2, 1), 3, {**UNTIED, "num_hidden_layers": 6}, {"virtual_stages": 3}),
+    ((2, 2, 1), 3, UNTIED, ULYSSES),
+    ((1, 2, 2), 2, TIED, {**ULYSSES, "replicate": 2, **SEQUENCE_PARALLEL}),
+    ((2, 1, 2), 3, TIED, {**ALL_GATHER, **SEQUENCE_PARALLEL}),
+    ((2, 2, 1), 1, UNTIED, {**ALL_GATHER, "activation_checkpointing": "full"}),
+    ((2, 2, 1), 3, UNTIED, {**CHUNKS, **ALL_GATHER}),
 ]
 
 
@@ -73,16 +81,18 @@ def test_all_ranks_call_the_same_collectives_and_sends_meet_receives(
     pool: RankPool, case: tuple[Any, ...]
 ) -> None:
     (pp, dp, tp), stage, model, parallel = case
+    cp = parallel.get("context", 1)
     changes = {
         "pp": pp,
         "dp": dp,
+        "cp": cp,
         "tp": tp,
         "model": model,
         "parallel": parallel,
         "gradient_accumulation_steps": 4 if "virtual_stages" in parallel else min(pp + 1, 4),
         "zero_optimization": {"stage": stage},
     }
-    ledgers = pool.run(pp * dp * tp, _ledger, changes)
+    ledgers = pool.run(pp * dp * cp * tp, _ledger, changes)
     _check_collectives(ledgers)
     _check_pairs(ledgers)
     sends = [m for ledger in ledgers for m in ledger if m.operator == "c10d::send"]

@@ -112,6 +112,26 @@ def test_a_gather_that_waits_for_nothing_races_with_the_step_and_with_the_layer_
     assert any("aten::" in race and "layer_gathers" in race for race in races)
 
 
+def _races_of_inputs_that_wait_for_nothing(launch: LaunchEnvironment, wait: str) -> list[str]:
+    """Return the places of all races if the copies to host memory and back have no such waits."""
+    waits = getattr(PaperStream, wait)
+
+    def sometimes(stream: PaperStream, other: Any) -> None:
+        if "host_inputs" not in caller():
+            waits(stream, other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PaperStream, wait, sometimes)
+        changes = CASES["zero3-full-offloaded"]
+        return [f"{first} | {then}" for first, then in _races(launch, changes)]
+
+
+@pytest.mark.parametrize("wait", ["wait_stream", "wait_event"])
+def test_inputs_that_wait_for_nothing_race_with_the_block(pool: RankPool, wait: str) -> None:
+    (races,) = pool.run(1, _races_of_inputs_that_wait_for_nothing, wait)
+    assert any("host_inputs" in race for race in races)
+
+
 def _races_without_joins(
     launch: LaunchEnvironment, file: str, changes: dict[str, Any]
 ) -> list[str]:
@@ -136,6 +156,7 @@ def _races_without_joins(
         ("zero/buckets", "zero3-replicas-overlap"),
         ("pipeline/p2p", "3d-last"),
         ("tensor_parallel/collectives", "3d-last"),
+        ("tensor_parallel/collectives", "zero3-all-gather"),
     ],
 )
 def test_a_collective_that_nobody_waits_for_races_with_what_uses_its_result(

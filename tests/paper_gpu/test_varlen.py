@@ -6,14 +6,16 @@ of the operator, its autograd, recomputation, shards and the compiler.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import varlen
@@ -24,8 +26,18 @@ from megaspeed.config.run import Recomputation
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.reference import train_reference
 from megaspeed.measurement.verification.verify import ParallelRun, train_rank, whole_batch
-from megaspeed.model.documents import Documents, boundaries_of_rows
-from megaspeed.model.gpt import GPT
+from megaspeed.model.attention import attention_mask
+from megaspeed.model.documents import (
+    Documents,
+    Segments,
+    gathered_rows,
+    places_in,
+    segments_of_rows,
+    take,
+    varlen_attention,
+)
+from megaspeed.model.gpt import GPT, Block
+from megaspeed.model.sequence_part import WHOLE, SequencePart
 from megaspeed.topology.activity import Activity
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.compilation import Compilation
@@ -40,17 +52,20 @@ from tests.support.tiny import short_documents, tiny_corpus, tiny_run
 
 
 def weights_of(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor, window: list[int]
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, cu_k: Tensor, window: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the softmax (H, T, T) of q and k (T, H, K), and the logarithms (H, T) of its sums.
+    """Return the softmax (H, T, T_k) of q (T, H, K) and k, and the logarithms (H, T) of its sums.
 
-    A window (left, right) limits the keys before and after a query; -1 is unlimited.
+    The last query of a run is aligned with the last key of the run with the same number. A window
+    (left, right) limits the keys before and after a query; -1 is unlimited.
     """
-    places = torch.arange(len(q))
-    number = torch.searchsorted(cu_seqlens, places, right=True)
-    before = places.unsqueeze(1) - places
-    left, right = (len(q) if side < 0 else side for side in window)
-    seen = (number.unsqueeze(1) == number) & (before <= left) & (-before <= right)
+    queries, keys = torch.arange(len(q)), torch.arange(len(k))
+    of_query = torch.searchsorted(cu_seqlens, queries, right=True)
+    of_key = torch.searchsorted(cu_k, keys, right=True)
+    aligned = queries + (cu_k - cu_seqlens)[of_query]
+    before = aligned.unsqueeze(1) - keys
+    left, right = (len(k) if side < 0 else side for side in window)
+    seen = (of_query.unsqueeze(1) == of_key) & (before <= left) & (-before <= right)
     scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(~seen, float("-inf"))
     return scores.softmax(-1), scores.logsumexp(-1)
@@ -75,10 +90,10 @@ def forward_kernel(
     window: list[int],
     grouped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert max_q == max_k == max(2, int(cu_seqlens.diff().max())) and scale is None
-    assert cu_seqlens.data_ptr() == cu_k.data_ptr() and cu_seqlens.dtype == torch.int32
+    assert max_q == max(2, int(cu_seqlens.diff().max())) and scale is None
+    assert max_k == max(2, int(cu_k.diff().max())) and cu_seqlens.dtype == cu_k.dtype == torch.int32
     assert is_causal == (window == [-1, 0]) and grouped == (q.shape[1] != k.shape[1])
-    weights, sums = weights_of(q, shared(k, q.shape[1]), cu_seqlens, window)
+    weights, sums = weights_of(q, shared(k, q.shape[1]), cu_seqlens, cu_k, window)
     out = torch.einsum("hqk,khd->qhd", weights, shared(v, q.shape[1]))
     return out.to(q.dtype).contiguous(), sums, torch.zeros(2, dtype=torch.uint64)
 
@@ -87,9 +102,9 @@ def forward_kernel(
 def backward_kernel(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    cu_seqlens, window = options[0], options[-1]
+    cu_seqlens, cu_k, window = options[0], options[1], options[-1]
     keys, values, gradient = shared(k, q.shape[1]), shared(v, q.shape[1]), gradient.float()
-    weights, _ = weights_of(q, keys, cu_seqlens, window)
+    weights, _ = weights_of(q, keys, cu_seqlens, cu_k, window)
     of_weights = torch.einsum("qhd,khd->hqk", gradient, values)
     inner = (gradient * out).sum(-1).T.unsqueeze(-1)
     of_scores = weights * (of_weights - inner) / math.sqrt(q.shape[-1])
@@ -132,7 +147,7 @@ def trained(
     **options: Any,
 ) -> list[Tensor]:
     """Return logits and gradients, computed in fp32, or in bf16 if a device is given."""
-    boundaries_of_rows.cache_clear()
+    segments_of_rows.cache_clear()
     model = initialized(config, **options)
     tokens = torch.arange(96).view(4, 24) * 7 % config.vocab_size
     if device is not None:
@@ -179,13 +194,13 @@ def test_a_window_in_rows_of_one_document_needs_no_mask() -> None:
         expected = trained(config, None)
     with path("gpu"):
         assert largest_difference(trained(config, None), expected) < 1e-6
-        assert boundaries_of_rows.cache_info().currsize == 1
-        boundaries_of_rows.cache_clear()
+        assert segments_of_rows.cache_info().currsize == 1
+        segments_of_rows.cache_clear()
         with torch.inference_mode():
             initialized(config)(torch.zeros(4, 24, dtype=torch.int64))
         model = initialized(config)
         model(torch.zeros(4, 24, dtype=torch.int64)).sum().backward()
-        assert boundaries_of_rows.cache_info().hits == 1
+        assert segments_of_rows.cache_info().hits == 1
 
 
 @pytest.mark.parametrize("recomputation", ["selective", "full"])
@@ -200,19 +215,91 @@ def test_recomputed_blocks_give_the_same_bits(name: str, recomputation: Recomput
 def test_a_wrong_boundary_is_noticed() -> None:
     with path("mask"):
         expected = trained(llama(), ROWS)
-    ROWS.cu_seqlens[2] += 1
+    ROWS.segments.cu_seqlens[2] += 1
     for name in ("cpu", "gpu"):
         with path(name):
             assert largest_difference(trained(llama(), ROWS), expected) > 1e-2
-    ROWS.cu_seqlens[2] -= 1
+    ROWS.segments.cu_seqlens[2] -= 1
+
+
+def shared_by(parts: Sequence[SequencePart], window: int | None) -> dict[str, list[Tensor]]:
+    """Return output and gradients of attention by path, computed by all ranks, one after another,
+    or at once if there is one part.
+    """
+    generator = torch.Generator().manual_seed(3)
+    whole = [torch.randn(4, 24, heads, 8, generator=generator) for heads in (4, 2, 2)]
+    weight = torch.randn(4, 24, 32, generator=generator)
+    found = {}
+    for name in ("mask", "cpu", "gpu"):
+        if name == "cpu" and window is not None:
+            continue
+        q, k, v = (x.clone().requires_grad_() for x in whole)
+        mixed, loss = torch.empty_like(weight), torch.zeros(())
+        for part in parts:
+            own = part.ranges(24)
+            sent = [
+                torch.cat(
+                    [
+                        take(x, replace(part, rank=r).ranges(24)).flatten(0, 1)
+                        for r in range(part.size)
+                    ]
+                )
+                for x in (k, v)
+            ]
+            if name == "mask":
+                index = gathered_rows(4, 24, part)
+                mask = attention_mask(take(ROWS.positions, own), torch.float32, window, part)
+                pair = [x[index].view(4, 24, 2, 8).transpose(1, 2) for x in sent]
+                queries = take(q, own).transpose(1, 2)
+                y = F.scaled_dot_product_attention(
+                    queries, pair[0], pair[1], attn_mask=mask, enable_gqa=True
+                )
+                y = y.transpose(1, 2).flatten(2)
+            else:
+                segments = Segments.of(ROWS.positions, part)
+                pair = [x.view(4, 24, 2, 8) for x in sent]
+                if segments.keys is not None:
+                    pair = [x[segments.keys].unsqueeze(0) for x in sent]
+                with path(name):
+                    y = varlen_attention(take(q, own), pair[0], pair[1], segments, window)
+            loss = loss + (y * take(weight, own)).sum()
+            mixed[:, places_in(own)] = y.detach()
+        loss.backward()
+        assert q.grad is not None and k.grad is not None and v.grad is not None
+        found[name] = [mixed, q.grad, k.grad, v.grad]
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_parts_of_the_queries_are_those_of_all(size: int, window: int | None) -> None:
+    parts = [SequencePart("all_gather", rank, size) for rank in range(size)]
+    found = shared_by(parts, window)
+    for results in found.values():
+        assert largest_difference(results, shared_by([WHOLE], window)["mask"]) < 1e-6
+
+
+def test_a_run_of_queries_ends_with_its_keys() -> None:
+    """The second of two ranks has the tokens ". d" and "e f" of "b c . d e f . g"."""
+    begins = torch.tensor([[False, False, True, False, False, False, True, False]] * 2)
+    segments = Documents.beginning_at(begins, SequencePart("all_gather", 1, 2)).segments
+    assert segments.cu_seqlens.tolist() == [0, 2, 4, 6, 8]
+    assert segments.cu_keys is not None and segments.cu_keys.tolist() == [0, 2, 6, 8, 12]
+    assert (segments.longest, segments.longest_keys) == (2, 4)
+    # Of the first rank: b c . g of both rows, then of the second one: . d e f.
+    assert segments.keys is not None
+    assert segments.keys.tolist() == [8, 9, 8, 9, 10, 11, 12, 13, 12, 13, 14, 15]
 
 
 @pytest.mark.parametrize("heads", [4, 2])
 def test_the_operator_for_cpus_keeps_torchs_rules(heads: int) -> None:
     q, k, v = (torch.randn(24, n, 8, requires_grad=True) for n in (4, heads, heads))
-    torch.library.opcheck(
-        torch.ops.megaspeed.document_attention.default, (q, k, v, packed(((5, 1, 18),)).cu_seqlens)
-    )
+    lengths = packed(((5, 1, 18),)).segments.cu_seqlens
+    operator = torch.ops.megaspeed.document_attention.default
+    torch.library.opcheck(operator, (q, k, v, lengths, lengths))
+    keys = [torch.randn(40, heads, 8, requires_grad=True) for _ in range(2)]
+    longer = torch.tensor([0, 7, 10, 40], dtype=torch.int32)
+    torch.library.opcheck(operator, (q, *keys, lengths, longer))
 
 
 @pytest.mark.parametrize("recomputation", ["none", "selective"])
@@ -235,7 +322,18 @@ def test_any_number_of_documents_is_one_graph(name: str, recomputation: Recomput
                 results.append([logits.detach(), *gradients(model).values()])
                 model.zero_grad()
             assert largest_difference(results[1], results[0]) < 1e-6
-    assert compiler.frame_count == 1
+        assert compiler.frame_count == 1
+        # A rank of a context axis has half of the queries. The other half's keys are made up.
+        torch._dynamo.reset()
+        part = compiled.part = SequencePart("all_gather", 1, 2)
+        for block in compiled.blocks.values():
+            assert isinstance(block, Block)
+            block.attention.gather_rows = lambda x, index: torch.cat((x, x)).index_select(0, index)
+        for documents in (*OTHERS, ROWS):
+            begins = documents.positions == 0
+            own = Documents.beginning_at(begins, part)
+            compiled(tokens[:, :12], None, own).square().mean().backward()
+    assert compiler.frame_count == 2
     torch._dynamo.reset()
 
 
@@ -246,10 +344,23 @@ def test_torch_takes_the_shapes_of_every_preset(config: ModelConfig) -> None:
     torch's ``flash_api.cpp`` states what a GPU's kernel requires. The kernel loads 16 bytes at a
     time, so strides and offsets must be multiples of 8 elements.
     """
+    check_shapes(config, WHOLE)
+    # Half of the queries, and keys in two runs that are 5 / 4 of all.
+    check_shapes(config, SequencePart("all_gather", 1, 2))
+
+
+def check_shapes(config: ModelConfig, part: SequencePart) -> None:
     with torch.device("meta"):
         model = GPT(config).to(torch.bfloat16)
-        tokens = torch.zeros(2, 16, dtype=torch.int64)
-    documents = packed(((5, 11), (16,))).moved(lambda tensor: tensor.to("meta"))
+        tokens = torch.zeros(2, 16 // part.size, dtype=torch.int64)
+    begins = packed(((5, 11), (16,))).positions == 0
+    own = Documents.beginning_at(begins, part)
+    documents = own.moved(lambda tensor: tensor.to("meta"))
+    if part.size > 1:
+        model.part = part
+        for block in model.blocks.values():
+            assert isinstance(block, Block)
+            block.attention.gather_rows = lambda x, index: torch.cat((x, x)).index_select(0, index)
     calls: list[tuple[Tensor, ...]] = []
     with pytest.MonkeyPatch.context() as patch:
         attend = varlen.varlen_attn
@@ -261,11 +372,12 @@ def test_torch_takes_the_shapes_of_every_preset(config: ModelConfig) -> None:
         patch.setattr(varlen, "varlen_attn", watched)
         model(tokens, None, documents).sum().backward()
     ((*operands, cu_seqlens, _),) = calls  # one for each layer
+    rows = 32 // part.size, *[32 if own.segments.keys is None else len(own.segments.keys)] * 2
     assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous()
     key_value_heads = config.num_key_value_heads
     heads_of_operands = (config.num_attention_heads, key_value_heads, key_value_heads)
-    for x, heads in zip(operands, heads_of_operands, strict=True):
-        assert x.dtype == torch.bfloat16 and x.shape == (32, heads, config.head_dim)
+    for x, heads, count in zip(operands, heads_of_operands, rows, strict=True):
+        assert x.dtype == torch.bfloat16 and x.shape == (count, heads, config.head_dim)
         assert config.head_dim % 8 == 0 and config.head_dim <= 256 and x.stride(2) == 1
         assert all(n % 8 == 0 for n in (x.stride(0), x.stride(1), x.storage_offset()))
     assert len(gradients(model)) > 0

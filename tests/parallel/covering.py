@@ -4,8 +4,8 @@ every ZeRO stage with every set of axes that are in use     4 stages x 8 sets
 every layout of up to 8 ranks                               17 layouts
 every two values of two settings, pp, dp and tp among them  pairwise (Cohen et al. 1997)
 
-A second table has shards and replicas (``HYBRID``), and a third one several chunks on each pipeline
-stage (``CHUNKED``), again with all pairs.
+A second table has shards and replicas (``HYBRID``), a third one several chunks on each pipeline
+stage (``CHUNKED``), and a fourth one a context axis (``CONTEXT``), again with all pairs.
 """
 
 import itertools
@@ -74,6 +74,25 @@ CHUNKED: Mapping[str, Sequence[Any]] = {
     "gathers_ahead": (True, False),
     "persistent": (0, 100),  # elements of a parameter that ZeRO-3 keeps gathered, at most
 }
+CONTEXT: Mapping[str, Sequence[Any]] = {
+    "layout": [
+        (pp, dp, tp) for pp, dp, tp in itertools.product((1, 2), repeat=3) if pp * dp * tp <= 4
+    ],
+    "context": (2, 4),
+    "method": ("ulysses", "all_gather"),
+    "zero_stage": (3, 2, 1, 0),
+    "schedule": ("1f1b", "gpipe", "interleaved"),
+    "replicate": (1, 2),
+    "gradient_reduction": ("per_micro_batch", "per_step"),
+    "architecture": ("gpt2", "llama"),
+    "key_value_heads": (2, 8, 1),  # of 8
+    "tied": (True, False),
+    "sequence_parallel": (False, True),
+    "activation_checkpointing": ("none", "selective", "full"),
+    "dropout": (0.0, 0.1),
+    "reset_at_documents": (False, True),
+    "overlap_comm": (False, True),
+}
 _DEGREES = {3: ("pp", "dp", "tp"), 4: ("pp", "replicate", "shard", "tp"), 0: ()}
 
 
@@ -86,12 +105,17 @@ def axes_in_use(layout: tuple[int, int, int]) -> tuple[bool, bool, bool]:
 def is_possible(row: Row) -> bool:
     """Return whether a (partial) row can run.
 
-    Sequence parallelism needs a tensor axis. A group has a micro-batch for each pipeline stage. Two
-    replicas need an even data degree, and ZeRO-0 has only replicas.
+    There are at most 8 ranks. Sequence parallelism needs a tensor axis, an interleaved schedule a
+    pipeline. A group has a micro-batch for each pipeline stage. Two replicas need an even data
+    degree, and ZeRO-0 has only replicas.
     """
     pp, dp, tp = row["layout"] if len(row.get("layout", ())) == 3 else (1, 4, 2)
     if len(row.get("layout", ())) == 4:
         tp = row["layout"][-1]
+    if "layout" in row and pp == 1 and row.get("schedule") == "interleaved":
+        return False
+    if "layout" in row and pp * dp * tp * row.get("context", 1) > 8:
+        return False
     if row.get("sequence_parallel") and tp == 1:
         return False
     if row.get("groups") == 2 and 2 * pp > row.get("micro_batches", 9):

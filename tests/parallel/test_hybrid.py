@@ -156,9 +156,11 @@ def test_traffic_and_memory_are_the_predicted_ones(
         assert rank.peak.total == pytest.approx(predicted.peak.total, rel=0.1)
 
 
-def losses_of(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> list[float]:
+def losses_of(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int = 30
+) -> list[float]:
     with one_rank(launch, run, corpus) as rank:
-        return [rank.train_step(step).loss for step in range(30)]
+        return [rank.train_step(step).loss for step in range(steps)]
 
 
 @pytest.mark.parametrize("changes", [INT8, POWER_SGD], ids=["int8", "powersgd"])
@@ -202,10 +204,10 @@ def test_offloaded_replicas_train_the_same(
         "train_batch_size": 24,
     }
     on_device, offloaded = (
-        pool.run(6, losses_of, run, tiny_corpus(run, tmp_path))[0]
+        pool.run(6, losses_of, run, tiny_corpus(run, tmp_path), 10)[0]
         for run in (
             tiny_run(TEXT, dp=6, **values, zero_optimization={"stage": zero_stage, **more})
             for more in ({}, OFFLOAD)
         )
     )
-    assert offloaded[:10] == pytest.approx(on_device[:10], rel=1e-4)
+    assert offloaded == pytest.approx(on_device, rel=1e-4)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import Tensor
@@ -15,6 +14,7 @@ from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.measurement.cpu_speed import _block
+from megaspeed.model.attention import Inputs
 from megaspeed.model.gpt import Block
 from megaspeed.planning.costs.step_time import Rates, predict_step_time
 from megaspeed.planning.costs.workload import Cluster, workload_of
@@ -93,16 +93,19 @@ def test_a_block_with_a_window_is_measured_with_its_mask(monkeypatch: pytest.Mon
     """In an earlier version, such a block attended to all earlier tokens."""
     masks, forward = [], Block.forward
 
-    def noted(block: Block, x: Tensor, *arguments: Any) -> Tensor:
-        masks.append(arguments[2])
-        return forward(block, x, *arguments)
+    def noted(block: Block, x: Tensor, inputs: Inputs) -> Tensor:
+        masks.append(inputs.mask)
+        return forward(block, x, inputs)
 
     monkeypatch.setattr(Block, "forward", noted)
     for window in ("null", "16", "64"):
         run = run_of("data.sequence_length=64", f"model.sliding_window={window}")
         _block(block_run(run))()
     assert [mask is None for mask in masks] == [True, False, True]
-    assert masks[1].isfinite().sum(dim=-1).tolist() == [min(16, 1 + query) for query in range(64)]
+    assert masks[1] is not None
+    assert masks[1][0, 0].isfinite().sum(dim=-1).tolist() == [
+        min(16, 1 + query) for query in range(64)
+    ]
 
 
 @pytest.mark.slow

@@ -154,7 +154,9 @@ def test_the_best_configuration_is_written_and_gives_the_run_that_was_predicted(
     printed(capsys, *options)
     written = json.loads(again.read_text())
     assert written["batch"]["train_batch_size"] == 64
-    assert written["degrees"] == {axis: first[axis] for axis in ("pp", "dp", "tp", "replicate")}
+    assert written["degrees"] == {
+        axis: first[axis] for axis in ("pp", "dp", "cp", "tp", "replicate")
+    }
     own = written["zero_stages"][first["zero_stage"]]
     assert written["zero_stage"] == first["zero_stage"]
     assert own["peak_bytes"] == first["peak_bytes"]
@@ -189,8 +191,8 @@ def test_no_file_is_replaced_that_the_written_one_extends(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--what-if",), "--what-if needs step times: add --device h100-80gb"),
-        (("--tokens", "1T"), "--tokens needs step times"),
+        (("--what-if",), "--what-if needs the figures of a device: add --device h100-80gb"),
+        (("--tokens", "1T"), "--tokens needs the figures of a device"),
         (("--device", "cpu", "--nodes", "1"), "nodes does not apply to the device cpu"),
         (("--nodes", "1000000", "--device", "t4-16gb"), "are more than the limit of 1,000,000"),
         (("--nodes", "1", "--world-size", "16"), "16 ranks need more than the 8 devices of 1 node"),

@@ -28,6 +28,7 @@ WORLD_SIZES = {
     "llama2_70b_64": 64,
     "llama2_70b": 2048,
     "llama3_70b": 64,
+    "llama3_8b_long": 8,
     "gpt3_175b": 4096,
     "mt_nlg_530b": 4480,
 }

@@ -61,13 +61,14 @@ def tiny_run(
     pp: int = 1,
     dp: int = 1,
     tp: int = 1,
+    cp: int = 1,
     device_type: str = "cpu",
     **changes: Any,
 ) -> Run:
     """Return a run of 24 samples a step on ``text``. ``changes`` are top-level keys of the JSON."""
     values = {
         "model": GPT2,
-        "parallel": {"pipeline": pp, "tensor": tp},
+        "parallel": {"pipeline": pp, "context": cp, "tensor": tp},
         "data": {"train": [str(text)], "validation_fraction": 0.0, "sequence_length": 16},
         "training": {"steps": 10},
         "train_batch_size": 24,
@@ -86,7 +87,7 @@ def tiny_run(
         },
     }
     config = parse_config(merge(values, changes))
-    return resolve_run(config, World(pp * dp * tp, "test", device_type), name="tiny")
+    return resolve_run(config, World(pp * dp * cp * tp, "test", device_type), name="tiny")
 
 
 def tiny_corpus(run: Run, cache: Path) -> PreparedCorpus:

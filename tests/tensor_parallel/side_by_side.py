@@ -160,7 +160,9 @@ class _Merged:
 
 
 def _step_on_rank(context: ParallelContext, case: Case) -> RankStep:
-    axis = TensorAxis(context.tp_group, context.tp_rank, context.grid.tp, case.sequence_parallel)
+    axis = TensorAxis(
+        context.tp_group, context.tp_rank, context.grid.tp, sequence_parallel=case.sequence_parallel
+    )
     with pytest.MonkeyPatch.context() as patch:
         if case.mutation is not None:
             case.mutation(patch, axis)

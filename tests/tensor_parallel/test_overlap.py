@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megaspeed.model.attention import Inputs
 from megaspeed.tensor_parallel.collectives import Pending, TensorAxis
 from megaspeed.tensor_parallel.layers import column_parallel_linear
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
@@ -79,7 +80,7 @@ def test_no_collective_of_a_block_copies_what_it_sends_or_receives(split: bool) 
         )
         x = torch.ones(3, 16 // model.sequence_parts, 32, dtype=torch.bfloat16, requires_grad=True)
         with Recorder() as recorder:
-            y = model.blocks["0"](x, None)
+            y = model.blocks["0"](x, Inputs())
             y.backward(torch.ones_like(y))
     assert len(recorder.messages) == (10 if split else 4)
     assert not {"clone", "copy_", "_to_copy"} & recorder.launches.keys()

@@ -176,7 +176,7 @@ def test_a_sum_over_a_group_is_the_sum_over_its_ranks(pool: RankPool, grid: Grid
 def test_the_middle_of_a_pipeline_knows_its_place_and_neighbours(pool: RankPool) -> None:
     places = pool.run(6, _place, Grid(pp=3, dp=1, tp=2))
     assert places[3] == {
-        "coordinates": Coordinates(pp=1, dp=0, tp=1),
+        "coordinates": Coordinates(pp=1, dp=0, cp=0, tp=1),
         "ranks": (1, 0, 1),
         "sizes": (3, 1, 2),
         "ends": (False, False),

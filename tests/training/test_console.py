@@ -145,7 +145,7 @@ def test_the_lines_of_a_step_fit_80_columns(mfu: float | None, tokens_per_second
 
 def test_a_start_states_its_checkpoint_and_what_was_skipped() -> None:
     run = tiny_run(TEXT, training={"steps": 10})
-    assert describe_start(Start(), run) == []
+    assert list(describe_start(Start(), run)) == []
     broken = ((FOLDER / "step-00000008", "__0_0.distcp is missing"),)
     start = Start(checkpoint=FOLDER / "step-00000005", step=5, in_place=True, skipped=broken)
     assert [shown(line) for line in describe_start(start, run)] == [
@@ -161,14 +161,14 @@ def test_a_start_states_its_checkpoint_and_what_was_skipped() -> None:
 def observed(
     run: Run, console: Console, *records: Record, begin: Progress | None = None, crowded: float = 1
 ) -> ConsoleObserver:
-    return ConsoleObserver(run, console, records, None, begin or Progress(), crowded, bool)
+    return ConsoleObserver(run, console, records, bool, begin or Progress(), crowded, bool)
 
 
 def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) -> None:
     run = tiny_run(TEXT, training={"steps": 10, "log_interval": 4})
     output = StringIO()
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
-        observer = observed(run, Console(file=output, width=200), file)
+        observer = observed(run, Console(file=output, width=200), file.write)
         for step in range(1, 11):
             observer.step(step_metrics(step=step, skipped=step == 7))
         observer.validation(ValidationMetrics.of(10, 2.0))

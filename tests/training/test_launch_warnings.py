@@ -25,7 +25,7 @@ def warnings(
     launch: LaunchEnvironment, changes: dict[str, Any] | None = None, **machine: Any
 ) -> list[str]:
     all_of_it = {"visible_gpus": 8, "has_bf16": False, "processors": 96, "threads": 12, **machine}
-    return launch_warnings(launch, small_run(TEXT, **(changes or {})), **all_of_it)
+    return list(launch_warnings(launch, small_run(TEXT, **(changes or {})), **all_of_it))
 
 
 def test_srun_that_shows_each_rank_its_own_gpu_alone_loses_nvlink() -> None:
@@ -81,8 +81,8 @@ def test_a_tensor_axis_across_machines_is_reported() -> None:
     )
     assert "parallel.tensor is 4, but 2 ranks run on this machine" in warning
     within = replace(BY_TORCHRUN, local_world_size=4)
-    assert (
-        launch_warnings(within, run, visible_gpus=4, has_bf16=False, processors=8, threads=4) == []
+    assert not list(
+        launch_warnings(within, run, visible_gpus=4, has_bf16=False, processors=8, threads=4)
     )
 
 

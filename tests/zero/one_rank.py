@@ -14,6 +14,7 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.rank_model import context_axis
 from megaspeed.training.worker import StepResult, Worker
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.model_states import gather_parameters
@@ -74,5 +75,6 @@ def one_rank(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> Ite
             batch.gradient_accumulation_steps,
             context.dp_rank,
             context.grid.dp,
+            context_axis(run, context).tokens,
         )
         yield OneRank(worker, TrainingLoader(corpus, shape, context.device))

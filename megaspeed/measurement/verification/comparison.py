@@ -14,13 +14,14 @@ one process. Step 1 has no optimizer step before it, so its tolerance stays fixe
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
+from megaspeed.files.json_values import picked
 from megaspeed.model.documents import Documents
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.units import table_of
@@ -69,13 +70,6 @@ class Difference:
         """Whether the difference is allowed; false if it is NaN."""
         return self.relative <= self.allowed
 
-    def as_json(self) -> dict[str, Any]:
-        """The same as JSON values; null for numbers that are not finite."""
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in asdict(self).items()
-        }
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -120,15 +114,11 @@ class Comparison:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
+        """The same as JSON values; null for numbers that are not finite."""
         return {
-            "equal": self.equal,
-            "weights_bitwise_equal": self.weights_bitwise_equal,
+            **picked(self, "equal", "weights_bitwise_equal"),
             "copies_equal": self.copies_differ_by == 0.0,
-            "largest": self.largest.as_json(),
-            "losses": [difference.as_json() for difference in self.losses],
-            "grad_norms": [difference.as_json() for difference in self.grad_norms],
-            "gradients": [difference.as_json() for difference in self.gradients],
+            **picked(self, "largest", "losses", "grad_norms", "gradients"),
         }
 
 
@@ -218,17 +208,8 @@ def allowed_at_steps(
 
 def step_table(comparison: Comparison) -> Table:
     """Loss and gradient norm of every step, of both trainings, with their relative difference."""
-    table = table_of(
-        right=(
-            "step",
-            "loss",
-            "one\nprocess",
-            "difference",
-            "gradient\nnorm",
-            "one\nprocess",
-            "difference",
-        )
-    )
+    compared = ("one\nprocess", "difference")
+    table = table_of(right=("step", "loss", *compared, "gradient\nnorm", *compared))
     steps = zip(comparison.losses, comparison.grad_norms, strict=True)
     for step, (loss, norm) in enumerate(steps, start=1):
         table.add_row(str(step), *_cells(loss), *_cells(norm))

@@ -66,12 +66,16 @@ def train_reference(
             group["lr"] = rate
         batch = [part.to(device) for part in batch_of_step(step)]
         record.losses.append(_forward_backward(model, batch, run.tokens_per_step, loss_scale))
-        _copy_gradients(model, masters, loss_scale)
+        for name, parameter in model.named_parameters():
+            gradient, parameter.grad = parameter.grad, None
+            masters[name].grad = None if gradient is None else gradient / loss_scale
         if step == 0:
             record.first_gradients = {
                 n: p.grad.to(CPU, copy=True) for n, p in masters.items() if p.grad is not None
             }
-        norm = _norm_of_gradients(masters)
+        # In fp64, because torch's fp32 norm of a large tensor has an error above the tolerance.
+        gradients = (p.grad for p in masters.values() if p.grad is not None)
+        norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
         record.grad_norms.append(float(norm))
         if run.config.gradient_clipping:
             nn.utils.clip_grads_with_norm_(masters.values(), run.config.gradient_clipping, norm)
@@ -96,12 +100,6 @@ def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int, loss_sca
     return total / tokens
 
 
-def _norm_of_gradients(masters: dict[str, nn.Parameter]) -> Tensor:
-    """The norm, in fp64: torch's fp32 norm of a large tensor has an error above the tolerance."""
-    gradients = (p.grad for p in masters.values() if p.grad is not None)
-    return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
-
-
 def _master_weights(model: GPT) -> dict[str, nn.Parameter]:
     """fp32 weights that the optimizer updates: the parameters themselves if they are fp32."""
     named = dict(model.named_parameters())
@@ -110,12 +108,6 @@ def _master_weights(model: GPT) -> dict[str, nn.Parameter]:
     for parameter in named.values():
         parameter.grad_dtype = torch.float32
     return {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
-
-
-def _copy_gradients(model: GPT, masters: dict[str, nn.Parameter], loss_scale: float) -> None:
-    for name, parameter in model.named_parameters():
-        gradient, parameter.grad = parameter.grad, None
-        masters[name].grad = None if gradient is None else gradient / loss_scale
 
 
 @torch.no_grad()

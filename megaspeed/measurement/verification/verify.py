@@ -16,7 +16,7 @@ The shards and partitions of all ranks are gathered on rank 0, which must have t
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from megaspeed.measurement.verification.comparison import (
     TIMES_SHUFFLED,
     TOLERANCES,
     Comparison,
+    Difference,
     allowed_at_steps,
     compare_gradients,
     compare_numbers,
@@ -65,7 +66,7 @@ def verify(
     If only steps after the first differ too much, the single process trains ``TIMES_SHUFFLED``
     more times, with the samples of each step in other orders. In fp16, the loss scale must be
     constant. TF32 is turned off, because its rounding is a thousand times as large as the
-    tolerance.
+    tolerance. Raises RanksFailed.
     """
     run = replace(run, config=run.config.changed({"training.allow_tf32": False}))
     device = torch.device(device_type)
@@ -73,7 +74,10 @@ def verify(
     reference = train_reference(run, batches, steps, device)
     if device_type == "cuda":
         torch.cuda.empty_cache()  # rank 0 shares this GPU
-    parallel = train_on_ranks(run, corpus, steps, device_type)
+    ranks = run.grid.world_size
+    parallel: ParallelRun = run_on_ranks(
+        train_rank, run, corpus, steps, world_size=ranks, device_type=device_type
+    )[0]
     comparison = compare(run, parallel, reference)
     if not comparison.differs_only_after_step_1:
         return comparison
@@ -104,21 +108,16 @@ def compare(
     """
     allowed = TOLERANCES[run.precision]
     dtype = DTYPES[run.precision]
+
+    def of_steps(
+        name: str, base: float, numbers: Callable[[ReferenceRun], list[float]]
+    ) -> list[Difference]:
+        limits = allowed_at_steps(base, numbers(reference), list(map(numbers, again)))
+        return compare_numbers(name, numbers(parallel), numbers(reference), limits)
+
     return Comparison(
-        losses=compare_numbers(
-            "loss",
-            parallel.losses,
-            reference.losses,
-            allowed_at_steps(allowed.loss, reference.losses, [other.losses for other in again]),
-        ),
-        grad_norms=compare_numbers(
-            "gradient norm",
-            parallel.grad_norms,
-            reference.grad_norms,
-            allowed_at_steps(
-                allowed.grad_norm, reference.grad_norms, [other.grad_norms for other in again]
-            ),
-        ),
+        losses=of_steps("loss", allowed.loss, lambda one: one.losses),
+        grad_norms=of_steps("gradient norm", allowed.grad_norm, lambda one: one.grad_norms),
         gradients=compare_gradients(
             parallel.first_gradients, reference.first_gradients, allowed.gradient
         ),
@@ -139,39 +138,23 @@ def whole_batch(run: Run, corpus: PreparedCorpus, step: int) -> list[MicroBatch]
     return [loader.micro_batch(step * run.batch.train_batch_size, part) for part in range(parts)]
 
 
-def train_on_ranks(
-    run: Run, corpus: PreparedCorpus, steps: int, device_type: DeviceType = "cpu"
-) -> ParallelRun:
-    """Trains on the run's ranks, which are processes of this machine. Raises RanksFailed."""
-    world_size = run.grid.world_size
-    results = run_on_ranks(
-        train_rank, run, corpus, steps, world_size=world_size, device_type=device_type
-    )
-    parallel: ParallelRun = results[0]
-    return parallel
-
-
 def train_rank(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
 ) -> ParallelRun | None:
     """One rank's part of the training. Rank 0 returns the record, other ranks return None."""
     with ParallelContext.create(run.grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
-        worker = Worker(run, context)
-        return _record_steps(worker, StepInputs(run, corpus, context), steps)
-
-
-def _record_steps(worker: Worker, inputs: StepInputs, steps: int) -> ParallelRun | None:
-    initial = gather_weights(worker)
-    gathered: list[LogicalTensors | None] = []
-    worker.engine.before_step = lambda: gathered.append(gather_gradients(worker))
-    losses, grad_norms = [], []
-    for step in range(steps):
-        samples = step * worker.run.batch.train_batch_size
-        result = worker.train_step(inputs.load(samples), inputs.learning_rate(step))
-        worker.engine.before_step = lambda: None
-        losses.append(result.loss)
-        grad_norms.append(result.grad_norm)
-    final = gather_weights(worker)
+        worker, inputs = Worker(run, context), StepInputs(run, corpus, context)
+        initial = gather_weights(worker)
+        gathered: list[LogicalTensors | None] = []
+        worker.engine.before_step = lambda: gathered.append(gather_gradients(worker))
+        losses, grad_norms = [], []
+        for step in range(steps):
+            samples = step * run.batch.train_batch_size
+            result = worker.train_step(inputs.load(samples), inputs.learning_rate(step))
+            worker.engine.before_step = lambda: None
+            losses.append(result.loss)
+            grad_norms.append(result.grad_norm)
+        final = gather_weights(worker)
     gradients = gathered[0]
     if initial is None or gradients is None or final is None:
         return None
@@ -262,7 +245,10 @@ def merge_shards(parts: Iterable[tuple[str, ParameterShard, Tensor]]) -> Logical
         held = value.split([*(len(rows) for rows in shard.rows), shard.padding_rows])
         for rows, part in zip(shard.rows, held, strict=False):
             there, known = _part(merged[name], rows, shard), _part(placed[name], rows, shard)
-            difference = max(difference, _largest_difference(there[known], part[known]))
+            distances = (there[known] - part[known]).abs()
+            if distances.numel():
+                largest = distances.nan_to_num(nan=math.inf, posinf=math.inf).max()
+                difference = max(difference, float(largest))
             there.copy_(torch.where(known, there, part))
             known.fill_(True)
     return LogicalTensors(merged, difference)
@@ -272,10 +258,3 @@ def _part(tensor: Tensor, rows: range, shard: ParameterShard) -> Tensor:
     """A view of the logical tensor: these rows and the shard's columns."""
     part = tensor[rows.start : rows.stop]
     return part if shard.columns is None else part[:, shard.columns.start : shard.columns.stop]
-
-
-def _largest_difference(a: Tensor, b: Tensor) -> float:
-    if not a.numel():
-        return 0.0
-    largest = float((a - b).abs().max())
-    return math.inf if math.isnan(largest) else largest

@@ -1,8 +1,9 @@
 """Activations of each kind of layer: what a micro-batch keeps for its backward, and working memory.
 
-n = B S is the tokens of a micro-batch. m is the tokens on this rank between layers: n / T with
-sequence parallelism on T tensor ranks, else n. Hidden states are (B, S, D) inside column- and
-row-parallel layers, and (B, m/B, D) between them and between pipeline stages.
+n = B S / C is the tokens of a micro-batch on one of C context ranks. m is the tokens on this rank
+between layers: n / T with sequence parallelism on T tensor ranks, else n. Hidden states are
+(B, n/B, D) inside column- and row-parallel layers, and (B, m/B, D) between them and between
+pipeline stages.
 
 Q = (H + 2 H_kv) K is the number of query, key and value features, and a the bytes of an element. A
 block keeps
@@ -31,7 +32,8 @@ are fused, too. This is exact without sequence parallelism and attention dropout
 a compiled block keeps at most this.
 
 With full recomputation, a block keeps only its output, and its backward first recomputes the rest
-(section 5 of the paper, "full recomputation": 2 s b h a layer).
+(section 5 of the paper, "full recomputation": 2 s b h a layer). If it is offloaded, the output
+waits in host memory (``zero/host_inputs.py``).
 
 If attention stays within a document (``model/documents.py``), every rank also has, from its own
 micro-batch,
@@ -40,8 +42,9 @@ micro-batch,
     angles      (B, S, 1, K)   cosines and sines of rotary positions, in the model's precision
     mask        (B, 1, S, S)   in the model's precision, the same for all heads; only if needed
 
-and each chunk of layers keeps its own until the backward of its first block is done. Otherwise the
-angles are (S, 1, K), and stay for the run. Without a mask, a block keeps as much as if each row
+and each chunk of layers keeps its own until the backward of its first block is done. With
+all_gather, angles and rows of the mask are those of a rank's own tokens. Otherwise the angles are
+(S, 1, K), and stay for the run. Without a mask, a block keeps as much as if each row
 were one document. On a GPU, its backward sums the queries' gradients in fp32, with 128 rows of
 padding for each document. This memory is not counted. It is less than the working memory of the
 MLP's backward, unless documents have far fewer than 128 tokens on average.
@@ -52,9 +55,13 @@ from functools import cache
 
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Recomputation
-from megaspeed.model.parameters import parameter_named
+from megaspeed.model.parameters import mlp_parts, parameter_named
 from megaspeed.planning.costs.rank_parameters import BYTES_OF
-from megaspeed.tensor_parallel.plan import shard_of, tokens_of_a_chunk, vocabulary_rows_per_rank
+from megaspeed.tensor_parallel.plan import (
+    shard_of,
+    tokens_of_a_chunk,
+    vocabulary_rows_per_rank,
+)
 
 _FP32, _INT32, _INT64 = 4, 4, 8
 
@@ -66,8 +73,8 @@ _HASHING = 2 * 4
 
 
 def tokens_of(run: Run) -> int:
-    """n: tokens of a micro-batch."""
-    return run.batch.micro_batch_size * run.config.data.sequence_length
+    """n: tokens of a micro-batch on one rank of the context axis."""
+    return run.batch.micro_batch_size * run.config.data.sequence_length // run.grid.cp
 
 
 def full_hidden_bytes(run: Run) -> int:
@@ -78,6 +85,13 @@ def full_hidden_bytes(run: Run) -> int:
 def hidden_bytes(run: Run) -> int:
     """Return the part of the hidden states that one rank has between layers."""
     return full_hidden_bytes(run) // (run.grid.tp if run.sequence_parallel else 1)
+
+
+def mlp_parts_of(run: Run) -> list[int]:
+    """The tokens of a row in each part of the MLP of a block with offloaded inputs."""
+    rows, model = run.batch.micro_batch_size, run.config.model
+    tokens = tokens_of(run) // rows // (run.grid.tp if run.sequence_parallel else 1)
+    return mlp_parts(rows, tokens, model.hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +137,12 @@ class Activations:
             self._residual_hashing = self._m * model.hidden_size * _HASHING
         self._has_documents = run.config.data.reset_at_documents
         self._needs_mask = not model.attends_without_mask(device_type, self._a)
-        # Elements of the attention matrices (B, H/T, S, S).
+        self._context, self._method = run.grid.cp, run.context_method
+        self._exchanged: tuple[int, ...] = ()
+        if self._method is not None:
+            self._exchanged = model.exchanged_features(self._method, cp=self._context, tp=tp)
+        # Elements of the attention matrices (B, H/T, S, S), of which context ranks share heads or
+        # rows.
         heads = model.num_attention_heads // tp
         self._attention_weights = self._n * run.config.data.sequence_length * heads
         self._block = cache(self._computed_block)
@@ -149,22 +168,39 @@ class Activations:
     def _computed_block(self, recomputation: Recomputation) -> LayerMemory:
         if recomputation == "selective":
             return self._selective_block()
-        output, mlp = self._hidden, self._mlp_kept()
+        parts = len(mlp_parts_of(self._run)) if recomputation == "full_offloaded" else 1
+        output, mlp = self._hidden, self._mlp_kept() // parts
         attention = self._norm_kept() + self._attention_kept() + output
         if not self._fused_norm and self._a < _FP32:
             attention -= output  # a norm of several operations keeps its input in fp32 instead
         kept = attention + self._norm_kept() + mlp + output
         forward = max(self._summed, self._gathered, self._residual_hashing)
-        backward = self._block_backward_working()
+        backward = self._block_backward_working(parts)
+        keys, gathering, attending = self._exchanging()
+        later = mlp + self._norm_kept() + output  # what the attention's passes do not have
+        gathered = attention + keys + gathering - (self._kernel_kept() if keys else 0)
         if recomputation == "none":
-            return LayerMemory(kept=kept, forward_working=forward, backward_working=backward)
+            return LayerMemory(
+                kept=kept,
+                forward_working=max(forward, gathered - kept),
+                backward_working=max(backward, keys + max(gathering, attending) - later),
+            )
+        kept += keys
+        if keys and self._model.positions == "rotary" and not self._model.qk_norm:
+            # Rotated queries are copies, and values are gathered: nothing keeps the projection's.
+            kept -= self._n * self._attention_features()[0] * self._a
         # With recomputation, the first forward keeps no intermediates, and its peak is in the MLP.
         # The recomputed forward keeps everything except the output. Its peak is at the attention's
         # output or in the backward that follows.
+        # An offloaded input is on the device while it leaves, and while the one before it returns.
+        # The input of the first block counts as kept by the layer before, not the last output.
+        on_device = output if recomputation == "full" or not self._on_gpu else 0
+        passing = 2 * (output - on_device)
+        again = kept - output + max(forward - mlp, backward, max(gathering, attending) - later)
         return LayerMemory(
-            kept=output,
-            forward_working=forward + mlp,
-            backward_working=kept - output + max(forward - mlp, backward),
+            kept=on_device,
+            forward_working=passing + max(forward + mlp, gathered),
+            backward_working=passing + again,
         )
 
     def _selective_block(self) -> LayerMemory:
@@ -174,8 +210,7 @@ class Activations:
         backward is a part of it.
         """
         model, hidden = self._model, self._hidden
-        features, _ = self._local_shape("attention.qkv")
-        _, mixed = self._local_shape("attention.output")
+        features, mixed = self._attention_features()
         _, width = self._local_shape("mlp.down")
         qkv, mix = self._n * features * self._a, self._n * mixed * self._a
         activation = self._n * width * self._a  # (n, F/T), the input of ``down``
@@ -188,12 +223,14 @@ class Activations:
             head_norm = 3 * self._n * (features - mixed) // 2 * _FP32
         core, again = 0, self._attention_kept()  # what the fused kernel returns; the rest
         if model.attention_dropout == 0.0:
-            core = mix + self._n * mixed // model.head_dim * _FP32
+            core = self._kernel_kept()
             again -= qkv + core
         elif self._head_norms_keep_qkv:
             again -= qkv
         mlp = self._mlp_gradients()
+        keys, gathering, attending = self._exchanging()
         forward = [
+            keys + gathering - hidden - core - up,
             mix + head_norm - hidden - core - up,
             norm - hidden - up,
             self._gathered,
@@ -205,6 +242,7 @@ class Activations:
             mlp - up + hidden + self._column_parallel_backward(),
             norm + self._norm_kept() - up,
             again + head_norm - up,
+            keys + max(gathering, attending) - up,
         ]
         if model.attention_dropout == 0.0:
             backward.append(again + mix + qkv - up)
@@ -228,10 +266,12 @@ class Activations:
         block = self.block(index)
         if not self._has_documents:
             return block
-        positions = self._n * _INT32 + self._angles(self._n)
+        tokens = self._n * self._context  # of complete sequences
+        queries = self._n if self._method == "all_gather" else tokens
+        positions = tokens * _INT32 + self._angles(queries)
         if not self._needs_mask:
             return replace(block, kept=block.kept + positions)
-        pairs = self._n * self._run.config.data.sequence_length
+        pairs = queries * self._run.config.data.sequence_length
         return replace(
             block,
             kept=block.kept + pairs * self._a + positions,
@@ -246,10 +286,12 @@ class Activations:
         If attention stays within a document, each micro-batch has its own angles and mask.
         """
         sequence, window = self._run.config.data.sequence_length, self._model.sliding_window
+        gathers = self._method == "all_gather"
         if self._has_documents:
             return 0
-        is_masked = self._needs_mask and window is not None and window < sequence
-        return self._angles(sequence) + (sequence**2 * self._a if is_masked else 0)
+        queries = sequence // self._context if gathers else sequence
+        is_masked = self._needs_mask and (gathers or (window is not None and window < sequence))
+        return self._angles(queries) + (queries * sequence * self._a if is_masked else 0)
 
     def head(self) -> LayerMemory:
         """The final norm and the loss (``tensor_parallel/loss.py``).
@@ -298,27 +340,86 @@ class Activations:
 
     def _attention_kept(self) -> int:
         model, n = self._model, self._n
-        features, _ = self._local_shape("attention.qkv")
-        _, mixed = self._local_shape("attention.output")
+        features, mixed = self._attention_features()
         heads = mixed // model.head_dim
         key_value_heads = (features - mixed) // (2 * model.head_dim)
         is_rotary = model.positions == "rotary"
         # Queries and keys after the rotation or the norm.
         queries_and_keys = features - key_value_heads * model.head_dim
         changed = queries_and_keys if is_rotary or model.qk_norm else 0
-        norms = 0
-        if model.qk_norm:  # statistics of the norms of each head's query and key
-            intermediates = 0 if self._fused_rms_norm else self._rms_norm_intermediates()
-            norms = n * (heads + key_value_heads) * (_FP32 + model.head_dim * intermediates)
+        norms = self._head_norms_kept(heads + key_value_heads)
+        if self._method == "all_gather":  # the rest is computed and gathered again
+            kept = n * features * self._a
+            return kept + (self._kernel_kept() if model.attention_dropout == 0.0 else 0)
         if model.attention_dropout == 0.0:
-            row_statistics = n * heads * _FP32
-            elements = n * (features + changed + mixed)
-            return elements * self._a + row_statistics + norms
+            return n * (features + changed) * self._a + self._kernel_kept() + norms
         # Without the fused kernel (model/attention.py): copies of queries, keys and values, the
         # output, the fp32 softmax, and the weights after dropout.
         squares = self._attention_weights * (_FP32 + self._a)
         elements = n * (mixed + features + (features if self._head_norms_keep_qkv else 0))
         return elements * self._a + squares + norms
+
+    def _head_norms_kept(self, heads: int) -> int:
+        """Return the statistics of the norms of each query and key head, if the model has them."""
+        if not self._model.qk_norm:
+            return 0
+        intermediates = 0 if self._fused_rms_norm else self._rms_norm_intermediates()
+        return self._n * heads * (_FP32 + self._model.head_dim * intermediates)
+
+    def _attention_features(self) -> tuple[int, int]:
+        """Features of a token's queries, keys and values in the attention, and of its output.
+
+        With ulysses, a rank has 1 / C of them, for C times as many tokens. A key/value head is
+        copied if there are fewer than C.
+        """
+        features, _ = self._local_shape("attention.qkv")
+        _, mixed = self._local_shape("attention.output")
+        if self._method == "ulysses":
+            features, mixed = self._exchanged
+        return features, mixed
+
+    def _exchanging(self) -> tuple[int, int, int]:
+        """Return three numbers of bytes beyond what the attention keeps, if ranks share sequences.
+
+        They are those of gathered keys and values, and of what is computed from them; beside these,
+        the working memory of the exchange; and that of the backward.
+
+        With ulysses, queries, keys and values exist three times: as they are computed, sent and
+        received. So do their gradients in the backward, when all that was kept is freed.
+
+        With all_gather, a rank receives the keys and values of all tokens. It attends with two runs
+        of queries to (1 + 1 / (2 C)) times as many, or to fewer if documents are short.
+        """
+        if self._method is None:
+            return 0, 0, 0
+        if self._method == "ulysses":
+            exchanged, kept = self._n * self._exchanged[0] * self._a, self._attention_kept()
+            own = self._n * self._local_shape("attention.qkv")[0] * self._a
+            return 0, own + 2 * exchanged - kept, self._hidden + 3 * exchanged - kept
+        (features,), n = self._exchanged, self._n
+        received = self._context * n * features * self._a
+        used = received + n * features * self._a // 2
+        _, mixed = self._local_shape("attention.output")
+        changed = self._model.positions == "rotary" or self._model.qk_norm
+        queries, own = n * mixed * self._a, n * features * self._a
+        # Of the kernel's results; then, beside the gradient of what is used, that of what is
+        # received, which gloo copies.
+        gradients = max(used + 2 * queries, (1 if self._on_gpu else 2) * received - queries)
+        keys = used + changed * queries
+        keys += self._head_norms_kept((mixed + features // 2) // self._model.head_dim)
+        if self._model.attention_dropout > 0.0:
+            keys += self._attention_weights * (_FP32 + self._a) + queries + used
+            gradients = max(gradients, self._attention_weights * _HASHING)
+        return keys, received + own + changed * own // 2, gradients
+
+    def _kernel_kept(self) -> int:
+        """Return what the fused kernel keeps of its result: the output, and the statistics of the
+        softmax. With ulysses, the output after the all-to-all is kept, too.
+        """
+        _, mixed = self._local_shape("attention.output")
+        outputs = 2 if self._method == "ulysses" else 1
+        statistics = self._n * mixed // self._model.head_dim * _FP32
+        return outputs * self._n * mixed * self._a + statistics
 
     @property
     def _head_norms_keep_qkv(self) -> bool:
@@ -364,7 +465,7 @@ class Activations:
             mlp = self._hidden + max(mlp, self._residual_hashing)
         return mlp
 
-    def _block_backward_working(self) -> int:
+    def _block_backward_working(self, parts: int) -> int:
         """Return the working memory at the peak of a block's backward, at one of these moments:
 
         inside the MLP      its gradients, and everything that its forward kept
@@ -374,10 +475,17 @@ class Activations:
 
         With residual dropout, a second gradient exists beside that of the residual connection.
         """
-        mlp_kept, mlp = self._mlp_kept(), self._mlp_gradients()
-        moments = [mlp + self._gathered, mlp - mlp_kept + self._column_parallel_backward()]
+        mlp_kept, mlp = self._mlp_kept() // parts, self._mlp_gradients() // parts
+        if parts > 1:  # the gradients of the parts' inputs
+            mlp += self._hidden
+        column = self._column_parallel_backward() // parts
+        moments = [mlp + self._gathered // parts, mlp - mlp_kept + column]
         if not self._fused_norm:
-            moments.append(4 * self._m * self._model.hidden_size * _FP32 - mlp_kept)
+            converted = self._hidden if self._a < _FP32 else 0
+            intermediates = 3 * self._m * self._model.hidden_size * _FP32 + converted
+            if parts > 1:  # the last part has freed what the norm returned
+                intermediates -= self._hidden
+            moments.append(intermediates - mlp_kept)
         if self._model.attention_dropout > 0.0:
             # The gradient replaces the weights after dropout, and the MLP's tensors are freed.
             hashing = self._attention_weights * _HASHING

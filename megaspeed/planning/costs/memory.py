@@ -251,7 +251,7 @@ def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
             sizes = [sharded_elements(run, [parameter]) for parameter in members]
             columns += [sum(sizes[i] for i in one) // grid.shard for one in buckets(run, sizes)]
             continue
-        each = math.ceil(elements / grid.dp)
+        each = math.ceil(elements / grid.dp_cp)
         columns += [min(together, each - start) for start in range(0, each, together)]
     return columns
 
@@ -278,7 +278,7 @@ def compression_buffer_bytes(
     means = [0]
     if grid.replicate > 1 and run.config.zero_optimization.offloads_optimizer:
         flat = (elements for _, elements in flat_buckets(run, compressed))
-        means = [math.ceil(elements / grid.dp) * grid.replicate for elements in flat]
+        means = [math.ceil(elements / grid.dp_cp) * grid.replicate for elements in flat]
     if method.type == "powersgd":
         matrices, rest = powersgd_matrices(run, parameters)
         left = method.rank * sum(height for height, _ in matrices) + 2 * rest

@@ -87,6 +87,26 @@ class Network:
         both = 2 * self.collective("tp", "all_reduce", message)
         return both, both
 
+    def cp(self) -> tuple[float, float]:
+        """Return the seconds in a block's forward and backward over the context axis.
+
+        Ulysses has two all-to-alls in each pass, as ``tensor_parallel.context`` describes. If keys
+        and values are gathered, the backward gathers them again, unless it repeats the forward, and
+        sums their gradients.
+        """
+        work, grid = self.work, self.work.grid
+        if work.context_method is None:
+            return 0.0, 0.0
+        method, token_bytes = work.context_method, work.tokens * work.element_bytes
+        features = work.model.exchanged_features(method, cp=grid.cp, tp=grid.tp)
+        if method == "ulysses":
+            both = sum(self.collective("cp", "all_to_all", token_bytes * f) for f in features)
+            return both, both
+        (message,) = (grid.cp * token_bytes * each for each in features)
+        gather = self.collective("cp", "all_gather", message)
+        again = 1.0 - (work.recomputed_share if work.recomputation == "full" else 0.0)
+        return gather, again * gather + self.collective("cp", "reduce_scatter", message)
+
     def tp_of_ends(self) -> tuple[float, float]:
         """Return the seconds in the embedding and in the head with its loss, of both passes.
 

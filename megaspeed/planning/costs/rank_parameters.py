@@ -125,7 +125,7 @@ def flat_buckets(
         if run.zero_stage == 3:
             sizes = [sharded_elements(run, [p]) for p in members]
         together = [range(len(members))] if members else []
-        if grid.dp > 1 and (grid.is_hybrid or not any(p.is_compressed for p in members)):
+        if grid.dp_cp > 1 and (grid.is_hybrid or not any(p.is_compressed for p in members)):
             head = members.index(of_the_loss) if of_the_loss in members else None
             together = buckets(run, sizes, head)
         for one in together:

@@ -163,8 +163,8 @@ def communicator_bytes(ranks: int, ranks_of_node: int, device: Device) -> int:
     if ranks > ranks_of_node:
         each += (_RING_TO_A_NODE + _TREE_TO_A_NODE * (ranks > 2)) // ranks_of_node
     nvls = 0
-    if ranks_of_node > 1 and _has_switch(device):
-        nvls = _NVLS_CHANNELS[_generation(device)] * _NVLS_BYTES * ranks_of_node
+    if ranks_of_node > 1 and device.link_bandwidth >= 200:
+        nvls = _NVLS_CHANNELS.get(_generation(device), 0) * _NVLS_BYTES * ranks_of_node
     return shared + channels * each + nvls
 
 
@@ -203,10 +203,6 @@ def _shared_bytes(channels: int, within_node: bool, device: Device) -> int:
 def _power_of_two(channels: int) -> int:
     """Return the channels of sends (ncclTopoComputeP2pChannels in src/graph/paths.cc)."""
     return 1 << (channels - 1).bit_length()
-
-
-def _has_switch(device: Device) -> bool:
-    return _generation(device) in _NVLS_CHANNELS and device.link_bandwidth >= 200
 
 
 def _generation(device: Device) -> str:

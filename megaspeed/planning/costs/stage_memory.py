@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import count
 
 from megaspeed.config.resolve import Run
@@ -100,12 +100,15 @@ class _Step:
         self._run, self._on_host = run, device_type == "cpu"
         self._parameters = local_parameters(run, pipeline_stage)
         self.states = model_states(run, self._parameters, on_host=self._on_host)
-        self._chunks = _chunks(run, pipeline_stage, self._parameters, device_type)
+        self._chunks = list(_chunks(run, pipeline_stage, self._parameters, device_type))
         self._hidden = hidden_bytes(run)
         self._shared = Activations(run, device_type).shared()
         self._head_gradient = head_gradient_bytes(run, self._parameters)
         self._head = head_weight(self._parameters)
-        self._gathered, self._visit = cache(self._gathered_bytes), cache(self._visit_bytes)
+        self._visit = cache(self._visit_bytes)
+        self._gathered = cache(
+            partial(gathered_chunk_bytes, run, self._parameters, on_host=self._on_host)
+        )
         self._buckets = gradient_buckets(run, self._parameters, on_host=self._on_host)
         self._pipeline, self._stage = pipeline_of(run), pipeline_stage
         chunks, last = range(len(self._chunks)), self._pipeline.virtual_stages - 1
@@ -178,7 +181,7 @@ class _Step:
         if moment.summed is not None:
             ledger.hold("gradients", self._visit(moment.summed))
         for chunk, forward in moment.gathered:
-            ledger.hold("communication_buffers", self._gathered(chunk, forward))
+            ledger.hold("communication_buffers", self._gathered(chunk, forward=forward))
         return ledger
 
     def _forward(self, moment: Moment) -> _Ledger:
@@ -198,10 +201,12 @@ class _Step:
         ledger.hold("activations", self._kept[moment.chunk] + self._gradient[moment.chunk])
         reductions = _Reductions(self._run, self._buckets, self._head, ledger, moment)
         for layer, gathered in reversed(self._layers_of(moment)):
+            # Autograd computes the layer's largest gradient, and then adds it to the sum.
+            largest = max(p.elements for p in layer.parameters if p.name != HEAD_WEIGHT)
             with ledger.briefly("communication_buffers", gathered):
                 with (
                     ledger.briefly("activations", layer.memory.backward_working),
-                    ledger.briefly("gradients", self._fresh_gradient(layer)),
+                    ledger.briefly("gradients", _fresh_bytes(self._run, largest)),
                 ):
                     pass
                 ledger.free("activations", layer.memory.kept)
@@ -220,20 +225,10 @@ class _Step:
             )
         return list(zip(layers, gathered, strict=True))
 
-    def _gathered_bytes(self, chunk: int, forward: bool) -> int:
-        return gathered_chunk_bytes(
-            self._run, self._parameters, chunk, forward=forward, on_host=self._on_host
-        )
-
     def _visit_bytes(self, chunk: int) -> int:
         """Return the bytes of the gradients of a chunk that are summed in a visit."""
         own = (p for p in self._parameters if p.chunk == chunk and p != self._head)
         return elements_of(own) * BYTES_OF[waiting_dtype(self._run)]
-
-    def _fresh_gradient(self, layer: "_Layer") -> int:
-        """Return the layer's largest gradient, which autograd computes and then adds to the sum."""
-        computed = (p.elements for p in layer.parameters if p.name != HEAD_WEIGHT)
-        return _fresh_bytes(self._run, max(computed))
 
     def _reduction(self) -> _Ledger:
         """Return the memory of the reduction: the copy of a bucket, or what compression needs."""
@@ -313,8 +308,8 @@ class _Layer:
 
 def _chunks(
     run: Run, pipeline_stage: int, parameters: Sequence[LocalParameter], device_type: str
-) -> list[list[_Layer]]:
-    """Return the layers of each chunk of the pipeline stage, each with its parameters."""
+) -> Iterator[list[_Layer]]:
+    """Yield the layers of each chunk of the pipeline stage, each with its parameters."""
     own: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         own.setdefault(parameter.layer, []).append(parameter)
@@ -329,16 +324,12 @@ def _chunks(
         is_first = layer == max(1, chunk.start)
         return (activations.first_block if is_first else activations.block)(next(blocks))
 
-    return [
-        _without_sent_output(
-            run,
-            [
-                _Layer(memory_of(layer, chunk), own[layer_name(model, layer)], layer == head)
-                for layer in chunk
-            ],
-        )
-        for chunk in chunks_of_stages(run)[pipeline_stage]
-    ]
+    for chunk in chunks_of_stages(run)[pipeline_stage]:
+        layers = [
+            _Layer(memory_of(layer, chunk), own[layer_name(model, layer)], layer == head)
+            for layer in chunk
+        ]
+        yield _without_sent_output(run, layers)
 
 
 def _without_sent_output(run: Run, layers: list[_Layer]) -> list[_Layer]:
@@ -347,7 +338,6 @@ def _without_sent_output(run: Run, layers: list[_Layer]) -> list[_Layer]:
     if last.is_head:
         return layers
     output, memory = hidden_bytes(run), last.memory
-    memory = replace(
-        memory, kept=memory.kept - output, forward_working=memory.forward_working + output
-    )
+    working = memory.forward_working + output
+    memory = replace(memory, kept=memory.kept - output, forward_working=working)
     return [*layers[:-1], replace(last, memory=memory)]

@@ -3,7 +3,7 @@
     step      = micro-batches x slowest stage + bubble + p2p + dp + optimizer
     stage     = its blocks (+ embedding on the first stage, + head on the last)
     block     = forward + backward + recomputed part of the forward
-    forward   = products + attention + pointwise + tp
+    forward   = products + attention + pointwise + tp + cp
 
 The prediction runs nothing. Only the constants in ``FITTED`` are fitted to published runs. All
 others are from data sheets, papers and source code, stated beside each constant. Each function
@@ -80,12 +80,13 @@ class Parts(NamedTuple):
     attention: float = 0.0
     pointwise: float = 0.0
     tp: float = 0.0
+    cp: float = 0.0
 
 
 AGAIN: Mapping[str, Parts] = {
     "none": Parts(),
     "selective": Parts(pointwise=1),
-    "full": Parts(products=1, attention=1, pointwise=1, tp=1),
+    "full": Parts(products=1, attention=1, pointwise=1, tp=1, cp=1),
 }
 """Kind of recomputation -> the share of each part of a block's forward that is computed again."""
 
@@ -144,6 +145,7 @@ class StepTime:
     head: float
     recomputation: float
     tp: float  # collectives that the rank waits for
+    cp: float
     bubble: float  # waits for other pipeline stages
     p2p: float  # sends between pipeline stages
     dp: float  # exposed collectives of the data axis, and the slowdown of computation by others
@@ -163,7 +165,7 @@ class StepTime:
     @property
     def communication(self) -> float:
         """Share of the step in which ranks wait for messages, without the bubble."""
-        return (self.tp + self.p2p + self.dp) / self.total
+        return (self.tp + self.cp + self.p2p + self.dp) / self.total
 
     def scaled(self, factor: float) -> "StepTime":
         """Return all terms, multiplied by the same factor."""
@@ -256,6 +258,7 @@ class Rates:
             head=of_head * (head.both - end.tp - head.host),
             recomputation=of_blocks * block.recomputation,
             tp=of_blocks * parts.tp + of_embedding * first.tp + of_head * end.tp,
+            cp=of_blocks * parts.cp,
             bubble=bubble,
             p2p=p2p,
             dp=self.network.dp(slowest, block.forward, block.backward, waits),
@@ -277,7 +280,8 @@ class Rates:
         work = self.work
         products = list(block_products(work.model, work.tokens, work.grid.tp))
         linear = map(sum, zip(*map(self.linear, products), strict=True))
-        each = (linear, self.attention(), self.pointwise(products), self.network.tp())
+        network = self.network.tp(), self.network.cp()
+        each = (linear, self.attention(), self.pointwise(products), *network)
         forward, backward = (Parts(*seconds) for seconds in zip(*each, strict=True))
         again = recomputed_seconds(forward, AGAIN[work.recomputation])
         return LayerTime(
@@ -318,7 +322,7 @@ class Rates:
         slower = 1.0
         if device.name.split("-")[0] in _NEW_DEVICES:
             slower /= _OLD_KERNEL
-        heads = work.micro_batch_size * model.num_attention_heads / tp
+        heads = work.micro_batch_size * model.num_attention_heads / tp / work.grid.cp
         blocks = heads * math.ceil(work.sequence_length / _ROWS_OF_A_BLOCK)
         slower *= max(1.0, device.processors / blocks)
         if model.head_dim % 8:

@@ -1,9 +1,11 @@
 """Bytes that one rank sends in one optimizer step, by axis and collective.
 
-    dp      gradients and parameters, as ZeRO partitions them. With shards and replicas:
+    dp      gradients and parameters, as ZeRO partitions them over data and context ranks. With
+            shards and replicas:
             shard     the same, over the ranks that ZeRO partitions over
             replica   the partition of the gradients, between the ranks that hold it
     tp      activations within a layer, and the loss
+    cp      queries, keys and values of a block's attention, and its output
     pp      activations and their gradients, a tied weight's gradient
     world   one report of a few fp64 numbers from every rank to every rank
 
@@ -27,11 +29,17 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
+from megaspeed.config.model import ContextMethod
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import HEAD_WEIGHT, block_rows
 from megaspeed.pipeline.partition import blocks_of_stages
 from megaspeed.pipeline.schedules import Pipeline, passes_of, pipeline_of
-from megaspeed.planning.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
+from megaspeed.planning.costs.activations import (
+    full_hidden_bytes,
+    hidden_bytes,
+    mlp_parts_of,
+    tokens_of,
+)
 from megaspeed.planning.costs.gathers import gathered_elements_of_a_step
 from megaspeed.planning.costs.memory import int8_columns, is_summed_over_step, powersgd_matrices
 from megaspeed.planning.costs.rank_parameters import (
@@ -55,7 +63,7 @@ Traffic = Mapping[tuple[TrafficAxis, Collective], int]
 """Bytes that one rank sends in one optimizer step. Collectives that send nothing are omitted."""
 
 # Squares of the norm, loss, peak memory, stop signal, and the timeline of a step: training.worker.
-_NUMBERS_OF_A_REPORT = 4 + 1 + 8
+_NUMBERS_OF_A_REPORT = 4 + 1 + 9
 _FP64_BYTES = 8
 
 
@@ -119,10 +127,12 @@ def predict_traffic(run: Run, pipeline_stage: int, device_type: str = "cuda") ->
     3, whose last partition may be shorter. The result is for a rank with the longest partition.
     """
     messages = Messages()
-    if run.grid.dp > 1:
+    if run.grid.dp_cp > 1:
         _add_data_axis(messages, run, pipeline_stage, on_host=device_type == "cpu")
     if run.grid.tp > 1:
         _add_tensor_axis(messages, run, pipeline_stage)
+    if run.context_method is not None:
+        _add_context_axis(messages, run, run.context_method, pipeline_stage)
     _add_pipeline_axis(messages, run, pipeline_stage)
     world_size = run.grid.world_size
     report = world_size * _NUMBERS_OF_A_REPORT * _FP64_BYTES
@@ -167,31 +177,64 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     parallelism those of norms and row-parallel biases, and always those of norms of each head.
 
     Full recomputation repeats a block's forward up to the last tensor that its backward needs, the
-    input of the MLP's row-parallel matrix. It does not repeat the g after it. Selective
-    recomputation repeats no collective.
+    input of the MLP's row-parallel matrix. It does not repeat the g after it. If the MLP is divided
+    (``full_offloaded``), this is so for the last part. All others are complete, and the backward of
+    each part repeats it once more up to that matrix. Selective recomputation repeats no collective.
     """
     tp, micro_batches = run.grid.tp, run.batch.gradient_accumulation_steps
     has_embedding, has_head = pipeline_stage == 0, pipeline_stage == run.grid.pp - 1
     blocks = blocks_of_stages(run)[pipeline_stage]
     parallel = run.config.parallel
-    again = sum(parallel.recomputation_of(block) == "full" for block in range(blocks))
+    again = sum(parallel.recomputation_of(block).startswith("full") for block in range(blocks))
 
     def add(collective: Collective, message_bytes: int) -> None:
         messages.add("tp", collective, micro_batches * message_bytes, ranks=tp)
 
     h = full_hidden_bytes(run)
+    divided = 0  # bytes of all parts of an MLP but the last one, in all such blocks
+    if parallel.activation_checkpointing == "full_offloaded":
+        parts = mlp_parts_of(run)
+        divided = again * h // sum(parts) * sum(parts[:-1])
     if run.sequence_parallel:
         add("all_reduce", has_embedding * h)
-        add("all_gather", (blocks * 6 + again * 2 + has_embedding + has_head) * h)
-        add("reduce_scatter", (blocks * 4 + again + has_head) * h)
+        add("all_gather", (blocks * 6 + again * 2 + has_embedding + has_head) * h + divided)
+        add("reduce_scatter", (blocks * 4 + again + has_head) * h + divided)
     else:
-        add("all_reduce", (blocks * 4 + again + has_embedding + has_head) * h)
+        add("all_reduce", (blocks * 4 + again + has_embedding + has_head) * h + divided)
     if has_head:  # maximum in the logits' type; sum of exponentials and target's logit in fp32
         add("all_reduce", tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"]))
     partial = [p for p in local_parameters(run, pipeline_stage) if p.group == "partial"]
     own_bytes = own_elements(run, partial) * _gradient_element_bytes(run)
     messages.add("tp", "all_reduce", own_bytes, ranks=tp)
     add("all_reduce", blocks * _shared_head_gradient_bytes(run))
+
+
+def _add_context_axis(
+    messages: Messages, run: Run, method: ContextMethod, pipeline_stage: int
+) -> None:
+    """What a block's attention sends in each micro-batch (``tensor_parallel/context.py``).
+
+    Of T own tokens, with q query and kv key features, in the parameters' type:
+
+        ulysses       two all-to-alls, of T (q + 2 kv) and of T q, in each pass
+        all_gather    two all-gathers and a reduce-scatter of cp T 2 kv; the second all-gather is
+                      before the backward of the attention
+
+    Full recomputation repeats the all-to-alls. Its repeated forward does the second all-gather.
+    """
+    cp, parallel = run.grid.cp, run.config.parallel
+    features = run.config.model.exchanged_features(method, cp=cp, tp=run.grid.tp)
+    blocks = blocks_of_stages(run)[pipeline_stage]
+    again = sum(parallel.recomputation_of(block).startswith("full") for block in range(blocks))
+    token_bytes = tokens_of(run) * BYTES_OF[run.precision] * run.batch.gradient_accumulation_steps
+    for each in features:
+        if method == "ulysses":
+            size = (2 * blocks + again) * each * token_bytes
+            messages.add("cp", "all_to_all", size, ranks=cp)
+        else:
+            size = cp * blocks * each * token_bytes
+            messages.add("cp", "all_gather", 2 * size, ranks=cp)
+            messages.add("cp", "reduce_scatter", size, ranks=cp)
 
 
 def _shared_head_gradient_bytes(run: Run) -> int:

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Literal, NamedTuple, TypeVar
 
 from megaspeed.config.message_sizes import most_gathered_together
-from megaspeed.config.model import ModelConfig
+from megaspeed.config.model import ContextMethod, ModelConfig
 from megaspeed.config.resolve import Precision, Run
 from megaspeed.config.run import Recomputation
 from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
@@ -24,7 +24,7 @@ from megaspeed.planning.costs.traffic import compressed_share
 from megaspeed.topology.devices import Device
 from megaspeed.topology.grid import Grid
 
-Message = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Message = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 """The kinds of collectives."""
 
 _Number = TypeVar("_Number", int, float)
@@ -96,6 +96,7 @@ class Workload:
     recomputation: Recomputation = "none"
     recomputed_share: float = 1.0  # of the blocks
     sequence_parallel: bool = False
+    context_method: ContextMethod | None = None  # None without a context axis
     overlaps_dp: bool = False  # whether gradients are reduced while the backward continues
     reduces_in_backward: bool = True  # at ZeRO-3 with overlaps_dp; otherwise only gathers overlap
     reductions: int = 1  # of all gradients in a step: 1, or as many as groups or micro-batches
@@ -132,7 +133,7 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank, before the tensor axis splits them."""
-        return self.micro_batch_size * self.sequence_length
+        return self.micro_batch_size * self.sequence_length // self.grid.cp
 
     @property
     def element_bytes(self) -> int:
@@ -199,9 +200,10 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         gradient_bytes=gradient_bytes,
         sent_share=compressed_share(run, 0),
         attention=FLASH_ATTENTION_2 if is_fused else None,
-        recomputation=parallel.activation_checkpointing,
+        recomputation="full" if parallel.recomputes_fully else parallel.activation_checkpointing,
         recomputed_share=min(1.0, recomputed / largest),
         sequence_parallel=run.sequence_parallel,
+        context_method=run.context_method,
         overlaps_dp=run.zero_stage == 3 or run.overlaps_reductions,
         reduces_in_backward=run.overlaps_reductions,
         reductions=run.reductions,

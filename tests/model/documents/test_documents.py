@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.model.attention import attention_mask, window_mask
+from megaspeed.model.attention import attention_mask, mask_of_rows
 from megaspeed.model.documents import Documents
 from megaspeed.model.gpt import GPT
 from tests.model.documents.packed_rows import (
@@ -37,13 +38,16 @@ def test_positions_and_lengths_are_of_each_document() -> None:
     begins = torch.tensor([[0, 0, 1, 0, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1, 0, 1]]) == 1
     documents = Documents.beginning_at(begins)
     assert documents.positions.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 0, 0, 1, 0]]
-    assert documents.cu_seqlens.tolist() == [0, 2, 6, 8, 9, 12, 13, 15, 16]
-    assert {x.dtype for x in (documents.positions, documents.cu_seqlens)} == {torch.int32}
-    assert documents.longest == documents.moved(lambda tensor: tensor.to("meta")).longest == 4
-    assert Documents.beginning_at(torch.ones(2, 3) == 1).longest == 2, "length 1 takes another path"
+    assert documents.segments.cu_seqlens.tolist() == [0, 2, 6, 8, 9, 12, 13, 15, 16]
+    assert {x.dtype for x in (documents.positions, documents.segments.cu_seqlens)} == {torch.int32}
+    moved = documents.moved(lambda tensor: tensor.to("meta"))
+    assert documents.segments.longest == moved.segments.longest == 4
+    assert Documents.beginning_at(torch.ones(2, 3) == 1).segments.longest == 2, (
+        "length 1 takes another path"
+    )
     one = Documents.beginning_at(torch.zeros(1, 5, dtype=torch.bool))
-    assert one.longest == 5
-    assert (one.positions.tolist(), one.cu_seqlens.tolist()) == ([[0, 1, 2, 3, 4]], [0, 5])
+    assert one.segments.longest == 5
+    assert (one.positions.tolist(), one.segments.cu_seqlens.tolist()) == ([[0, 1, 2, 3, 4]], [0, 5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -130,14 +134,18 @@ def places_in_the_row(documents: Documents) -> Documents:
     return replace(documents, positions=positions)
 
 
+def with_boundaries(documents: Documents, cu_seqlens: Tensor) -> Documents:
+    return replace(documents, segments=documents.segments._replace(cu_seqlens=cu_seqlens))
+
+
 def one_document_too_long(documents: Documents) -> Documents:
-    cu_seqlens = documents.cu_seqlens.clone()
+    cu_seqlens = documents.segments.cu_seqlens.clone()
     cu_seqlens[3] += 1
-    return replace(documents, cu_seqlens=cu_seqlens)
+    return with_boundaries(documents, cu_seqlens)
 
 
 def rows_of_one_document(documents: Documents) -> Documents:
-    return replace(documents, cu_seqlens=24 * torch.arange(4, dtype=torch.int32))
+    return with_boundaries(documents, 24 * torch.arange(4, dtype=torch.int32))
 
 
 @torch.no_grad()
@@ -180,9 +188,9 @@ def test_rotary_angles_are_those_of_the_document() -> None:
 def test_a_mask_of_a_window_made_in_inference_mode_serves_a_later_step() -> None:
     model = GPT(llama(sliding_window=3))
     tokens = tokens_of(llama())
-    window_mask.cache_clear()
+    mask_of_rows.cache_clear()
     with torch.inference_mode():
         model(tokens)
     model(tokens).sum().backward()
-    assert window_mask.cache_info().hits > 0
+    assert mask_of_rows.cache_info().hits > 0
     assert gradients(model)

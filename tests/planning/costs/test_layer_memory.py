@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megaspeed.config.resolve import Run
 from megaspeed.measurement.allocations import AllocationLog
-from megaspeed.model.attention import RotaryAngles, attention_mask
+from megaspeed.model.attention import Inputs, RotaryAngles, attention_mask
 from megaspeed.model.documents import Documents, attends_without_mask
 from megaspeed.model.gpt import Block
 from megaspeed.model.recomputation import keeping, recomputing
@@ -101,17 +101,18 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length, model.hidden_size)
     x = torch.randn(shape, dtype=DTYPES[precision], requires_grad=True)
     samples = torch.arange(shape[0])
-    positions, mask, cu_seqlens = None, None, None
+    positions, mask, segments = None, None, None
     if run.config.data.reset_at_documents:
         begins = torch.arange(shape[1]).expand(shape[:2]) % 5 == 0
         documents = Documents.beginning_at(begins)
-        positions, cu_seqlens = documents.positions, documents.cu_seqlens
+        positions, segments = documents.positions, documents.segments
         if not attends_without_mask(model, x.device, x.dtype):
-            mask, cu_seqlens = attention_mask(positions, x.dtype), None
+            mask, segments = attention_mask(positions, x.dtype), None
     angles = None
     if model.positions == "rotary":
         angles = RotaryAngles(model).of(positions, shape[1], x.dtype, x.device)
-    y = block(x, samples, angles, mask, cu_seqlens)
+    inputs = Inputs(samples, angles, mask, segments)
+    y = block(x, inputs)
     y.backward(gradient := torch.randn_like(y))  # the first use creates constants
     for parameter in block.parameters():
         parameter.grad = None
@@ -122,7 +123,7 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     for parameter in block.parameters():
         parameter.register_hook(lambda g: log.claim("gradients", [g]))
     with log:
-        y = block(x, samples, angles, mask, cu_seqlens)
+        y = block(x, inputs)
         kept, forward = log.live().activations, log.peak().activations
         y.backward(gradient)
     return kept, forward, log.peak().activations
@@ -180,14 +181,14 @@ def test_a_compiled_block_recomputes_the_same() -> None:
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        y = forward(x, None, angles)
+        y = forward(x, Inputs(angles=angles))
     note(y)
     for given in (x, *angles, *block.parameters()):
         storages.pop(given.untyped_storage().data_ptr(), None)
     assert sum(storages.values()) == pytest.approx(Activations(run, "cpu").block().kept, rel=0.02)
     gradient = torch.randn_like(y)
     (compiled,) = torch.autograd.grad(y, x, gradient)
-    (eager,) = torch.autograd.grad(block(x, None, angles), x, gradient)
+    (eager,) = torch.autograd.grad(block(x, Inputs(angles=angles)), x, gradient)
     torch.testing.assert_close(compiled, eager)
 
 

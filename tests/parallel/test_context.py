@@ -1,0 +1,315 @@
+"""Ranks that share sequences train like one process, at every ZeRO stage."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.verify import ParallelRun, train_rank
+from megaspeed.measurement.watched_step import RankMeasurement, measure
+from megaspeed.model.documents import places_in
+from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
+from megaspeed.model.sequence_part import SequencePart
+from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.traffic import axis_totals, predict_traffic
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.rank_model import context_axis
+from tests.parallel.covering import CONTEXT, Row, pairs_of, possible_pairs, rows_of
+from tests.parallel.test_equality import FEW_STEPS, References, train_and_compare
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
+from tests.zero.one_rank import LEARNING_RATE, one_rank
+
+TEXT = Path(__file__).parent.parent.parent / "LICENSE"
+ROWS = rows_of(CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return short_documents(TEXT, tmp_path_factory.mktemp("text"))
+
+
+def run_of(row: Row, text: Path) -> Run:
+    pp, dp, tp = row["layout"]
+    interleaved = row["schedule"] == "interleaved"
+    return tiny_run(
+        text,
+        pp=pp,
+        dp=dp,
+        cp=row["context"],
+        tp=tp,
+        train_batch_size=8,
+        data={"reset_at_documents": row["reset_at_documents"]},
+        model={
+            **(GPT2 if row["architecture"] == "gpt2" else LLAMA),
+            "num_attention_heads": 8,
+            "num_key_value_heads": row["key_value_heads"],
+            "num_hidden_layers": 4 if interleaved else 3,
+            "tie_word_embeddings": row["tied"],
+            "embedding_dropout": row["dropout"],
+            "attention_dropout": row["dropout"],
+            "residual_dropout": row["dropout"],
+        },
+        parallel={
+            "context_method": row["method"],
+            "schedule": "1f1b" if interleaved else row["schedule"],
+            "virtual_stages": 2 if interleaved else 1,
+            **{
+                name: row[name]
+                for name in (
+                    "replicate",
+                    "gradient_reduction",
+                    "sequence_parallel",
+                    "activation_checkpointing",
+                )
+            },
+        },
+        gradient_accumulation_steps=2,
+        zero_optimization={"stage": row["zero_stage"], "overlap_comm": row["overlap_comm"]},
+    )
+
+
+def name_of(row: Row) -> str:
+    return "-".join(map(str, (*row["layout"], *list(row.values())[1:])))
+
+
+def test_every_possible_pair_of_settings_is_covered() -> None:
+    assert possible_pairs(CONTEXT) == set().union(*map(pairs_of, ROWS))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_shared_sequences_equal_one_process(
+    row: Row, pool: RankPool, references: References, documents: Path
+) -> None:
+    comparison = train_and_compare(pool, references, run_of(row, documents), FEW_STEPS)
+    assert comparison.weights_bitwise_equal
+    assert comparison.equal, comparison.largest
+
+
+# --- numbers of targets, compiled blocks ----------------------------------------------------------
+
+
+def uncounted(batch: MicroBatch, part: SequencePart) -> MicroBatch:
+    """Do not count the first 11 of 16 targets of each row: a rank may have none that count."""
+    sequence = batch.targets.shape[1] * part.size
+    places = places_in(part.ranges(sequence))
+    targets = batch.targets.masked_fill(places < 11, NOT_COUNTED)
+    return replace(batch, targets=targets)
+
+
+def losses_and_norms(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> list[tuple[float, float]]:
+    with one_rank(launch, run, corpus) as rank:
+        part = context_axis(run, rank.context).tokens
+
+        def load(step: int, micro_batch: int) -> MicroBatch:
+            samples = step * run.batch.train_batch_size
+            return uncounted(rank.loader.micro_batch(samples, micro_batch), part)
+
+        steps = [rank.worker.train_step(partial(load, n), LEARNING_RATE) for n in range(3)]
+        # Without a step, so that only the weights matter.
+        loss = rank.worker.evaluate(partial(load, 5), 2, run.tokens_per_step)
+        return [*((step.loss, step.grad_norm) for step in steps), (loss, 0.0)]
+
+
+@pytest.mark.parametrize("method", ["ulysses", "all_gather"])
+def test_ranks_may_have_different_numbers_of_targets(
+    pool: RankPool, tmp_path: Path, method: str
+) -> None:
+    values: dict[str, Any] = {"train_batch_size": 8, "gradient_accumulation_steps": 2}
+    values["zero_optimization"] = {"stage": 2}
+    alone = tiny_run(TEXT, **values)
+    shared = tiny_run(TEXT, cp=4, parallel={"context_method": method}, **values)
+    corpus = tiny_corpus(alone, tmp_path)
+    (expected,) = pool.run(1, losses_and_norms, alone, corpus)
+    for found in pool.run(4, losses_and_norms, shared, corpus):
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+
+
+def train_traced(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
+) -> ParallelRun | None:
+    """Train with blocks that torch traces and divides into forward and backward, as it does before
+    it generates code.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        return train_rank(launch, run, corpus, steps)
+
+
+@pytest.mark.parametrize(
+    ("method", "recomputation", "documents"),
+    [
+        ("ulysses", "none", True),
+        ("ulysses", "full_offloaded", False),
+        ("all_gather", "selective", True),
+    ],
+)
+def test_compiled_blocks_share_sequences(
+    pool: RankPool, references: References, method: str, recomputation: str, documents: bool
+) -> None:
+    run = tiny_run(
+        TEXT,
+        cp=2,
+        tp=2,
+        train_batch_size=8,
+        gradient_accumulation_steps=2,
+        model={**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 2},
+        data={"reset_at_documents": documents},
+        parallel={"context_method": method, "activation_checkpointing": recomputation},
+        training={"compile": True},
+    )
+    comparison = train_and_compare(pool, references, run, FEW_STEPS, train_traced)
+    assert comparison.equal, comparison.largest
+
+
+# --- what a rank sends and holds ------------------------------------------------------------------
+
+
+def one_measured_step(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> RankMeasurement:
+    with one_rank(launch, run, corpus) as rank:
+
+        def first(micro_batch: int) -> MicroBatch:
+            batch = rank.loader.micro_batch(0, micro_batch)
+            if run.grid.pp > 1:  # messages have one shape
+                return batch
+            return replace(batch, tokens=batch.tokens[:, :64], targets=batch.targets[:, :64])
+
+        rank.worker.train_step(first, LEARNING_RATE)  # makes the states of the optimizer
+        load = partial(rank.loader.micro_batch, run.batch.train_batch_size)
+        return measure(rank.worker, load, LEARNING_RATE)[1]
+
+
+def measured(pool: RankPool, folder: Path, **changes: Any) -> tuple[Run, list[RankMeasurement]]:
+    run = tiny_run(TEXT, **changes)
+    return run, pool.run(run.grid.world_size, one_measured_step, run, tiny_corpus(run, folder))
+
+
+ON_ALL_AXES = {"pp": 2, "cp": 2, "tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("method", "degrees", "split", "recomputation"),
+    [
+        *(
+            (method, {"cp": 4}, False, recomputation)
+            for method in ("ulysses", "all_gather")
+            for recomputation in ("none", "selective", "full", "full_offloaded")
+        ),
+        ("ulysses", ON_ALL_AXES, True, "none"),
+        ("ulysses", ON_ALL_AXES, True, "full_offloaded"),
+        ("all_gather", ON_ALL_AXES, False, "full"),
+    ],
+)
+def test_traffic_and_memory_are_the_predicted_ones(
+    pool: RankPool,
+    tmp_path: Path,
+    method: str,
+    degrees: dict[str, int],
+    split: bool,
+    recomputation: str,
+) -> None:
+    length, layers, width, heads, shared = 512, 4, 64, 8, 2
+    run, ranks = measured(
+        pool,
+        tmp_path,
+        **degrees,
+        train_batch_size=4,
+        gradient_accumulation_steps=2,
+        model={
+            **LLAMA,
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": shared,
+            "max_position_embeddings": length,
+            "qk_norm": recomputation == "full",
+        },
+        data={"sequence_length": length},
+        parallel={
+            "context_method": method,
+            "sequence_parallel": split,
+            "activation_checkpointing": recomputation,
+        },
+        zero_optimization={"stage": 3},
+    )
+    grid = run.grid
+    # Of a layer and micro-batch, in fp32: T own tokens, q and kv features, as they are copied.
+    own, pair = 2 * length // grid.cp, 2 * width // heads
+    q, kv = width // grid.tp, shared // grid.tp * pair
+    if method == "ulysses":
+        copied = max(shared // grid.tp, grid.cp) * pair
+        passes = 3 if recomputation.startswith("full") else 2
+        sent = passes * (grid.cp - 1) * own * (2 * q + copied) // grid.cp
+    else:
+        sent = 3 * (grid.cp - 1) * own * kv
+    for number, rank in enumerate(ranks):
+        stage = grid.coordinates_of(number).pp
+        assert rank.traffic == predict_traffic(run, stage, "cpu")
+        assert axis_totals(rank.traffic)["cp"] == 2 * layers // grid.pp * sent * 4
+        predicted = predict_memory(run, stage, device_type="cpu").peak
+        assert predicted.total == pytest.approx(rank.peak.total, rel=0.05)
+        assert predicted.activations == pytest.approx(rank.peak.activations, rel=0.1)
+
+
+@pytest.mark.parametrize("method", ["ulysses", "all_gather"])
+def test_activations_are_divided(pool: RankPool, tmp_path: Path, method: str) -> None:
+    values: dict[str, Any] = {
+        "train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "model": {
+            **LLAMA,
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "intermediate_size": 224,
+            "max_position_embeddings": 1024,
+        },
+        "data": {"sequence_length": 1024},
+    }
+    _, (alone,) = measured(pool, tmp_path, **values)
+    for cp in (2, 4):
+        parallel = {"context_method": method}
+        _, ranks = measured(pool, tmp_path, cp=cp, parallel=parallel, **values)
+        for rank in ranks:
+            divided = alone.peak.activations / cp
+            assert rank.peak.activations == pytest.approx(divided, rel=0.1)
+
+
+def test_a_sequence_of_32k_tokens_needs_less_than_0_4_of_the_memory(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    length, text = 32768, tmp_path / "text.txt"
+    text.write_text(8 * TEXT.read_text())
+    values: dict[str, Any] = {
+        "train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "model": {
+            **LLAMA,
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "max_position_embeddings": length,
+        },
+        "data": {"sequence_length": length, "train": [str(text)]},
+        "zero_optimization": {"stage": 3},
+    }
+    _, (alone,) = measured(pool, tmp_path, **values)
+    run, ranks = measured(pool, tmp_path, cp=4, **values)
+    for rank in ranks:
+        predicted = predict_memory(run, 0, device_type="cpu").peak.total
+        assert predicted == pytest.approx(rank.peak.total, rel=0.05)
+        assert rank.peak.total < 0.4 * alone.peak.total

@@ -1,0 +1,89 @@
+"""How long a sequence fits."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.cli import main
+from megaspeed.config.layout import World
+from megaspeed.config.loading import load_run, read_config
+from megaspeed.planning.cluster import read_cluster
+from megaspeed.planning.prediction import predict
+from megaspeed.planning.variants import Training, _verdict, longest_sequences, what_if
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "ds_configs/llama3_8b_long.json"
+PUBLISHED = {1: 500_000, 8: 3_700_000, 32: 15_000_000}
+"""GPUs -> tokens (Bekman et al. 2025, Arctic Long Sequence Training, abstract)."""
+
+
+def training(world_size: int, *changes: str) -> Training:
+    world = World(world_size, "a test", "cuda")
+    return Training(
+        stated=read_config(FILE, changes), run=load_run(FILE, changes, world), device_type="cuda"
+    )
+
+
+def cluster(world_size: int) -> Any:
+    ranks = min(8, world_size)
+    return read_cluster(
+        {"device": "h100-80gb", "nodes": world_size // ranks, "gpus_per_node": ranks}
+    ).cluster()
+
+
+def test_the_documented_lengths_are_predicted_and_near_the_published_ones() -> None:
+    page = (ROOT / "docs/context_parallelism.md").read_text()
+    for ranks, published in PUBLISHED.items():
+        own = training(ranks, f"parallel.context={ranks}")
+        longest = longest_sequences(own, cluster(ranks))[0]
+        row = re.search(rf"\| {ranks} \| ([\d,]+)(?: tokens)? \(cp (\d+)\)", page)
+        assert row is not None
+        assert (longest.tokens, longest.settings.cp) == (
+            int(row[1].replace(",", "")),
+            int(row[2]),
+        )
+        # On one node, the published run had no host memory for more.
+        assert longest.tokens == pytest.approx(published, rel=0.35 if ranks == 8 else 0.25)
+
+
+def test_the_next_longer_sequence_does_not_fit() -> None:
+    own = training(8)
+    for found in longest_sequences(own, cluster(8)):
+        settings, count = found.settings, own.run.batch.gradient_accumulation_steps
+        run = own.at_length(settings, found.tokens, count)
+        peak = predict(run, "cuda").fullest.peak_bytes
+        assert peak == found.peak_bytes and _verdict(run, peak, cluster(8)) == "fits"
+        longer = own.at_length(settings, found.tokens + 1024, count)
+        peak = predict(longer, "cuda").fullest.peak_bytes
+        assert _verdict(longer, peak, cluster(8)) == "tight"
+
+
+def test_learned_positions_limit_the_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    file = ROOT / "ds_configs/gpt2_1.5b.json"
+    options = ["--world-size", "8", "--device", "h100-80gb", "--longest-sequence"]
+    assert main(["plan", "--config", str(file), *options]) == 0
+    printed = capsys.readouterr().out.split("Longest sequence that fits")[1]
+    *rows, last = printed.strip().splitlines()[4:]
+    assert {int(row.split()[4].replace(",", "")) for row in rows if row[0] == " "} == {1024}
+    assert last == "model.max_position_embeddings 1,024 is the limit"
+
+
+def test_longer_sequences_have_more_context_degrees(tmp_path: Path) -> None:
+    short, long = (
+        what_if(training(8, f"data.sequence_length={length}", "train_batch_size=8"), cluster(8))
+        for length in (4096, 65536)
+    )
+    assert {layout.settings.cp for layout in short.layouts} == {1, 8}  # 8 is stated
+    assert {layout.settings.cp for layout in long.layouts} == {1, 2, 4, 8}
+    best = tmp_path / "best.json"
+    options = ["--set", "data.sequence_length=65536", "--world-size", "8", "--json"]
+    again = [tmp_path / f"{number}.json" for number in range(2)]
+    search = ["--device", "h100-80gb", "--what-if", "--write", str(best)]
+    assert main(["plan", "--config", str(FILE), *options, str(again[0]), *search]) == 0
+    assert main(["plan", "--config", str(best), *options, str(again[1])]) == 0
+    found, written = (json.loads(file.read_text()) for file in again)
+    first = next(each for each in found["what_if"]["layouts"] if each["verdict"] == "fits")
+    assert written["degrees"] == {key: first[key] for key in ("pp", "dp", "cp", "tp", "replicate")}
