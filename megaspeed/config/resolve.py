@@ -80,7 +80,7 @@ class Run:
         assert batch is not None, "a resolved run states it"
         return batch
 
-    @property
+    @cached_property
     def precision(self) -> Precision:
         """The number type in which the model computes."""
         if self.config.bf16.enabled:
@@ -121,7 +121,7 @@ class Run:
         reduced_once = self.zero_stage < 2 or self.gradient_reduction == "per_step"
         return reduced_once or self.grid.shard == 1
 
-    @property
+    @cached_property
     def sums_visits(self) -> bool:
         """Whether a chunk's gradients are summed while a visit lasts, and then reduced."""
         return self.gradient_reduction == "per_visit" and not self.keeps_complete_gradients

@@ -126,7 +126,7 @@ def flat_buckets(
             sizes = [sharded_elements(run, [p]) for p in members]
         together = [range(len(members))] if members else []
         if grid.dp_cp > 1 and (grid.is_hybrid or not any(p.is_compressed for p in members)):
-            head = members.index(of_the_loss) if of_the_loss in members else None
+            head = next((i for i, p in enumerate(members) if p is of_the_loss), None)
             together = buckets(run, sizes, head)
         for one in together:
             elements = sum(sizes[one.start : one.stop])

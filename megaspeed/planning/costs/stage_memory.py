@@ -268,17 +268,17 @@ class _Reductions:
         run, ledger = self._run, self._ledger
         bucket, is_partial = self._bucket_of.get(parameter.name), self._is_partial
         # An earlier backward may have reduced what this micro-batch adds to the head's gradient.
-        is_reduced = is_partial and parameter == self._head and not self._moment.has_head_sum
+        is_reduced = is_partial and parameter is self._head and not self._moment.has_head_sum
         if bucket is None or is_reduced:
             return
-        if is_partial and parameter != self._head and self._moment.summed is None:
+        if is_partial and parameter is not self._head and self._moment.summed is None:
             ledger.hold("gradients", parameter.elements * BYTES_OF[waiting_dtype(run)])
         self._missing[bucket.names] -= 1
         is_sent = self._moment.reduces and (is_partial or run.overlaps_reductions)
         if self._missing[bucket.names] > 0 or not is_sent:
             return
         # If a visit sums gradients, the last one of the bucket is beside the sum while it is sent.
-        is_beside = self._moment.summed is not None and parameter != self._head
+        is_beside = self._moment.summed is not None and parameter is not self._head
         ledger.free("communication_buffers", self._in_flight)
         with ledger.briefly("gradients", is_beside * _fresh_bytes(run, parameter.elements)):
             ledger.hold("communication_buffers", bucket.packed_bytes)
