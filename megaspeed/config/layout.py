@@ -265,15 +265,9 @@ def _has_degrees(config: RunConfig, product: int) -> bool:
     """Return whether the model allows a pipeline and a tensor degree that have this product with
     the context degree.
     """
-    valid, layers, cp = (
-        tensor_degrees(config.model),
-        config.model.num_hidden_layers,
-        config.parallel.context,
-    )
-    degrees = divisors(product // cp)
-    return product % cp == 0 and any(
-        tp in valid and product // cp // tp <= layers for tp in degrees
-    )
+    valid, layers = tensor_degrees(config.model), config.model.num_hidden_layers
+    both, rest = divmod(product, config.parallel.context)
+    return rest == 0 and any(tp in valid and both // tp <= layers for tp in divisors(both))
 
 
 def batch_is_determined(config: RunConfig) -> Iterator[str]:

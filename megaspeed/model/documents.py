@@ -115,13 +115,16 @@ def _cumulative(lengths: Tensor) -> tuple[Tensor, int]:
 
 def places_in(ranges: Iterable[range], device: torch.device | None = None) -> Tensor:
     """The numbers in these ranges, in order: (S,) int64."""
-    return torch.cat([torch.arange(each.start, each.stop, device=device) for each in ranges])
+    return _joined([torch.arange(each.start, each.stop, device=device) for each in ranges])
 
 
 def take(x: Tensor, ranges: Iterable[range]) -> Tensor:
     """The columns of ``x`` (B, S, ...) in these ranges; a view if there is one."""
-    parts = [x[:, each.start : each.stop] for each in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return _joined([x[:, each.start : each.stop] for each in ranges], dim=1)
+
+
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def gathered_rows(rows: int, sequence: int, part: SequencePart) -> Tensor:

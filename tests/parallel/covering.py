@@ -52,6 +52,14 @@ HYBRID: Mapping[str, Sequence[Any]] = {
     "sequence_parallel": (False, True),
     "reduced_in": ("fp32", "bf16"),
 }
+_SWITCHES: Mapping[str, Sequence[Any]] = {
+    "tied": (True, False),
+    "sequence_parallel": (False, True),
+    "activation_checkpointing": ("none", "selective", "full"),
+    "dropout": (0.0, 0.1),
+    "reset_at_documents": (False, True),
+    "overlap_comm": (False, True),
+}
 CHUNKED: Mapping[str, Sequence[Any]] = {
     "layout": [
         (pp, dp, tp)
@@ -65,12 +73,7 @@ CHUNKED: Mapping[str, Sequence[Any]] = {
     "replicate": (1, 2),
     "gradient_reduction": ("auto", "per_micro_batch", "per_step"),
     "architecture": ("gpt2", "llama"),
-    "tied": (True, False),
-    "sequence_parallel": (False, True),
-    "activation_checkpointing": ("none", "selective", "full"),
-    "dropout": (0.0, 0.1),
-    "reset_at_documents": (False, True),
-    "overlap_comm": (False, True),
+    **_SWITCHES,
     "gathers_ahead": (True, False),
     "persistent": (0, 100),  # elements of a parameter that ZeRO-3 keeps gathered, at most
 }
@@ -86,12 +89,7 @@ CONTEXT: Mapping[str, Sequence[Any]] = {
     "gradient_reduction": ("per_micro_batch", "per_step"),
     "architecture": ("gpt2", "llama"),
     "key_value_heads": (2, 8, 1),  # of 8
-    "tied": (True, False),
-    "sequence_parallel": (False, True),
-    "activation_checkpointing": ("none", "selective", "full"),
-    "dropout": (0.0, 0.1),
-    "reset_at_documents": (False, True),
-    "overlap_comm": (False, True),
+    **_SWITCHES,
 }
 _DEGREES = {3: ("pp", "dp", "tp"), 4: ("pp", "replicate", "shard", "tp"), 0: ()}
 
@@ -154,7 +152,7 @@ def covering_rows() -> list[Row]:
 
 
 def rows_of(settings: Mapping[str, Sequence[Any]]) -> list[Row]:
-    """Return rows of ``HYBRID`` or ``CHUNKED`` that cover all pairs."""
+    """Return rows that cover all pairs of these settings."""
     missing = possible_pairs(settings)
     rows: list[Row] = []
     while missing:

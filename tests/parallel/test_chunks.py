@@ -13,11 +13,10 @@ import pytest
 from megaspeed.config.resolve import Run
 from megaspeed.pipeline.schedules import pipeline_of
 from tests.parallel.covering import CHUNKED, Row, pairs_of, possible_pairs, rows_of
-from tests.parallel.test_equality import FEW_STEPS, References, train_and_compare
+from tests.parallel.references import FEW_STEPS, References, train_and_compare
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import GPT2, LLAMA, short_documents, tiny_run
+from tests.support.tiny import GPT2, LLAMA, tiny_run
 
-TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 ROWS = rows_of(CHUNKED)
 # ZeRO-3 gathers the chunk of the next visit ahead only if there are three.
 ROWS += [
@@ -25,16 +24,6 @@ ROWS += [
     for row in ROWS
     if row["zero_stage"] == 3 and not (row["chunks"] == 3 and row["gathers_ahead"])
 ]
-
-
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="session")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_documents(TEXT, tmp_path_factory.mktemp("text"))
 
 
 def run_of(row: Row, text: Path) -> Run:

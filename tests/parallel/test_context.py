@@ -20,23 +20,12 @@ from megaspeed.planning.costs.traffic import axis_totals, predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.rank_model import context_axis
 from tests.parallel.covering import CONTEXT, Row, pairs_of, possible_pairs, rows_of
-from tests.parallel.test_equality import FEW_STEPS, References, train_and_compare
+from tests.parallel.references import FEW_STEPS, TEXT, References, train_and_compare
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
+from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
 from tests.zero.one_rank import LEARNING_RATE, one_rank
 
-TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 ROWS = rows_of(CONTEXT)
-
-
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="session")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_documents(TEXT, tmp_path_factory.mktemp("text"))
 
 
 def run_of(row: Row, text: Path) -> Run:

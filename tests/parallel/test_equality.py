@@ -6,8 +6,6 @@ norm within 1e-5, and every parameter's gradient of step 1 within 1e-5 of its no
 weights must be bitwise equal.
 """
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,8 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.verification.comparison import TOLERANCES, Comparison, Tolerance
-from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
-from megaspeed.measurement.verification.verify import ParallelRun, compare, train_rank, whole_batch
+from megaspeed.measurement.verification.comparison import TOLERANCES, Tolerance
+from megaspeed.measurement.verification.verify import ParallelRun, train_rank
 from megaspeed.tensor_parallel import plan
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.covering import (
@@ -29,17 +26,12 @@ from tests.parallel.covering import (
     pairs_of,
     possible_pairs,
 )
+from tests.parallel.references import FEW_STEPS, TEXT, References, train_and_compare
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
+from tests.support.tiny import GPT2, LLAMA, tiny_run
 from tests.zero.one_rank import small_run
 
 STEPS = 10
-FEW_STEPS = 4
-"""The number of steps for a layout that another run trains for ten steps."""
-
-TEXT = Path(__file__).parent.parent.parent / "LICENSE"
-
-
 ROWS = covering_rows()
 
 
@@ -56,50 +48,6 @@ def test_every_possible_pair_of_settings_is_covered() -> None:
     assert len({row["layout"] for row in ROWS}) == len(LAYOUTS) == 17
     assert sum(map(is_first_at_its_layout, ROWS)) == 17
     assert len({(axes_in_use(row["layout"]), row["zero_stage"]) for row in ROWS}) == 8 * 4
-
-
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> "References":
-    return References(tmp_path_factory.mktemp("cache"))
-
-
-class References:
-    """Runs of one process, each trained once for each model, text and batch."""
-
-    def __init__(self, cache: Path) -> None:
-        self.cache = cache
-        self._known: dict[str, ReferenceRun] = {}
-
-    def of(self, run: Run, steps: int) -> ReferenceRun:
-        corpus = tiny_corpus(run, self.cache)
-        config = run.config
-        numerics = (
-            f"{run.precision} {config.gradient_clipping} {steps} {run.batch.train_batch_size}"
-        )
-        key = f"{config.model!r} {config.data!r} {numerics}"
-        if key not in self._known:
-            batches = functools.partial(whole_batch, run, corpus)
-            self._known[key] = train_reference(run, batches, steps)
-        return self._known[key]
-
-
-def train_and_compare(
-    pool: RankPool,
-    references: References,
-    run: Run,
-    steps: int,
-    train: Callable[..., ParallelRun | None] = train_rank,
-) -> Comparison:
-    corpus = tiny_corpus(run, references.cache)
-    reference = references.of(run, steps)
-    results = pool.run(run.grid.world_size, train, run, corpus, steps)
-    assert results[0] is not None
-    return compare(run, results[0], reference)
-
-
-@pytest.fixture(scope="session")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_documents(TEXT, tmp_path_factory.mktemp("text"))
 
 
 def run_of(row: Row, text: Path) -> Run:

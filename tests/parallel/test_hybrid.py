@@ -19,23 +19,17 @@ from megaspeed.planning.costs.stage_memory import predict_memory
 from megaspeed.planning.costs.traffic import by_axis, predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.covering import HYBRID, Row, pairs_of, possible_pairs, rows_of
-from tests.parallel.test_equality import FEW_STEPS, References, train_and_compare
+from tests.parallel.references import FEW_STEPS, TEXT, References, train_and_compare
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, merge, tiny_corpus, tiny_run
 from tests.zero.one_rank import LEARNING_RATE, one_rank
 
-TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 ROWS = rows_of(HYBRID)
 INT8 = {"parallel": {"gradient_compression": {"type": "int8"}}}
 POWER_SGD = {
     "model": {"hidden_size": 64},
     "parallel": {"gradient_compression": {"type": "powersgd", "rank": 2, "start_step": 1}},
 }
-
-
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(tmp_path_factory.mktemp("cache"))
 
 
 def run_of(row: Row) -> Run:

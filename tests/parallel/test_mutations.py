@@ -36,10 +36,9 @@ from megaspeed.training import worker
 from megaspeed.zero import build, engine
 from megaspeed.zero.engine import ZeroEngine
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import short_documents, tiny_corpus, tiny_run
+from tests.support.tiny import tiny_corpus, tiny_run
 
 STEPS = 3
-LICENSE = Path(__file__).parent.parent.parent / "LICENSE"
 
 
 # --- the mistakes ---------------------------------------------------------------------------------
@@ -224,12 +223,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_documents(LICENSE, tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def train(pool: RankPool, cache: Path, text: Path) -> Callable[[str | None, Run], Comparison]:
+def train(pool: RankPool, cache: Path, documents: Path) -> Callable[[str | None, Run], Comparison]:
     """Return a function that trains with a mutation or, once for each run, without one."""
 
     def mutated(mutation: str | None, run: Run) -> Comparison:
@@ -237,7 +231,7 @@ def train(pool: RankPool, cache: Path, text: Path) -> Callable[[str | None, Run]
         parallel = pool.run(run.grid.world_size, train_mutated, run, corpus, mutation)[0]
         assert parallel is not None
         model = run.config.model.model_dump_json(exclude_none=True)
-        reference = reference_of(cache, text, model, run.config.data.reset_at_documents)
+        reference = reference_of(cache, documents, model, run.config.data.reset_at_documents)
         return compare(run, parallel, reference, [] if mutation is None else [drifted(reference)])
 
     unharmed: dict[str, Comparison] = {}
@@ -257,10 +251,10 @@ def train(pool: RankPool, cache: Path, text: Path) -> Callable[[str | None, Run]
 def test_the_comparison_fails_when(
     mutation: Callable[[], AbstractContextManager[None]],
     train: Callable[[str | None, Run], Comparison],
-    text: Path,
+    documents: Path,
 ) -> None:
     changes, shows = MUTATIONS[mutation]
-    run = tiny_run(text, **changes)
+    run = tiny_run(documents, **changes)
     right, wrong = train(None, run), train(mutation.__name__, run)
     assert right.equal, right.largest
     assert wrong.losses[1].allowed == LARGEST_WIDENING * wrong.losses[0].allowed

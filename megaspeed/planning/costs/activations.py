@@ -57,11 +57,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.config.run import Recomputation
 from megaspeed.model.parameters import mlp_parts, parameter_named
 from megaspeed.planning.costs.rank_parameters import BYTES_OF
-from megaspeed.tensor_parallel.plan import (
-    shard_of,
-    tokens_of_a_chunk,
-    vocabulary_rows_per_rank,
-)
+from megaspeed.tensor_parallel.plan import shard_of, tokens_of_a_chunk, vocabulary_rows_per_rank
 
 _FP32, _INT32, _INT64 = 4, 4, 8
 

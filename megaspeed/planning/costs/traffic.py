@@ -183,16 +183,14 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     """
     tp, micro_batches = run.grid.tp, run.batch.gradient_accumulation_steps
     has_embedding, has_head = pipeline_stage == 0, pipeline_stage == run.grid.pp - 1
-    blocks = blocks_of_stages(run)[pipeline_stage]
-    parallel = run.config.parallel
-    again = sum(parallel.recomputation_of(block).startswith("full") for block in range(blocks))
+    blocks, again = _blocks_and_recomputed(run, pipeline_stage)
 
     def add(collective: Collective, message_bytes: int) -> None:
         messages.add("tp", collective, micro_batches * message_bytes, ranks=tp)
 
     h = full_hidden_bytes(run)
     divided = 0  # bytes of all parts of an MLP but the last one, in all such blocks
-    if parallel.activation_checkpointing == "full_offloaded":
+    if run.config.parallel.activation_checkpointing == "full_offloaded":
         parts = mlp_parts_of(run)
         divided = again * h // sum(parts) * sum(parts[:-1])
     if run.sequence_parallel:
@@ -222,10 +220,9 @@ def _add_context_axis(
 
     Full recomputation repeats the all-to-alls. Its repeated forward does the second all-gather.
     """
-    cp, parallel = run.grid.cp, run.config.parallel
+    cp = run.grid.cp
     features = run.config.model.exchanged_features(method, cp=cp, tp=run.grid.tp)
-    blocks = blocks_of_stages(run)[pipeline_stage]
-    again = sum(parallel.recomputation_of(block).startswith("full") for block in range(blocks))
+    blocks, again = _blocks_and_recomputed(run, pipeline_stage)
     token_bytes = tokens_of(run) * BYTES_OF[run.precision] * run.batch.gradient_accumulation_steps
     for each in features:
         if method == "ulysses":
@@ -235,6 +232,13 @@ def _add_context_axis(
             size = cp * blocks * each * token_bytes
             messages.add("cp", "all_gather", 2 * size, ranks=cp)
             messages.add("cp", "reduce_scatter", size, ranks=cp)
+
+
+def _blocks_and_recomputed(run: Run, pipeline_stage: int) -> tuple[int, int]:
+    """Return the number of blocks of a stage, and of those that are fully recomputed."""
+    blocks, parallel = blocks_of_stages(run)[pipeline_stage], run.config.parallel
+    kinds = map(parallel.recomputation_of, range(blocks))
+    return blocks, sum(kind.startswith("full") for kind in kinds)
 
 
 def _shared_head_gradient_bytes(run: Run) -> int:

@@ -1,0 +1,50 @@
+"""Runs of one process of plain torch, and parallel runs that are compared with them."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from megaspeed.config.resolve import Run
+from megaspeed.measurement.verification.comparison import Comparison
+from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
+from megaspeed.measurement.verification.verify import ParallelRun, compare, train_rank, whole_batch
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus
+
+TEXT = Path(__file__).parent.parent.parent / "LICENSE"
+FEW_STEPS = 4
+"""The number of steps for a layout that another run trains for ten steps."""
+
+
+class References:
+    """Runs of one process, each trained once for each model, text and batch."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self._known: dict[str, ReferenceRun] = {}
+
+    def of(self, run: Run, steps: int) -> ReferenceRun:
+        corpus = tiny_corpus(run, self.cache)
+        config = run.config
+        numerics = (
+            f"{run.precision} {config.gradient_clipping} {steps} {run.batch.train_batch_size}"
+        )
+        key = f"{config.model!r} {config.data!r} {numerics}"
+        if key not in self._known:
+            batches = functools.partial(whole_batch, run, corpus)
+            self._known[key] = train_reference(run, batches, steps)
+        return self._known[key]
+
+
+def train_and_compare(
+    pool: RankPool,
+    references: References,
+    run: Run,
+    steps: int,
+    train: Callable[..., ParallelRun | None] = train_rank,
+) -> Comparison:
+    corpus = tiny_corpus(run, references.cache)
+    reference = references.of(run, steps)
+    results = pool.run(run.grid.world_size, train, run, corpus, steps)
+    assert results[0] is not None
+    return compare(run, results[0], reference)
