@@ -8,7 +8,7 @@ the rows of a head keep their order.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 
 class Key(NamedTuple):
@@ -17,10 +17,13 @@ class Key(NamedTuple):
     Attributes:
         name: the key.
         default: transformers' value if the file omits the key. None: the field is derived, or null.
+        values: their value -> ours, if they differ. The first of several for one of ours is
+            written. Our model supports no other.
     """
 
     name: str
     default: Any = None
+    values: Mapping[str, str] | None = None
 
 
 def _keys(**defaults: Any) -> dict[str, Key]:
@@ -46,6 +49,8 @@ class Family:
         modules: our module -> their modules. Names within a block omit "blocks.3.". There is one of
             their modules for each section of our rows (``model/parameters.py``), or one for all.
         transposes_blocks: whether the matrices of a block are stored as (in, out).
+        interleaves_heads: whether the rows of ``attention.qkv`` are stored head by head: the query,
+            key and value of the first head, then those of the second one.
         buffers: regular expression for names of constants that older files also contain.
     """
 
@@ -59,10 +64,12 @@ class Family:
     blocks: str
     modules: Mapping[str, tuple[str, ...]]
     transposes_blocks: bool = False
+    interleaves_heads: bool = False
     buffers: str
 
 
-_SHARED_KEYS = _keys(
+_SHARED_KEYS = {"mlp": Key("hidden_act", "silu", {"silu": "swiglu", "swish": "swiglu"})}
+_SHARED_KEYS |= _keys(
     vocab_size=32000,
     hidden_size=4096,
     num_hidden_layers=32,
@@ -76,18 +83,22 @@ _SHARED_KEYS = _keys(
     rms_norm_eps=1e-6,
     initializer_range=0.02,
 )
+_LAYER_NORM_KEYS = {name: key for name, key in _SHARED_KEYS.items() if name != "rms_norm_eps"}
 _ATTENTION_BIASES = {
     "qkv_bias": Key("attention_bias", False),
     "attention_output_bias": Key("attention_bias", False),
 }
-_SILU = ("silu", "swish")
+_GELU = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu")
+_GELU |= {"gelu": "exact_gelu"}
 
 # Touvron et al. 2023
 LLAMA = Family(
     features={
         "norm": "rms_norm",
+        "norm_position": "before",
         "positions": "rotary",
         "mlp": "swiglu",
+        "parallel_residual": False,
         "qkv_bias": False,
         "attention_output_bias": False,
         "mlp_bias": False,
@@ -97,7 +108,6 @@ LLAMA = Family(
     class_name="LlamaForCausalLM",
     keys={**_SHARED_KEYS, **_ATTENTION_BIASES, **_keys(mlp_bias=False)},
     fixed={
-        "hidden_act": _SILU,
         "pretraining_tp": (1, None),
         "sliding_window": (None,),
         "attention_chunk_size": (None,),
@@ -124,8 +134,10 @@ LLAMA = Family(
 GPT2 = Family(
     features={
         "norm": "layer_norm",
+        "norm_position": "before",
         "positions": "learned",
         "mlp": "gelu",
+        "parallel_residual": False,
         "qkv_bias": True,
         "attention_output_bias": True,
         "mlp_bias": True,
@@ -148,9 +160,9 @@ GPT2 = Family(
         "embedding_dropout": Key("embd_pdrop", 0.1),
         "attention_dropout": Key("attn_pdrop", 0.1),
         "residual_dropout": Key("resid_pdrop", 0.1),
+        "mlp": Key("activation_function", "gelu_new", _GELU),
     },
     fixed={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "reorder_and_upcast_attn": (False,),
@@ -189,7 +201,7 @@ MISTRAL = replace(
         **_keys(num_key_value_heads=8, intermediate_size=14336),
         **_keys(max_position_embeddings=131072, sliding_window=4096),
     },
-    fixed={"hidden_act": _SILU},
+    fixed={},
 )
 
 _QWEN_KEYS = {
@@ -197,7 +209,7 @@ _QWEN_KEYS = {
     **_keys(vocab_size=151936, max_position_embeddings=32768),
     **_keys(num_key_value_heads=32, intermediate_size=22016),
 }
-_QWEN_FIXED = {"hidden_act": _SILU, "use_sliding_window": (False,)}
+_QWEN_FIXED = {"use_sliding_window": (False,)}
 
 # Yang et al. 2024, dense, also Qwen2.5: Llama with biases of queries, keys and values
 QWEN2 = replace(
@@ -226,6 +238,7 @@ PHI3 = replace(
         **MISTRAL.keys,
         **_keys(vocab_size=32064, hidden_size=3072, intermediate_size=8192, rms_norm_eps=1e-5),
         **_keys(num_key_value_heads=None, max_position_embeddings=4096, sliding_window=None),
+        **_keys(partial_rotary_factor=1.0),
         "residual_dropout": Key("resid_pdrop", 0.0),
     },
     rope_types=("default",),
@@ -242,26 +255,131 @@ STARCODER2 = replace(
     features={**GPT2.features, "positions": "rotary"},
     class_name="Starcoder2ForCausalLM",
     keys={
-        **{name: key for name, key in _SHARED_KEYS.items() if name != "rms_norm_eps"},
+        **_LAYER_NORM_KEYS,
         **_keys(vocab_size=49152, hidden_size=3072, intermediate_size=12288),
         **_keys(num_hidden_layers=30, num_attention_heads=24, num_key_value_heads=2),
         **_keys(max_position_embeddings=4096, sliding_window=None, tie_word_embeddings=True),
         **_keys(residual_dropout=0.0, embedding_dropout=0.0, initializer_range=0.018042),
         **dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), Key("use_bias", True)),
         "layer_norm_epsilon": Key("norm_epsilon", 1e-5),
+        "mlp": Key("hidden_act", "gelu_pytorch_tanh", _GELU),
     },
-    fixed={"hidden_act": ("gelu_pytorch_tanh", "gelu_new")},
+    fixed={},
     modules={**LLAMA.modules, "mlp.up": ("mlp.c_fc",), "mlp.down": ("mlp.c_proj",)},
 )
 
-FamilyName = Literal["gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "starcoder2"]
+# OLMo et al. 2024: Llama with norms after attention and feed-forward layer, and over all heads
+OLMO2 = replace(
+    LLAMA,
+    features={**LLAMA.features, "norm_position": "after", "qk_norm": "all_heads"},
+    class_name="Olmo2ForCausalLM",
+    keys={**_SHARED_KEYS, **_ATTENTION_BIASES, **_keys(vocab_size=50304, rms_norm_eps=1e-5)},
+    fixed={},
+    modules={
+        **LLAMA.modules,
+        "attention_norm": ("post_attention_layernorm",),
+        "mlp_norm": ("post_feedforward_layernorm",),
+    },
+)
+
+# Bakouch et al. 2025: Llama, of which every fourth block has no positions
+SMOLLM3 = replace(
+    LLAMA,
+    features={**LLAMA.features, "tie_word_embeddings": True},
+    class_name="SmolLM3ForCausalLM",
+    keys={
+        **LLAMA.keys,
+        **_keys(vocab_size=128256, hidden_size=2048, num_hidden_layers=36),
+        **_keys(num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=True),
+        **_keys(max_position_embeddings=32768, rope_theta=2e6, no_rope_layer_interval=4),
+    },
+    fixed={"use_sliding_window": (False,)},
+)
+
+# Granite Team, IBM 2024, dense: Llama with four multipliers
+GRANITE = replace(
+    LLAMA,
+    class_name="GraniteForCausalLM",
+    keys={
+        **LLAMA.keys,
+        **_keys(embedding_multiplier=1.0, residual_multiplier=1.0),
+        **_keys(attention_multiplier=1.0, logits_scaling=1.0),
+    },
+    fixed={},
+)
+
+# Bellagente et al. 2024: Llama with layer norms, which rotates a quarter of each head
+STABLELM = replace(
+    LLAMA,
+    features={**LLAMA.features, "norm": "layer_norm"},
+    class_name="StableLmForCausalLM",
+    keys={
+        **_LAYER_NORM_KEYS,
+        **_keys(vocab_size=50304, hidden_size=2560, intermediate_size=6912),
+        **_keys(num_key_value_heads=32, max_position_embeddings=4096, partial_rotary_factor=0.25),
+        "qkv_bias": Key("use_qkv_bias", False),
+        "layer_norm_epsilon": Key("layer_norm_eps", 1e-5),
+    },
+    # Its hidden_dropout drops only what the feed-forward layer adds.
+    fixed={"qk_layernorm": (False,), "use_parallel_residual": (False,), "hidden_dropout": (0.0, 0)},
+)
+
+# Black et al. 2022, also Pythia (Biderman et al. 2023)
+GPT_NEOX = Family(
+    features={
+        **GPT2.features,
+        "positions": "rotary",
+        "mlp": "exact_gelu",
+        "parallel_residual": True,
+        "tie_word_embeddings": False,
+    },
+    class_name="GPTNeoXForCausalLM",
+    keys={
+        **_keys(vocab_size=50432, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64),
+        **_keys(intermediate_size=24576, max_position_embeddings=2048, initializer_range=0.02),
+        **_keys(tie_word_embeddings=False, attention_dropout=0.0),
+        **dict.fromkeys(("qkv_bias", "attention_output_bias"), Key("attention_bias", True)),
+        **dict.fromkeys(("embedding_dropout", "residual_dropout"), Key("hidden_dropout", 0.0)),
+        "mlp": Key("hidden_act", "gelu", _GELU),
+        "parallel_residual": Key("use_parallel_residual", True),
+        "layer_norm_epsilon": Key("layer_norm_eps", 1e-5),
+        "rope_theta": Key("rotary_emb_base", 10000.0),
+        "partial_rotary_factor": Key("rotary_pct", 0.25),
+    },
+    fixed={},
+    prefix="gpt_neox.",
+    blocks="gpt_neox.layers",
+    modules={
+        "embedding.tokens": ("gpt_neox.embed_in",),
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("attention.query_key_value",),
+        "attention.output": ("attention.dense",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp.up": ("mlp.dense_h_to_4h",),
+        "mlp.down": ("mlp.dense_4h_to_h",),
+        "head.norm": ("gpt_neox.final_layer_norm",),
+        "head.output": ("embed_out",),
+    },
+    interleaves_heads=True,
+    buffers=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+)
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": GPT2,
+    "gpt_neox": GPT_NEOX,
+    "granite": GRANITE,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "olmo2": OLMO2,
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "smollm3": SMOLLM3,
+    "stablelm": STABLELM,
     "starcoder2": STARCODER2,
 }
+
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]

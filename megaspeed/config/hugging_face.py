@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from megaspeed.config.document import JsonSyntaxError, describe_value, read_json_object
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
-from megaspeed.config.families import FAMILIES, Family
+from megaspeed.config.families import FAMILIES, Family, Key
 from megaspeed.config.model import (
     DERIVED_FIELDS,
     LinearScaling,
@@ -47,6 +47,7 @@ _NOT_EXPORTED = frozenset(
 )
 """Fields that change nothing in what a trained model computes."""
 
+_INTERVAL = "no_rope_layer_interval"
 _ORIGINAL = "original_max_position_embeddings"
 _RANDOM_ONLY = "; to plan, or to train from random weights, copy the file and"
 _ROTARY = ("rope_scaling", "rope_parameters")
@@ -140,16 +141,24 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     fields: dict[str, Any] = {"architecture": name}
     for field, key in family.keys.items():
         value = keys.get(key.name, key.default)
+        if key.values is not None:
+            value = key.values.get(str(value))
         if value is not None or key.default is not None:
             fields[field] = value
     problems = [*_unsupported_values(keys, family)]
+    if _INTERVAL in fields:
+        fields[_INTERVAL] = fields[_INTERVAL] or None
+        problems += _other_rotations(keys, fields)
     if family.features["positions"] == "rotary":
         # As in transformers, the first one of these two that is stated counts.
         name = next((n for n in _ROTARY if keys.get(n)), _ROTARY[-1])
         stated = keys.get(name) or {}
         problems += _rotary_problems(keys, name, stated, family)
         if not problems:
-            fields["rope_theta"] = stated.get("rope_theta", keys.get("rope_theta", 10_000.0))
+            for field in ("rope_theta", "partial_rotary_factor"):
+                places = (stated, keys, fields, {field: ModelConfig.model_fields[field].default})
+                values = (place.get(field) for place in places)
+                fields[field] = next(value for value in values if value is not None)
             rope_type = _rotary_type(stated)
             if rope_type in _SCALINGS:
                 defaults = {_ORIGINAL: fields["max_position_embeddings"]}
@@ -166,16 +175,22 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
         ConfigError: transformers' class of the family cannot compute the model.
     """
     family = FAMILIES[model.architecture]
+    if "attention_multiplier" in family.keys and model.attention_multiplier is None:
+        model = model.model_copy(update={"attention_multiplier": model.head_dim**-0.5})
     keys = {
         "architectures": [family.class_name],
         "model_type": model.architecture,
         "pad_token_id": None,  # Phi-3's default may exceed the vocabulary
-        **{key.name: getattr(model, name) for name, key in family.keys.items()},
+        **{key.name: _written(model, name, key) for name, key in family.keys.items()},
         **{key: values[0] for key, values in family.fixed.items() if values[0] is not None},
     }
+    if _INTERVAL in family.keys:
+        # transformers needs a number for the interval. With the list, it does not use it.
+        keys[_INTERVAL] = interval = model.no_rope_layer_interval or 0
+        keys["no_rope_layers"] = _rotations(model.num_hidden_layers, interval)
     if model.positions == "rotary":
         scaling = model.rope_scaling
-        keys["rope_theta"] = model.rope_theta
+        keys.setdefault("rope_theta", model.rope_theta)
         keys["rope_scaling"] = None if scaling is None else scaling.model_dump(exclude_none=True)
     exported = ModelConfig.model_validate(model_section(keys)[0])
     problems = [
@@ -187,6 +202,33 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems, where=f"model.architecture {model.architecture}")
     return keys
+
+
+def _written(model: ModelConfig, field: str, key: Key) -> Any:
+    """Return the value of a key that states a field, in transformers' terms."""
+    value = getattr(model, field)
+    if key.values is None:
+        return value
+    return next((theirs for theirs, ours in key.values.items() if ours == value), key.default)
+
+
+def _rotations(layers: int, interval: int | None) -> list[int]:
+    """Return 1 for each block whose queries and keys are rotated, and 0 for the others."""
+    return [int(not interval or block % interval != 0) for block in range(1, layers + 1)]
+
+
+def _other_rotations(keys: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem if the file lists blocks without rotation that have not this interval."""
+    interval, layers = fields[_INTERVAL], fields["num_hidden_layers"]
+    listed = keys.get("no_rope_layers")
+    if listed is None or not isinstance(interval, int | None) or not isinstance(layers, int):
+        return
+    expected = _rotations(layers, interval)
+    if not isinstance(listed, list) or listed[:layers] != expected:
+        yield (
+            f"no_rope_layers must be {json.dumps(expected)}, with a 0 for each multiple of "
+            f"{_INTERVAL} {interval or 0}, but it is {describe_value(listed)}"
+        )
 
 
 def _config_file(place: str) -> Path:
@@ -218,8 +260,10 @@ def _unsupported_values(keys: Mapping[str, Any], family: Family) -> Iterator[str
             f"architectures and auto_map must name {family.class_name} or a class that differs in "
             f"its head, but they name {', '.join(others)}; write {family.class_name} if it is one"
         )
-    for key, allowed in family.fixed.items():
-        value = keys.get(key, allowed[0])
+    supported = {key.name: tuple(key.values) for key in family.keys.values() if key.values}
+    defaults = {key.name: key.default for key in family.keys.values()}
+    for key, allowed in {**supported, **family.fixed}.items():
+        value = keys.get(key, defaults.get(key, allowed[0]))
         # Types are compared because True == 1.
         if not any(value == one and type(value) is type(one) for one in allowed):
             yield f"{key} must be {_alternatives(allowed)}, but it is {describe_value(value)}"
@@ -269,6 +313,6 @@ def _rotary_problems(
                 f"versions of transformers read different ones, but it is {describe_value(top)}"
             )
     partial = stated.get("partial_rotary_factor", keys.get("partial_rotary_factor"))
-    if partial not in (None, 1.0):
+    if "partial_rotary_factor" not in family.keys and partial not in (None, 1.0):
         given = describe_value(partial)
         yield f"partial_rotary_factor must be 1.0, but it is {given}{_RANDOM_ONLY} set it to 1.0"

@@ -119,7 +119,8 @@ class ModelConfig(Section):
     fields stated beside it override the file's. The resolved config has the fields, not from_hf."""
     architecture: FamilyName
     """The family of Hugging Face models that the model is exported to. It sets every feature that
-    is omitted (norm, positions, mlp, biases, qk_norm, tie_word_embeddings)."""
+    is omitted (norm, norm_position, positions, mlp, parallel_residual, biases, qk_norm,
+    tie_word_embeddings)."""
     vocab_size: int = Field(gt=0, le=LARGEST_VOCABULARY)
     """Number of token ids. It need not be divisible by parallel.tensor: it is padded internally,
     and the padding is never visible."""
@@ -142,18 +143,25 @@ class ModelConfig(Section):
     positions: Literal["learned", "rotary"]
     """learned: added to the token embedding; rotary: queries and keys are rotated (Su et al. 2021).
     If omitted: the family's."""
-    mlp: Literal["gelu", "swiglu"]
-    """gelu: down(gelu(up(x))); swiglu: down(silu(gate(x)) * up(x)) (Shazeer 2020). If omitted: the
-    family's."""
+    mlp: Literal["gelu", "exact_gelu", "swiglu"]
+    """gelu: down(gelu(up(x))) with the tanh approximation of GELU; exact_gelu: without it; swiglu:
+    down(silu(gate(x)) * up(x)) (Shazeer 2020). If omitted: the family's."""
+    norm_position: Literal["before", "after"]
+    """before: x + f(norm(x)), where f is the attention or the feed-forward layer; after: x +
+    norm(f(x)), as in OLMo 2. If omitted: the family's."""
+    parallel_residual: bool
+    """Whether a block is x + attention(norm(x)) + mlp(norm(x)), as in GPT-J and GPT-NeoX, so that
+    both read the same x. If omitted: the family's."""
     qkv_bias: bool
     """Whether the projection to queries, keys and values has a bias. If omitted: the family's."""
     attention_output_bias: bool
     """Whether the attention's output projection has a bias. If omitted: the family's."""
     mlp_bias: bool
     """Whether the feed-forward layer's matrices have biases. If omitted: the family's."""
-    qk_norm: bool
-    """Whether each head's queries and keys pass an RMSNorm before the rotation, with one weight for
-    all query heads and one for all key heads. If omitted: the family's."""
+    qk_norm: bool | Literal["all_heads"]
+    """Whether queries and keys pass an RMSNorm before the rotation. true: over each head, with one
+    weight for all query heads and one for all key heads; all_heads: over all query heads together,
+    and over all key heads together, as in OLMo 2. If omitted: the family's."""
     sliding_window: int | None = Field(default=None, gt=0, le=LARGEST_LENGTH)
     """Each token attends to this many tokens, itself included; null for all earlier ones. If the
     sequence is longer, attention needs a mask of S x S, unless a GPU can use FlashAttention (in 16
@@ -176,8 +184,33 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies; null for none."""
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
+    """Fraction of the elements of each head that are rotated, the first ones."""
+    no_rope_layer_interval: int | None = Field(default=None, gt=1, le=LARGEST_LAYERS)
+    """The queries and keys of each block whose number, counted from 1, is a multiple of this are
+    not rotated (Yang et al. 2025, "Rope to Nope and back again"); null to rotate all."""
+    embedding_multiplier: float = Field(default=1.0, gt=0)
+    """The token embedding is multiplied by this number."""
+    residual_multiplier: float = Field(default=1.0, gt=0)
+    """What the attention and the feed-forward layer add to the residual stream is multiplied by
+    this number."""
+    attention_multiplier: float | None = Field(default=None, gt=0)
+    """Attention scores are multiplied by this number; null for 1 / sqrt(head_dim)."""
+    logits_scaling: float = Field(default=1.0, gt=0)
+    """Logits are divided by this number."""
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights."""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward layer has a gate."""
+        return self.mlp == "swiglu"
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated; 0 without rotary positions."""
+        is_rotary = self.positions == "rotary"
+        return int(self.head_dim * self.partial_rotary_factor) if is_rotary else 0
 
     def attends_without_mask(self, device_type: str, element_bytes: int) -> bool:
         """Return whether attention within documents or a window needs no mask.

@@ -79,6 +79,8 @@ def fields_belong_to_features(config: RunConfig) -> Iterator[str]:
     for name, is_used, condition in (
         ("rope_theta", model.positions == "rotary", 'model.positions "rotary"'),
         ("rope_scaling", model.positions == "rotary", 'model.positions "rotary"'),
+        ("partial_rotary_factor", model.positions == "rotary", 'model.positions "rotary"'),
+        ("no_rope_layer_interval", model.positions == "rotary", 'model.positions "rotary"'),
         ("rms_norm_eps", has_rms_norm, 'model.norm "rms_norm" or model.qk_norm true'),
         ("layer_norm_epsilon", model.norm == "layer_norm", 'model.norm "layer_norm"'),
     ):
@@ -97,11 +99,13 @@ def heads_have_a_size(config: RunConfig) -> Iterator[str]:
             f"unless model.head_dim is stated; valid num_attention_heads: "
             f"{listed(divisors(hidden))}"
         )
-    elif model.positions == "rotary" and model.head_dim % 2:
+    elif model.positions == "rotary" and (model.rotary_dim % 2 or model.rotary_dim == 0):
+        factor = model.partial_rotary_factor
+        part = f" x model.partial_rotary_factor {factor}" if factor < 1 else ""
         yield (
-            f"model.head_dim {model.head_dim} must be even, because rotary positions rotate pairs "
-            f"of elements; it is model.hidden_size {hidden} / model.num_attention_heads {heads} if "
-            "omitted: change one of the three"
+            f"model.head_dim {model.head_dim}{part} must be even, because rotary positions rotate "
+            f"pairs of elements; model.head_dim is model.hidden_size {hidden} / "
+            f"model.num_attention_heads {heads} if omitted: change one of them"
         )
 
 

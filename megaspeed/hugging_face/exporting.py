@@ -27,6 +27,7 @@ from torch import Tensor
 from megaspeed.checkpoint.folders import GENERATION, write_files
 from megaspeed.checkpoint.reading import read_pieces
 from megaspeed.checkpoint.run_state import RunState
+from megaspeed.checkpoint.tensors import Piece
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
 from megaspeed.files.durable import refuse_existing
@@ -163,10 +164,15 @@ class StockModel:
 
     def _read(self, parts: Iterable[Part], dtype: torch.dtype) -> dict[str, Tensor]:
         """Their name -> tensor; the checkpoint's files are read directly into these tensors."""
-        tensors, pieces = {}, []
+        tensors: dict[str, Tensor] = {}
+        pieces: list[Piece] = []
         for part in parts:
             tensor = tensors[part.theirs] = torch.empty(part.shape, dtype=dtype)
-            pieces.append(part.piece(tensor.T if part.transposed else tensor))
+            rows = tensor.T if part.transposed else tensor
+            pieces += (
+                part.piece(rows[theirs : theirs + count], start=start)
+                for start, theirs, count in part.runs
+            )
         read_pieces(self.checkpoint, pieces)
         return tensors
 

@@ -145,9 +145,10 @@ def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[
         tensor = stored[part.theirs.removeprefix(prefix)]
         width = math.prod(part.full_shape[1:])
         at_once = max(1, LARGEST_PIECE_BYTES // (BYTES_PER_ELEMENT * width))
-        for start in range(0, len(part.rows), at_once):
-            rows = slice(start, min(start + at_once, len(part.rows)))
-            yield part.piece(_rows_of(tensor, rows, part).contiguous(), start=start)
+        for first, theirs, count in part.runs:
+            for start in range(0, count, at_once):
+                rows = slice(theirs + start, theirs + min(start + at_once, count))
+                yield part.piece(_rows_of(tensor, rows, part).contiguous(), start=first + start)
 
 
 def _rows_of(tensor: StoredTensor, rows: slice, part: Part) -> Tensor:

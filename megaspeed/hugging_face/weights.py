@@ -149,12 +149,25 @@ class Part:
     rows: range  # the rows of our parameter
     theirs: str  # name of their tensor in transformers' state dict
     transposed: bool  # whether their tensor is (columns, rows)
+    heads: int | None = None  # if their tensor has query, key and value of each of these together
 
     @property
     def shape(self) -> Shape:
         """Shape of their tensor."""
         shape = (len(self.rows), *self.full_shape[1:])
         return shape[::-1] if self.transposed else shape
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Of consecutive rows: the first in this part, the first in their tensor, the number."""
+        if self.heads is None:
+            return [(0, 0, len(self.rows))]
+        height = len(self.rows) // (3 * self.heads)
+        return [
+            ((section * self.heads + head) * height, (3 * head + section) * height, height)
+            for head in range(self.heads)
+            for section in range(3)
+        ]
 
     def piece(self, values: Tensor, *, start: int = 0) -> Piece:
         """The piece of our tensor that has ``values`` from row ``start`` of this part on."""
@@ -167,6 +180,7 @@ def parts_of(model: ModelConfig) -> Iterator[Part]:
     family = FAMILIES[model.architecture]
     for parameter in parameters_of(model).values():
         is_in_block = parameter.layer.startswith("blocks.")
+        is_interleaved = family.interleaves_heads and parameter.row.name == "attention.qkv"
         start = 0
         for module, height in _sections(parameter, family):
             theirs = f"{module}.{parameter.kind}"
@@ -178,6 +192,7 @@ def parts_of(model: ModelConfig) -> Iterator[Part]:
                 rows=range(start, start + height),
                 theirs=theirs,
                 transposed=is_in_block and family.transposes_blocks and len(parameter.shape) == 2,
+                heads=model.num_attention_heads if is_interleaved else None,
             )
             start += height
 

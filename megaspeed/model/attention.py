@@ -2,8 +2,8 @@
 
     x (B, S, D) -> qkv (B, S, (H + 2 H_kv) K) -> softmax(q k^T / sqrt(K)) v -> output (B, S, D)
 
-If the model has a norm of each head (Henry et al. 2020), it is applied to q and k first. If it has
-rotary positions, q and k are rotated after that.
+If the model has a norm of each head (Henry et al. 2020) or of all heads together, it is applied to
+q and k first. If it has rotary positions, q and k are rotated after that, or a part of each head.
 
 The rows of ``qkv.weight`` are all query heads, then all key heads, then all value heads, so that a
 tensor split takes consecutive heads from each of the three sections. With H_kv < H, H / H_kv query
@@ -35,11 +35,11 @@ from megaspeed.model.sequence_part import WHOLE, SequencePart
 def inverse_frequencies(config: ModelConfig) -> Tensor:
     """Frequencies theta^(-2i/K) of rotary position embedding (Su et al. 2021, RoFormer, 3.2.2).
 
-    One for each pair i in [0, K/2) of head dims: (K/2,), fp32.
+    K is ``rotary_dim``. One for each pair i in [0, K/2) of dims: (K/2,), fp32.
     """
     # On the CPU even while a model is being built on the meta device.
-    even_dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
-    exponents = even_dims / config.head_dim
+    even_dims = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device="cpu")
+    exponents = even_dims / config.rotary_dim
     periods = config.rope_theta**exponents
     frequencies = 1.0 / periods
     match config.rope_scaling:
@@ -83,15 +83,15 @@ def _kept_by_yarn(config: ModelConfig, scaling: YarnScaling) -> Tensor:
     def pair_with(turns: float) -> float:
         """The i, not rounded, whose frequency has this many turns in the original context."""
         logarithm = math.log(original / (turns * 2 * math.pi))
-        return config.head_dim * logarithm / (2 * math.log(config.rope_theta))
+        return config.rotary_dim * logarithm / (2 * math.log(config.rope_theta))
 
     first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, config.head_dim - 1)
+    first, last = max(first, 0), min(last, config.rotary_dim - 1)
     if first == last:
         last += 0.001  # a step, without a division by 0
-    pairs = torch.arange(config.head_dim // 2, dtype=torch.float32, device="cpu")
+    pairs = torch.arange(config.rotary_dim // 2, dtype=torch.float32, device="cpu")
     return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
 
 
@@ -112,7 +112,8 @@ def attention_factor(config: ModelConfig) -> float:
 
 
 Angles = tuple[Tensor, Tensor]
-"""Cosines and sines by which queries and keys are rotated: two of (S, 1, K/2) or (B, S, 1, K/2)."""
+"""Cosines and sines by which queries and keys are rotated: two of (S, 1, K/2) or (B, S, 1, K/2),
+for K rotated elements of a head."""
 
 
 class RotaryAngles:
@@ -173,12 +174,14 @@ def cos_sin(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + K/2) of ``x`` (B, S, heads, K) by the angle of ``cos_sin``.
+    """Rotate each pair (i, i + n) of ``x`` (B, S, heads, K) by the i-th of n angles of ``cos_sin``.
 
-    Hugging Face's Llama weights pair the same dims.
+    Elements from 2 n on are not rotated. Hugging Face's Llama weights pair the same dims.
     """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    pairs = cos.shape[-1]
+    others = x.shape[-1] - 2 * pairs
+    first, second, *rest = x.split([pairs, pairs, others] if others else pairs, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, *rest), dim=-1)
 
 
 def attention_mask(
@@ -245,8 +248,48 @@ class Inputs(NamedTuple):
     """Which of the gathered keys a rank uses, and in which order; None if it gathers none."""
 
 
+_Heads = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
 def _unchanged(x: Tensor) -> Tensor:
     return x
+
+
+class JointNorm:
+    """RMSNorm over the queries of all heads together, and another over the keys of all heads.
+
+    ``parallelize`` sets what tensor ranks exchange. Each has the same number of heads.
+    """
+
+    def __init__(self, query_norm: nn.Module | None, key_norm: nn.Module | None, eps: float):
+        assert query_norm is not None and key_norm is not None, "the model has both rows"
+        self._norms, self._eps = (query_norm, key_norm), eps
+        self.mean_of_ranks: Callable[[Tensor], Tensor] = _unchanged
+        self.shared: Callable[[Tensor], Tensor] = _unchanged
+        """The weights of keys. In backward, adds up their gradients of all ranks with this head."""
+
+    def scales(self, qkv: Tensor) -> Tensor:
+        """1 / RMS of the queries and of the keys of each token: (2, B, t, 1), fp32."""
+        dtype = torch.promote_types(qkv.dtype, torch.float32)
+        means = []
+        for x in self._sections(qkv)[:2]:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+            means.append(length.square() / x.shape[-1])
+        return (self.mean_of_ranks(torch.stack(means)) + self._eps).rsqrt()
+
+    def normalized(self, qkv: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+        """Queries (B, t, H K), keys and values (B, t, H_kv K) of ``qkv``, times their scales."""
+        q, k, v = self._sections(qkv)
+        of_queries, of_keys = self._weights()
+        q, k = q * scales[0] * of_queries, k * scales[1] * self.shared(of_keys)  # in fp32
+        return q.to(v.dtype), k.to(v.dtype), v
+
+    def _sections(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        widths = [len(weight) for weight in self._weights()]
+        return qkv.split([*widths, widths[1]], dim=-1)
+
+    def _weights(self) -> list[Tensor]:
+        return [norm.get_parameter("weight") for norm in self._norms]
 
 
 class Attention(nn.Module):
@@ -280,9 +323,16 @@ class Attention(nn.Module):
         self.dropout = SampleDropout(
             config.attention_dropout, name=f"{name}.attention.dropout", seed=seed
         )
-        self.is_rotary = config.positions == "rotary"
-        self.to_heads: Callable[[Tensor], Tensor] = _unchanged
-        """Own tokens of all heads (B, t, (H + 2 H_kv) K) -> all tokens of some heads."""
+        number, interval = int(name.rpartition(".")[2]) + 1, config.no_rope_layer_interval
+        self.is_rotary = config.positions == "rotary" and not (interval and number % interval == 0)
+        self.scale = config.attention_multiplier
+        """Multiplies the scores; None for 1 / sqrt(K)."""
+        self.joint_norm: JointNorm | None = None
+        if config.qk_norm == "all_heads":
+            self.joint_norm = JointNorm(self.query_norm, self.key_norm, config.rms_norm_eps)
+        self.to_heads: Callable[[Tensor], Tensor] | None = None
+        """Own tokens of all heads (B, t, (H + 2 H_kv) K) -> all tokens of some heads; None if
+        heads are not exchanged."""
         self.to_tokens: Callable[[Tensor], Tensor] = _unchanged
         """All tokens of some heads (B, S, H K / cp) -> own tokens of all heads (B, t, H K)."""
         self.gather_rows: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -291,30 +341,42 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         """Map normalised hidden states ``x`` (B, t, D) of this rank's tokens to (B, t, D)."""
-        qkv = self.to_heads(self.qkv(x))  # (B, S, (H + 2 H_kv) K)
+        qkv = self.qkv(x)  # (B, t, (H + 2 H_kv) K)
+        scales = None if self.joint_norm is None else self.joint_norm.scales(qkv)
+        if self.to_heads is not None:
+            if self.joint_norm is not None and scales is not None:
+                qkv, scales = torch.cat(self.joint_norm.normalized(qkv, scales), dim=-1), None
+            qkv = self.to_heads(qkv)  # (B, S, ...)
+        heads = partial(self._heads, inputs=inputs, scales=scales)
         if self.dropout.active:
-            attend = partial(self._attend_with_dropout, inputs=inputs)
+            attend = partial(self._attend_with_dropout, heads=heads, inputs=inputs)
             return self.compose(attend, self._output, qkv)
-        heads, attend = partial(self._heads, inputs=inputs), partial(self._attend, inputs=inputs)
-        return self._output(self.compose(heads, attend, qkv))
+        return self._output(self.compose(heads, partial(self._attend, inputs=inputs), qkv))
 
     def _output(self, mixed: Tensor) -> Tensor:
         output: Tensor = self.output(self.to_tokens(mixed))
         return output
 
-    def _heads(self, qkv: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, qkv: Tensor, inputs: Inputs, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, heads, t, K), keys and values (B, heads, S, K), normalised and rotated.
 
         t is S unless keys are gathered. Keys that are gathered for ``segments`` are
         (1, heads, n, K).
+
+        Args:
+            qkv: (B, t, features).
+            inputs: rotary angles and what attention needs.
+            scales: by which queries and keys are still to be normalised over all heads.
         """
-        batch, sequence, _ = qkv.shape
-        kv_width = self.key_value_heads * self.head_dim
-        q, k, v = qkv.split([self.query_heads * self.head_dim, kv_width, kv_width], dim=-1)
-        q = q.view(batch, sequence, self.query_heads, self.head_dim)
-        k = k.view(batch, sequence, self.key_value_heads, self.head_dim)
-        v = v.view(batch, sequence, self.key_value_heads, self.head_dim)
-        if self.query_norm is not None and self.key_norm is not None:
+        batch, kv_width = len(qkv), self.key_value_heads * self.head_dim
+        if self.joint_norm is not None and scales is not None:
+            parts = self.joint_norm.normalized(qkv, scales)
+        else:
+            parts = qkv.split([self.query_heads * self.head_dim, kv_width, kv_width], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        if self.joint_norm is None and self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.is_rotary:
             assert inputs.angles is not None, "rotary positions need angles"
@@ -330,20 +392,21 @@ class Attention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         if inputs.segments is not None:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            return varlen_attention(q, k, v, inputs.segments, self.window)
+            return varlen_attention(q, k, v, inputs.segments, self.window, self.scale)
         mask, grouped = inputs.mask, self.query_heads != self.key_value_heads
         mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
         return mixed.transpose(1, 2).flatten(2)  # (B, S, H K)
 
-    def _attend_with_dropout(self, qkv: Tensor, inputs: Inputs) -> Tensor:
+    def _attend_with_dropout(self, qkv: Tensor, heads: _Heads, inputs: Inputs) -> Tensor:
         """Unfused attention with dropout. A fused kernel's dropout mask depends on the layout."""
-        q, k, v = self._heads(qkv, inputs)
+        q, k, v = heads(qkv)
         sequence, mask = q.shape[2], inputs.mask
         # The rows of all query heads that share a key/value head: (B, H_kv, (H / H_kv) S, K).
         q = q.unflatten(1, (self.key_value_heads, -1)).flatten(2, 3)
-        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
+        scores = q @ k.transpose(-2, -1)
+        scores = scores * self.scale if self.scale else scores / math.sqrt(self.head_dim)
         scores = scores.view(len(q), self.query_heads, sequence, -1)
         if mask is None:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)

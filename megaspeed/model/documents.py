@@ -48,7 +48,7 @@ keys with one, and both results are merged.
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -200,7 +200,7 @@ def segments_of_rows(
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None, scale: float | None
 ) -> Tensor:
     """Causal attention of each run of queries to its run of keys.
 
@@ -211,6 +211,7 @@ def varlen_attention(
         segments: the runs.
         window: how many tokens a query attends to, including itself; None for all earlier ones.
             Always None on a CPU.
+        scale: multiplies the scores; None for 1 / sqrt(K).
 
     Returns:
         (B, t, H K)
@@ -221,7 +222,8 @@ def varlen_attention(
         cu_keys, longest_keys = segments.cu_keys, segments.longest_keys
     if _is_on_cpu(q):
         assert window is None
-        mixed, _ = torch.ops.megaspeed.document_attention(*packed, segments.cu_seqlens, cu_keys)
+        runs = segments.cu_seqlens, cu_keys
+        mixed, _ = torch.ops.megaspeed.document_attention(*packed, *runs, scale)
     else:
         # Imported here because it imports torch's compiler, which takes two seconds.
         from torch.nn.attention.varlen import varlen_attn
@@ -232,6 +234,7 @@ def varlen_attention(
             cu_keys,
             segments.longest,
             longest_keys,
+            scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[2] != k.shape[2],
         )
@@ -250,20 +253,21 @@ _NO_DROPOUT, _CAUSAL = 0.0, True
 # Not ``torch.library.custom_op``, whose first call imports torch's compiler.
 torch.library.define(
     _OPERATOR,
-    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_keys) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_keys, float? scale)"
+    " -> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
     _BACKWARD,
     "(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_keys,"
-    " Tensor mixed, Tensor sums) -> (Tensor, Tensor, Tensor)",
+    " Tensor mixed, Tensor sums, float? scale) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
 @torch.library.impl(_OPERATOR, "cpu")
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """The output (B t, H, K), and the logarithm of each softmax's sum (H, B t), in fp32."""
     mixed = torch.empty(q.shape, dtype=q.dtype)
@@ -272,18 +276,19 @@ def _attention(
     runs = zip(_split(q, lengths), _split(k, of_keys), _split(v, of_keys), strict=True)
     results = zip(_split(mixed, lengths), sums.split(lengths, dim=2), strict=True)
     for run, of_run in zip(runs, results, strict=True):
-        for result, value in zip(of_run, _attend(*run), strict=True):
+        for result, value in zip(of_run, _attend(*run, scale), strict=True):
             result.copy_(value)
     return mixed, sums[0]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """Attention of a run of queries to a run of keys that has the same last token."""
     earlier = k.shape[2] - q.shape[2]
-    mixed, sums = _flash_forward(q, k[:, :, earlier:], v[:, :, earlier:], _NO_DROPOUT, _CAUSAL)
+    forward = partial(_flash_forward, q, scale=scale)
+    mixed, sums = forward(k[:, :, earlier:], v[:, :, earlier:], _NO_DROPOUT, _CAUSAL)
     if earlier == 0:
         return mixed, sums
-    before = _flash_forward(q, k[:, :, :earlier], v[:, :, :earlier], _NO_DROPOUT, not _CAUSAL)
+    before = forward(k[:, :, :earlier], v[:, :, :earlier], _NO_DROPOUT, not _CAUSAL)
     # Each result is a mean of values. Its weight is its part of the softmax's sum.
     of_both = torch.logaddexp(sums, before[1])
     weights = [(part - of_both).exp_().unsqueeze(3) for part in (sums, before[1])]
@@ -300,6 +305,7 @@ def _attention_backward(
     cu_keys: Tensor,
     mixed: Tensor,
     sums: Tensor,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``q``, ``k`` and ``v``."""
     of_q, of_k, of_v = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
@@ -313,11 +319,13 @@ def _attention_backward(
     )
     results = zip(_split(of_q, lengths), _split(of_k, of_keys), _split(of_v, of_keys), strict=True)
     for run, of_run in zip(runs, results, strict=True):
-        _add_attend_backward(run, of_run)
+        _add_attend_backward(run, of_run, scale)
     return of_q, of_k, of_v
 
 
-def _add_attend_backward(run: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+def _add_attend_backward(
+    run: Sequence[Tensor], results: Sequence[Tensor], scale: float | None
+) -> None:
     """Add the gradients of ``_attend`` to ``results``, those of ``q``, ``k`` and ``v``.
 
     With the output and the sums of all keys, the backward of each part of the keys computes its
@@ -328,29 +336,30 @@ def _add_attend_backward(run: Sequence[Tensor], results: Sequence[Tensor]) -> No
     for keys, is_causal in ((slice(earlier, None), _CAUSAL), (slice(earlier), not _CAUSAL)):
         if k[:, :, keys].shape[2] > 0:
             own = gradient, q, k[:, :, keys], v[:, :, keys], mixed, sums
-            added = _flash_backward(*own, _NO_DROPOUT, is_causal)
+            added = _flash_backward(*own, _NO_DROPOUT, is_causal, scale=scale)
             totals = of_q, of_k[:, :, keys], of_v[:, :, keys]
             for total, value in zip(totals, added, strict=True):
                 total.add_(value)
 
 
 @torch.library.register_fake(_OPERATOR)
-def _(q: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 @torch.library.register_fake(_BACKWARD)
-def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     backward = torch.ops.megaspeed.document_attention_backward
-    return (*backward(gradient, *ctx.saved_tensors), None, None)
+    return (*backward(gradient, *ctx.saved_tensors, ctx.scale), None, None, None)
 
 
 torch.library.register_autograd(_OPERATOR, _differentiate, setup_context=_save)

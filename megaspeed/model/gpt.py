@@ -81,6 +81,7 @@ class Embedding(nn.Module):
         modules = make_modules(embedding_rows(config))
         self.tokens = modules["tokens"]
         self.positions = modules.get("positions")
+        self.multiplier = config.embedding_multiplier
         self.dropout = SampleDropout(config.embedding_dropout, name="embedding.dropout", seed=seed)
 
     def forward(
@@ -90,6 +91,8 @@ class Embedding(nn.Module):
         omitted.
         """
         x = self.tokens(tokens)
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         if self.positions is not None:
             if positions is None:
                 positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -98,21 +101,20 @@ class Embedding(nn.Module):
 
 
 class GeluMlp(nn.Module):
-    """down(gelu(up(x))), with the tanh approximation of GELU, as in GPT-2."""
+    """down(gelu(up(x))), with the tanh approximation of GELU, as in GPT-2, or without it."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], compose: Compose) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], compose: Compose, approximate: str
+    ) -> None:
         super().__init__()
         self.compose = compose
+        self.gelu = partial(F.gelu, approximate=approximate)
         self.up = modules["mlp.up"]
         self.down = modules["mlp.down"]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D)."""
-        return self.compose(_gelu, self.down, self.up(x))
-
-
-def _gelu(up: Tensor) -> Tensor:
-    return F.gelu(up, approximate="tanh")
+        return self.compose(self.gelu, self.down, self.up(x))
 
 
 class SwiGluMlp(nn.Module):
@@ -137,8 +139,15 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+Map = Callable[[Tensor], Tensor]
+
+
 class Block(nn.Module):
-    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+    """A transformer block, which adds the attention and the MLP to its input, with a norm of each.
+
+        before      x = x + attention(norm(x)),  then  x + mlp(norm(x))
+        parallel    x + attention(norm(x)) + mlp(norm(x))
+        after       x = x + norm(attention(x)),  then  x + norm(mlp(x))
 
     ``compose`` determines whether cheap operations are recomputed (``recomputation.py``).
     """
@@ -155,19 +164,33 @@ class Block(nn.Module):
             config.residual_dropout, name=f"{name}.attention_dropout", seed=seed
         )
         self.mlp_norm = modules["mlp_norm"]
-        mlp = GeluMlp if config.mlp == "gelu" else SwiGluMlp
+        approximate = "tanh" if config.mlp == "gelu" else "none"
+        mlp = SwiGluMlp if config.is_gated else partial(GeluMlp, approximate=approximate)
         self.mlp = mlp(modules, compose)
         self.mlp_dropout = SampleDropout(
             config.residual_dropout, name=f"{name}.mlp_dropout", seed=seed
         )
         self.divides_mlp = False
         """Whether the MLP is computed for one part of the tokens at a time (``mlp_parts``)."""
+        self.is_parallel = config.parallel_residual
+        self.norms_before = config.norm_position == "before"
+        self.multiplier = config.residual_multiplier
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D)."""
-        samples, attention = inputs.samples, partial(self.attention, inputs=inputs)
-        x = x + self.attention_dropout(self.compose(self.attention_norm, attention, x), samples)
-        return x + self.mlp_dropout(self.compose(self.mlp_norm, self._mlp, x), samples)
+        attention = partial(self.attention, inputs=inputs)
+        attention_dropout = partial(self.attention_dropout, samples=inputs.samples)
+        mlp_dropout = partial(self.mlp_dropout, samples=inputs.samples)
+        y = x + self._branch(self.attention_norm, attention, attention_dropout, x)
+        return y + self._branch(self.mlp_norm, self._mlp, mlp_dropout, x if self.is_parallel else y)
+
+    def _branch(self, norm: Map, layer: Map, dropout: Map, x: Tensor) -> Tensor:
+        """What the attention or the MLP adds to the residual stream."""
+        if self.norms_before:
+            y = dropout(self.compose(norm, layer, x))
+        else:
+            y = self.compose(norm, dropout, layer(x))
+        return y if self.multiplier == 1.0 else y * self.multiplier
 
     def _mlp(self, x: Tensor) -> Tensor:
         parts = mlp_parts(*x.shape) if self.divides_mlp else []
@@ -191,10 +214,13 @@ class Head(nn.Module):
         modules = make_modules(head_rows(config))
         self.norm = modules["norm"]
         self.output = modules["output"]
+        self.scaling = config.logits_scaling
 
     def forward(self, x: Tensor, loss: LossOfHidden | None = None) -> Tensor:
         """Map ``x`` (B, S, D) to logits (B, S, V), or to ``loss(norm(x), output)``."""
         x = self.norm(x)
+        if self.scaling != 1.0:  # of hidden states, so that the loss needs no factor
+            x = x / self.scaling
         return self.output(x) if loss is None else loss(x, self.output)
 
 

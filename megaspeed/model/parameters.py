@@ -5,11 +5,11 @@
     embedding.positions     (positions, D)         replicated      positions: learned
     blocks.*.attention_norm (D,)                   replicated
     blocks.*.attention.qkv  ((H + 2 H_kv) K, D)    heads
-    ..attention.query_norm  (K,)                   each head       qk_norm
-    ..attention.key_norm    (K,)                   each head       qk_norm
+    ..attention.query_norm  (K,) or (H K,)         each head/heads qk_norm true or all_heads
+    ..attention.key_norm    (K,) or (H_kv K,)      each head/heads qk_norm true or all_heads
     ..attention.output      (D, H K)               columns
     blocks.*.mlp_norm       (D,)                   replicated
-    blocks.*.mlp.up         (F, D)                 rows            mlp: gelu
+    blocks.*.mlp.up         (F, D)                 rows            mlp: gelu, exact_gelu
     blocks.*.mlp.gate_up    (F + F, D)             rows            mlp: swiglu
     blocks.*.mlp.down       (D, F)                 columns
     head.norm               (D,)                   replicated
@@ -226,7 +226,7 @@ def block_rows(config: ModelConfig) -> dict[str, Row]:
     """The modules of a block, by name; the same for all blocks."""
     hidden, width, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, shared = config.num_attention_heads * head, config.num_key_value_heads * head
-    scale, gated = config.initializer_range, config.mlp == "swiglu"
+    scale, gated = config.initializer_range, config.is_gated
     # Each block adds twice to the residual stream (Radford et al. 2019, section 2.3).
     residual_scale = scale / math.sqrt(2 * config.num_hidden_layers)
     qkv = Row(
@@ -240,13 +240,13 @@ def block_rows(config: ModelConfig) -> dict[str, Row]:
     )
     norms_of_heads = [
         Row(
-            name=f"attention.{norm}",
+            name=f"attention.{name}_norm",
             kind="rms_norm",
-            sections={"head": head},
-            split="each head",
+            sections={name: width} if config.qk_norm == "all_heads" else {"head": head},
+            split="heads" if config.qk_norm == "all_heads" else "each head",
             eps=config.rms_norm_eps,
         )
-        for norm in ("query_norm", "key_norm")
+        for name, width in (("query", queries), ("key", shared))
         if config.qk_norm
     ]
     output = Row(

@@ -26,7 +26,8 @@ result, because everything between the pairs is computed for each token separate
 masks depend on where a token is (``MaskShard``). Every function is the identity on an axis of one
 rank.
 
-The context axis (``context``) exchanges rows of tensors, with the conjugate pairs
+``mean_over_tensor_axis`` is its own conjugate: both all-reduce. The context axis (``context``)
+exchanges rows of tensors, with the conjugate pairs
 
     exchange_rows          forward all-to-all              backward all-to-all
     gather_rows            forward all-gather              backward reduce-scatter
@@ -149,6 +150,11 @@ def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
     return x if axis.size == 1 else _Sum.apply(x, axis)
 
 
+def mean_over_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
+    """The mean of ``x`` over the axis. All ranks use it, so its gradient is a mean, too."""
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, _mean, _mean)
+
+
 def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     """This rank's (B, S/tp, D) of the sum over the axis; the gradient is gathered."""
     if axis.size == 1:
@@ -201,6 +207,10 @@ def _all_to_all(x: Tensor, axis: GroupAxis) -> Tensor:
     with axis.timed():
         dist.all_to_all_single(received, x, group=axis.group)
     return received
+
+
+def _mean(x: Tensor, axis: TensorAxis) -> Tensor:
+    return start_all_reduce(x / axis.size, axis).wait()
 
 
 def _own_part(x: Tensor, axis: TensorAxis) -> Tensor:

@@ -9,6 +9,7 @@ No rank ever holds more than its part of the model: a shard is made without its 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,17 @@ from megaspeed.model.dropout import MaskShard
 from megaspeed.model.gpt import GPT, Block
 from megaspeed.model.initialization import BLOCK_ELEMENTS, initial_slice
 from megaspeed.model.parameters import Parameter, logical_name, parameter_named
-from megaspeed.tensor_parallel.collectives import TensorAxis, split_sequence
+from megaspeed.tensor_parallel.collectives import (
+    TensorAxis,
+    mean_over_tensor_axis,
+    split_sequence,
+)
 from megaspeed.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     SharedRows,
     VocabParallelEmbedding,
+    sum_shared_rows,
 )
 from megaspeed.tensor_parallel.plan import ParameterShard, key_value_replicas, shard_of
 
@@ -177,7 +183,9 @@ def _parallel_module(
     bias = module.bias is not None
     if split == "columns":
         return RowParallelLinear(columns, rows, bias=bias, axis=axis)
-    shared = _shared_rows(config, shard, axis) if split == "heads" else None
+    shared = None
+    if split == "heads":
+        shared = _shared_rows(config, axis, first=len(shard.rows[0]))
     return ColumnParallelLinear(columns, rows, bias=bias, axis=axis, shared_rows=shared)
 
 
@@ -192,13 +200,12 @@ def _parameter(config: ModelConfig, name: str, weight: Tensor) -> Parameter:
     return parameter
 
 
-def _shared_rows(config: ModelConfig, shard: ParameterShard, axis: TensorAxis) -> SharedRows | None:
+def _shared_rows(config: ModelConfig, axis: TensorAxis, *, first: int) -> SharedRows | None:
+    """The rows from ``first`` on, if they are key/value heads that several ranks hold."""
     replicas = key_value_replicas(config, axis.size)
     if replicas == 1:
         return None
-    return SharedRows(
-        first=len(shard.rows[0]), index=axis.rank // replicas, count=axis.size // replicas
-    )
+    return SharedRows(first=first, index=axis.rank // replicas, count=axis.size // replicas)
 
 
 def _localize_block(block: Block, config: ModelConfig, axis: TensorAxis) -> None:
@@ -206,6 +213,10 @@ def _localize_block(block: Block, config: ModelConfig, axis: TensorAxis) -> None
     attention = block.attention
     attention.query_heads, attention.key_value_heads = config.local_heads(axis.size)
     attention.dropout.shard = MaskShard(index=axis.rank, count=axis.size)
+    if attention.joint_norm is not None:
+        attention.joint_norm.mean_of_ranks = partial(mean_over_tensor_axis, axis=axis)
+        if (shared := _shared_rows(config, axis, first=0)) is not None:
+            attention.joint_norm.shared = partial(sum_shared_rows, shared=shared, axis=axis)
     if axis.sequence_parallel:
         tokens = MaskShard(index=axis.rank, count=axis.size, across_samples=True)
         block.attention_dropout.shard = block.mlp_dropout.shard = tokens

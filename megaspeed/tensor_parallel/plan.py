@@ -164,22 +164,18 @@ def _vocabulary_shard(full_shape: tuple[int, ...], rank: int, size: int) -> Para
 
 
 def _heads_shard(config: ModelConfig, parameter: Parameter, rank: int, size: int) -> ParameterShard:
-    """Complete heads of each of the three sections q, k, v.
+    """Complete heads of each section: query, key, value, or some of them.
 
     With fewer key/value heads than ranks, ``key_value_replicas`` neighbouring ranks hold each
     key/value head, and the first of them counts it.
     """
     replicas = key_value_replicas(config, size)
-    query, key, value = _sections(parameter)
-    held = (
-        _chunk(query, rank, size),
-        _chunk(key, rank // replicas, size // replicas),
-        _chunk(value, rank // replicas, size // replicas),
-    )
-    owned = held if rank % replicas == 0 else held[:1]
-    return ParameterShard(
-        full_shape=parameter.shape, rows=held, owned_rows=sum(len(part) for part in owned)
-    )
+    held, owned_rows = [], 0
+    for name, section in zip(parameter.row.sections, _sections(parameter), strict=True):
+        copies = 1 if name == "query" else replicas
+        held.append(_chunk(section, rank // copies, size // copies))
+        owned_rows += len(held[-1]) if rank % copies == 0 else 0
+    return ParameterShard(full_shape=parameter.shape, rows=tuple(held), owned_rows=owned_rows)
 
 
 def _sections(parameter: Parameter) -> list[range]:

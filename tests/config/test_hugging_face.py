@@ -8,17 +8,23 @@ import pytest
 from transformers import (
     AutoConfig,
     GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
+    StableLmConfig,
     Starcoder2Config,
 )
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config, model_section, read_model_section
 from megaspeed.config.model import PRESETS, Llama3Scaling, ModelConfig
+from megaspeed.model.parameters import parameters_of
 from tests.config.hugging_face_files import GPT2, LLAMA
 from tests.config.small import load, only_problem, problems, small, write
 
@@ -45,11 +51,16 @@ def model(keys: dict[str, Any]) -> ModelConfig:
 
 STOCK = (
     GPT2Config(),
+    GPTNeoXConfig(),
+    GraniteConfig(),
     LlamaConfig(),
     MistralConfig(),
+    Olmo2Config(),
     Phi3Config(),
     Qwen2Config(),
     Qwen3Config(),
+    SmolLM3Config(),
+    StableLmConfig(),
     Starcoder2Config(),
 )
 
@@ -277,6 +288,139 @@ def test_published_files_of_phi3_and_starcoder2_are_read_and_written_back() -> N
     assert starcoder2.tie_word_embeddings and starcoder2.residual_dropout == 0.1
     for found in (phi3, starcoder2):
         assert model(hugging_face_config(found)) == found
+
+
+PYTHIA = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "hidden_act": "gelu",
+    "hidden_size": 768,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neox",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.24.0",
+    "use_cache": True,
+    "use_parallel_residual": True,
+    "vocab_size": 50304,
+}
+NEOX_20B = {
+    **PYTHIA,
+    "hidden_act": "gelu_fast",
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 44,
+    "vocab_size": 50432,
+}
+STABLELM_3B = {
+    "architectures": ["StableLmForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 4096,
+    "model_type": "stablelm",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_qkv_bias": False,
+    "vocab_size": 50304,
+}
+STABLELM_2 = {
+    **STABLELM_3B,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "use_qkv_bias": True,
+    "vocab_size": 100352,
+}
+GRANITE_2B = {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.1,
+    "attention_multiplier": 0.015625,
+    "bos_token_id": 0,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 4096,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49155,
+}
+SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "parameters"),
+    [
+        (PYTHIA, 162_322_944),
+        (NEOX_20B, 20_554_567_680),
+        (STABLELM_3B, 2_795_443_200),
+        (STABLELM_2, 1_644_515_328),
+        (GRANITE_2B, 2_533_531_648),
+        (SMOLLM3, 3_075_098_624),
+    ],
+)
+def test_a_published_file_has_the_published_number_of_parameters(
+    keys: dict[str, Any], parameters: int
+) -> None:
+    """They were counted in the published weights. A tied head counts once."""
+    found = model(keys)
+    assert sum(each.elements for each in parameters_of(found).values()) == parameters
+    assert model(hugging_face_config(found)) == found
 
 
 def test_biases_and_a_head_size_are_read_and_written_back() -> None:

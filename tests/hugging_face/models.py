@@ -12,10 +12,16 @@ from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedConfig,
@@ -25,6 +31,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -89,6 +99,40 @@ def starcoder2(*, random: bool = True, **changes: Any) -> PreTrainedModel:
     return _like_llama(Starcoder2ForCausalLM, Starcoder2Config, random, changes)
 
 
+def olmo2(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with norms after attention and feed-forward layer, and over all heads."""
+    return _like_llama(Olmo2ForCausalLM, Olmo2Config, random, {"pad_token_id": None, **changes})
+
+
+def smollm3(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with three blocks, of which the second has no rotation."""
+    shape = {"pad_token_id": None, "num_hidden_layers": 3, "no_rope_layer_interval": 2}
+    return _like_llama(SmolLM3ForCausalLM, SmolLM3Config, random, {**shape, **changes})
+
+
+def granite(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with multipliers."""
+    multipliers = {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 1.5,
+    }
+    return _like_llama(GraniteForCausalLM, GraniteConfig, random, {**multipliers, **changes})
+
+
+def stablelm(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with layer norms, and half of each head rotated."""
+    rotation = {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500.0}}
+    return _like_llama(StableLmForCausalLM, StableLmConfig, random, {**rotation, **changes})
+
+
+def gpt_neox(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """Two parallel blocks of 4 heads, half of which is rotated, with biases."""
+    rotation = {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500.0}}
+    return _like_llama(GPTNeoXForCausalLM, GPTNeoXConfig, random, {**rotation, **changes})
+
+
 def _like_llama(
     model_class: type[PreTrainedModel],
     config_class: type[PreTrainedConfig],
@@ -121,8 +165,21 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}
     ),
     "llama with biases": lambda: llama(attention_bias=True, mlp_bias=True, head_dim=10),
+    "gpt_neox": gpt_neox,
+    "gpt_neox sequential, tied, without biases": lambda: gpt_neox(
+        use_parallel_residual=False,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        hidden_act="gelu_fast",
+    ),
+    "granite": granite,
+    "granite with the usual scale of scores, tied": lambda: granite(
+        attention_multiplier=8**-0.5, tie_word_embeddings=True
+    ),
     "mistral": mistral,
     "mistral without a window": lambda: mistral(sliding_window=None, head_dim=12),
+    "olmo2": olmo2,
+    "olmo2 tied, with biases": lambda: olmo2(tie_word_embeddings=True, attention_bias=True),
     "phi3": phi3,
     "phi3 with a window, tied": lambda: phi3(
         sliding_window=12, tie_word_embeddings=True, num_key_value_heads=4
@@ -132,6 +189,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2 tied": lambda: qwen2(tie_word_embeddings=True),
     "qwen3": qwen3,
     "qwen3 with biases": lambda: qwen3(attention_bias=True, tie_word_embeddings=True),
+    "smollm3": smollm3,
+    "smollm3 rotated, untied": lambda: smollm3(
+        no_rope_layers=[1, 1, 1], no_rope_layer_interval=0, tie_word_embeddings=False
+    ),
+    "stablelm": stablelm,
+    "stablelm with biases, tied": lambda: stablelm(use_qkv_bias=True, tie_word_embeddings=True),
     "starcoder2": starcoder2,
     "starcoder2 with a window, without biases": lambda: starcoder2(
         sliding_window=12, use_bias=False, tie_word_embeddings=False, norm_epsilon=1e-3

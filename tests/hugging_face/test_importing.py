@@ -269,7 +269,7 @@ def test_impossible_paths(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_model_that_ours_cannot_express(folder: Path, copy: Path) -> None:
     written(weights_in(folder), copy)
-    change_config(copy, activation_function="gelu", n_head=5)
+    change_config(copy, activation_function="relu", n_head=5)
     reported = refusal(copy, ConfigError)
     assert 'activation_function must be "gelu_new"' in reported
     change_config(copy, activation_function="gelu_new")

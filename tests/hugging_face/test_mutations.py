@@ -25,7 +25,17 @@ from megaspeed.hugging_face.verifying import Disagreement
 from megaspeed.hugging_face.weights import Part, parts_of
 from megaspeed.model import attention, gpt
 from megaspeed.model.parameters import Row
-from tests.hugging_face.models import gpt2, llama, phi3, saved, starcoder2
+from tests.hugging_face.models import (
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    olmo2,
+    phi3,
+    saved,
+    smollm3,
+    starcoder2,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -142,7 +152,24 @@ def another_base(patch: Patch) -> None:
 
 def exact_gelu(patch: Patch) -> None:
     """Use the exact GELU, unlike GPT-2 and StarCoder2."""
-    patch.setattr(gpt, "_gelu", torch.nn.functional.gelu)
+    mlp = gpt.GeluMlp
+    patch.setattr(
+        gpt, "GeluMlp", lambda modules, compose, approximate: mlp(modules, compose, "none")
+    )
+
+
+def with_field(name: str, value: Any) -> Callable[[Patch], None]:
+    """Build each block as if a field of the model had this value."""
+
+    def mutate(patch: Patch) -> None:
+        make = gpt.Block.__init__
+
+        def init(self: gpt.Block, config: ModelConfig, **options: Any) -> None:
+            make(self, config.model_copy(update={name: value}), **options)
+
+        patch.setattr(gpt.Block, "__init__", init)
+
+    return mutate
 
 
 def ungrouped(**changes: Any) -> PreTrainedModel:
@@ -181,6 +208,12 @@ MUTATIONS: dict[str, tuple[Make, Callable[[Patch], None]]] = {
     "up above gate, phi3": (phi3, up_above_gate),
     "q, v, k, starcoder2": (starcoder2, mapped_by(exchanged(QKV, 0, 2, 1))),
     "another gelu, starcoder2": (starcoder2, exact_gelu),
+    "norms before, olmo2": (olmo2, with_field("norm_position", "before")),
+    "k, q, v of each head, gpt_neox": (gpt_neox, reordered(1, 0, 2)),
+    "sequential, gpt_neox": (gpt_neox, with_field("parallel_residual", False)),
+    "another block without rotation, smollm3": (smollm3, with_field("no_rope_layer_interval", 3)),
+    "no multiplier, granite": (granite, with_field("residual_multiplier", 1.0)),
+    "usual scale of scores, granite": (granite, with_field("attention_multiplier", None)),
     "another rotary base, starcoder2": (starcoder2, another_base),
 }
 

@@ -103,6 +103,8 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3-ulysses-documents": context("ulysses", 3, parallel=SELECTIVE, **DOCUMENTS),
     "zero3-all-gather": context("all_gather", 3, rank=3),
     "zero2-all-gather-documents": context("all_gather", 2, parallel=OFFLOADED, **DOCUMENTS),
+    "zero3-norms-of-all-heads": zero(3)
+    | {"tp": 2, "model": {**LLAMA, "architecture": "olmo2"}, "parallel": SELECTIVE},
     "zero3-full-offloaded": zero(3) | {"parallel": OFFLOADED},
     "zero1-chunks-full-offloaded": chunks(2, 1, 2, **OVERLAP)
     | {"parallel": {"virtual_stages": 2, **OFFLOADED}},

@@ -55,6 +55,7 @@ CASES: list[tuple[tuple[int, int, int], int, dict[str, Any], dict[str, Any]]] = 
     ((2, 4, 1), 3, UNTIED, {**CHUNKS, "replicate": 2}),
     ((2, 2, 1), 3, {**UNTIED, "num_hidden_layers": 6}, {"virtual_stages": 3}),
     ((2, 2, 1), 3, UNTIED, ULYSSES),
+    ((2, 1, 4), 1, {**UNTIED, "architecture": "olmo2"}, SEQUENCE_PARALLEL),
     ((1, 2, 2), 2, TIED, {**ULYSSES, "replicate": 2, **SEQUENCE_PARALLEL}),
     ((2, 1, 2), 3, TIED, {**ALL_GATHER, **SEQUENCE_PARALLEL}),
     ((2, 2, 1), 1, UNTIED, {**ALL_GATHER, "activation_checkpointing": "full"}),

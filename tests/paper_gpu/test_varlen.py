@@ -5,7 +5,6 @@ written from FlashAttention's documentation. Everything else on a GPU's path is 
 of the operator, its autograd, recomputation, shards and the compiler.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,7 +51,7 @@ from tests.support.tiny import short_documents, tiny_corpus, tiny_run
 
 
 def weights_of(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor, cu_k: Tensor, window: list[int]
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, cu_k: Tensor, window: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the softmax (H, T, T_k) of q (T, H, K) and k, and the logarithms (H, T) of its sums.
 
@@ -66,7 +65,7 @@ def weights_of(
     before = aligned.unsqueeze(1) - keys
     left, right = (len(k) if side < 0 else side for side in window)
     seen = (of_query.unsqueeze(1) == of_key) & (before <= left) & (-before <= right)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) / math.sqrt(q.shape[-1])
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
     scores = scores.masked_fill(~seen, float("-inf"))
     return scores.softmax(-1), scores.logsumexp(-1)
 
@@ -86,14 +85,15 @@ def forward_kernel(
     max_q: int,
     max_k: int,
     is_causal: bool,
-    scale: None,
+    scale: float | None,
     window: list[int],
     grouped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert max_q == max(2, int(cu_seqlens.diff().max())) and scale is None
+    assert max_q == max(2, int(cu_seqlens.diff().max()))
     assert max_k == max(2, int(cu_k.diff().max())) and cu_seqlens.dtype == cu_k.dtype == torch.int32
     assert is_causal == (window == [-1, 0]) and grouped == (q.shape[1] != k.shape[1])
-    weights, sums = weights_of(q, shared(k, q.shape[1]), cu_seqlens, cu_k, window)
+    scale = scale or q.shape[-1] ** -0.5
+    weights, sums = weights_of(q, shared(k, q.shape[1]), cu_seqlens, cu_k, window, scale)
     out = torch.einsum("hqk,khd->qhd", weights, shared(v, q.shape[1]))
     return out.to(q.dtype).contiguous(), sums, torch.zeros(2, dtype=torch.uint64)
 
@@ -102,12 +102,13 @@ def forward_kernel(
 def backward_kernel(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    cu_seqlens, cu_k, window = options[0], options[1], options[-1]
+    cu_seqlens, cu_k, scale, window = options[0], options[1], options[-2], options[-1]
+    scale = scale or q.shape[-1] ** -0.5
     keys, values, gradient = shared(k, q.shape[1]), shared(v, q.shape[1]), gradient.float()
-    weights, _ = weights_of(q, keys, cu_seqlens, cu_k, window)
+    weights, _ = weights_of(q, keys, cu_seqlens, cu_k, window, scale)
     of_weights = torch.einsum("qhd,khd->hqk", gradient, values)
     inner = (gradient * out).sum(-1).T.unsqueeze(-1)
-    of_scores = weights * (of_weights - inner) / math.sqrt(q.shape[-1])
+    of_scores = weights * (of_weights - inner) * scale
     of_q = torch.einsum("hqk,khd->qhd", of_scores, keys)
     of_k = torch.einsum("hqk,qhd->khd", of_scores, q.float())
     of_v = torch.einsum("hqk,qhd->khd", weights, gradient)
@@ -222,6 +223,10 @@ def test_a_wrong_boundary_is_noticed() -> None:
     ROWS.segments.cu_seqlens[2] -= 1
 
 
+SCALE = 0.8
+"""Multiplies the scores. It is more than twice 1 / sqrt(8), which is usual."""
+
+
 def shared_by(parts: Sequence[SequencePart], window: int | None) -> dict[str, list[Tensor]]:
     """Return output and gradients of attention by path, computed by all ranks, one after another,
     or at once if there is one part.
@@ -252,7 +257,7 @@ def shared_by(parts: Sequence[SequencePart], window: int | None) -> dict[str, li
                 pair = [x[index].view(4, 24, 2, 8).transpose(1, 2) for x in sent]
                 queries = take(q, own).transpose(1, 2)
                 y = F.scaled_dot_product_attention(
-                    queries, pair[0], pair[1], attn_mask=mask, enable_gqa=True
+                    queries, pair[0], pair[1], attn_mask=mask, scale=SCALE, enable_gqa=True
                 )
                 y = y.transpose(1, 2).flatten(2)
             else:
@@ -261,7 +266,7 @@ def shared_by(parts: Sequence[SequencePart], window: int | None) -> dict[str, li
                 if segments.keys is not None:
                     pair = [x[segments.keys].unsqueeze(0) for x in sent]
                 with path(name):
-                    y = varlen_attention(take(q, own), pair[0], pair[1], segments, window)
+                    y = varlen_attention(take(q, own), pair[0], pair[1], segments, window, SCALE)
             loss = loss + (y * take(weight, own)).sum()
             mixed[:, places_in(own)] = y.detach()
         loss.backward()
@@ -296,10 +301,10 @@ def test_the_operator_for_cpus_keeps_torchs_rules(heads: int) -> None:
     q, k, v = (torch.randn(24, n, 8, requires_grad=True) for n in (4, heads, heads))
     lengths = packed(((5, 1, 18),)).segments.cu_seqlens
     operator = torch.ops.megaspeed.document_attention.default
-    torch.library.opcheck(operator, (q, k, v, lengths, lengths))
+    torch.library.opcheck(operator, (q, k, v, lengths, lengths, None))
     keys = [torch.randn(40, heads, 8, requires_grad=True) for _ in range(2)]
     longer = torch.tensor([0, 7, 10, 40], dtype=torch.int32)
-    torch.library.opcheck(operator, (q, *keys, lengths, longer))
+    torch.library.opcheck(operator, (q, *keys, lengths, longer, SCALE))
 
 
 @pytest.mark.parametrize("recomputation", ["none", "selective"])

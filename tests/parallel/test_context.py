@@ -164,6 +164,73 @@ def test_compiled_blocks_share_sequences(
     assert comparison.equal, comparison.largest
 
 
+FEATURES: dict[str, Any] = {
+    **LLAMA,
+    "num_attention_heads": 8,
+    "qk_norm": "all_heads",
+    "norm_position": "after",
+    "parallel_residual": True,
+    "mlp": "exact_gelu",
+    "partial_rotary_factor": 0.5,
+    "no_rope_layer_interval": 2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.5,
+}
+"""What Olmo 2, GPT-NeoX, SmolLM3 and Granite have, together."""
+
+
+@pytest.mark.parametrize(
+    ("degrees", "parallel", "zero", "changes"),
+    [
+        (
+            {"cp": 2, "tp": 2},
+            {"context_method": "ulysses", "activation_checkpointing": "selective"},
+            1,
+            {"data": {"reset_at_documents": True}, "training": {"compile": True}},
+        ),
+        (
+            {"dp": 2, "cp": 4},
+            {"context_method": "ulysses", "activation_checkpointing": "full"},
+            3,
+            {"model": {"attention_dropout": 0.1, "residual_dropout": 0.1}},
+        ),
+        (
+            {"pp": 2, "cp": 2, "tp": 2},
+            {"context_method": "all_gather", "sequence_parallel": True},
+            2,
+            {"data": {"reset_at_documents": True}},
+        ),
+        # Four tensor ranks have two key/value heads.
+        ({"tp": 4}, {"sequence_parallel": True, "activation_checkpointing": "selective"}, 1, {}),
+        ({"dp": 2, "tp": 4}, {"activation_checkpointing": "selective"}, 2, {}),
+    ],
+)
+def test_features_of_families_together(
+    pool: RankPool,
+    references: References,
+    documents: Path,
+    degrees: dict[str, Any],
+    parallel: dict[str, Any],
+    zero: int,
+    changes: dict[str, Any],
+) -> None:
+    run = tiny_run(
+        documents,
+        **degrees,
+        train_batch_size=8,
+        gradient_accumulation_steps=2,
+        parallel=parallel,
+        zero_optimization={"stage": zero},
+        **{**changes, "model": {**FEATURES, **changes.get("model", {})}},
+    )
+    train = train_traced if "training" in changes else train_rank
+    comparison = train_and_compare(pool, references, run, FEW_STEPS, train)
+    assert comparison.weights_bitwise_equal
+    assert comparison.equal, comparison.largest
+
+
 # --- what a rank sends and holds ------------------------------------------------------------------
 
 

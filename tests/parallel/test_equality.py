@@ -110,6 +110,17 @@ FAMILIES = {
     "qwen2": {"architecture": "qwen2", "num_key_value_heads": 1},
     "qwen3": {"architecture": "qwen3", "head_dim": 12},
     "starcoder2": {"architecture": "starcoder2", "num_key_value_heads": 1},
+    "olmo2": {"architecture": "olmo2", "num_key_value_heads": 1},
+    "gpt_neox": {"architecture": "gpt_neox", "partial_rotary_factor": 0.5},
+    "granite, one block without rotation": {
+        "architecture": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 1.5,
+        "no_rope_layer_interval": 2,
+    },
+    "stablelm": {"architecture": "stablelm", "partial_rotary_factor": 0.5, "qkv_bias": True},
     "gpt2 of other features": {"architecture": "gpt2", "qk_norm": True, "mlp_bias": False},
 }
 FAMILY_LAYOUTS: dict[tuple[int, int, int], dict[str, Any]] = {

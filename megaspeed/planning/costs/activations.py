@@ -166,11 +166,11 @@ class Activations:
             return self._selective_block()
         parts = len(mlp_parts_of(self._run)) if recomputation == "full_offloaded" else 1
         output, mlp = self._hidden, self._mlp_kept() // parts
-        attention = self._norm_kept() + self._attention_kept() + output
-        if not self._fused_norm and self._a < _FP32:
-            attention -= output  # a norm of several operations keeps its input in fp32 instead
+        attention = self._norm_kept() + self._attention_kept() + self._between_kept()
         kept = attention + self._norm_kept() + mlp + output
         forward = max(self._summed, self._gathered, self._residual_hashing)
+        if self._model.parallel_residual:  # the sum of input and attention
+            forward += output
         backward = self._block_backward_working(parts)
         keys, gathering, attending = self._exchanging()
         later = mlp + self._norm_kept() + output  # what the attention's passes do not have
@@ -210,7 +210,7 @@ class Activations:
         _, width = self._local_shape("mlp.down")
         qkv, mix = self._n * features * self._a, self._n * mixed * self._a
         activation = self._n * width * self._a  # (n, F/T), the input of ``down``
-        silu = activation if model.mlp == "swiglu" else 0
+        silu = activation if model.is_gated else 0
         up = activation + silu
         # On a CPU: the fp32 intermediates of RMSNorm, of the hidden states and of the keys.
         norm = 0 if self._fused_norm else 3 * self._m * model.hidden_size * _FP32
@@ -251,8 +251,11 @@ class Activations:
             backward.append(again + self._attention_weights * _HASHING - up)
             # The gradients of queries, keys and values replace the weights.
             backward.append(again + qkv - softmax - cast - up)
+        # Output, input of the second norm; the inputs of norms after attention and MLP.
+        after = 2 * hidden if model.norm_position == "after" else 0
+        inputs = (1 if model.parallel_residual else 2) * hidden + after
         return LayerMemory(
-            kept=2 * hidden + qkv + core + up,
+            kept=inputs + qkv + core + up,
             forward_working=max(forward),
             backward_working=max(backward),
         )
@@ -319,6 +322,18 @@ class Activations:
             backward_working=self._hidden + norm,
         )
 
+    def _between_kept(self) -> int:
+        """Return what is kept of the hidden states between attention and MLP.
+
+        A norm of several operations keeps its input in fp32 instead.
+        """
+        converts = not self._fused_norm and self._a < _FP32
+        is_after = self._model.norm_position == "after"
+        kept = 0 if self._model.parallel_residual else 1
+        if converts:
+            kept -= 2 if is_after else kept
+        return kept * self._hidden
+
     def _norm_kept(self) -> int:
         """Return what a norm keeps: output and statistics; on a CPU, RMSNorm's intermediates."""
         if self._model.norm == "layer_norm":
@@ -344,6 +359,8 @@ class Activations:
         queries_and_keys = features - key_value_heads * model.head_dim
         changed = queries_and_keys if is_rotary or model.qk_norm else 0
         norms = self._head_norms_kept(heads + key_value_heads)
+        if self._method == "ulysses" and model.qk_norm == "all_heads":  # before it is sent
+            norms += n * self._local_shape("attention.qkv")[0] * self._a
         if self._method == "all_gather":  # the rest is computed and gathered again
             kept = n * features * self._a
             return kept + (self._kernel_kept() if model.attention_dropout == 0.0 else 0)
@@ -359,6 +376,9 @@ class Activations:
         """Return the statistics of the norms of each query and key head, if the model has them."""
         if not self._model.qk_norm:
             return 0
+        if self._model.qk_norm == "all_heads":  # several operations, unless compiled
+            kept = 0 if self._is_compiled else heads * self._model.head_dim * _FP32
+            return self._n * (kept + 8 * _FP32)
         intermediates = 0 if self._fused_rms_norm else self._rms_norm_intermediates()
         return self._n * heads * (_FP32 + self._model.head_dim * intermediates)
 
@@ -396,7 +416,7 @@ class Activations:
         received = self._context * n * features * self._a
         used = received + n * features * self._a // 2
         _, mixed = self._local_shape("attention.output")
-        changed = self._model.positions == "rotary" or self._model.qk_norm
+        changed = self._model.positions == "rotary" or self._model.qk_norm is not False
         queries, own = n * mixed * self._a, n * features * self._a
         # Of the kernel's results; then, beside the gradient of what is used, that of what is
         # received, which gloo copies.
@@ -423,11 +443,12 @@ class Activations:
 
         On a CPU in 16-bit precision, they keep the input in fp32 instead.
         """
-        return self._model.qk_norm and (self._fused_rms_norm or self._a == _FP32)
+        joint = self._model.qk_norm == "all_heads"
+        return joint or (self._model.qk_norm is True and (self._fused_rms_norm or self._a == _FP32))
 
     def _mlp_kept(self) -> int:
         """Return what an MLP keeps: output of ``up``, silu(gate) if any, and input of ``down``."""
-        gated = self._model.mlp == "swiglu"
+        gated = self._model.is_gated
         before, _ = self._local_shape("mlp.gate_up" if gated else "mlp.up")
         _, after = self._local_shape("mlp.down")
         keeps_silu = gated and not self._is_compiled
@@ -435,8 +456,7 @@ class Activations:
 
     def _angles(self, tokens: int) -> int:
         """Return the cosines and sines of ``tokens`` positions."""
-        is_rotary = self._model.positions == "rotary"
-        return tokens * self._model.head_dim * self._a if is_rotary else 0
+        return tokens * self._model.rotary_dim * self._a
 
     def _local_shape(self, module: str) -> tuple[int, int]:
         """Return the rows and columns of a block's matrix on one tensor rank."""
@@ -456,7 +476,7 @@ class Activations:
         """Return the working memory of an MLP's backward, in addition to what its forward kept."""
         _, width = self._local_shape("mlp.down")
         activation = self._n * width * self._a  # (n, F/T)
-        mlp = activation if self._model.mlp == "gelu" else 2 * activation
+        mlp = 2 * activation if self._model.is_gated else activation
         if self._model.residual_dropout > 0.0:
             mlp = self._hidden + max(mlp, self._residual_hashing)
         return mlp

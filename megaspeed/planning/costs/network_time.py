@@ -79,12 +79,15 @@ class Network:
         if tp == 1:
             return 0.0, 0.0
         message = work.tokens * work.model.hidden_size * work.element_bytes
+        means = 0.0  # squares of queries and keys: two fp32 numbers a token
+        if work.model.qk_norm == "all_heads":
+            means = self.collective("tp", "all_reduce", 8 * work.tokens)
         if work.sequence_parallel:
             gather = self.collective("tp", "all_gather", message)
             both = gather + self.collective("tp", "reduce_scatter", message)
             again = 2 * (SLOWDOWN_BY_OVERLAP if self.overlaps else 1.0) * gather
-            return 2 * both, 2 * both + again
-        both = 2 * self.collective("tp", "all_reduce", message)
+            return 2 * both + means, 2 * both + again + means
+        both = 2 * self.collective("tp", "all_reduce", message) + means
         return both, both
 
     def cp(self) -> tuple[float, float]:

@@ -352,7 +352,7 @@ class Rates:
         hidden = model.hidden_size / (tp if work.sequence_parallel else 1)
         width = model.intermediate_size / tp
         heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / tp
-        gated = model.mlp == "swiglu"
+        gated = model.is_gated
         factor = self.constants.pointwise * self.width * work.tokens / self.memory
         forward = factor * (10 * hidden + 2 * heads + (3 if gated else 2) * width)
         backward = factor * (12 * hidden + 2 * heads + (5 if gated else 3) * width)

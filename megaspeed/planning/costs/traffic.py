@@ -164,6 +164,7 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         embedding             1 all-reduce h (g)
         head                  1 all-reduce h (f): the forward computes this gradient
         loss                  all-reduce 3 numbers a token  (Shoeybi et al. 2019, section 3)
+        norms of all heads    all-reduce 2 numbers a token  the same, in each block
 
     with sequence parallelism (Korthikanti et al. 2022, section 4.2.2)
 
@@ -177,9 +178,10 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     parallelism those of norms and row-parallel biases, and always those of norms of each head.
 
     Full recomputation repeats a block's forward up to the last tensor that its backward needs, the
-    input of the MLP's row-parallel matrix. It does not repeat the g after it. If the MLP is divided
-    (``full_offloaded``), this is so for the last part. All others are complete, and the backward of
-    each part repeats it once more up to that matrix. Selective recomputation repeats no collective.
+    input of the MLP's row-parallel matrix. It does not repeat the g after it, unless a norm follows
+    (``norm_position`` after). If the MLP is divided (``full_offloaded``), this is so for the last
+    part. All others are complete, and the backward of each part repeats it once more up to that
+    matrix. Selective recomputation repeats no collective.
     """
     tp, micro_batches = run.grid.tp, run.batch.gradient_accumulation_steps
     has_embedding, has_head = pipeline_stage == 0, pipeline_stage == run.grid.pp - 1
@@ -188,17 +190,21 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     def add(collective: Collective, message_bytes: int) -> None:
         messages.add("tp", collective, micro_batches * message_bytes, ranks=tp)
 
-    h = full_hidden_bytes(run)
-    divided = 0  # bytes of all parts of an MLP but the last one, in all such blocks
-    if run.config.parallel.activation_checkpointing == "full_offloaded":
-        parts = mlp_parts_of(run)
-        divided = again * h // sum(parts) * sum(parts[:-1])
+    h, model = full_hidden_bytes(run), run.config.model
+    offloads = run.config.parallel.activation_checkpointing == "full_offloaded"
+    parts = mlp_parts_of(run) if offloads else [1]
+    # Bytes of the MLPs' outputs, or of their parts, that are summed again.
+    repeated = parts if model.norm_position == "after" else parts[:-1]
+    summed = again * h // sum(parts) * sum(repeated)
+    divided = summed if len(parts) > 1 else 0
     if run.sequence_parallel:
         add("all_reduce", has_embedding * h)
         add("all_gather", (blocks * 6 + again * 2 + has_embedding + has_head) * h + divided)
-        add("reduce_scatter", (blocks * 4 + again + has_head) * h + divided)
+        add("reduce_scatter", (blocks * 4 + again + has_head) * h + summed)
     else:
-        add("all_reduce", (blocks * 4 + again + has_embedding + has_head) * h + divided)
+        add("all_reduce", (blocks * 4 + again + has_embedding + has_head) * h + summed)
+    if model.qk_norm == "all_heads":  # the mean squares of queries and keys
+        add("all_reduce", (2 * blocks + again) * 2 * tokens_of(run) * BYTES_OF["fp32"])
     if has_head:  # maximum in the logits' type; sum of exponentials and target's logit in fp32
         add("all_reduce", tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"]))
     partial = [p for p in local_parameters(run, pipeline_stage) if p.group == "partial"]
@@ -249,8 +255,9 @@ def _shared_head_gradient_bytes(run: Run) -> int:
         return 0
     qkv = block_rows(model)["attention.qkv"]
     assert qkv.columns is not None
-    rows = tp // replicas * 2 * model.head_dim  # a key and a value head of each part
-    return rows * (qkv.columns + qkv.bias) * BYTES_OF[run.precision]
+    rows = tp // replicas * model.head_dim  # a head of each part
+    columns = 2 * (qkv.columns + qkv.bias) + (model.qk_norm == "all_heads")
+    return rows * columns * BYTES_OF[run.precision]
 
 
 def _add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:

@@ -199,6 +199,14 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
             merge(LONG, {"model": {**LLAMA, **LONG["model"], "sliding_window": 40}}),
             merge(LONG, {"model": {**LONG["model"], "qk_norm": True, "mlp_bias": False}}),
             merge(LONG, {"model": {**LONG["model"], "architecture": "starcoder2"}}),
+            merge(LONG, {"model": {**LLAMA, **LONG["model"], "architecture": "olmo2"}}),
+            merge(
+                LONG, {"model": {**LLAMA, **LONG["model"], "architecture": "olmo2"}, **SELECTIVE}
+            ),
+            merge(LONG, {"model": {**LLAMA, **LONG["model"], "architecture": "gpt_neox"}}),
+            merge(
+                LONG, {"model": {**LLAMA, **LONG["model"], "parallel_residual": True}, **SELECTIVE}
+            ),
         ],
     ),
     "a pipeline of blocks with a window": (

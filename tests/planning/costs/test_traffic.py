@@ -440,6 +440,7 @@ def test_zero3_gathers_and_reduces_once_a_visit(
 
 SEQUENCE = {"sequence_parallel": True}
 QWEN3 = {**LLAMA, "architecture": "qwen3", "head_dim": 12, "attention_output_bias": True}
+OLMO2 = {**LLAMA, "architecture": "olmo2"}
 RECOMPUTE = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective"}
 MODEL_AXES: dict[str, tuple[Layout, dict[str, Any]]] = {
@@ -472,6 +473,19 @@ MODEL_AXES: dict[str, tuple[Layout, dict[str, Any]]] = {
             **BF16,
         },
     ),
+    "norms of all heads, recomputed": ((1, 1, 2), {"model": OLMO2, "parallel": RECOMPUTE}),
+    "norms of all heads, shared, sequence parallel, bf16": (
+        (1, 1, 4),
+        {"model": {**OLMO2, **SHARED_HEADS}, "parallel": {**SEQUENCE, **SELECTIVE}, **BF16},
+    ),
+    "norms after the layers, recomputed, offloaded": (
+        (1, 1, 2),
+        {
+            "model": {**OLMO2, "hidden_size": 16},
+            "parallel": {**SEQUENCE, "activation_checkpointing": "full_offloaded"},
+        },
+    ),
+    "parallel blocks": ((1, 1, 2), {"model": {**LLAMA, "parallel_residual": True}}),
     "shared heads": ((1, 1, 4), {"model": {**LLAMA, **SHARED_HEADS}}),
     "shared heads with biases": (
         (1, 1, 4),
