@@ -136,8 +136,9 @@ class CheckpointFolder:
         found = [(step, folder) for folder, step in steps.items() if step is not None]
         return [folder for _, folder in sorted(found, reverse=True)]
 
-    def prune(self, newest: Path, keep_last: int) -> list[Path]:
-        """Keep ``keep_last`` checkpoints: ``newest`` and those before it.
+    def prune(self, newest: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
+        """Keep ``keep_last`` checkpoints, ``newest`` and those before it, and all milestones, whose
+        step is a multiple of ``keep_every``.
 
         Remove older checkpoints and return them. A checkpoint that cannot be removed stays until
         the next call. Checkpoints of later steps are neither counted nor removed: the run has
@@ -147,6 +148,8 @@ class CheckpointFolder:
         checkpoints = self.newest_first()
         removed = []
         for checkpoint in checkpoints[checkpoints.index(newest) + keep_last :]:
+            if keep_every > 0 and (step_named(checkpoint.name) or 0) % keep_every == 0:
+                continue
             with contextlib.suppress(OSError):
                 aside = _set_aside(checkpoint)
                 removed.append(checkpoint)

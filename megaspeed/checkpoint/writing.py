@@ -67,7 +67,8 @@ class Saver:
 
     folder: CheckpointFolder  # the folder of checkpoints, on a file system that all ranks share
     group: dist.ProcessGroup  # all ranks, over gloo
-    keep_last: int  # how many checkpoints are kept
+    keep_last: int  # how many checkpoints are kept, besides milestones
+    keep_every: int  # steps between two milestones; 0 for none
     expected: Mapping[str, tuple[int, ...]]  # name -> shape of every tensor of a checkpoint
     # name -> content of files that belong to the model, such as its tokenizer; used on rank 0
     beside: Mapping[str, bytes] = field(default_factory=dict)
@@ -118,7 +119,7 @@ class Saver:
     ) -> tuple[int, tuple[Path, ...]]:
         size_bytes = _complete(writing, written, self.expected, state, self.beside)
         checkpoint = self.folder.commit(writing)
-        return size_bytes, tuple(self.folder.prune(checkpoint, self.keep_last))
+        return size_bytes, tuple(self.folder.prune(checkpoint, self.keep_last, self.keep_every))
 
 
 def write_checkpoint(

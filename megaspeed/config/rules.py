@@ -473,6 +473,20 @@ def profiled_steps_are_trained(config: RunConfig) -> Iterator[str]:
 
 
 @rule
+def milestones_are_saved(config: RunConfig) -> Iterator[str]:
+    """Milestones are among the checkpoints that are saved at intervals."""
+    every, interval = config.training.keep_every, config.training.save_interval
+    if every > 0 and (interval == 0 or every % interval):
+        mend = (
+            f"nearest: {nearest(every, interval)}" if interval else f"set the interval to {every}"
+        )
+        yield (
+            f"training.keep_every {every} must be a multiple of training.save_interval {interval}, "
+            f"because only what is saved can be kept; {mend}"
+        )
+
+
+@rule
 def scaling_has_a_base(config: RunConfig) -> Iterator[str]:
     """Scaling of the learning rate and the batch that it starts from are stated together."""
     scaling, base = config.training.lr_scaling, config.training.base_batch_size

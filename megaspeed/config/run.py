@@ -301,7 +301,11 @@ class TrainingConfig(Section):
     save_interval: int = Field(default=1000, ge=0)
     """Steps between two checkpoints; 0: only at the end and on a stop signal."""
     keep_last: int = Field(default=3, gt=0)
-    """Number of checkpoints kept; older ones are deleted."""
+    """Number of the newest checkpoints that are kept. Older ones are deleted, except milestones."""
+    keep_every: int = Field(default=0, ge=0)
+    """Steps between two milestones: checkpoints whose step is a multiple of it are never deleted.
+    If one is among the newest, keep_last counts it. It is a multiple of save_interval, in steps, so
+    milestones do not change with save_interval. 0: none."""
     async_save: bool = False
     """Copy a checkpoint to host memory and write it while training continues. From the first save
     to the end of the run, this takes 12 bytes of host memory for each parameter that a rank writes,

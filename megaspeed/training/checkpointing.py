@@ -76,6 +76,7 @@ class Checkpointing:
             CheckpointFolder(self._run.run_dir / CHECKPOINTS),
             worker.context.checkpoint_group,
             keep_last=training.keep_last,
+            keep_every=training.keep_every,
             expected=expected_tensors(self._run.config.model)
             | compression_tensors(self._run.config.model, self._run.compression, self._run.grid),
             # Read now, because the cache may be emptied while the run continues.

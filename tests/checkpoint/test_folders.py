@@ -142,6 +142,18 @@ def test_the_newest_checkpoints_are_kept(folder: CheckpointFolder) -> None:
     assert folder.prune(saved[-1], 2) == []
 
 
+def test_milestones_are_kept_beside_the_newest_and_count_among_them(
+    folder: CheckpointFolder,
+) -> None:
+    """Milestones 3 and 6 are kept, also if saves were at other intervals."""
+    saved = save(folder, 1, 2, 3, 4, 6, 7)
+    assert folder.prune(saved[-1], 2, 3) == [saved[3], saved[1], saved[0]]
+    assert folder.newest_first() == [folder.path(step) for step in (7, 6, 3)]
+    (newest,) = save(folder, 8)
+    assert folder.prune(newest, 2, 3) == [] and folder.prune(newest, 1, 3) == [folder.path(7)]
+    assert folder.prune(newest, 1) == [folder.path(6), folder.path(3)], "no milestones any more"
+
+
 def test_the_last_saved_checkpoint_is_kept_although_broken_ones_have_higher_steps(
     folder: CheckpointFolder,
 ) -> None:
