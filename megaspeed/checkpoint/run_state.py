@@ -5,6 +5,7 @@ Nothing in it depends on a rank. Random numbers are functions of seeds, names an
 function of the number of steps taken. So seeds and counters are their complete state.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -38,6 +39,15 @@ class Progress(Section):
     samples: NonNegativeInt = 0  # samples used
     tokens: NonNegativeInt = 0  # tokens predicted
     loss: float | None = None  # of the last step, in nats; None if it was not finite
+
+    def last_step(self, config: Mapping[str, Any]) -> int:
+        """The last step of a run that continues with this resolved configuration. With
+        training.tokens, tokens that are trained already count, whatever their batch was.
+        """
+        if (tokens := config["training"].get("tokens")) is None:
+            return int(config["training"]["steps"])
+        per_step = config["train_batch_size"] * config["data"]["sequence_length"]
+        return self.step + max(0, -(-(tokens - self.tokens) // per_step))
 
 
 class Layout(Section):

@@ -24,6 +24,7 @@ from megaspeed.cli.options import (
 from megaspeed.config.document import parse_override, read_json_object
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
+from megaspeed.config.section import TOKEN_UNITS
 from megaspeed.files.json_values import json_value
 from megaspeed.pipeline.picture import SUFFIXES, draw_schedule, save
 from megaspeed.pipeline.schedules import pipeline_of
@@ -80,8 +81,8 @@ def _picture(text: str) -> Path:
 def _tokens(text: str) -> int:
     """Return a number of tokens on the command line: 2000000, 300B, 1.4T."""
     number, unit = text, 1
-    if text[-1:].upper() in _UNITS:
-        number, unit = text[:-1], _UNITS[text[-1].upper()]
+    if text[-1:].upper() in TOKEN_UNITS:
+        number, unit = text[:-1], TOKEN_UNITS[text[-1].upper()]
     tokens = not_negative(number) * unit
     if not 1 <= tokens <= _MOST_TOKENS:
         raise argparse.ArgumentTypeError(f"it must be at least 1 and at most {_MOST_TOKENS:.0e}")
@@ -89,7 +90,6 @@ def _tokens(text: str) -> int:
 
 
 _MOST_TOKENS = 1e18
-_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def run_plan(options: argparse.Namespace) -> int:

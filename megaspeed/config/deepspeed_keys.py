@@ -170,7 +170,7 @@ class DecayParams(ConstantParams):
     """The parameters of cosine and linear."""
 
     total_num_steps: int | None = Field(default=None, gt=0)
-    """Step at which the learning rate is smallest. If omitted: training.steps."""
+    """Step at which the learning rate is smallest. If omitted: the last step."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
     """Smallest learning rate, as a fraction of optimizer.params.lr."""
 
@@ -215,14 +215,14 @@ class WarmupDecayLRParams(WarmupLRParams):
     """The parameters of WarmupDecayLR."""
 
     total_num_steps: int | None = Field(default=None, gt=0)
-    """Step at which the learning rate is 0. If omitted: training.steps."""
+    """Step at which the learning rate is 0. If omitted: the last step."""
 
 
 class WarmupCosineLRParams(WarmupParams):
     """The parameters of WarmupCosineLR."""
 
     total_num_steps: int | None = Field(default=None, gt=0)
-    """Step at which the learning rate is smallest. If omitted: training.steps."""
+    """Step at which the learning rate is smallest. If omitted: the last step."""
     warmup_min_ratio: float = Field(default=0.0, ge=0, le=1)
     """Lowest learning rate of warmup, as a fraction of optimizer.params.lr."""
     cos_min_ratio: float = Field(default=0.0001, ge=0, le=1)

@@ -18,6 +18,7 @@ from megaspeed.files.paths import file_problem, path_argument, path_problem, rea
 _MOST_KEYS = 16
 _SHOWN_CHARACTERS = 200
 _DEEPEST = 64
+_LENGTHS = ("steps", "tokens")  # of the section training
 _TOO_DEEP = f"it is nested too deeply: objects and lists must be at most {_DEEPEST} levels deep"
 
 _TYPE_NAMES = {
@@ -108,8 +109,10 @@ def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
         gives  {"bf16": {"enabled": true, "check_grad_overflow": false}}
 
     Unlike in RFC 7396, null stays if there is nothing to remove, because some fields accept it.
+    The length of a run has two keys, and a patch with one of them replaces both.
     """
-    merged = dict(base)
+    replaced = _LENGTHS if any(patch.get(key) is not None for key in _LENGTHS) else ()
+    merged = {key: value for key, value in base.items() if key not in replaced}
     for key, value in patch.items():
         if value is None and key in merged:
             del merged[key]

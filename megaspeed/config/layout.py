@@ -305,6 +305,8 @@ def batch_multiplies(config: RunConfig, world: World) -> Iterator[str]:
             f"{batch.micro_batch_size:,} x dp {grid.dp})) must be at most "
             f"{LARGEST_ACCUMULATION:,}; raise train_micro_batch_size_per_gpu"
         )
+    if batch and config.number_of_steps() is None:  # the batch gives the number of steps
+        yield from check(RULES, config.changed({"train_batch_size": batch.train_batch_size}))
 
 
 def profiled_ranks_exist(config: RunConfig, world: World) -> Iterator[str]:
@@ -340,4 +342,4 @@ _NEED_WORLD = (
 def violations(config: RunConfig, world: World | None = None) -> list[str]:
     """Return the messages of all rules. Without a world, those that depend on it are omitted."""
     of_world = () if world is None else (partial(each, world=world) for each in _NEED_WORLD)
-    return check([*RULES, batch_is_determined, *of_world], config)
+    return list(dict.fromkeys(check([*RULES, batch_is_determined, *of_world], config)))

@@ -6,12 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from megaspeed.config.deepspeed_keys import (
-    DecayParams,
-    WarmupCosineLRParams,
-    WarmupDecayLRParams,
-    WarmupLRParams,
-)
+from megaspeed.config.deepspeed_keys import WarmupLRParams
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import (
     Batch,
@@ -49,6 +44,8 @@ class Run:
 
     config: RunConfig
     name: str
+    steps: int
+    """The last step. With training.tokens, it changes if a run resumes with another batch."""
     spare_ranks: int = 0
     """Number of processes that the grid does not use."""
     notes: tuple[str, ...] = ()
@@ -228,6 +225,8 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
     grid = find_grid(config, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     assert grid is not None and batch is not None, "the rules found a grid and a batch"
+    steps = config.number_of_steps(batch.train_batch_size)
+    assert steps is not None, "a rule checked that the length is stated"
     keys = {
         "train_batch_size": batch.train_batch_size,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
@@ -238,10 +237,11 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
         "parallel.micro_batch_groups": _micro_batch_groups(config, batch),
         "parallel.sequence_parallel": _splits_sequence(config, world.device_type),
         "training.run_dir": config.training.run_dir or default_run_dir(name),
+        "training.steps": steps,
         **_learning_rates(config, batch.train_batch_size),
         **_message_sizes(config, grid.tp, world.device_type),
     }
-    return Run(config.changed(keys), name, spare_ranks=world.size - grid.world_size)
+    return Run(config.changed(keys), name, steps, spare_ranks=world.size - grid.world_size)
 
 
 def _gradient_reduction(config: RunConfig) -> GradientReduction:
@@ -309,7 +309,9 @@ def _learning_rates(config: RunConfig, train_batch_size: int) -> dict[str, Any]:
     if isinstance(params, WarmupLRParams):
         keys["scheduler.params.warmup_max_lr"] = (params.warmup_max_lr or lr) * scaling
         keys["scheduler.params.warmup_min_lr"] = params.warmup_min_lr * scaling
-    if isinstance(params, DecayParams | WarmupDecayLRParams | WarmupCosineLRParams):
+    # If a run with tokens resumes with another end, its schedule ends there, too.
+    ends = config.training.tokens is None
+    if params is not None and ends and hasattr(params, "total_num_steps"):
         keys["scheduler.params.total_num_steps"] = params.total_num_steps or config.training.steps
     return keys
 

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from math import lcm
 
-from megaspeed.config.deepspeed_keys import Constant, Decay, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from megaspeed.config.model import PRESETS, Llama3Scaling, ModelConfig, YarnScaling
 from megaspeed.config.run import RunConfig
 from megaspeed.config.section import Section
@@ -418,23 +417,37 @@ def compressed_matrices_have_no_copies(config: RunConfig) -> Iterator[str]:
 
 
 @rule
+def length_is_stated_once(config: RunConfig) -> Iterator[str]:
+    """Steps or tokens state the length. A resolved configuration has both, and they agree."""
+    steps, tokens, follows = config.training.steps, config.training.tokens, config.number_of_steps()
+    if steps is None and tokens is None:
+        yield 'training.steps is missing: state it, or training.tokens, such as "20B"'
+    elif steps is not None and steps != follows:  # then tokens are stated, too
+        other = f"training.tokens {tokens}" if follows is None else config.length(follows)
+        yield (
+            f"training.steps {steps} and {other} are two lengths of one run; remove one of them: "
+            "--set training.steps=null keeps the tokens"
+        )
+
+
+@rule
 def warmup_ends_before_the_schedule(config: RunConfig) -> Iterator[str]:
     """The full learning rate is reached, and a rate that falls has steps left to fall."""
-    scheduler, end, source = config.scheduler, config.training.steps, "training.steps"
+    scheduler, end = config.scheduler, config.number_of_steps()
     if scheduler is None:
         return
-    warmup = scheduler.params.warmup_num_steps
+    warmup, law = scheduler.params.warmup_num_steps, config.length(end or 0)
     reason = "or the full learning rate is never reached"
-    if not isinstance(scheduler, Constant | WarmupLR):
+    if scheduler.type != "constant" and scheduler.type != "WarmupLR":
         reason = "because the rate falls after warmup"
-        if scheduler.params.total_num_steps is not None:
-            end, source = scheduler.params.total_num_steps, "scheduler.params.total_num_steps"
-    if warmup >= end:
+        if (total := scheduler.params.total_num_steps) is not None:
+            end, law = total, f"scheduler.params.total_num_steps {total}"
+    if end is not None and warmup >= end:
         shorter = f"scheduler.params.warmup_num_steps={max(end // 10, 1)}"
         if end == 1:  # DeepSpeed's schedules have at least one step of warmup
             shorter = "scheduler=null"
         yield (
-            f"scheduler.params.warmup_num_steps {warmup} must be less than {source} {end}, "
+            f"scheduler.params.warmup_num_steps {warmup} must be less than {law}, "
             f"{reason}; shorten the warmup: --set {shorter}"
         )
 
@@ -442,20 +455,17 @@ def warmup_ends_before_the_schedule(config: RunConfig) -> Iterator[str]:
 @rule
 def rate_stays_above_zero(config: RunConfig) -> Iterator[str]:
     """A schedule that ends at 0 is at least as long as the run."""
-    scheduler, steps = config.scheduler, config.training.steps
-    match scheduler:
-        case Decay():
-            lowest = scheduler.params.min_ratio
-        case WarmupCosineLR():
-            lowest = scheduler.params.cos_min_ratio
-        case WarmupDecayLR():
-            lowest = 0.0
-        case _:
-            return
+    scheduler, steps, lowest = config.scheduler, config.number_of_steps(), 0.0
+    if scheduler is None or scheduler.type == "constant" or scheduler.type == "WarmupLR":
+        return
+    if scheduler.type == "WarmupCosineLR":
+        lowest = scheduler.params.cos_min_ratio
+    elif scheduler.type != "WarmupDecayLR":
+        lowest = scheduler.params.min_ratio
     total = scheduler.params.total_num_steps
-    if lowest == 0 and total is not None and total < steps:
+    if lowest == 0 and total is not None and steps is not None and total < steps:
         yield (
-            f"scheduler.params.total_num_steps {total} must be at least training.steps {steps}, "
+            f"scheduler.params.total_num_steps {total} must be at least {config.length(steps)}, "
             f"or the last {steps - total} steps have a learning rate of 0; remove it"
         )
 
@@ -463,12 +473,12 @@ def rate_stays_above_zero(config: RunConfig) -> Iterator[str]:
 @rule
 def profiled_steps_are_trained(config: RunConfig) -> Iterator[str]:
     """The run takes the steps that are to be profiled."""
-    profile, steps = config.training.profile, config.training.steps
-    if profile is not None and profile.start_step + profile.steps - 1 > steps:
+    profile, steps = config.training.profile, config.number_of_steps()
+    if profile and steps is not None and profile.start_step + profile.steps - 1 > steps:
         yield (
             f"training.profile.start_step {profile.start_step} + training.profile.steps "
-            f"{profile.steps} - 1 is the last profiled step, and must be at most training.steps "
-            f"{steps}; profile earlier or fewer steps"
+            f"{profile.steps} - 1 is the last profiled step, and must be at most "
+            f"{config.length(steps)}; profile earlier or fewer steps"
         )
 
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megaspeed.config.deepspeed_keys import DeepSpeedKeys
 from megaspeed.config.model import ContextMethod, ModelConfig
-from megaspeed.config.section import LARGEST_SECONDS, LARGEST_WORLD, PathText, Section
+from megaspeed.config.section import LARGEST_SECONDS, LARGEST_WORLD, PathText, Section, TokenCount
 
 Recomputation = Literal["none", "selective", "full", "full_offloaded"]
 """What a recomputed block computes again in the backward pass."""
@@ -250,8 +250,11 @@ class ProfileConfig(Section):
 class TrainingConfig(Section):
     """The length of the run, what it reports and what it keeps."""
 
-    steps: int = Field(gt=0)
-    """Number of optimizer steps."""
+    steps: int | None = Field(default=None, gt=0)
+    """Number of optimizer steps. State this or tokens."""
+    tokens: Annotated[TokenCount, Field(gt=0)] | None = None
+    """Length of the run in tokens, such as "300M", "20B" or "1.5T", instead of steps. The run ends
+    after the first step at which they are trained, also if it resumes with another batch."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of initial weights and of dropout."""
     run_dir: PathText | None = None
@@ -351,6 +354,19 @@ class RunConfig(DeepSpeedKeys):
         for key, value in keys.items():
             config = _with(config, key.split("."), value)
         return config
+
+    def number_of_steps(self, batch: int | None = None) -> int | None:
+        """Return the number of steps; None if it follows from tokens and an omitted batch."""
+        tokens, batch = self.training.tokens, batch or self.train_batch_size
+        if tokens is None or batch is None:
+            return self.training.steps if tokens is None else None
+        return -(-tokens // (batch * self.data.sequence_length))
+
+    def length(self, steps: int) -> str:
+        """Return the key that states the length of a run of ``steps``, and its value."""
+        if (tokens := self.training.tokens) is None:
+            return f"training.steps {steps}"
+        return f"training.tokens {tokens:,} ({steps} steps)"
 
     def compressed_from_step_1(self) -> "RunConfig":
         """Return a copy in which PowerSGD starts at step 1, to measure the first steps."""

@@ -1,5 +1,6 @@
 """The base class of every section of the JSON, field types, and the largest numbers accepted."""
 
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -31,6 +32,17 @@ def _whole_number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+TOKEN_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def _tokens(value: Any) -> Any:
+    if not isinstance(value, str):
+        return _whole_number(value)
+    if re.fullmatch("[0-9]{1,18}([.][0-9]{1,18})?[KMBTkmbt]", value) is None:
+        raise ValueError('a whole number, or text such as "300M", "20B" or "1.5T"')
+    return round(float(value[:-1]) * TOKEN_UNITS[value[-1].upper()])
+
+
 def _possible_path(text: str) -> str:
     problem = path_problem(text)
     if problem is not None:
@@ -40,6 +52,9 @@ def _possible_path(text: str) -> str:
 
 ElementCount = Annotated[int, BeforeValidator(_whole_number), Field(le=10**15)]
 """A number of tensor elements. It may be written as 5e8, which JSON reads as a float."""
+
+TokenCount = Annotated[int, BeforeValidator(_tokens, json_schema_input_type=int | str)]
+"""A number of tokens. It may be written as "20B"; K, M, B and T are powers of 1,000."""
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_possible_path)]
 """A path or a glob that is not empty and that this system can have."""

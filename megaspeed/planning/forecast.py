@@ -151,9 +151,9 @@ class TrainingTime:
 def complete_training(
     forecast: Forecast, stated: ClusterConfig, tokens: int | None = None
 ) -> TrainingTime:
-    """Return the complete training on ``tokens``; by default, those of ``training.steps``."""
+    """Return the complete training on ``tokens``; by default, those that the run states."""
     run, price = forecast.run, stated.dollars_per_gpu_hour
-    tokens = tokens or run.config.training.steps * run.tokens_per_step
+    tokens = tokens or run.config.training.tokens or run.steps * run.tokens_per_step
     steps = math.ceil(tokens / run.tokens_per_step)
     hours = steps * forecast.seconds / 3600
     gpus = stated.gpus or run.grid.world_size + run.spare_ranks

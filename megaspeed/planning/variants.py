@@ -181,6 +181,8 @@ class Training:
             "data.sequence_length": tokens,
             "train_batch_size": settings.dp * micro_batches,
             "gradient_accumulation_steps": micro_batches,
+            "training.steps": self.run.steps,  # or the rules would refuse what has few steps
+            "training.tokens": None,
         }
         if model.positions == "rotary":  # learned positions have a table
             longest = max(tokens, model.max_position_embeddings)

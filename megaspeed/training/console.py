@@ -82,6 +82,8 @@ def banner(run: Run, device: torch.device) -> Iterator[str]:
         f"each data rank takes {counted(batch.gradient_accumulation_steps, 'micro-batch')} of "
         f"{batch.micro_batch_size:,}" + (f", {parallel.schedule}" if grid.pp > 1 else "")
     )
+    if run.config.training.tokens is not None:
+        yield f"length: {run.config.training.tokens:,} tokens, trained after step {run.steps:,}"
     flops = training_flops_per_token(run.config.model, run.config.data.sequence_length)
     peak = peak_flops_per_second(device, run.precision)
     yield (
@@ -194,9 +196,10 @@ def describe_start(start: Start, run: Run) -> Iterator[str]:
     for checkpoint, why in start.skipped:
         yield f"[yellow]skipped {escape(str(checkpoint))}:[/yellow] {escape(why)}"
     if start.is_end_of(run):
+        key, length = run.config.length(run.steps).split(" ", 1)
         yield (
             f"nothing is left to train: {escape(str(start.checkpoint))} has step {start.step}, "
-            f"and training.steps is {run.config.training.steps}. Raise training.steps to train, or "
+            f"and {key} is {length}. Raise {key} to train, or "
             "start at step 0 with --fresh and without --resume DIR."
         )
     elif start.checkpoint is not None:
@@ -326,7 +329,7 @@ class ConsoleObserver(Observer):
 
     def stopping(self, stopped_by: signal.Signals, step: int) -> None:
         """Print why the run ends early."""
-        steps = self.run.config.training.steps
+        steps = self.run.steps
         self._print(f"step {step:>6}  stopped by {stopped_by.name} after {step} of {steps} steps")
 
     def saving(self) -> None:
@@ -341,7 +344,7 @@ class ConsoleObserver(Observer):
         """Return the time since training started, and what is left from the second step on."""
         elapsed, taken = self.console.get_time() - self._start, step - self.begin.step
         line = str(timedelta(seconds=int(elapsed)))
-        steps_left = self.run.config.training.steps - step
+        steps_left = self.run.steps - step
         if taken == 1 or steps_left == 0:
             return line
         left = (elapsed - self._first_step_seconds) / (taken - 1) * steps_left

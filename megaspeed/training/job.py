@@ -191,6 +191,7 @@ class Job:
                 options = dataclasses.replace(options, source=AUTO, fresh=False)
             with during("checking checkpoints", timeouts=SAVE_TIMEOUTS):
                 start = find_start(options, run, context)
+                run = self.run = dataclasses.replace(run, steps=start.last_step or run.steps)
             for line in (*restarts.describe(start.step), *describe_start(start, run)):
                 print_line(self.console, line)
             if start.is_end_of(run):

@@ -39,7 +39,7 @@ def learning_rate(
         optimizer: its ``lr`` is the full rate, and the constant rate without a scheduler.
         scheduler: None for a constant rate.
         step: number of optimizer steps before this one; a skipped step is not counted.
-        steps: length of the run, for schedulers without ``total_num_steps``.
+        steps: last step of the run, for schedulers without ``total_num_steps``.
     """
     base = optimizer.params.lr
     if scheduler is None:

@@ -14,7 +14,7 @@ line states, if an earlier attempt of the same launch has opened the run folder.
 import contextlib
 import os
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -137,6 +137,7 @@ class Start:
 
     checkpoint: Path | None = None  # the checkpoint to load; None for the initial weights
     step: int = 0  # the step of the checkpoint; 0 without one
+    last_step: int = 0  # of the run that continues from the checkpoint; 0 without one
     # whether the run continues in its own run folder; otherwise earlier files in the folder are
     # moved away
     in_place: bool = False
@@ -149,7 +150,7 @@ class Start:
 
     def is_end_of(self, run: Run) -> bool:
         """Whether nothing is left to train."""
-        return self.step >= run.config.training.steps
+        return self.step >= run.steps
 
 
 def check_resume(options: ResumeOptions, run: Run) -> None:
@@ -192,9 +193,11 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
             "and deletes nothing."
         )
     saved = broadcast(group, lambda: RunState.read(checkpoint), CheckpointError)
+    run = replace(run, steps=saved.progress.last_step(run.as_json()))
     start = Start(
         checkpoint=checkpoint,
         step=saved.progress.step,
+        last_step=run.steps,
         in_place=not options.fresh and _is_of(run, checkpoint),
         skipped=skipped,
         changes=tuple(config_changes(saved, run)),
@@ -207,7 +210,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
             f"settings, so this configuration would train no step:{changes}\nSet another "
             "training.run_dir, or start at step 0 with --fresh (it moves the earlier files to "
             f"earlier-N/ and deletes nothing), or continue after step {start.step} with a larger "
-            "training.steps."
+            f"{run.config.length(run.steps).split()[0]}."
         )
     return start
 

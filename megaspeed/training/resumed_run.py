@@ -4,8 +4,8 @@ Layout, ZeRO stage, schedule, precision, batch, optimizer and dropout may change
 the model computes must not change. The data may change only if the user allows it. Otherwise losses
 before and after the resume could not be compared.
 
-A schedule without ``total_num_steps`` ends at ``training.steps``. If a resumed run has more steps,
-its schedule is longer, so the learning rate jumps. This is reported as a warning.
+A schedule without ``total_num_steps`` ends at the last step. If a resumed run has more steps, its
+schedule is longer, so the learning rate jumps. This is reported as a warning.
 """
 
 import json
@@ -87,6 +87,7 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
         f"{key}: {_text(old, key)} -> {_text(new, key)}"
         for name in sorted(before.keys() | now.keys())
         if not name.startswith(_FOLLOWING_KEYS) and before.get(name) != now.get(name)
+        if name != "training.steps" or "training.tokens" not in now  # then it follows from these
         for old, new in [(_elements(before, name), _elements(now, name))]
         for key in dict.fromkeys([*old, *new])
         if _text(old, key) != _text(new, key)
@@ -119,17 +120,18 @@ def rate_change(saved: RunState, run: Run) -> str | None:
     except ValidationError:  # saved by a version whose schedules this version cannot read
         return None
     now = _Schedule(optimizer=run.config.optimizer, scheduler=run.config.scheduler)
-    taken = saved.progress.steps_taken
-    # Both are resolved, so total_num_steps is set, and training.steps is not used.
-    due, rate = (
-        learning_rate(each.optimizer, each.scheduler, step=taken, steps=run.config.training.steps)
-        for each in (before, now)
-    )
+    taken, end = saved.progress.steps_taken, saved.progress.last_step(saved.config)
+
+    def rates(step: int) -> tuple[float, float]:
+        due = learning_rate(before.optimizer, before.scheduler, step=step, steps=end)
+        return due, learning_rate(now.optimizer, now.scheduler, step=step, steps=run.steps)
+
+    due, rate = rates(taken)
     if math.isclose(due, rate):
         return None
     return (
         f"the learning rate of step {saved.progress.step + 1} is {rate:.3e}, but the saved "
-        f"schedule has {due:.3e}; {_rate_mend(before, now, run)}"
+        f"schedule has {due:.3e}; {_rate_mend(before, now, run, end)}"
     )
 
 
@@ -180,7 +182,7 @@ class _Schedule(Section):
     scheduler: SchedulerConfig | None = None
 
 
-def _rate_mend(before: _Schedule, now: _Schedule, run: Run) -> str:
+def _rate_mend(before: _Schedule, now: _Schedule, run: Run, end: int) -> str:
     """The end of the warning: how to keep the saved learning rates with ``--set``."""
     words = [f"optimizer.params.lr={before.optimizer.params.lr}"]
     if run.config.training.lr_scaling != "none":  # the saved rates are scaled already
@@ -188,5 +190,7 @@ def _rate_mend(before: _Schedule, now: _Schedule, run: Run) -> str:
     words += ["scheduler=null"] if now.scheduler else []  # otherwise its keys would be kept, too
     if before.scheduler is not None:
         saved = before.scheduler.model_dump(mode="json", exclude_none=True)
+        if end != run.steps and "total_num_steps" in type(before.scheduler.params).model_fields:
+            saved["params"].setdefault("total_num_steps", end)
         words.append(shlex.quote(f"scheduler={json.dumps(saved)}"))
     return f"to keep the saved schedule, pass --set {' '.join(words)}"

@@ -125,13 +125,13 @@ class Trainer:
             ReplicasDiffer: copies that must be equal differ. The run saves nothing.
         """
         config, activity = self._run.config.training, self.worker.context.activity
-        assert begin.step < config.steps, "nothing is left to train"
+        assert begin.step < self._run.steps, "nothing is left to train"
         self._stop.can_save = True
         start = time.perf_counter()
         validation: ValidationMetrics | None = None
         stopped_by: signal.Signals | None = None
         progress, replicas = begin, Replicas(self.worker, begin.step)
-        while progress.step < config.steps and stopped_by is None:
+        while progress.step < self._run.steps and stopped_by is None:
             timeouts = START_UP_TIMEOUTS if progress is begin else 1.0
             step = progress.step + 1
             with activity.during(f"step {step}", timeouts=timeouts), self._profile.step(step):
@@ -270,7 +270,7 @@ class Trainer:
 
     def _is_due(self, interval: int, step: int) -> bool:
         """True every ``interval`` steps, unless it is 0, and after the last step of the run."""
-        is_last = step == self._run.config.training.steps
+        is_last = step == self._run.steps
         return is_last or (interval > 0 and step % interval == 0)
 
     def _is_timed(self, step: int) -> bool:

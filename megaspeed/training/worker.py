@@ -82,7 +82,7 @@ class StepInputs:
         """The rate of the step after ``steps_taken`` others; a skipped step is not counted."""
         config = self._run.config
         return learning_rate(
-            config.optimizer, config.scheduler, step=steps_taken, steps=config.training.steps
+            config.optimizer, config.scheduler, step=steps_taken, steps=self._run.steps
         )
 
     def close(self) -> None:

@@ -185,3 +185,14 @@ def test_a_wrong_path_to_extend_names_its_file_and_keeps_the_other_problems(tmp_
     assert len(messages) == 2 and all(f"(in {middle})" in message for message in messages)
     assert "wanted the path of one file" in messages[1]
     assert document.values == {"training": {"steps": 2}} and not document.is_complete
+
+
+def test_a_length_in_another_unit_replaces_the_one_before(tmp_path: Path) -> None:
+    write(tmp_path / "base.json", small())
+    file = write(tmp_path / "top.json", {"extends": "base.json", "training": {"tokens": "1.5M"}})
+    training = read_config(file).training
+    assert (training.steps, training.tokens) == (None, 1_500_000)
+    training = read_config(file, ["training.seed=1", "training.steps=7"]).training
+    assert (training.steps, training.tokens) == (7, None)
+    both = read_document(file, ['training={"steps": 7, "tokens": 5}', "training.tokens=null"])
+    assert both.values["training"] == {"steps": 7}

@@ -79,7 +79,7 @@ def test_the_large_files_train_on_the_published_number_of_tokens(
 ) -> None:
     run = load(FOLDER / f"{name}.json", "parallel.pipeline=1", "parallel.tensor=1")
     assert run.tokens_per_step == tokens_a_step
-    steps = run.config.training.steps
+    steps = run.steps
     assert (steps - 1) * tokens_a_step < tokens <= steps * tokens_a_step
 
 

@@ -20,6 +20,30 @@ def resolve(*overrides: str, world_size: int = 1, device_type: str = "cpu") -> R
     return resolve_run(config, World(world_size, "WORLD_SIZE", device_type), name="small")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "batch", "world_size", "steps"),
+    [
+        ("20480", 16, 1, 40),
+        ("20481", 16, 1, 41),
+        ("20.48K", 32, 4, 20),
+        ("1", 16, 1, 1),
+        ("20K", None, 2, 157),  # 2 samples on each of 2 ranks are 128 tokens
+    ],
+)
+def test_a_run_ends_with_the_first_step_that_has_its_tokens(
+    tokens: str, batch: int | None, world_size: int, steps: int
+) -> None:
+    batch_text = f"train_batch_size={'null' if batch is None else batch}"
+    run = resolve(f"training.tokens={tokens}", batch_text, world_size=world_size)
+    assert run.steps == run.config.training.steps == steps
+
+
+def test_the_schedule_of_a_run_with_tokens_ends_with_the_run() -> None:
+    """A number here would stay if the run resumes with another end."""
+    tokens = resolve("training.tokens=20K", "scheduler.type=cosine")
+    assert "total_num_steps" not in tokens.as_json()["scheduler"]["params"]
+
+
 def test_auto_becomes_numbers() -> None:
     run = resolve("parallel.pipeline=2", "parallel.tensor=2", world_size=8)
     assert (run.grid.pp, run.grid.dp, run.grid.tp) == (2, 2, 2)
@@ -143,9 +167,11 @@ def test_a_resolved_rate_is_not_scaled_again_but_follows_another_batch() -> None
         assert again.config.optimizer.params.lr == rate
 
 
+@pytest.mark.parametrize("length", ["training.steps=100", "training.tokens=20K"])
 @pytest.mark.parametrize("kind", ["WarmupCosineLR", "cosine"])
-def test_a_resolved_config_resolves_to_itself(kind: str) -> None:
-    run = resolve(f"scheduler.type={kind}", "scheduler.params.warmup_num_steps=5", world_size=4)
+def test_a_resolved_config_resolves_to_itself(kind: str, length: str) -> None:
+    scheduler = (f"scheduler.type={kind}", "scheduler.params.warmup_num_steps=5")
+    run = resolve(*scheduler, length, world_size=4)
     again = resolve_run(parse_config(run.as_json()), World(4, "x"), name="small")
     assert again == run
 

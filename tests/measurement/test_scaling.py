@@ -84,6 +84,8 @@ def test_single_slow_steps_do_not_count() -> None:
 def test_the_batch_of_each_number_of_ranks(weak: bool, batches: list[int]) -> None:
     """At 2 ranks and pp 2, dp is 1, and a step has 8 micro-batches of 3."""
     base = tiny_run(TEXT, pp=2, **MICRO)
+    of_tokens = tiny_run(TEXT, pp=2, **MICRO, training={"tokens": 3840, "steps": None})
+    assert [row.run.steps for row in scaled_rows(of_tokens, [2, 4], "cpu", weak=weak)] == [10, 10]
     runs = [row.run for row in scaled_rows(base, [2, 4, 8], "cpu", weak=weak)]
     assert runs[0].batch == base.batch and runs[0].as_json() == base.as_json()
     assert [run.grid for run in runs] == [Grid(2, dp, 1, dp) for dp in (1, 2, 4)]

@@ -1,5 +1,6 @@
 """Throughput, MFU, days and cost from a step time."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -84,3 +85,11 @@ def test_what_is_not_predicted_is_warned_of() -> None:
     assert any("offloading" in warning for warning in forecast(offloaded, a100s()).warnings)
     tf32 = run_of("gpt2_1.5b", 8, "bf16.enabled=false", "training.allow_tf32=true")
     assert any("allow_tf32" in warning for warning in forecast(tf32, a100s()).warnings)
+
+
+def test_the_tokens_of_a_training_are_those_that_it_states() -> None:
+    stated = read_cluster({"device": "a100-80gb"})
+    run = run_of("gpt3_175b", 1024, "training.tokens=300.5B", "train_batch_size=1024")
+    time = complete_training(forecast(run, a100s()), stated)
+    assert (time.tokens, time.steps) == (300_500_000_000, run.steps)
+    assert run.steps == math.ceil(300.5e9 / 1024 / 2048)

@@ -87,3 +87,11 @@ def test_longer_sequences_have_more_context_degrees(tmp_path: Path) -> None:
     found, written = (json.loads(file.read_text()) for file in again)
     first = next(each for each in found["what_if"]["layouts"] if each["verdict"] == "fits")
     assert written["degrees"] == {key: first[key] for key in ("pp", "dp", "cp", "tp", "replicate")}
+
+
+def test_fewer_steps_of_longer_sequences_are_no_mistake() -> None:
+    """With as many tokens, a step of the longest sequences would be the only one."""
+    warmup = ("scheduler.type=cosine", "scheduler.params.warmup_num_steps=9")
+    own = training(8, "training.tokens=100M", "parallel.context=8", *warmup)
+    longest = longest_sequences(own, cluster(8))
+    assert longest[0].tokens > 10**6

@@ -147,6 +147,13 @@ def test_strange_values_of_any_name_make_a_page(tmp_path: Path, strange: object)
     assert "<b>" not in file.read_text()
 
 
+def test_the_length_of_a_run_is_in_the_unit_that_it_states(tmp_path: Path) -> None:
+    run = written_run(tmp_path / "run", steps=45, training={"tokens": 60 * 384})
+    file = tmp_path / "report.html"
+    assert main(["report", str(run), "--output", str(file)]) == 0
+    assert "<td>45</td>" in file.read_text() and "<td>17,280 of 23,040</td>" in file.read_text()
+
+
 def test_a_folder_that_is_not_a_run_ends_with_2_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

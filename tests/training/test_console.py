@@ -156,6 +156,9 @@ def test_a_start_states_its_checkpoint_and_what_was_skipped() -> None:
     (line,) = map(shown, describe_start(end, run))
     assert "run [a]/checkpoints/step-00000010 has step 10, and training.steps is 10" in line
     assert "--fresh" in line and "--resume" in line
+    of_tokens = tiny_run(TEXT, training={"tokens": 3_600})
+    (line,) = map(shown, describe_start(end, of_tokens))
+    assert "and training.tokens is 3,600 (10 steps). Raise training.tokens to train" in line
 
 
 def observed(

@@ -213,6 +213,24 @@ def test_more_steps_that_move_the_rate_are_warned_of(pool: RankPool, config: Pat
     assert "learning rate of step" not in first[1]
 
 
+def test_a_run_with_tokens_ends_when_they_are_trained_although_the_batch_has_changed(
+    pool: RankPool, config: Path
+) -> None:
+    """The first steps have 192 tokens, and the others 384."""
+    large = ["training.tokens=1K", "train_batch_size=24", "scheduler.type=linear"]
+    commands = [["training.tokens=400"], large, large]
+    ((first, second, third),) = pool.run(1, endings, config, commands)
+    assert [first[0], second[0], third[0]] == [0, 0, 0]
+    tokens = [record["tokens"] for record in records(config)]
+    assert tokens == [192, 384, 576, 960, 1344]
+    assert "length: 1,000 tokens, trained after step 5" in second[1]
+    assert "training.steps" not in second[1], "it follows from the tokens"
+    assert records(config)[-1]["learning_rate"] == pytest.approx(1e-4), "the schedule ends there"
+    assert "nothing is left to train" in third[1] and "1,000 (5 steps)" in third[1]
+    written = json.loads((run_dir_of(config) / "config.json").read_text())["training"]
+    assert (written["steps"], written["tokens"]) == (3, 1000)
+
+
 def test_a_run_that_is_complete_says_so_and_changes_nothing(pool: RankPool, config: Path) -> None:
     ((first,),) = pool.run(1, endings, config, [[]])
     before = files_in(run_dir_of(config))

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.run_state import Progress
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
@@ -200,3 +201,15 @@ def test_a_run_ends_at_its_last_step(steps: int, is_end: bool) -> None:
     run = tiny_run(TEXT, training={"steps": steps})
     assert Start(checkpoint=Path("step-00000200"), step=200).is_end_of(run) is is_end
     assert not Start().is_end_of(run)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "last"),
+    # 200 samples of 16 tokens, then steps of 384 tokens
+    [(3200, 200), (3201, 201), (3200 + 384, 201), (3200 + 385, 202), (100, 200)],
+)
+def test_tokens_that_are_trained_count_whatever_their_batch_was(tokens: int, last: int) -> None:
+    run = tiny_run(TEXT, training={"steps": None, "tokens": tokens})
+    trained = Progress(step=200, tokens=3200)
+    assert trained.last_step(run.as_json()) == last
+    assert Progress().last_step(run.as_json()) == run.steps == run.config.training.steps

@@ -113,6 +113,14 @@ SCHEDULERS: dict[str | None, Any] = {
 SCALED = {"lr_scaling": "linear", "base_batch_size": 8}
 
 
+def test_the_warning_names_the_end_of_a_schedule_without_one() -> None:
+    # 60 steps of 256 tokens are trained, and 24 x 16 tokens a step are left to step 117.
+    training = {"steps": None, "tokens": 60 * 256 + 57 * 384 - 5}
+    tokens = tiny_run(TEXT, training=training, scheduler=COSINE)
+    change = rate_change(saved_by(tokens), run_of(scheduler=None))
+    assert tokens.steps == 97 and change is not None and '"total_num_steps": 117' in change
+
+
 @pytest.mark.parametrize("scaling", [{}, SCALED], ids=["plain", "scaled"])
 @pytest.mark.parametrize("before", SCHEDULERS)
 @pytest.mark.parametrize("now", SCHEDULERS)

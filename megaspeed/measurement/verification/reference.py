@@ -59,9 +59,7 @@ def train_reference(
     )
     record = ReferenceRun(initial_weights=_copies(masters))
     for step in range(steps):
-        rate = learning_rate(
-            run.config.optimizer, run.config.scheduler, step=step, steps=run.config.training.steps
-        )
+        rate = learning_rate(run.config.optimizer, run.config.scheduler, step=step, steps=run.steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         batch = [part.to(device) for part in batch_of_step(step)]
