@@ -151,7 +151,7 @@ class OptimizerConfig(Section):
 
 # The learning rate as a function of the step.
 #
-#     cosine, linear, constant                  step W of the warmup has the full rate
+#     cosine, linear, constant, wsd             step W of the warmup has the full rate
 #     WarmupCosineLR, WarmupDecayLR, WarmupLR   the same shapes by DeepSpeed's formulas
 #
 # With DeepSpeed's types, steps 1 and 2 both have the lowest rate (0 by default) and step W + 2 has
@@ -160,14 +160,14 @@ class OptimizerConfig(Section):
 
 
 class ConstantParams(Section):
-    """The parameters of constant. cosine and linear have them, too."""
+    """The parameters of constant. cosine, linear and wsd have them, too."""
 
     warmup_num_steps: int = Field(default=0, ge=0)
     """Number of steps W of linear warmup. Step 1 has 1/W of the full rate, step W the full rate."""
 
 
 class DecayParams(ConstantParams):
-    """The parameters of cosine and linear."""
+    """The parameters of cosine and linear. wsd has them, too."""
 
     total_num_steps: int | None = Field(default=None, gt=0)
     """Step at which the learning rate is smallest. If omitted: the last step."""
@@ -190,6 +190,24 @@ class Constant(Section):
     type: Literal["constant"]
     """Constant after warmup."""
     params: ConstantParams = Field(default_factory=ConstantParams)
+    """Parameters of this type of scheduler."""
+
+
+class WarmupStableDecayParams(DecayParams):
+    """The parameters of wsd."""
+
+    decay_num_steps: int = Field(gt=0)
+    """Number of steps of the decay, the last ones before total_num_steps."""
+    decay_shape: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
+    """Shape of the decay. 1 - sqrt(progress) had lower losses than linear in Hagele et al. 2024."""
+
+
+class WarmupStableDecay(Section):
+    """A learning rate that is constant between warmup and a decay at the end (Hu et al. 2024)."""
+
+    type: Literal["wsd"]
+    """Constant after warmup, with a decay over the last steps."""
+    params: WarmupStableDecayParams
     """Parameters of this type of scheduler."""
 
 
@@ -257,7 +275,8 @@ class WarmupCosineLR(Section):
 
 
 SchedulerConfig = Annotated[
-    Decay | Constant | WarmupLR | WarmupDecayLR | WarmupCosineLR, Field(discriminator="type")
+    Decay | Constant | WarmupStableDecay | WarmupLR | WarmupDecayLR | WarmupCosineLR,
+    Field(discriminator="type"),
 ]
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from megaspeed.config.deepspeed_keys import WarmupLRParams
+from megaspeed.config.deepspeed_keys import WarmupLRParams, WarmupStableDecayParams
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import (
     Batch,
@@ -309,8 +309,8 @@ def _learning_rates(config: RunConfig, train_batch_size: int) -> dict[str, Any]:
     if isinstance(params, WarmupLRParams):
         keys["scheduler.params.warmup_max_lr"] = (params.warmup_max_lr or lr) * scaling
         keys["scheduler.params.warmup_min_lr"] = params.warmup_min_lr * scaling
-    # If a run with tokens resumes with another end, its schedule ends there, too.
-    ends = config.training.tokens is None
+    # If a run with tokens or with wsd resumes with another end, its schedule ends there, too.
+    ends = config.training.tokens is None and not isinstance(params, WarmupStableDecayParams)
     if params is not None and ends and hasattr(params, "total_num_steps"):
         keys["scheduler.params.total_num_steps"] = params.total_num_steps or config.training.steps
     return keys

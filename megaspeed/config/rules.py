@@ -442,7 +442,15 @@ def warmup_ends_before_the_schedule(config: RunConfig) -> Iterator[str]:
         reason = "because the rate falls after warmup"
         if (total := scheduler.params.total_num_steps) is not None:
             end, law = total, f"scheduler.params.total_num_steps {total}"
-    if end is not None and warmup >= end:
+    if end is not None and scheduler.type == "wsd":
+        decay = scheduler.params.decay_num_steps
+        if warmup + decay > end:
+            yield (
+                f"scheduler.params.warmup_num_steps {warmup} + scheduler.params.decay_num_steps "
+                f"{decay} must be at most {law}, {reason}; shorten them, for example to "
+                f"{end // 10} and {max(end // 5, 1)}"
+            )
+    elif end is not None and warmup >= end:
         shorter = f"scheduler.params.warmup_num_steps={max(end // 10, 1)}"
         if end == 1:  # DeepSpeed's schedules have at least one step of warmup
             shorter = "scheduler=null"

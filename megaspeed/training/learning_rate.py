@@ -11,6 +11,7 @@ from megaspeed.config.deepspeed_keys import (
     WarmupCosineLRParams,
     WarmupDecayLR,
     WarmupParams,
+    WarmupStableDecay,
 )
 
 
@@ -25,7 +26,8 @@ def learning_rate(
         s <= W   s / W
         s > W    m + (1 - m) f((s - W) / (T - W))    f(p) = (1 + cos(pi p)) / 2, 1 - p, or 1
 
-    So step 1 has 1 / W of the full rate, step W all of it, and step T the floor.
+    So step 1 has 1 / W of the full rate, step W all of it, and step T the floor. The decay of wsd
+    takes the last D steps instead of T - W, and f may also be 1 - sqrt(p) (Hagele et al. 2024).
 
     DeepSpeed 0.19.8 (runtime/lr_schedules.py) counts iterations from -1, the iteration of the first
     optimizer step. So the s-th step has iteration i = s - 2. Warmup takes W = max(2,
@@ -44,7 +46,7 @@ def learning_rate(
     base = optimizer.params.lr
     if scheduler is None:
         return base
-    if isinstance(scheduler, Decay | Constant):
+    if isinstance(scheduler, Decay | Constant | WarmupStableDecay):
         return base * _ratio(scheduler, step + 1, steps)
     iteration = step - 1
     if isinstance(scheduler, WarmupCosineLR):
@@ -64,7 +66,7 @@ def learning_rate(
     return low + (high - low) * fraction
 
 
-def _ratio(scheduler: Decay | Constant, step: int, steps: int) -> float:
+def _ratio(scheduler: Decay | Constant | WarmupStableDecay, step: int, steps: int) -> float:
     """Return the fraction of the full rate at the ``step``-th step, counted from 1."""
     warmup = scheduler.params.warmup_num_steps
     if step <= warmup:
@@ -72,9 +74,12 @@ def _ratio(scheduler: Decay | Constant, step: int, steps: int) -> float:
     if isinstance(scheduler, Constant):
         return 1.0
     total, floor = scheduler.params.total_num_steps or steps, scheduler.params.min_ratio
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    left = (1 + math.cos(math.pi * progress)) / 2 if scheduler.type == "cosine" else 1 - progress
-    return floor + (1 - floor) * left
+    shape, decay = str(scheduler.type), max(1, total - warmup)
+    if isinstance(scheduler, WarmupStableDecay):
+        shape, decay = scheduler.params.decay_shape, scheduler.params.decay_num_steps
+    progress = min(1.0, max(0.0, (step - total + decay) / decay))
+    curves = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "1-sqrt": 1 - math.sqrt(progress)}
+    return floor + (1 - floor) * curves.get(shape, 1 - progress)
 
 
 def _cosine_ratio(params: WarmupCosineLRParams, iteration: int, steps: int) -> float:

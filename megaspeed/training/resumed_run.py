@@ -40,7 +40,7 @@ _FOLLOWING_KEYS = (
 )
 
 # What determines the weights after a given number of steps. training.steps is not among them: if it
-# determines the schedule, the resolved total_num_steps differs.
+# determines the schedule, the resolved total_num_steps differs, or the decay of wsd starts later.
 _TRAINING_KEYS = (
     *("model.", "data.", "optimizer.", "scheduler", "gradient_clipping", "train_batch_size"),
     *("bf16.", "fp16.", "data_types.", "training.seed"),
@@ -127,7 +127,9 @@ def rate_change(saved: RunState, run: Run) -> str | None:
         return due, learning_rate(now.optimizer, now.scheduler, step=step, steps=run.steps)
 
     due, rate = rates(taken)
-    if math.isclose(due, rate):
+    # If the decay of wsd starts here, the next rate differs, but it does not jump.
+    decays = now.scheduler is not None and now.scheduler.type == "wsd" and taken > 0
+    if math.isclose(due, rate) or (decays and math.isclose(*rates(taken - 1))):
         return None
     return (
         f"the learning rate of step {saved.progress.step + 1} is {rate:.3e}, but the saved "

@@ -37,6 +37,7 @@ NAMES = {
     "CHUNKS": "parallel.virtual_stages=2 parallel.pipeline=2",
     "PER_MICRO_BATCH": "parallel.gradient_reduction=per_micro_batch",
     "WARMUP": "scheduler.params.warmup_num_steps",
+    "DECAY": "scheduler.type=wsd scheduler.params.decay_num_steps",
     "PROFILE": "training.steps=12 training.profile.start_step=10",
 }
 """The meaning of the names in the table."""
@@ -131,6 +132,16 @@ def test_the_warmup_that_the_message_names_is_valid(kind: str, steps: int) -> No
     run = (*scheduler, f"training.steps={steps}")
     (message,) = problems(*run)
     assert problems(*run, message.partition(" --set ")[2]) == [], message
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20])
+def test_the_decay_that_the_message_names_is_valid(steps: int) -> None:
+    params = ("scheduler.params.warmup_num_steps", "scheduler.params.decay_num_steps")
+    run = ("scheduler.type=wsd", f"training.steps={steps}")
+    (message,) = problems(*run, *(f"{key}=100" for key in params))
+    numbers = message.partition(" for example to ")[2].split(" and ")
+    mend = (f"{key}={number}" for key, number in zip(params, numbers, strict=True))
+    assert problems(*run, *mend) == [], message
 
 
 def mended(message: str, overrides: tuple[str, ...], world: int) -> Iterator[list[str]]:

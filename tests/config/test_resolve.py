@@ -20,6 +20,9 @@ def resolve(*overrides: str, world_size: int = 1, device_type: str = "cpu") -> R
     return resolve_run(config, World(world_size, "WORLD_SIZE", device_type), name="small")
 
 
+WSD = "wsd scheduler.params.decay_num_steps=20"
+
+
 @pytest.mark.parametrize(
     ("tokens", "batch", "world_size", "steps"),
     [
@@ -38,10 +41,14 @@ def test_a_run_ends_with_the_first_step_that_has_its_tokens(
     assert run.steps == run.config.training.steps == steps
 
 
-def test_the_schedule_of_a_run_with_tokens_ends_with_the_run() -> None:
+def test_the_schedule_of_a_run_with_tokens_or_wsd_ends_with_the_run() -> None:
     """A number here would stay if the run resumes with another end."""
     tokens = resolve("training.tokens=20K", "scheduler.type=cosine")
-    assert "total_num_steps" not in tokens.as_json()["scheduler"]["params"]
+    wsd = resolve(*f"scheduler.type={WSD}".split())
+    stated = resolve(*f"scheduler.type={WSD} scheduler.params.total_num_steps=90".split())
+    totals = [run.as_json()["scheduler"]["params"].get("total_num_steps") for run in (tokens, wsd)]
+    assert totals == [None, None]
+    assert stated.as_json()["scheduler"]["params"]["total_num_steps"] == 90
 
 
 def test_auto_becomes_numbers() -> None:
@@ -168,10 +175,10 @@ def test_a_resolved_rate_is_not_scaled_again_but_follows_another_batch() -> None
 
 
 @pytest.mark.parametrize("length", ["training.steps=100", "training.tokens=20K"])
-@pytest.mark.parametrize("kind", ["WarmupCosineLR", "cosine"])
+@pytest.mark.parametrize("kind", ["WarmupCosineLR", "cosine", WSD])
 def test_a_resolved_config_resolves_to_itself(kind: str, length: str) -> None:
     scheduler = (f"scheduler.type={kind}", "scheduler.params.warmup_num_steps=5")
-    run = resolve(*scheduler, length, world_size=4)
+    run = resolve(*" ".join(scheduler).split(), length, world_size=4)
     again = resolve_run(parse_config(run.as_json()), World(4, "x"), name="small")
     assert again == run
 

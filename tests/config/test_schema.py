@@ -45,7 +45,7 @@ def test_every_key_is_documented() -> None:
 
 def test_the_documented_numbers_of_a_scheduler_are_those_of_its_type() -> None:
     rows = re.findall(
-        r"^\| (`.*Warmup\w+`|`cosine.*`|`constant`) \| (.*) \|$", prose(), re.MULTILINE
+        r"^\| (`.*Warmup\w+`|`cosine.*`|`constant`|`wsd`) \| (.*) \|$", prose(), re.MULTILINE
     )
     numbers: dict[str, set[str]] = {}
     for types, listed in rows:
@@ -56,7 +56,8 @@ def test_the_documented_numbers_of_a_scheduler_are_those_of_its_type() -> None:
     wrong = check_document(Document(small(scheduler={"type": "x"}))).problems[0]
     assert set(numbers) == set(re.findall(r'"(\w+)"', wrong.partition("wanted")[2]))
     for kind, keys in numbers.items():
-        values = {"type": kind, "params": {"warmup_num_steps": 5}}
+        params = {"warmup_num_steps": 5, "decay_num_steps": 5}
+        values = {"type": kind, "params": {key: params[key] for key in params if key in keys}}
         scheduler = parse_config(small(scheduler=values)).scheduler
         assert scheduler is not None and keys == set(type(scheduler.params).model_fields)
 

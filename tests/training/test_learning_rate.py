@@ -1,5 +1,6 @@
 """Our schedules are checked by hand, DeepSpeed's against its own schedulers."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -107,6 +108,32 @@ def test_a_linear_fall_is_a_straight_line() -> None:
     steps = [before - after for before, after in pairwise(rates[3:22])]
     assert steps == pytest.approx([0.9 * peak / 18] * 18, rel=1e-9)
     assert rates[21:] == pytest.approx([0.1 * peak] * 19, rel=1e-12), "it stays at its floor"
+
+
+@pytest.mark.parametrize(
+    ("shape", "fractions"),
+    [
+        ("1-sqrt", {31: 1 - 0.1**0.5, 34: 1 - 0.4**0.5, 39: 1 - 0.9**0.5}),
+        ("linear", {31: 0.9, 34: 0.6, 39: 0.1}),
+        ("cosine", {31: (1 + math.cos(0.1 * math.pi)) / 2, 35: 0.5}),
+    ],
+)
+def test_wsd_decays_over_its_last_steps(shape: str, fractions: dict[int, float]) -> None:
+    params = {"warmup_num_steps": 4, "decay_num_steps": 10, "decay_shape": shape}
+    rates, peak = our_rates("wsd", params, TAKEN), OPTIMIZER.params.lr
+    assert rates[:4] == pytest.approx([peak / 4, peak / 2, 3 * peak / 4, peak], rel=1e-12)
+    assert rates[4:30] == [peak] * 26 and rates[39] == pytest.approx(0.1 * peak, rel=1e-12)
+    for step, fraction in fractions.items():
+        assert rates[step - 1] == pytest.approx(peak * (0.1 + 0.9 * fraction), rel=1e-12)
+    longer = our_rates("wsd", {**params, "total_num_steps": 10**6}, TAKEN)
+    assert longer[:30] == rates[:30], "before the decay, no rate depends on the total"
+
+
+def test_wsd_decays_by_the_square_root_by_default() -> None:
+    params = {"decay_num_steps": 10}
+    assert our_rates("wsd", params, TAKEN) == our_rates(
+        "wsd", {**params, "decay_shape": "1-sqrt"}, TAKEN
+    )
 
 
 def test_a_constant_rate_is_warmed_up_to() -> None:

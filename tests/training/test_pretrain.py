@@ -213,6 +213,38 @@ def test_more_steps_that_move_the_rate_are_warned_of(pool: RankPool, config: Pat
     assert "learning rate of step" not in first[1]
 
 
+def files_of(run_dir: Path, step: int) -> dict[str, bytes]:
+    """Return the tensors of a checkpoint: weights and moments."""
+    checkpoint = run_dir / "checkpoints" / f"step-{step:08d}"
+    return {file.name: file.read_bytes() for file in checkpoint.glob("*.distcp")}
+
+
+def test_a_decay_starts_at_a_milestone_as_if_it_had_been_planned(
+    pool: RankPool, config: Path, tmp_path: Path
+) -> None:
+    scheduler = ["scheduler.type=wsd", "scheduler.params.decay_num_steps=2"]
+    saves = ["training.save_interval=1", "training.keep_every=2", "training.keep_last=1"]
+    long, branch, planned, inside = (tmp_path / n for n in ("run", "branch", "planned", "inside"))
+    checkpoints = long / "checkpoints"
+    commands = [
+        ["training.tokens=1344", *saves],  # 7 steps
+        [steps(4), f"training.run_dir={branch}", "--resume", str(checkpoints / "step-00000002")],
+        [steps(4), f"training.run_dir={planned}"],
+        [steps(8), f"training.run_dir={inside}", "--resume", str(checkpoints / "step-00000006")],
+    ]
+    commands = [[*scheduler, *command] for command in commands]
+    ((first, decayed, whole, jumping),) = pool.run(1, endings, config, commands)
+    assert [first[0], decayed[0], whole[0], jumping[0]] == [0, 0, 0, 0]
+    kept = sorted(path.name for path in checkpoints.iterdir())
+    assert kept == [f"step-0000000{step}" for step in (2, 4, 6, 7)], "7 is the newest"
+    assert "resumed at step 3" in decayed[1] and "warning" not in decayed[1]
+    assert files_of(branch, 4) == files_of(planned, 4) != {}, "to the last bit"
+    lines = (branch / "metrics.jsonl").read_text().splitlines()
+    rates = [json.loads(line)["learning_rate"] for line in lines]
+    assert rates == pytest.approx([1e-3 * (1 - 0.9 * 0.5**0.5), 1e-4])
+    assert "warning: the learning rate of step 7 is " in jumping[1]
+
+
 def test_a_run_with_tokens_ends_when_they_are_trained_although_the_batch_has_changed(
     pool: RankPool, config: Path
 ) -> None:

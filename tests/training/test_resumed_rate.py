@@ -106,6 +106,7 @@ SCHEDULERS: dict[str | None, Any] = {
     "cosine": {"type": "cosine", "params": DECAY},
     "linear": {"type": "linear", "params": DECAY},
     "constant": {"type": "constant", "params": CONSTANT},
+    "wsd": {"type": "wsd", "params": {**DECAY, "decay_num_steps": 20}},
     "WarmupLR": {"type": "WarmupLR", "params": WARMUP},
     "WarmupDecayLR": {"type": "WarmupDecayLR", "params": WARMUP},
     "WarmupCosineLR": COSINE,
@@ -113,7 +114,30 @@ SCHEDULERS: dict[str | None, Any] = {
 SCALED = {"lr_scaling": "linear", "base_batch_size": 8}
 
 
+def wsd(decay: int, steps: int = STEPS, **params: Any) -> Run:
+    return run_of(steps, {"type": "wsd", "params": {**DECAY, "decay_num_steps": decay, **params}})
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "jumps"),
+    [
+        (wsd(20), wsd(20, 79), False),  # the next step is the first of the decay
+        (wsd(20), wsd(10, 200, decay_shape="linear"), False),
+        (run_of(scheduler=SCHEDULERS["constant"]), wsd(20, 79), False),
+        (wsd(20), wsd(20, 78), True),  # the decay would have begun a step earlier
+        (wsd(42), wsd(42, 101), True),  # the checkpoint is in the decay of the saved run
+        (wsd(42), wsd(42), False),
+        (wsd(20), run_of(79, COSINE), True),
+    ],
+)
+def test_a_decay_that_starts_at_a_checkpoint_is_no_jump(before: Run, now: Run, jumps: bool) -> None:
+    """59 steps of the checkpoint count, because one of its 60 was skipped."""
+    assert (rate_change(saved_by(before), now) is not None) is jumps
+
+
 def test_the_warning_names_the_end_of_a_schedule_without_one() -> None:
+    change = rate_change(saved_by(wsd(42)), wsd(42, 101))
+    assert change is not None and '"total_num_steps": 100}' in change
     # 60 steps of 256 tokens are trained, and 24 x 16 tokens a step are left to step 117.
     training = {"steps": None, "tokens": 60 * 256 + 57 * 384 - 5}
     tokens = tiny_run(TEXT, training=training, scheduler=COSINE)
