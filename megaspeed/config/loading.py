@@ -39,6 +39,7 @@ _WANTED: Mapping[str, str] = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "a string",
+    "string_unicode": "valid Unicode text",
     "tuple_type": "a list",
     "finite_number": "a finite number",
     "model_type": "an object",
