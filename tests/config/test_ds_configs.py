@@ -36,7 +36,7 @@ def test_every_file_loads_for_1_2_4_and_8_data_ranks(file: Path, processes: int)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_files_for_gpus_state_bf16(file: Path) -> None:
     config = read_config(file)
-    assert config.bf16.enabled == (config.model.hidden_size >= 1024)
+    assert config.bf16.enabled == (config.model.hidden_size > 512)
 
 
 def test_3d_is_two_by_two_by_two() -> None:

@@ -42,6 +42,17 @@ def test_the_report_names_ranks_stages_and_whether_the_run_fits(
 
 
 @pytest.mark.parametrize(
+    ("name", "world_size"), [("smollm2_135m", 1), ("smollm2_1.7b", 8), ("smollm3_3b", 32)]
+)
+def test_a_file_to_start_from_has_the_layout_that_the_plan_prefers(
+    name: str, world_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ("--config", str(FOLDER / f"{name}.json"), "--world-size", str(world_size))
+    out = printed(capsys, *config, "--device", "h100-80gb", "--what-if")
+    assert "FITS" in out and "  it is the run as configured\n" in out
+
+
+@pytest.mark.parametrize(
     ("name", "options", "columns"),
     [
         ("gpt3_175b", ("--world-size", "1024"), 80),
