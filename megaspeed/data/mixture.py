@@ -56,11 +56,13 @@ class Component:
         files: in order, at least one.
         weight: share of the samples, relative to the weights of the other components.
         name: its sources, as the configuration names them.
+        in_order: whether files are read one after another, and shuffled only within themselves.
     """
 
     files: tuple[TokenFile, ...]
     weight: float
     name: str
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         assert self.files and self.weight > 0, self

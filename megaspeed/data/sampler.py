@@ -13,6 +13,8 @@ the same order, and a run resumes at any i without reading earlier samples again
 The last token of a sequence is the first of the next. So in one epoch, every token of a file except
 the first is predicted exactly once. A remainder shorter than S at the end of the file is not used.
 
+If component k is read in order, such as a stream, sequence j % n is permuted only within its file.
+
 The permutation is a Feistel network, computed one value at a time in constant memory:
 
     i = left . right  (two halves of w bits, 4^w >= n)
@@ -31,13 +33,13 @@ import struct
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import methodcaller
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaspeed.data.mixture import Mixing, Mixture, mix_64
-from megaspeed.data.token_file import TokenFile
 
 _ROUNDS = 8
 _MAPPED_AT_ONCE = 256
@@ -97,12 +99,14 @@ class TrainingOrder:
         first_sequences: for each component, the number of the first sequence in each file, then the
             number of all sequences.
         sequence_length: S, tokens.
+        in_order: for each component, whether its files are read one after another.
     """
 
     mixing: Mixing
     keys: tuple[str, ...]
     first_sequences: tuple[list[int], ...]
     sequence_length: int
+    in_order: tuple[bool, ...]
 
     @classmethod
     def of(cls, mixture: Mixture, seed: int, sequence_length: int) -> Self:
@@ -112,7 +116,8 @@ class TrainingOrder:
         firsts = [component.first_sequences(sequence_length) for component in mixture.components]
         assert all(first[-1] >= 1 for first in firsts), firsts
         mixing = Mixing.of(weights, f"{seed}:{mixture.fingerprint}")
-        return cls(mixing, tuple(keys), tuple(firsts), sequence_length)
+        in_order = tuple(component.in_order for component in mixture.components)
+        return cls(mixing, tuple(keys), tuple(firsts), sequence_length, in_order)
 
     def sequences_of(self, component: int) -> int:
         """Return the number of sequences of a component: n in the module's docstring."""
@@ -122,14 +127,23 @@ class TrainingOrder:
         """Return the place of a sample of the stream; ``sample`` is at least 0."""
         component, draw = self.mixing.draw(sample)
         sequence = self._sequence_of(component, draw)
-        first_sequences = self.first_sequences[component]
+        file, first, _ = self._file_of(component, sequence)
+        return Place(component, draw, sequence, file, (sequence - first) * self.sequence_length)
+
+    def _file_of(self, component: int, sequence: int) -> tuple[int, int, int]:
+        """Return (number of the file with a sequence, its first sequence, its sequences)."""
+        firsts = self.first_sequences[component]
         # The last file that begins at or before the sequence, because a file may have no sequence.
-        file = bisect_right(first_sequences, sequence) - 1
-        first_token = (sequence - first_sequences[file]) * self.sequence_length
-        return Place(component, draw, sequence, file, first_token)
+        file = bisect_right(firsts, sequence) - 1
+        return file, firsts[file], firsts[file + 1] - firsts[file]
 
     def _sequence_of(self, component: int, draw: int) -> int:
-        return shuffled(draw, self.sequences_of(component), self.keys[component])
+        sequences, key = self.sequences_of(component), self.keys[component]
+        if not self.in_order[component]:
+            return shuffled(draw, sequences, key)
+        epoch, position = divmod(draw, sequences)
+        file, first, size = self._file_of(component, position)
+        return first + permuted(position - first, size, f"{key}:{epoch}:{file}".encode())
 
 
 class ValidationOrder(TrainingOrder):
@@ -158,7 +172,7 @@ class Rows:
     def __init__(self, mixture: Mixture, sequence_length: int) -> None:
         self._files = [component.files for component in mixture.components]
         self._sequence_length = sequence_length
-        self._mapped = lru_cache(_MAPPED_AT_ONCE)(TokenFile.map)
+        self._mapped = lru_cache(_MAPPED_AT_ONCE)(methodcaller("map"))
 
     def at(self, place: Place) -> NDArray[np.integer]:
         """Return the S + 1 ids of the row at this place, in the dtype of the file."""
