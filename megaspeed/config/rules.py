@@ -6,6 +6,8 @@ absent, and a rule that reads one of them is skipped.
 """
 
 import json
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from math import lcm
 
@@ -334,6 +336,41 @@ def weights_are_stated_for_all_sources_or_none(config: RunConfig) -> Iterator[st
                 f"for {len(sources) - len(without)} of {len(sources)}; {key}[{without[0]}] "
                 f"({sources[without[0]]}) is the first without one"
             )
+
+
+@rule
+def streams_are_known_beforehand(config: RunConfig) -> Iterator[str]:
+    """The samples of a stream are known before step 1, although it is tokenized later."""
+    data = config.data
+    for i, source in enumerate(data.train_sources):
+        name, dataset, commit = f"data.train[{i}].tokens", str(source.dataset), source.revision
+        if source.tokens is None:
+            continue
+        if not re.fullmatch("[0-9a-f]{40}", commit or "") or os.path.exists(dataset):
+            yield (
+                f"{name} needs a text that cannot change: a dataset of the hub, and as revision a "
+                f"commit of 40 hexadecimal digits, but dataset is {json.dumps(dataset)} and "
+                f"revision {json.dumps(commit)}; state both, or remove tokens"
+            )
+        if data.tokenizer == "train":
+            yield (
+                f'{name} needs a tokenizer before its text, but data.tokenizer is "train"; name '
+                "one, for example of `megaspeed train-tokenizer`"
+            )
+        if source.weight is None and len(data.train) > 1:
+            yield (
+                f"{name} needs a weight for each of the {len(data.train)} sources, because a "
+                "stream is read in its own order; state the weights"
+            )
+        if source.shard_tokens <= data.sequence_length:
+            yield (
+                f"{name} {source.tokens} makes shards of {source.shard_tokens} tokens, which must "
+                f"be more than data.sequence_length {data.sequence_length}; state at least "
+                f"{64 * data.sequence_length + 1}, or remove tokens"
+            )
+    for i, source in enumerate(data.validation_sources or ()):
+        if source.tokens is not None:
+            yield f"data.validation[{i}].tokens has no effect: all is read before step 1; remove it"
 
 
 @rule

@@ -152,6 +152,9 @@ class Source(Section):
     """Revision of the dataset, which is passed to load_dataset."""
     streaming: bool = False
     """Whether load_dataset reads over the network, without a local copy."""
+    tokens: Annotated[TokenCount, Field(gt=0, le=10**13)] | None = None
+    """Number of tokens to use of a dataset with streaming, such as "10B". They are tokenized in
+    shards while the run trains. If omitted: all are tokenized before step 1."""
     split: str = Field(default="train", min_length=1)
     """Split of the dataset, or of a folder of save_to_disk that has several splits."""
     text_field: str = Field(default="text", min_length=1)
@@ -170,7 +173,14 @@ class Source(Section):
                 "an object without what only a dataset can have: configuration, "
                 "revision and streaming"
             )
+        if self.tokens is not None and not self.streaming:
+            raise ValueError("an object that states tokens only if streaming is true")
         return self
+
+    @property
+    def shard_tokens(self) -> int:
+        """Tokens of a shard of a stream: 1/64 of all, but at most 2^26 (128 MiB of 2-byte ids)."""
+        return min(-(-(self.tokens or 0) // 64), 1 << 26)
 
     def __str__(self) -> str:
         return str(self.path if self.dataset is None else self.dataset)

@@ -13,12 +13,13 @@ from pathlib import Path
 from megaspeed.config.run import DataConfig
 from megaspeed.data.cache import Cache, default_cache_dir
 from megaspeed.data.errors import DataError, for_each, raise_any
-from megaspeed.data.hold_out import hold_out_tokens
+from megaspeed.data.hold_out import hold_out_start, hold_out_tokens
 from megaspeed.data.mixture import Component, Mixture
 from megaspeed.data.selection import Selection, Share, find_problems, first_ids, select_files
 from megaspeed.data.text_cache import Parts, TokenizedText, build_text, recall_text
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_sources import open_tokens
+from megaspeed.data.token_stream import StreamShard, TokenStream, open_stream
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class PreparedCorpus:
     def validation_sequences(self) -> int:
         """Sequences held out, each counted once."""
         return 0 if self.validation is None else self.validation.sequences(self.sequence_length)
+
+    @property
+    def streams(self) -> set[TokenStream]:
+        """The streams of which at least the first shard exists."""
+        return {file.stream for file in self.train.files if isinstance(file, StreamShard)}
 
     def check(self, vocab_size: int) -> None:
         """Raise DataError with every problem that prevents training on the corpus.
@@ -161,13 +167,20 @@ def _corpus_of(
     """Combine the token files of the text with the token sources into components."""
 
     def open_share(share: Share) -> tuple[TokenFile, ...]:
+        if share.stream is not None:
+            return open_stream(share.stream, text.tokenizer, cache)
         return tuple(chain(*for_each(share.tokens, lambda path: open_tokens(path, cache))))
 
     tokens = for_each(selection.train, open_share)
     counts = [file.index.documents for files in tokens for file in files]
     known = [count for count in counts if count is not None]
     if selection.validation is None:
-        sides = [hold_out_tokens(files, data.validation_fraction, data.seed) for files in tokens]
+        sides = [
+            hold_out_tokens(files, data.validation_fraction, data.seed)
+            if share.stream is None
+            else hold_out_start(files, data.validation_fraction)
+            for share, files in zip(selection.train, tokens, strict=True)
+        ]
         tokens, held_out = [train for train, _ in sides], [held for _, held in sides]
     else:
         held_out = for_each(selection.validation, open_share)
@@ -193,7 +206,7 @@ def _mixture(shares: Sequence[Share], texts: Parts, tokens: Parts) -> Mixture | 
     assert all(files), "a share without files would be omitted silently"
     return Mixture(
         tuple(
-            Component(its_files, share.weight, share.name)
+            Component(its_files, share.weight, share.name, share.stream is not None)
             for share, its_files in zip(shares, files, strict=True)
         )
     )

@@ -33,8 +33,10 @@ from megaspeed.data.pieces import (
     cut_at_most,
     no_such_field,
     pieces_of,
+    refuse,
     what_is_wrong,
 )
+from megaspeed.files.json_values import Facts
 from megaspeed.files.paths import FileState, special_among, state_of
 
 # datasets and pyarrow are slow to import and rarely needed, so they are imported where used.
@@ -51,6 +53,7 @@ _LONGEST_LINE_BYTES = 1 << 30
 _WINDOW_BYTES = PIECE_BYTES + len(DOCUMENT_SEPARATOR) + len(b"\r\n")
 _BUFFER_BYTES = 1 << 20
 _ROWS_AT_ONCE = 64
+_STREAMED_AT_ONCE = 256
 _ONE_SPLIT = "state.json"
 _SEVERAL_SPLITS = "dataset_dict.json"
 
@@ -348,6 +351,32 @@ class NamedDataset(TextFormat):
         dataset = self._ask(path, "load_dataset", split=self.split, streaming=self.streaming)
         yield from _pieces_of_dataset(path, dataset, self.text_field, on_bad)
 
+    def batches(self, path: Path, place: Facts) -> Iterator[tuple[Facts, list[Piece]]]:
+        """Yield some rows of a stream at a time: (the place of the first one, their pieces).
+
+        Begin at ``place``, which an earlier call has yielded, or at the first row if it is empty.
+        Raises DataError if a record is bad, or the stream cannot be read.
+        """
+        dataset = self._ask(path, "load_dataset", split=self.split, streaming=True)
+        row, column = place.get("row", 0), self.text_field
+        try:
+            if column in (dataset.column_names or ()):  # a stream may not know its columns
+                dataset = dataset.select_columns([column])
+            if place:
+                dataset.load_state_dict(place["dataset"])
+            for rows in dataset.iter(batch_size=_STREAMED_AT_ONCE):
+                values = (rows[column] for _ in range(1))  # read after the column was found
+                yield place, list(_pieces_of_rows(path, column, rows, values, 0.0, refuse, row))
+                row += len(next(iter(rows.values())))
+                place = {"row": row, "dataset": dataset.state_dict()}
+        except DataError:
+            raise
+        except Exception as error:  # of datasets, the hub's client, the network
+            raise DataError(
+                f"a stream must be readable to its end, but {path}{self.part()} was not after row "
+                f"{row:,} ({error}); start again: all complete shards are kept"
+            ) from error
+
     def state(self, path: Path) -> FileState:
         """Return what identifies the dataset's files: names, sizes, times or the hub's hashes."""
         builder = self._ask(path, "load_dataset_builder")
@@ -396,6 +425,7 @@ def _pieces_of_rows(
     batches: Iterator[Iterable[object]],
     bytes_per_row: float,
     on_bad: OnBad,
+    row: int = 0,
 ) -> Iterator[Piece]:
     """Yield the pieces of all rows with text. Each row is a document.
 
@@ -406,12 +436,12 @@ def _pieces_of_rows(
         batches: the values in the column. Rows after a batch that cannot be read are lost.
         bytes_per_row: size on the disk, for progress.
         on_bad: called with every bad record.
+        row: the number of the first row.
     """
     if column not in names:
         problem = no_such_field(column, names, "column")
         on_bad(BadRecord(path, "its columns", problem, STATE_FIELD))
         return
-    row = 0
     while True:
         try:
             values = next(batches, None)

@@ -179,6 +179,13 @@ def hold_out_tokens(files: Sequence[TokenFile], fraction: float, seed: int) -> S
     return train, tuple(part for _, validation in sides for part in validation)
 
 
+def hold_out_start(shards: Sequence[TokenFile], fraction: float) -> Sides:
+    """Hold out the start of a stream: ``fraction`` of it, but at most half of the first shard."""
+    wanted = round(fraction * sum(shard.index.tokens for shard in shards))
+    training, held_out = hold_out_spans(shards[0], [(0, min(wanted, shards[0].index.tokens // 2))])
+    return (*training, *shards[1:]), held_out
+
+
 def hold_out_spans(file: TokenFile, spans: Sequence[tuple[int, int]]) -> Sides:
     """Return the file without the spans [first, stop), and the spans. Adjacent spans are joined."""
     bounds = [0, *(bound for span in sorted(spans) for bound in span), file.index.tokens]

@@ -15,6 +15,7 @@ The ranks of a context group read the same rows. Each keeps its part of every ro
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.mixture import Mixture
 from megaspeed.data.sampler import Rows, TrainingOrder, ValidationOrder
+from megaspeed.data.token_file import TokenFile
 from megaspeed.model.documents import Documents, take
 from megaspeed.model.micro_batch import NOT_COUNTED, PADDING_SAMPLE, MicroBatch
 from megaspeed.model.sequence_part import WHOLE, SequencePart
@@ -106,14 +108,14 @@ class OneAhead(Generic[Key, Item]):
 
     Args:
         load: reads an item. It is called from another thread.
-        following: returns the key that is expected after a key.
+        following: returns the key that is expected after a key; None if it cannot be loaded yet.
         device: the device for which the thread reads.
     """
 
     def __init__(
         self,
         load: Callable[[Key], Item],
-        following: Callable[[Key], Key],
+        following: Callable[[Key], Key | None],
         device: torch.device,
     ) -> None:
         self._load = load
@@ -134,7 +136,8 @@ class OneAhead(Generic[Key, Item]):
         else:
             item = self._load(key)
         following = self._following(key)
-        self._expected = (following, self._thread.submit(self._load, following))
+        if following is not None:
+            self._expected = (following, self._thread.submit(self._load, following))
         return item
 
     def close(self) -> None:
@@ -177,11 +180,21 @@ class TrainingLoader:
     ) -> None:
         self._shape = shape
         self._device = torch.device(device)
-        order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
-        self._read_samples = _reader(corpus, corpus.train, order, shape)
+        self._components = corpus.train.components
+        self._order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
+        self._read_samples = _reader(corpus, corpus.train, self._order, shape)
         self._ahead: OneAhead[tuple[int, int], MicroBatch] | None = None
         if self._device.type == "cuda":
             self._ahead = OneAhead(self._read_pinned, self._following, self._device)
+
+    def missing(self, samples_consumed: int) -> set[TokenFile]:
+        """Return the shards of streams that this rank needs for a step and that do not exist."""
+        if not any(self._order.in_order):
+            return set()
+        steps_rows = map(self._shape.rows, range(self._shape.gradient_accumulation_steps))
+        places = (self._order.place_of(samples_consumed + row) for row in chain(*steps_rows))
+        files = {self._components[place.component].files[place.file] for place in places}
+        return {file for file in files if file.is_missing}
 
     def micro_batch(self, samples_consumed: int, micro_batch: int) -> MicroBatch:
         """Read a micro-batch of the step that starts after ``samples_consumed`` samples."""
@@ -203,11 +216,12 @@ class TrainingLoader:
     def _read_pinned(self, key: tuple[int, int]) -> MicroBatch:
         return self._read(key).pin_memory()
 
-    def _following(self, key: tuple[int, int]) -> tuple[int, int]:
+    def _following(self, key: tuple[int, int]) -> tuple[int, int] | None:
         samples_consumed, micro_batch = key
         if micro_batch + 1 < self._shape.gradient_accumulation_steps:
             return samples_consumed, micro_batch + 1
-        return samples_consumed + self._shape.train_batch_size, 0
+        following = samples_consumed + self._shape.train_batch_size
+        return None if self.missing(following) else (following, 0)
 
 
 class ValidationLoader:

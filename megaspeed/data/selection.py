@@ -17,12 +17,13 @@ The tokenizer is determined by ``data.tokenizer`` and the sources:
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from megaspeed.config.run import DataConfig, Source
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.formats import WITH_RECORDS
-from megaspeed.data.sources import SourceFile, files_by_source, find
+from megaspeed.data.sources import SourceFile, files_by_source, files_of, find
 from megaspeed.data.token_sources import is_token_folder, read_index, token_paths, why_not_tokens
 from megaspeed.data.tokenizer import (
     TOKENIZER_FILE,
@@ -44,12 +45,14 @@ class Share:
         tokens: the token folders and token files, in order.
         weight: its weight, relative to the weights of the other shares.
         name: its sources as the configuration names them.
+        stream: its only source, if that is tokenized while the run trains; then it has no files.
     """
 
     files: tuple[SourceFile, ...]
     tokens: tuple[Path, ...]
     weight: float
     name: str
+    stream: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,9 @@ def _find_both(data: DataConfig) -> tuple[tuple[Share, ...], tuple[Share, ...] |
 
 def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
     """Map the identity of each file to its path."""
-    text = {file.place(): str(file.path) for share in shares for file in share.files}
+    streams = [file for share in shares if share.stream for file in files_of(share.stream, [])]
+    files = chain(streams, *(share.files for share in shares))
+    text = {file.place(): str(file.path) for file in files}
     return text | {(str(place.resolve()), ""): str(place) for place in token_places(shares)}
 
 
@@ -175,9 +180,11 @@ def find_shares(sources: Sequence[Source], setting: str) -> tuple[Share, ...]:
     listed = files_by_source(text, setting, may_be_empty=with_tokens)
     shares = [
         Share(tuple(files), paths, source.weight or 1.0, str(source))
+        if source.tokens is None
+        else Share((), (), source.weight or 1.0, str(source), source)
         for source, paths, files in zip(sources, tokens, listed, strict=True)
     ]
-    if sources[0].weight is not None:
+    if sources[0].weight is not None or shares[0].stream is not None:
         return tuple(shares)
     files = tuple(file for share in shares for file in share.files)
     name = ", ".join(share.name for share in shares)

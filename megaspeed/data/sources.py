@@ -168,7 +168,7 @@ def files_by_source(
         )
     first: dict[tuple[str, str], tuple[Path, Source]] = {}
     problems: list[str | None] = []
-    listed = [_files_of(source, paths) for source, paths in found]
+    listed = [files_of(source, paths) for source, paths in found]
     for (source, _), files in zip(found, listed, strict=True):
         if not files and source not in may_be_empty:
             problems.append(_nothing_found(source, setting))
@@ -192,7 +192,7 @@ def _matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path,
     )
 
 
-def _files_of(source: Source, paths: Sequence[Path]) -> list[SourceFile]:
+def files_of(source: Source, paths: Sequence[Path]) -> list[SourceFile]:
     """Return the files of a source, sorted by name. Links to files that it has are omitted."""
     if source.dataset is not None:
         keys = ("configuration", "revision", "streaming", "split", "text_field")

@@ -78,6 +78,11 @@ class TokenFile:
     index: TokenIndex
     first_token: int = 0
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether ``map`` waits until the file exists."""
+        return False
+
     def map(self) -> NDArray[np.integer]:
         """Return the ids, shape (tokens,), read from the disk as they are used.
 

@@ -38,6 +38,8 @@ NAMES = {
     "PER_MICRO_BATCH": "parallel.gradient_reduction=per_micro_batch",
     "WARMUP": "scheduler.params.warmup_num_steps",
     "DECAY": "scheduler.type=wsd scheduler.params.decay_num_steps",
+    "STREAM": '"dataset":"us/words","streaming":true,"tokens":1e6',
+    "COMMIT": '"revision":"0123456789abcdef0123456789abcdef01234567"',
     "PROFILE": "training.steps=12 training.profile.start_step=10",
 }
 """The meaning of the names in the table."""
