@@ -8,6 +8,7 @@ Earlier files in the run folder are moved only after the checkpoint, if any, has
 
 import dataclasses
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +23,16 @@ from rich.text import Text
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import NOT_STATED, Progress
 from megaspeed.config.resolve import Run
+from megaspeed.data.background import tokenized_meanwhile
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.supervision.answers import RankFailed, broadcast
-from megaspeed.supervision.failure import RankLog
+from megaspeed.supervision.failure import RankLog, write_error_file
 from megaspeed.supervision.meeting import Meeting, RanksDisagree
 from megaspeed.supervision.process_end import StopSignal
 from megaspeed.supervision.watch import Watch
 from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.store import print_error
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.compilation import CannotCompile
 from megaspeed.training.console import (
@@ -99,6 +102,7 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
         "the training text (data.train)": corpus.fingerprint,
         "the validation text (data.validation)": validation,
         "the tokenizer (data.tokenizer)": corpus.tokenizer_fingerprint or NOT_STATED,
+        "what tokenizes streams (versions)": str(sorted(s.folder.name for s in corpus.streams)),
     }
     by_rank: list[dict[str, str | None]] = [{} for _ in range(context.grid.world_size)]
     dist.all_gather_object(by_rank, own, context.world_group)
@@ -168,12 +172,20 @@ class Job:
                 store=self.meeting.store,
                 activity=self.activity,
             )
-        with context, self.watch.failures.reported(expected=EXPECTED):
+        streams = corpus.streams if self.meeting.launch.local_rank == 0 else ()
+        tokenized = tokenized_meanwhile(streams, self._tokenization_failed)
+        with context, self.watch.failures.reported(expected=EXPECTED), tokenized:
             summary = self._train_in(context, corpus)
         if summary is not None and context.rank == 0:
             with during("the loss curve", timeouts=math.inf):
                 self._print_summary(summary, context.device.type)
         return summary
+
+    def _tokenization_failed(self, why: str) -> None:
+        """Report it, from another thread. The watch ends the ranks, which may wait for tokens."""
+        if self.watch.failures.claim():
+            print_error(why)
+            write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), why)
 
     def _train_in(self, context: ParallelContext, corpus: PreparedCorpus) -> TrainingSummary | None:
         run, during, group = self.run, self.activity.during, context.checkpoint_group

@@ -60,7 +60,7 @@ class StepInputs:
     """
 
     def __init__(self, run: Run, corpus: PreparedCorpus, context: ParallelContext) -> None:
-        self._run = run
+        self._run, self._context = run, context
         self.shape = LoaderShape(
             micro_batch_size=run.batch.micro_batch_size,
             gradient_accumulation_steps=run.batch.gradient_accumulation_steps,
@@ -74,8 +74,14 @@ class StepInputs:
     def load(self, samples: int) -> Load:
         """Return a function that maps a micro-batch index to the micro-batch.
 
-        The step is the one after ``samples`` samples, including those of skipped steps.
+        The step is the one after ``samples`` samples, including those of skipped steps. First wait
+        for the shards of streams that it needs.
         """
+        if missing := self._loader.missing(samples):
+            part = self._context.timeline.part("data_loading")
+            with self._context.activity.during("waiting for tokens", timeouts=math.inf), part:
+                for shard in missing:
+                    shard.map()
         return partial(self._loader.micro_batch, samples)
 
     def learning_rate(self, steps_taken: int) -> float:

@@ -1,0 +1,119 @@
+"""Runs that train on a stream of the hub while it is tokenized, as a user starts them."""
+
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.data.documents import read_documents
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.tokenizer import train_tokenizer
+from megaspeed.supervision.process_end import has_ended
+from tests.data.words import WORDS
+from tests.data.written_formats import json_lines
+from tests.support.hub import COMMIT, Hub
+from tests.test_faults import Job
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+TOKENS = 30_000  # 64 shards of 469 tokens, each 29 samples, 2.4 steps
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "a.txt").write_text(" ".join(WORDS))
+    document = read_documents([SourceFile("a.txt", folder / "a.txt")])
+    train_tokenizer(document, 301).save(folder)
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    folder, chance = tmp_path / "hub" / "data", random.Random(0)
+    folder.mkdir(parents=True)
+    for number in range(2):
+        documents = [" ".join(chance.choices(WORDS, k=4)) for _ in range(512)]
+        (folder / f"train-{number}.jsonl").write_bytes(json_lines(documents))
+    with Hub(folder.parent) as hub:
+        yield hub
+
+
+def started(folder: Path, hub: Hub, tokenizer: Path, *changes: str, **source: Any) -> Job:
+    stream = {"dataset": "us/words", "revision": COMMIT, "streaming": True, "tokens": TOKENS}
+    data = [f"data.train={json.dumps([{**stream, **source}])}", f"data.tokenizer={tokenizer}"]
+    variables: Any = hub.environment
+    return Job(folder, "megaspeed", *data, *changes, **variables)
+
+
+def losses(job: Job) -> list[float]:
+    lines = (job.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_training_begins_before_the_stream_has_ended_and_waits_longer_than_a_hang(
+    tmp_path: Path, hub: Hub, tokenizer: Path
+) -> None:
+    hub.held.add("train-1.jsonl")
+    changes = "training.hang_timeout_seconds=5", "training.steps=150"
+    job = started(tmp_path / "slow", hub, tokenizer, *changes)
+    job.wait_until_training()
+    job.wait_until_said("waiting for tokens: shard 3")  # one of the second file
+    time.sleep(9)
+    assert job.launcher.poll() is None and "data/train-1.jsonl" not in hub.answered
+    hub.held.clear()
+    ended = job.ended()
+    assert ended.code == 0, ended.err
+    assert len(losses(job)) == 150 and "no progress" not in ended.err
+
+
+def test_no_process_is_left_if_the_rank_that_started_it_was_killed(
+    tmp_path: Path, hub: Hub, tokenizer: Path
+) -> None:
+    hub.held.add("train-1.jsonl")
+    job = started(tmp_path / "orphan", hub, tokenizer)
+    job.wait_until_training()
+    (process,) = [one for one in job.processes() if "spawn_main" in " ".join(one.cmdline())]
+    parent = process.parent()
+    assert parent is not None
+    parent.kill()
+    job.ended()  # waits until no process is left
+    assert has_ended(process.pid)
+
+
+def test_a_stream_that_is_too_short_ends_the_run_with_its_number_of_tokens(
+    tmp_path: Path, hub: Hub, tokenizer: Path
+) -> None:
+    ended = started(tmp_path / "short", hub, tokenizer, tokens=10**6).ended()
+    assert ended.code in (1, 2)  # 2 if a rank itself waited for the shard that cannot be made
+    assert ended.err.count('of 1,000,000; write "tokens": ') >= 1, ended.err
+    assert "the process that tokenizes us/words must run" in ended.err
+    assert "no progress" not in ended.err
+
+
+def test_a_run_whose_tokenizing_process_was_killed_gives_the_same_losses_when_started_again(
+    tmp_path: Path, hub: Hub, tokenizer: Path
+) -> None:
+    hub.held.add("train-1.jsonl")
+    steps = ["training.steps=100", "training.save_interval=10"]
+    job = started(tmp_path / "killed", hub, tokenizer, *steps)
+    job.wait_until_training()
+    (process,) = [one for one in job.processes() if "spawn_main" in " ".join(one.cmdline())]
+    process.send_signal(signal.SIGKILL)
+    ended = job.ended()
+    assert ended.code == 1
+    assert "us/words must run until it is done, but ended with exit code -9" in ended.err
+    hub.held.clear()
+    again = started(tmp_path / "killed", hub, tokenizer, *steps)
+    assert again.ended().code == 0
+    whole = started(tmp_path / "whole", hub, tokenizer, *steps)
+    assert whole.ended().code == 0
+    assert losses(again)[-1] == losses(whole)[-1]
+    other = started(tmp_path / "whole", hub, tokenizer, "training.steps=110", revision="f" * 40)
+    refused = other.ended()
+    assert refused.code == 2 and "the training text (data.train) was" in refused.err
