@@ -15,7 +15,6 @@ The ranks of a context group read the same rows. Each keeps its part of every ro
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -188,12 +187,15 @@ class TrainingLoader:
             self._ahead = OneAhead(self._read_pinned, self._following, self._device)
 
     def missing(self, samples_consumed: int) -> set[TokenFile]:
-        """Return the shards of streams that this rank needs for a step and that do not exist."""
+        """Return the shards of streams that a step needs and that do not exist.
+
+        They are those of all ranks, so that no rank waits for another one in a collective.
+        """
         if not any(self._order.in_order):
             return set()
-        steps_rows = map(self._shape.rows, range(self._shape.gradient_accumulation_steps))
-        places = (self._order.place_of(samples_consumed + row) for row in chain(*steps_rows))
-        files = {self._components[place.component].files[place.file] for place in places}
+        samples = range(samples_consumed, samples_consumed + self._shape.train_batch_size)
+        numbers = set(map(self._order.file_of, samples))
+        files = (self._components[component].files[file] for component, file in numbers)
         return {file for file in files if file.is_missing}
 
     def micro_batch(self, samples_consumed: int, micro_batch: int) -> MicroBatch:

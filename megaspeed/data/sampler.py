@@ -130,6 +130,13 @@ class TrainingOrder:
         file, first, _ = self._file_of(component, sequence)
         return Place(component, draw, sequence, file, (sequence - first) * self.sequence_length)
 
+    def file_of(self, sample: int) -> tuple[int, int]:
+        """Return the component and the file of a sample. A stream needs no permutation for it."""
+        component, draw = self.mixing.draw(sample)
+        if not self.in_order[component]:
+            draw = self._sequence_of(component, draw)
+        return component, self._file_of(component, draw % self.sequences_of(component))[0]
+
     def _file_of(self, component: int, sequence: int) -> tuple[int, int, int]:
         """Return (number of the file with a sequence, its first sequence, its sequences)."""
         firsts = self.first_sequences[component]

@@ -147,7 +147,7 @@ def test_a_killed_process_is_reported_and_its_shards_are_continued(
     hub.held.add("train-1.jsonl")
     reports: list[str] = []
     with tokenized_meanwhile([stream], reports.append):
-        (process,) = [child for child in psutil.Process().children() if is_spawned(child)]
+        process = the_spawned_process()
         wait_until(lambda: not stream.is_missing(5))
         process.send_signal(signal.SIGTERM)  # of a scheduler, to all processes
         process.kill()
@@ -165,8 +165,14 @@ def test_a_killed_process_is_reported_and_its_shards_are_continued(
         assert stream.path(shard).read_bytes() == other.path(shard).read_bytes()
 
 
-def is_spawned(process: psutil.Process) -> bool:
-    return "spawn_main" in " ".join(process.cmdline())
+def the_spawned_process() -> psutil.Process:
+    def spawned() -> list[psutil.Process]:
+        children = psutil.Process().children()
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    # At first, it has the command line of this process. One of an earlier test may still end.
+    wait_until(lambda: len(spawned()) == 1)
+    return spawned()[0]
 
 
 def wait_until(condition: Any) -> None:
@@ -181,7 +187,7 @@ def test_the_end_of_the_block_ends_the_process(hub: Hub, data: DataConfig, tmp_p
     hub.held.add("train-1.jsonl")
     streams, reports = prepare(data, tmp_path / "cache").streams, list[str]()
     with tokenized_meanwhile(streams, reports.append):
-        (process,) = [child for child in psutil.Process().children() if is_spawned(child)]
+        process = the_spawned_process()
     process.wait(10)
     assert not reports
 
