@@ -278,6 +278,11 @@ class TrainingConfig(Section):
     """Steps between two validations; 0: only at the end."""
     eval_batches: int = Field(default=8, gt=0)
     """Number of batches, each of train_batch_size samples, of one validation."""
+    sample_prompts: tuple[str, ...] = Field(default=(), strict=False)
+    """Beginnings of documents that the model continues every eval_interval steps and at the end,
+    each time with the likeliest token. The continuations are shown and recorded."""
+    sample_tokens: int = Field(default=32, gt=0)
+    """Most tokens of a continuation. Prompt and continuation must fit data.sequence_length."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by k = train_batch_size / base_batch_size (linear; Goyal et al.
     2017) or by the square root of k (sqrt)."""

@@ -157,6 +157,16 @@ class TextTokenizer:
         """
         return _encoded(self._continuing, texts) if texts else []
 
+    def text_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text of ``ids``, decoded after ``before``.
+
+        Some tokenizers drop the first space of a text, and the ids of one character may be in both.
+        """
+        decode = self.tokenizer.decode
+        prompt = decode(before, skip_special_tokens=True)
+        both = decode([*before, *ids], skip_special_tokens=True)
+        return both.removeprefix(prompt) if both.startswith(prompt) else decode(ids)
+
     @cached_property
     def _continuing(self) -> Tokenizer:
         """The tokenizer, changed so that it adds no space before a text.

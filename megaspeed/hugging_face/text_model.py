@@ -160,15 +160,5 @@ def continue_prompt(model: TextModel, prompt: str, number: int, sampling: Sampli
     ended = drawn[-1] in model.ends
     if ended:
         drawn.pop()
-    return Continuation(prompt, number, _text_after(model, before, drawn), tuple(drawn), ended)
-
-
-def _text_after(model: TextModel, before: list[int], drawn: list[int]) -> str:
-    """The text of ``drawn``, decoded after ``before``.
-
-    Some tokenizers drop the first space of a text, and the ids of one character may be in both.
-    """
-    decode = model.tokenizer.tokenizer.decode
-    prompt = decode(before, skip_special_tokens=True)
-    both = decode(before + drawn, skip_special_tokens=True)
-    return both.removeprefix(prompt) if both.startswith(prompt) else decode(drawn)
+    written = model.tokenizer.text_after(before, drawn)
+    return Continuation(prompt, number, written, tuple(drawn), ended)

@@ -128,7 +128,8 @@ class Executor:
         # Where a backward starts: the last edge of the graph, or the loss.
         self._ends: dict[tuple[int, int], Tensor | GradientEdge] = {}
         self.losses: dict[int, Tensor] = {}
-        """Sum of the losses of each micro-batch (fp32 scalars); empty except on the last stage."""
+        """What the last stage has computed for each micro-batch: the sum of its losses, an fp32
+        scalar, or another result of the engine. Empty on other stages."""
 
     @property
     def loss_sum(self) -> Tensor | None:

@@ -141,6 +141,8 @@ def _records(
 
 def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values of a record by the name of their curve."""
+    if "samples" in record:
+        return
     is_step, peaks = "validation_loss" not in record, record.get("peak_memory_bytes")
     for name in _OF_STEPS if is_step else _OF_VALIDATIONS:
         yield name, record.get(name)

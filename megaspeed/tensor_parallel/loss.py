@@ -11,6 +11,7 @@ chunk of logits is differentiated as soon as it is computed, and its gradient ov
 Liger Kernel (Hsu et al. 2024, section 3.2, "FusedLinearCrossEntropy") does the same.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,20 @@ class VocabParallelLoss:
         total = gradient_sum(weight) if torch.is_grad_enabled() else None
         loss: Tensor = _Loss.apply(x, weight.detach(), targets, scale, self, total)
         return loss
+
+    def likeliest(self, x: Tensor, output: nn.Module, targets: Tensor, **_: object) -> Tensor:
+        """(2, B) in fp64: the largest logit of each row at its counted target, and its token id.
+
+        Only this rank's columns count, without padding. If no target is counted, the logit is -inf.
+        """
+        hidden = all_gather_sequence(x, self.axis) if self.axis.sequence_parallel else x
+        counted = targets != NOT_COUNTED
+        place = counted.int().argmax(dim=1).view(-1, 1, 1)
+        last = hidden.take_along_dim(place, dim=1).squeeze(1)  # (B, D)
+        z = (last @ output.get_parameter("weight").t()).double().nan_to_num(nan=-math.inf)
+        z[:, len(self._vocabulary) :] = -math.inf
+        logits, ids = z.masked_fill_(~counted.any(dim=1, keepdim=True), -math.inf).max(dim=1)
+        return torch.stack((logits, ids + self._vocabulary.start))
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:
         """The loss of every token, in fp32, without gathering the logits.

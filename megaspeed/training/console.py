@@ -30,6 +30,7 @@ from megaspeed.training.metrics import (
     Metrics,
     PartMetrics,
     Record,
+    SampleMetrics,
     StepMetrics,
     ValidationMetrics,
     device_name,
@@ -326,6 +327,15 @@ class ConsoleObserver(Observer):
             f"step {metrics.step:>6}  validation loss {metrics.validation_loss:.4f}  "
             f"perplexity {metrics.validation_perplexity:.2f}"
         )
+
+    def sampled(self, metrics: SampleMetrics) -> None:
+        """Record the samples, and print a line for each."""
+        self._write(metrics)
+        for prompt, text in metrics.samples.items():
+            line = f"step {metrics.step:>6}  sample {prompt!r}: {text!r}"
+            # Not every terminal can show every character.
+            shown = line.encode(self.console.encoding, "backslashreplace")
+            self._print(escape(shown.decode(self.console.encoding)))
 
     def stopping(self, stopped_by: signal.Signals, step: int) -> None:
         """Print why the run ends early."""

@@ -62,6 +62,7 @@ from megaspeed.training.run_folder import (
     run_lock,
     start_run_folder,
 )
+from megaspeed.training.samples import read_prompts
 from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import ZeroEngine
@@ -161,6 +162,7 @@ class Job:
                     reports_waits=self.meeting.launch.local_rank == 0,
                 )
             print_folded(self.console, describe_corpus(corpus, time.perf_counter() - start))
+            read_prompts(run.config.training, corpus)  # only to raise its errors early
         with during("creating the process groups", timeouts=START_UP_TIMEOUTS):
             hang_timeout = run.config.training.hang_timeout_seconds
             context = ParallelContext.create(

@@ -1,6 +1,6 @@
 """What a run records: JSON objects with the same keys at every layout.
 
-metrics.jsonl   each optimizer step, and each validation
+metrics.jsonl   each optimizer step, each validation, and the samples of the model
 parts.jsonl     the times of the parts of each timed step
 """
 
@@ -60,6 +60,14 @@ class ValidationMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleMetrics:
+    """What the model writes after each of ``training.sample_prompts``, and after which step."""
+
+    step: int
+    samples: dict[str, str]  # prompt -> continuation
+
+
+@dataclass(frozen=True, kw_only=True)
 class PartMetrics:
     """The times of the parts of one step.
 
@@ -97,7 +105,7 @@ def own_work(seconds: Sequence[float]) -> float:
     return sum(own for part, own in zip(PARTS, seconds, strict=True) if part in OWN_WORK)
 
 
-Metrics = StepMetrics | PartMetrics | ValidationMetrics
+Metrics = StepMetrics | PartMetrics | ValidationMetrics | SampleMetrics
 
 Record = Callable[[Metrics], object]
 """Writes metrics to ``metrics.jsonl``, or to other services."""

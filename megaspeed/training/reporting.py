@@ -9,6 +9,7 @@ everything. Only rank 0 reports and draws.
 
 import dataclasses
 import functools
+import html
 import importlib.util
 import math
 import os
@@ -25,7 +26,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import ReportTo
 from megaspeed.files.json_values import read_records
-from megaspeed.training.metrics import Metrics, PartMetrics
+from megaspeed.training.metrics import Metrics, PartMetrics, SampleMetrics
 from megaspeed.training.run_folder import TENSORBOARD, WANDB
 
 CLOSING_SECONDS = 30.0
@@ -35,8 +36,8 @@ _CLOSING_SECONDS_OF_A_FAILURE = 5.0
 
 _WAITING_RECORDS = 10_000
 
-Row = tuple[int, Mapping[str, float]]
-"""The step and the numbers by name of a record."""
+Row = tuple[int, Mapping[str, float | str]]
+"""The step of a record, and its numbers and samples by name. Both services show HTML."""
 
 Rows = Iterator[Row]
 """All records. Ends at the end of the run."""
@@ -56,7 +57,8 @@ def write_tensorboard(run: Run, begin: int, rows: Rows) -> None:
     with SummaryWriter(str(run.run_dir / TENSORBOARD), purge_step=begin + 1) as writer:
         for step, values in rows:
             for name, value in values.items():
-                writer.add_scalar(name, value, step)
+                add = writer.add_text if isinstance(value, str) else writer.add_scalar
+                add(name, value, step)
 
 
 def log_to_wandb(run: Run, begin: int, rows: Rows) -> None:
@@ -91,7 +93,8 @@ def log_to_wandb(run: Run, begin: int, rows: Rows) -> None:
         # Not wandb's own step counter: it drops the steps that a resumed run repeats.
         logged.define_metric("*", step_metric="step")
         for step, values in rows:
-            logged.log({"step": step, **values})
+            texts = {k: wandb.Html(text) for k, text in values.items() if isinstance(text, str)}
+            logged.log({"step": step, **values, **texts})
 
 
 def _stored_id(file: Path) -> str:
@@ -140,7 +143,10 @@ class Reporting:
     def write(self, metrics: Metrics) -> None:
         """Queue one record; never waits."""
         if self._senders and not isinstance(metrics, PartMetrics):
-            values = dict(_numbers(dataclasses.asdict(metrics)))
+            values: dict[str, float | str] = dict(_numbers(dataclasses.asdict(metrics)))
+            if isinstance(metrics, SampleMetrics):
+                texts = (html.escape(prompt + text) for prompt, text in metrics.samples.items())
+                values = {f"samples/{n}": f"<pre>{text}</pre>" for n, text in enumerate(texts)}
             for name, (thread, rows) in self._senders.items():
                 if rows.full() and thread.is_alive():  # a service that failed has a warning already
                     self._slow.add(name)
@@ -182,7 +188,7 @@ def _numbers(record: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     for name, value in record.items():
         values = value if isinstance(value, list) else [value]
         for index, number in enumerate(values):
-            if name != "step" and number is not None and math.isfinite(number):
+            if name != "step" and isinstance(number, int | float) and math.isfinite(number):
                 yield (f"{name}/{index}" if isinstance(value, list) else name), float(number)
 
 

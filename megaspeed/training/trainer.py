@@ -1,7 +1,7 @@
 """The training loop.
 
     for each step:  learning rate(steps taken), micro-batches(samples) -> worker -> metrics
-                    at intervals and at the end: validation
+                    at intervals and at the end: validation, samples
                     at intervals, at the end, after a stop signal: checkpoint
 
 Every rank runs the same loop. The worker returns the same loss, gradient norm and stop signal on
@@ -27,12 +27,14 @@ from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import (
     PartMetrics,
+    SampleMetrics,
     StepMetrics,
     ValidationMetrics,
     peak_flops_per_second,
 )
 from megaspeed.training.profile import Profile
 from megaspeed.training.replicas import Replicas
+from megaspeed.training.samples import read_prompts, write_samples
 from megaspeed.training.worker import StepInputs, StepResult, Worker
 
 _MOST_RANKS_NAMED = 4
@@ -60,6 +62,9 @@ class Observer:
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Called after each evaluation."""
+
+    def sampled(self, metrics: SampleMetrics) -> None:
+        """Called after the model has continued ``training.sample_prompts``."""
 
     def stopping(self, stopped_by: signal.Signals, step: int) -> None:
         """Called if the run stops early, after this step."""
@@ -110,6 +115,7 @@ class Trainer:
             eval_batches=run.config.training.eval_batches,
             device=context.device,
         )
+        self._corpus, self._prompts = corpus, read_prompts(run.config.training, corpus)
         self._flops_per_token = training_flops_per_token(
             run.config.model, run.config.data.sequence_length
         )
@@ -155,6 +161,11 @@ class Trainer:
             if validates:
                 with activity.during(f"validation after step {step}"):
                     validation = self._validate(step)
+            if self._prompts is not None and self._is_due(config.eval_interval, step):
+                with activity.during(f"samples after step {step}"):
+                    shape = self._inputs.shape
+                    samples = write_samples(self.worker, self._corpus, shape, self._prompts)
+                    self._observer.sampled(SampleMetrics(step=step, samples=samples))
             with activity.during(f"saving after step {step}", timeouts=SAVE_TIMEOUTS):
                 if stopped_by is not None:
                     self._observer.stopping(stopped_by, step)

@@ -215,17 +215,38 @@ class Worker:
     @torch.no_grad()
     def evaluate(self, load: Load, micro_batches: int, predicted_tokens: int) -> float:
         """Mean loss over ``predicted_tokens`` targets, without dropout and without a step."""
+        context, executor = self.context, self._forward(load, micro_batches)
+        rows = all_gather_numbers((executor.loss_sum,), context.world_group, context.device)
+        return self._loss_of([loss for (loss,) in rows]) / predicted_tokens
+
+    @torch.no_grad()
+    def likeliest_tokens(self, batches: Sequence[MicroBatch]) -> list[int]:
+        """The likeliest token of each row at its only counted target. The host reads once.
+
+        All data ranks have the same rows.
+        """
+        context, size = self.context, len(batches) * self.run.batch.micro_batch_size
+        self.engine.of_hidden = self.engine.loss.likeliest
+        found = self._forward(batches.__getitem__, len(batches)).losses
+        self.engine.of_hidden = self.engine.loss
+        # Pipeline stages before the last one send a token that is never the likeliest.
+        found = found or {0: torch.tensor([[-math.inf], [0.0]]).expand(2, size)}
+        own = torch.cat([*found.values()], dim=1).flatten()
+        ranks = all_gather_numbers([*own], context.world_group, context.device)
+        best = (max((rank[n], -rank[size + n]) for rank in ranks) for n in range(size))
+        return [-int(token) for _, token in best]
+
+    def _forward(self, load: Load, micro_batches: int) -> Executor:
+        """Run a forward of each micro-batch, without dropout."""
         self.engine.train(False)
-        context = self.context
         trained, chunks = self._pipeline, self._pipeline.chunks
         groups = max(1, micro_batches // trained.stages) if chunks > 1 else 1
         pipeline = replace(
             trained, schedule="forward_only", micro_batches=micro_batches, groups=groups
         )
         executor = self._executor(pipeline, load)
-        executor.run(stage_program(pipeline, context.pp_rank))
-        rows = all_gather_numbers((executor.loss_sum,), context.world_group, context.device)
-        return self._loss_of([loss for (loss,) in rows]) / predicted_tokens
+        executor.run(stage_program(pipeline, self.context.pp_rank))
+        return executor
 
     def non_finite(self) -> list[NonFinite]:
         """For each rank, what was not finite in the last step. Waits for the device."""

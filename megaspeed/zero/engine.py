@@ -104,6 +104,8 @@ class ZeroEngine:
         self._tied = tied
         self.loss = loss
         """The loss of the last pipeline stage."""
+        self.of_hidden: Callable[..., Tensor] = loss
+        """What the last pipeline stage computes: the loss, or another function of the same."""
         self._loss_scale = loss_scale
         self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
         """Full name of each of this rank's parameters."""
@@ -161,7 +163,7 @@ class ZeroEngine:
             chunk: its number on this rank, from 0.
 
         Returns:
-            The sum of the losses on the last pipeline stage, hidden states on the others.
+            What ``of_hidden`` returns on the last pipeline stage, hidden states on the others.
         """
         if torch.is_grad_enabled():
             self.gradients.begin_forward()
@@ -169,7 +171,7 @@ class ZeroEngine:
             self._gathers.begin("forward", chunk)
         # The loss is computed with its gradients, so the head's weight gets its gradient here.
         loss = functools.partial(
-            self.loss,
+            self.of_hidden,
             targets=batch.targets,
             scale=self._loss_scale * float(self.optimizer.loss_scale),
             gradient_sum=self.gradients.sum_of,

@@ -132,6 +132,27 @@ def test_with_offload_the_host_waits_for_the_gradients_that_it_reads(
     assert "gradients.py" in place and count == 1
 
 
+def _reads_of_a_new_token(launch: LaunchEnvironment, case: str) -> tuple[dict[str, int], ...]:
+    changes = {**CASES[case]}
+    rank = changes.pop("rank", 0)
+    run = paper_run(**changes)
+    with paper_accelerator() as accelerator, fake_rank(run, rank) as worker:
+        batch = batches(run)(0)
+        worker.likeliest_tokens([batch])
+        accelerator.waits.clear()
+        with Recorder() as recorder:
+            worker.likeliest_tokens([batch, batch])
+    return accelerator.device_waits, dict(recorder.reads)
+
+
+@pytest.mark.parametrize("case", ["zero3", "3d-first", "3d-last", "zero3-all-gather"])
+def test_a_sample_reads_the_device_once_a_token(pool: RankPool, case: str) -> None:
+    ((waits, reads),) = pool.run(1, _reads_of_a_new_token, case)
+    assert waits == {}
+    ((place, count),) = reads.items()
+    assert "all_gather_numbers" in place and count == 1
+
+
 def _reads_with_deepspeeds_overflow_check(launch: LaunchEnvironment) -> dict[str, int]:
     run = paper_run(**zero(1))
 

@@ -52,6 +52,16 @@ def test_other_lines_are_read_despite_broken_ones(tmp_path: Path) -> None:
     assert read_run(folder).steps.tolist() == [1, 2, 3]
 
 
+def test_samples_are_no_numbers_of_a_step(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=20)
+    before = read_run(folder).curves
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "samples": {"You": " may"}}\n')
+    after = read_run(folder).curves
+    assert after["loss"].values.tolist() == before["loss"].values.tolist()
+    assert after["validation_loss"].values.tolist() == before["validation_loss"].values.tolist()
+
+
 def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
     folder = written_run(tmp_path / "run", steps=2)
     with (folder / "metrics.jsonl").open("a") as file:

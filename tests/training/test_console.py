@@ -34,7 +34,13 @@ from megaspeed.training.console import (
     describe_step,
     summary_table,
 )
-from megaspeed.training.metrics import MetricsFile, PartMetrics, Record, ValidationMetrics
+from megaspeed.training.metrics import (
+    MetricsFile,
+    PartMetrics,
+    Record,
+    SampleMetrics,
+    ValidationMetrics,
+)
 from megaspeed.training.resume import Start
 from megaspeed.training.trainer import TrainingSummary
 from tests.support.tiny import tiny_run
@@ -175,12 +181,15 @@ def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) ->
         for step in range(1, 11):
             observer.step(step_metrics(step=step, skipped=step == 7))
         observer.validation(ValidationMetrics.of(10, 2.0))
+        observer.sampled(SampleMetrics(step=10, samples={"[a]": "\n[b]"}))
     lines = [line.split()[:2] for line in output.getvalue().splitlines()]
-    assert lines == [["step", str(step)] for step in (1, 4, 7, 8, 10)]
+    assert lines == [["step", str(step)] for step in (1, 4, 7, 8, 10, 10)]
     assert not set(output.getvalue()) & {"\x1b", "\r", "\b"}, "a pipe gets no control characters"
     assert "step     10  validation loss 2.0000  perplexity 7.39" in output.getvalue()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [*range(1, 11), 10]
+    assert [record["step"] for record in records] == [*range(1, 11), 10, 10]
+    assert "step     10  sample '[a]': '\\n[b]'\n" in output.getvalue()
+    assert records[-1] == {"step": 10, "samples": {"[a]": "\n[b]"}}
 
 
 def test_a_log_has_the_elapsed_and_the_remaining_time_in_each_step() -> None:

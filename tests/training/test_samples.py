@@ -1,0 +1,263 @@
+"""The model continues ``training.sample_prompts`` equally at every layout, and trains as without.
+
+Weights are large, so the likeliest token is clear, whatever the rounding.
+"""
+
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megaspeed.checkpoint.run_state import Progress
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.errors import DataError
+from megaspeed.data.loader import LoaderShape
+from megaspeed.hugging_face.text_model import Sampling, continue_prompt, load_text_model
+from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
+from megaspeed.supervision.process_end import StopSignal
+from megaspeed.tensor_parallel.collectives import TensorAxis
+from megaspeed.tensor_parallel.loss import VocabParallelLoss
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.checkpointing import Checkpointing
+from megaspeed.training.metrics import SampleMetrics
+from megaspeed.training.samples import read_prompts, write_samples
+from megaspeed.training.trainer import Trainer
+from megaspeed.training.worker import Worker
+from megaspeed.zero.model_states import gather_parameters
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import GPT2, LLAMA, merge, short_documents, tiny_corpus, tiny_run
+from tests.training.test_trainer import Record
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+PROMPTS = ["", "You", "the te", "1", "and/or", "Work", "(c)"]
+TOKENS = 8
+LARGE = {"num_hidden_layers": 4, "num_attention_heads": 8, "initializer_range": 0.7}
+
+
+class Samples(Record):
+    """A record that keeps the samples, and the weights at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[SampleMetrics] = []
+        self.last_weights: dict[str, Tensor] = {}
+        self.graphs = 0
+
+    def sampled(self, metrics: SampleMetrics) -> None:
+        self.samples.append(metrics)
+        self.events.append(("samples", metrics.step))
+
+
+def train(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> Samples:
+    record = Samples()
+    with (
+        StopSignal() as stop,
+        ParallelContext.create(run.grid, launch, timeout_seconds=60) as context,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        worker = Worker(run, context)
+        trainer = Trainer(worker, corpus, Checkpointing(worker, corpus), stop, record)
+        trainer.train(Progress())
+        record.last_weights = dict(gather_parameters(worker.engine.module))
+        record.graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return record
+
+
+class Runs:
+    """Runs of a few steps on short documents."""
+
+    def __init__(self, pool: RankPool, folder: Path) -> None:
+        self._pool, self._folder = pool, folder
+        self._text = short_documents(TEXT, folder)
+        self._number = 0
+
+    def trained(self, prompts: list[str] | None = None, **changes: Any) -> list[Samples]:
+        """Return the records of all ranks, with these prompts or all of them."""
+        self._number += 1
+        training = {
+            "steps": 4,
+            "eval_interval": 2,
+            "save_interval": 0,
+            "sample_prompts": PROMPTS if prompts is None else prompts,
+            "sample_tokens": TOKENS,
+            "run_dir": str(self._folder / f"run-{self._number}"),
+        }
+        base = {"model": {**GPT2, **LARGE}, "data": {"validation_fraction": 0.1}}
+        run = tiny_run(self._text, **merge(merge(base, {"training": training}), changes))
+        corpus = tiny_corpus(run, self._folder / "cache")
+        return self._pool.run(run.grid.world_size, train, run, corpus)
+
+
+@pytest.fixture(scope="module")
+def runs(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(pool, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def serial(runs: Runs) -> dict[bool, list[SampleMetrics]]:
+    """Return the samples of one process, by whether attention restarts at documents."""
+    return {
+        restarts: runs.trained(data={"reset_at_documents": restarts})[0].samples
+        for restarts in (False, True)
+    }
+
+
+CHUNKS: dict[str, Any] = {
+    "pp": 2,
+    "dp": 2,
+    "parallel": {"virtual_stages": 2},
+    "zero_optimization": {"stage": 3},
+}
+CONTEXT: dict[str, Any] = {
+    "pp": 2,
+    "cp": 2,
+    "tp": 2,
+    "parallel": {"context_method": "all_gather", "sequence_parallel": True, "schedule": "gpipe"},
+    "data": {"reset_at_documents": True},
+    "zero_optimization": {"stage": 2},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2-dp2-zero3-chunks": CHUNKS,
+    "pp2-cp2-tp2-zero2-all_gather-documents": CONTEXT,
+    "dp2-cp2-zero1-ulysses": {
+        "dp": 2,
+        "cp": 2,
+        "parallel": {"context_method": "ulysses"},
+        "zero_optimization": {"stage": 1},
+    },
+    "dp2-tp2-zero3-full": {
+        "dp": 2,
+        "tp": 2,
+        "parallel": {"sequence_parallel": True, "activation_checkpointing": "full"},
+        "data": {"reset_at_documents": True},
+        "zero_optimization": {"stage": 3},
+    },
+    "pp2-dp2x2-zero3": {
+        "pp": 2,
+        "dp": 4,
+        "parallel": {"replicate": 2},
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 3},
+    },
+}
+
+
+@pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS)
+def test_samples_are_those_of_one_process_on_all_ranks(
+    changes: dict[str, Any], runs: Runs, serial: dict[bool, list[SampleMetrics]]
+) -> None:
+    expected = serial["data" in changes]
+    assert [metrics.step for metrics in expected] == [2, 4], "as for validations"
+    written = {text for metrics in expected for text in metrics.samples.values()}
+    assert list(expected[0].samples) == PROMPTS and len(written) > 5, "they differ"
+    for record in runs.trained(**changes):
+        assert record.samples == expected
+
+
+@pytest.mark.parametrize("changes", [CHUNKS, CONTEXT], ids=["chunks", "context"])
+def test_samples_change_no_bit_of_the_training(changes: dict[str, Any], runs: Runs) -> None:
+    for sampled, alone in zip(
+        runs.trained(**changes), runs.trained(prompts=[], **changes), strict=True
+    ):
+        assert len(sampled.samples) == 2 and not alone.samples
+        for name in ("loss", "grad_norm", "learning_rate", "skipped"):
+            numbers = [getattr(step, name) for step in sampled.steps]
+            assert numbers == [getattr(step, name) for step in alone.steps]
+        assert sampled.validations == alone.validations
+        assert sampled.last_weights.keys() == alone.last_weights.keys()
+        for name, weight in sampled.last_weights.items():
+            assert torch.equal(weight, alone.last_weights[name]), name
+
+
+def test_compiled_blocks_are_not_compiled_again(
+    runs: Runs, serial: dict[bool, list[SampleMetrics]]
+) -> None:
+    changes: dict[str, Any] = {"tp": 2, "data": {"reset_at_documents": True}}
+    changes["training"] = {"compile": True}
+    sampled, alone = runs.trained(**changes), runs.trained(prompts=[], **changes)
+    assert sampled[0].samples == serial[True]
+    assert sampled[0].graphs == alone[0].graphs > 0
+
+
+def test_samples_are_what_generate_writes_from_the_checkpoint(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    training = {"steps": 1, "run_dir": str(tmp_path / "run"), "sample_prompts": PROMPTS}
+    run = tiny_run(
+        TEXT,
+        dp=2,
+        model={**LLAMA, "initializer_range": 0.7},
+        training={**training, "sample_tokens": TOKENS},
+        zero_optimization={"stage": 3},
+    )
+    record, _ = pool.run(2, train, run, tiny_corpus(run, tmp_path / "cache"))
+    model = load_text_model(tmp_path / "run", tokenizer=None, precision="float32")
+    (samples,) = (metrics.samples for metrics in record.samples)
+    assert list(samples) == PROMPTS
+    for prompt, text in samples.items():
+        greedy = Sampling(temperature=0, max_tokens=TOKENS)
+        assert text == continue_prompt(model, prompt, 1, greedy).text
+
+
+def test_a_document_that_the_model_ends_is_not_continued(tmp_path: Path) -> None:
+    run = tiny_run(TEXT, training={"sample_prompts": ["a", "b"], "sample_tokens": 9})
+    corpus = tiny_corpus(run, tmp_path)
+    read = read_prompts(run.config.training, corpus)
+    assert read is not None
+    tokenizer, rows = read
+    (first,), (second,) = tokenizer.encode(["x"]), tokenizer.encode(["y"])
+    tokens = iter([[*first, *second], [tokenizer.end_of_text, *second], [*first, 0], [1, 1]])
+    seen: list[list[int]] = []
+
+    def likeliest_tokens(batches: list[MicroBatch]) -> list[int]:
+        (batch,) = batches
+        seen.append((batch.targets != NOT_COUNTED).int().argmax(dim=1).tolist())
+        return next(tokens)
+
+    worker: Any = SimpleNamespace(
+        run=run,
+        context=SimpleNamespace(device=torch.device("cpu")),
+        likeliest_tokens=likeliest_tokens,
+    )
+    assert write_samples(worker, corpus, LoaderShape(2, 1, 0, 1), read) == {"a": "x", "b": "yy"}
+    assert rows == [[0, *ids] for ids in tokenizer.encode(["a", "b"])], "the prompts are kept"
+    assert seen == [[1, 1], [2, 2], [3, 3]], "it stops when all documents have ended"
+
+
+def test_padding_of_the_vocabulary_is_never_the_likeliest() -> None:
+    """The logit of the padding, 0, is the largest."""
+    output, loss = nn.Linear(2, 4, bias=False), VocabParallelLoss(range(5, 8), TensorAxis())
+    with torch.no_grad():
+        output.weight.copy_(torch.tensor([[-3.0, 0], [-1, 0], [-1, 0], [0, 0]]))
+    x = torch.tensor([[[9.0, 9], [1, 1]], [[2, 2], [9, 9]], [[9, 9], [9, 9]]])
+    targets = torch.full((3, 2), NOT_COUNTED)
+    targets[0, 1] = targets[1, 0] = 7
+    logits, ids = loss.likeliest(x, output, targets).tolist()
+    assert logits == [-1, -2, -torch.inf], "the last row has no counted target"
+    assert ids[:2] == [6, 6], "the first of equal ones"
+
+
+def test_prompts_that_do_not_fit_are_refused_with_their_numbers(tmp_path: Path) -> None:
+    run = tiny_run(TEXT, training={"sample_prompts": ["a", "aQbQcQdQ"], "sample_tokens": 9})
+    corpus = tiny_corpus(run, tmp_path)
+    with pytest.raises(DataError) as caught:
+        read_prompts(run.config.training, corpus)
+    assert str(caught.value) == (
+        "training.sample_prompts[1] has 9 tokens with the end-of-text before it. 9 + "
+        "training.sample_tokens 9 must be at most data.sequence_length 16; shorten the prompt, or "
+        "lower training.sample_tokens"
+    )
+
+
+def test_prompts_need_a_tokenizer() -> None:
+    corpus: Any = SimpleNamespace(tokenizer=None, sequence_length=16)
+    training = tiny_run(TEXT, training={"sample_prompts": ["a"]}).config.training
+    with pytest.raises(DataError, match=r"without a tokenizer; name it in data\.tokenizer"):
+        read_prompts(training, corpus)
