@@ -156,6 +156,48 @@ def test_wrong_input_is_not_tried_again(tmp_path: Path, launcher: Launcher) -> N
     assert "restart 1" not in ended.err + ended.out
 
 
+AUTO = "train_micro_batch_size_per_gpu=auto"
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "megaspeed"])
+def test_a_first_step_without_memory_is_repeated_with_smaller_micro_batches(
+    tmp_path: Path, launcher: Launcher, undisturbed: dict[int, float]
+) -> None:
+    """training.restart is 0. The other rank waits in a collective."""
+    fault = "memory rank=1 step=1 work=Backward attempt=0"
+    ended = Job(tmp_path, launcher, AUTO, "training.steps=5", fault=fault).ended()
+    assert ended.code == 0, ended.err
+    assert "micro-batch auto: 6, the largest size that fits; " in ended.out
+    assert "\nall ranks start again, with micro-batches of 3\n" in ended.err
+    assert "micro-batch auto: 3, the largest size that fits, after a larger" in ended.out
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert [config[key] for key in (AUTO.split("=")[0], "gradient_accumulation_steps")] == [3, 2]
+    found = losses(tmp_path / "run")
+    assert found == pytest.approx({step: undisturbed[step] for step in range(1, 6)}, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "fault", "attempts"),
+    [
+        ("forked", "memory rank=0 step=1 work=Backward", 2),
+        ("megaspeed", "memory rank=1 step=2 work=Backward", 1),
+        ("megaspeed", "raise rank=0 step=1 work=Backward", 1),
+        ("torchrun", "memory rank=0 step=1 work=Backward", 1),
+    ],
+    ids=["the second time", "a later step", "another failure", "nobody restarts"],
+)
+def test_only_the_first_step_without_memory_is_repeated_and_once(
+    tmp_path: Path, launcher: Launcher, fault: str, attempts: int
+) -> None:
+    ended = Job(tmp_path, launcher, AUTO, "training.steps=5", fault=fault).ended()
+    assert ended.code == 1
+    assert ended.out.count("micro-batch auto: ") == attempts
+    assert ended.err.count("all ranks start again") == attempts - 1
+    is_first = "memory" in fault and "step=1" in fault
+    mend = f"to try the next smaller size, set {AUTO.split('=')[0]} to {2 if attempts == 2 else 3}"
+    assert (mend in ended.err) is is_first
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -> None:
     """No launcher would end the other ranks."""

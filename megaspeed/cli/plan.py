@@ -105,6 +105,7 @@ def run_plan(options: argparse.Namespace) -> int:
         say(f"megaspeed plan: {error}", error=True)
         return EXIT_FAILED
     planned = plan(training, cluster, stated.gpus_per_node)
+    training = replace(training, run=planned.run)
     figures = planned.as_json()
     complete = None
     if planned.forecast is not None:

@@ -82,8 +82,9 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
     """
     if _STOPPED in os.environ:
         sys.exit(128 + int(os.environ[_STOPPED]))
-    if _STARTER in os.environ:
-        end_with_parent(int(os.environ[_STARTER]))
+    starter = os.environ.pop(_STARTER, None)  # the child of a supervisor has another parent
+    if starter is not None:
+        end_with_parent(int(starter))
     gc.disable()  # the objects that imports make live as long as the process
     launchers = launcher_processes()  # one that ends while torch is loaded would not be found later
     from megaspeed.supervision.process_end import end_process, keep_output_open
@@ -101,8 +102,8 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
 
     keep_output_open()
     try:
-        # This calls ``train`` here, unless ``training.restart`` makes this process a supervisor.
-        code = run_supervised(train)
+        # This calls ``train`` here, unless the configuration makes this process a supervisor.
+        code = run_supervised(train, by_megaspeed=starter is not None)
     except KeyboardInterrupt:  # before the ranks are connected
         code = 128 + signal.SIGINT
     end_process(code)
@@ -158,7 +159,7 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
-        max_restarts=run.config.training.restart,
+        max_restarts=run.config.training.restart if run.stated is None else 0,
         logs_specs=DefaultLogsSpecs(log_dir=logs.name),
         signals_to_handle="SIGQUIT",  # by default it would end the ranks 30 s after a stop signal
     )

@@ -286,8 +286,12 @@ class DeepSpeedKeys(Section):
     train_batch_size: int | None = Field(default=None, gt=0, le=LARGEST_BATCH)
     """Samples of one optimizer step over all ranks = train_micro_batch_size_per_gpu x
     gradient_accumulation_steps x dp. If it is stated, the batch is the same at every layout."""
-    train_micro_batch_size_per_gpu: int | None = Field(default=None, gt=0, le=LARGEST_BATCH)
-    """Samples of one micro-batch on one data-parallel rank."""
+    train_micro_batch_size_per_gpu: (
+        Annotated[int, Field(gt=0, le=LARGEST_BATCH)] | Literal["auto"] | None
+    ) = None
+    """Samples of one micro-batch on one data-parallel rank. auto, if only train_batch_size is also
+    stated: the largest size that is predicted to fit the memory, with at least one micro-batch for
+    each pipeline stage; if the first step runs out of memory, once the next smaller size."""
     gradient_accumulation_steps: int | None = Field(default=None, gt=0, le=LARGEST_ACCUMULATION)
     """Number of micro-batches of one optimizer step, also with a pipeline."""
     gradient_clipping: float = Field(default=1.0, ge=0)

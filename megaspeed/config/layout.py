@@ -63,11 +63,16 @@ class StatedBatch:
     train: int | None
     micro: int | None
     accumulation: int | None
+    fewest: int = 1
+    """The smallest number of micro-batches if the last two are omitted."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Return the batch that a config states."""
-        return cls(*(getattr(config, key) for key in BATCH_KEYS))
+        """Return the batch that a config states. "auto" is the largest size that may be chosen."""
+        train, micro, accumulation = (getattr(config, key) for key in BATCH_KEYS)
+        if micro == "auto":
+            return cls(train, None, accumulation, fewest=config.parallel.pipeline)
+        return cls(train, micro, accumulation)
 
     @property
     def is_determined(self) -> bool:
@@ -131,7 +136,9 @@ def solve_batch(stated: StatedBatch, dp: int) -> Batch | None:
         accumulation = accumulation or 1
         return Batch(micro * accumulation * dp, micro, accumulation)
     if micro is None:
-        accumulation = accumulation or 1
+        if accumulation is None:
+            enough = (d for d in divisors(train // dp) if d >= stated.fewest)
+            accumulation = next(enough, max(1, train // dp))
         micro = train // (accumulation * dp)
     elif accumulation is None:
         accumulation = train // (micro * dp)

@@ -50,6 +50,8 @@ class Run:
     """Number of processes that the grid does not use."""
     notes: tuple[str, ...] = ()
     """Sentences about keys of the file with another name or no effect here, and about "auto"."""
+    stated: RunConfig | None = None
+    """The config before it was resolved, if its micro-batch is "auto"; ``planning`` chooses it."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the resolved config as JSON values. A file with them gives the same run again."""
@@ -241,7 +243,9 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
         **_learning_rates(config, batch.train_batch_size),
         **_message_sizes(config, grid.tp, world.device_type),
     }
-    return Run(config.changed(keys), name, steps, spare_ranks=world.size - grid.world_size)
+    of_auto = config if config.train_micro_batch_size_per_gpu == "auto" else None
+    spare_ranks = world.size - grid.world_size
+    return Run(config.changed(keys), name, steps, spare_ranks, stated=of_auto)
 
 
 def _gradient_reduction(config: RunConfig) -> GradientReduction:

@@ -27,6 +27,7 @@ from megaspeed.planning.costs.reserved_memory import (
 from megaspeed.planning.costs.traffic import by_axis
 from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import Forecast, forecast
+from megaspeed.planning.micro_batch import choose_micro_batch
 from megaspeed.planning.prediction import Prediction, StagePrediction, predict
 from megaspeed.planning.variants import Change, Training, cheapest_change
 
@@ -150,14 +151,19 @@ class Plan:
 def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_PER_NODE) -> Plan:
     """Plan a training. Without a cluster, the plan has neither times nor a verdict.
 
+    The plan's run has the micro-batch that is chosen for the cluster, if its size is "auto".
+
     Args:
         training: the run, and the configuration that its variants are resolved from.
         cluster: the machines, if they are known. If the run does not fit them, the plan has the
             cheapest change.
         gpus_per_node: for the placement of ranks, if there is no cluster.
     """
-    run = training.run
     per_node = gpus_per_node if cluster is None else cluster.gpus_per_node
+    if cluster is not None and training.run.stated is not None:
+        choice = choose_micro_batch(training.run, training.device_type, cluster.device, per_node)
+        training = replace(training, run=choice.run)
+    run = training.run
     planned = Plan(
         run=run,
         cluster=cluster,

@@ -64,7 +64,7 @@ from megaspeed.planning.forecast import Forecast, forecast
 from megaspeed.planning.prediction import predict
 
 _MUCH_FASTER, _LEAST_TOKENS, _LENGTH_UNIT = 0.99, 4096, 1024
-_DATA, _MICRO_BATCH = "parallel.data", "train_micro_batch_size_per_gpu"
+_DATA, MICRO_BATCH = "parallel.data", "train_micro_batch_size_per_gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ _KEYS = {
     "recomputed_blocks": "parallel.recomputed_blocks",
     "gradient_reduction": "parallel.gradient_reduction",
     "zero_stage": "zero_optimization.stage",
-    "micro_batch_size": _MICRO_BATCH,
+    "micro_batch_size": MICRO_BATCH,
 }
 """Field of ``Settings`` -> key of the JSON."""
 
@@ -209,7 +209,7 @@ class Training:
         changed = {
             key: value
             for key, value in settings.keys.items()
-            if key not in (_DATA, _MICRO_BATCH) and value != before[key]
+            if key not in (_DATA, MICRO_BATCH) and value != before[key]
         }
         if self.stated.parallel.data not in ("auto", settings.dp):
             changed[_DATA] = settings.dp
@@ -218,7 +218,8 @@ class Training:
         numbers = zip(BATCH_KEYS, vars(wanted.batch).values(), strict=True)
         train, micro, accumulation = ({key: number} for key, number in numbers)
         several = ({**micro, **accumulation}, {**train, **micro, **accumulation})
-        for batch_keys in ({}, micro, accumulation, train, *several):
+        chooses = self.stated.train_micro_batch_size_per_gpu == "auto"  # then one is needed
+        for batch_keys in ({}, micro, accumulation, train, *several)[chooses:]:
             keys = {**changed, **batch_keys}
             with suppress(ConfigError):
                 if self._resolved(keys, settings.world_size).batch == wanted.batch:

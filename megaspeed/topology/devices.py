@@ -147,11 +147,18 @@ _DRIVER_NAMES = {
 }
 
 
-def peak_by_name(device_name: str) -> float | None:
-    """The dense 16-bit peak, in operations a second, of a device as its driver calls it, such as
-    "NVIDIA H100 80GB HBM3". None if the device is unknown.
+def device_by_name(device_name: str) -> Device | None:
+    """A device as its driver calls it, such as "NVIDIA H100 80GB HBM3"; None if it is unknown.
+
+    Its memory may have another size.
     """
     for pattern, row in _DRIVER_NAMES.items():
         if re.search(rf"\b{pattern}(?!\w)", device_name):
-            return DEVICES[row].peak_16 * 1e12
+            return DEVICES[row]
     return None
+
+
+def peak_by_name(device_name: str) -> float | None:
+    """The dense 16-bit peak of ``device_by_name``, in operations a second; None if unknown."""
+    device = device_by_name(device_name)
+    return None if device is None else device.peak_16 * 1e12

@@ -13,7 +13,7 @@
 ``work`` is the beginning of an instruction, such as Forward or Backward(micro_batch=2). If it is
 omitted, the fault is injected at the beginning of the phase. All kinds but ``slow`` are injected
 once. ``parameter`` is a part of the name of the parameter to corrupt. If it is omitted, the first
-parameter of the rank is corrupted.
+parameter of the rank is corrupted. If ``attempt`` is omitted, restarts inject the fault again.
 """
 
 import ctypes
@@ -51,6 +51,7 @@ class _Fault:
     work: str = ""
     seconds: str = "3"
     parameter: str = ""
+    attempt: str = ""
     was_injected: bool = field(default=False, init=False)
 
     def inject(self, activity: Activity, cause: Callable[[], object]) -> None:
@@ -128,4 +129,6 @@ def _fault_of(rank: int) -> _Fault | None:
         raise ConfigError([f"{VARIABLE} is {text!r}: {error}"], VARIABLE) from error
     if kind not in _KINDS:
         raise ConfigError([f"{VARIABLE} is {text!r}, with an unknown kind"], VARIABLE)
-    return fault if fault.rank == str(rank) else None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_due = fault.rank == str(rank) and fault.attempt in ("", attempt)
+    return fault if is_due else None

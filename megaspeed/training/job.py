@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+import psutil
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
@@ -25,13 +27,15 @@ from megaspeed.checkpoint.run_state import NOT_STATED, Progress
 from megaspeed.config.resolve import Run
 from megaspeed.data.background import tokenized_meanwhile
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
-from megaspeed.supervision.answers import RankFailed, broadcast
+from megaspeed.planning.micro_batch import Choice, choose_micro_batch
+from megaspeed.supervision.answers import RankFailed, broadcast, gather
 from megaspeed.supervision.failure import RankLog, write_error_file
 from megaspeed.supervision.meeting import Meeting, RanksDisagree
 from megaspeed.supervision.process_end import StopSignal
 from megaspeed.supervision.watch import Watch
 from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.devices import Device, device_by_name
 from megaspeed.topology.store import print_error
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.compilation import CannotCompile
@@ -119,6 +123,23 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
         )
 
 
+def choose_together(
+    run: Run, context: ParallelContext, local_ranks: int, at_most: int | None
+) -> Choice:
+    """Choose the micro-batch for the device with the least memory; a collective over all ranks.
+
+    The ranks of a CPU share the memory of their host.
+    """
+    group, kind, name = context.checkpoint_group, context.device.type, device_name(context.device)
+    memory = psutil.virtual_memory().total // local_ranks
+    if kind == "cuda":
+        memory = torch.cuda.get_device_properties(context.device).total_memory
+    memories = gather(group, lambda: memory)
+    known = device_by_name(name) or Device(name=name, memory_bytes=0)
+    device = broadcast(group, lambda: dataclasses.replace(known, memory_bytes=min(memories)))
+    return choose_micro_batch(run, kind, device, local_ranks, at_most)
+
+
 @dataclass(kw_only=True)
 class Job:
     """One rank's part of a run."""
@@ -133,6 +154,7 @@ class Job:
     explain_memory: ExplainMemory | None = None  # called if memory runs out
     log: RankLog = field(init=False)  # this rank's log file
     watch: Watch = field(init=False)  # watches the other ranks
+    choice: Choice | None = None  # of the micro-batch, if its size is "auto"
 
     def __post_init__(self) -> None:
         self.log = RankLog(self.run.run_dir, self.meeting.launch.rank)
@@ -190,8 +212,12 @@ class Job:
             write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), why)
 
     def _train_in(self, context: ParallelContext, corpus: PreparedCorpus) -> TrainingSummary | None:
-        run, during, group = self.run, self.activity.during, context.checkpoint_group
         restarts = Restarts(self.meeting)
+        if self.run.stated is not None:
+            local_ranks = self.meeting.launch.local_world_size
+            self.choice = choose_together(self.run, context, local_ranks, restarts.smaller_size)
+            self.run = self.choice.run
+        run, during, group = self.run, self.activity.during, context.checkpoint_group
         with during("comparing the ranks", timeouts=START_UP_TIMEOUTS):
             check_agreement(corpus, context)
             check_shared_folder(run.run_dir, context)
@@ -213,6 +239,8 @@ class Job:
             if not self.console.quiet:
                 for part in banner(run, context.device):
                     print_folded(self.console, part)
+                if self.choice is not None:
+                    print_folded(self.console, self.choice.sentence)
             with (
                 during("building the model", timeouts=START_UP_TIMEOUTS),
                 self._memory_explained(context, None),
@@ -242,6 +270,10 @@ class Job:
             yield
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             is_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error))
+            smaller = None if self.choice is None else self.choice.smaller
+            is_first_step = self.activity.steps == 0 and str(self.activity).startswith("step ")
+            if is_memory and smaller is not None and is_first_step:
+                error.add_note(Restarts(self.meeting).back_off(smaller))
             if is_memory and self.explain_memory is not None:
                 with suppress(Exception):  # there may be no memory for an explanation either
                     error.add_note(self.explain_memory(self.run, context, engine))

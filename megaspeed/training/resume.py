@@ -26,10 +26,11 @@ from megaspeed.config.resolve import Run
 from megaspeed.files.paths import expand_home, path_argument
 from megaspeed.supervision.answers import broadcast
 from megaspeed.supervision.meeting import Meeting
+from megaspeed.supervision.process_end import SUPERVISOR
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.resumed_run import config_changes, rate_change, training_changes
 from megaspeed.training.run_folder import checkpoint_folder
-from megaspeed.training.supervisor import FINAL_CODE
+from megaspeed.training.supervisor import FINAL_CODE, SMALLER_SIZE
 
 AUTO, NEVER = "auto", "never"
 
@@ -72,6 +73,23 @@ class Restarts:
         with contextlib.suppress(RuntimeError):  # the store is gone
             if self._store is not None:
                 self._store.set(FINAL_CODE, str(code))
+
+    @property
+    def smaller_size(self) -> int | None:
+        """The largest micro-batch after an earlier attempt ran out of memory; otherwise None."""
+        if self._store is None or not self._store.check([SMALLER_SIZE]):
+            return None
+        return int(self._store.get(SMALLER_SIZE))
+
+    def back_off(self, size: int) -> str:
+        """Let the next attempt have smaller micro-batches, once. Returns a note for the user."""
+        is_left = self.number < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        is_left = is_left or SUPERVISOR in os.environ
+        # Another rank of this attempt may have stored the same size.
+        if self._store is None or not is_left or self.smaller_size not in (None, size):
+            return f"to try the next smaller size, set train_micro_batch_size_per_gpu to {size}"
+        self._store.set(SMALLER_SIZE, str(size))
+        return f"all ranks start again, with micro-batches of {size:,}"
 
     def note_opened(self) -> None:
         """Store that this launch has opened the run folder."""

@@ -46,7 +46,7 @@ import torch.distributed as dist
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
-from megaspeed.config.run import TrainingConfig
+from megaspeed.config.run import RunConfig
 from megaspeed.supervision.process_end import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -59,7 +59,7 @@ from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, SUSPEN
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 from megaspeed.topology.process_settings import allow_open_files
-from megaspeed.topology.store import open_store, print_error
+from megaspeed.topology.store import connect, print_error
 
 _PERIOD_SECONDS = 1.0
 _SECONDS_TO_END = 20.0
@@ -70,19 +70,27 @@ _NOT_STARTED = "0"
 FINAL_CODE = "final code"
 """The key of the store with the exit code after which no attempt may follow."""
 
+SMALLER_SIZE = "smaller micro-batch"
+"""The key of the store with the size of micro-batches for the attempts after the first step ran out
+of memory. The first of them is not one of ``training.restart``."""
 
-def run_supervised(train: Callable[[], int]) -> int:
+
+def run_supervised(train: Callable[[], int], *, by_megaspeed: bool = False) -> int:
     """Call ``train`` in this process, or become the supervisor of a child that calls it.
+
+    If it was started ``by_megaspeed`` train, the agent does not restart a micro-batch of "auto".
 
     Returns the exit code. The child gets the command line of this process. The caller must exit
     with ``end_process``, because a thread may still wait for the store.
     """
     supervisor = None
-    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+    has_agent = "TORCHELASTIC_RESTART_COUNT" in os.environ
+    if by_megaspeed or not has_agent:
         with contextlib.suppress(ConfigError, LaunchError, ValueError):  # the rank reports it
-            training = _read_training(sys.argv[1:])
-            if training.restart:
-                supervisor = _Supervisor(read_launch_environment(os.environ), training)
+            config = _read_config(sys.argv[1:])
+            restarts = 0 if has_agent else config.training.restart
+            if restarts or config.train_micro_batch_size_per_gpu == "auto":
+                supervisor = _Supervisor(read_launch_environment(os.environ), config)
     if supervisor is not None:
         return supervisor.run()
     if SUPERVISOR in os.environ:
@@ -97,12 +105,12 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def _read_training(arguments: Sequence[str]) -> TrainingConfig:
-    """The ``training`` section. Raises ConfigError or ValueError if it cannot be read."""
+def _read_config(arguments: Sequence[str]) -> RunConfig:
+    """The configuration. Raises ConfigError or ValueError if it cannot be read."""
     parser = _Parser(add_help=False)
     add_config_options(parser)
     options, _ = parser.parse_known_args(arguments)
-    return read_config(options.config, options.overrides).training
+    return read_config(options.config, options.overrides)
 
 
 class _State(NamedTuple):
@@ -128,11 +136,11 @@ class _Supervisor:
     handles signals, and ends this process if the store does not answer.
     """
 
-    def __init__(self, launch: LaunchEnvironment, training: TrainingConfig) -> None:
+    def __init__(self, launch: LaunchEnvironment, config: RunConfig) -> None:
         self._rank, self._world = launch.rank, launch.world_size
         self._launch = launch
-        self._restarts = training.restart
-        self._hang_timeout = training.hang_timeout_seconds
+        self._restarts = config.training.restart
+        self._hang_timeout = config.training.hang_timeout_seconds
         self._seconds_to_save = SAVE_TIMEOUTS * self._hang_timeout
         # Slower with more ranks, because one process answers all of them.
         self._period = min(_PERIOD_SECONDS * (1 + self._world / 1024), self._hang_timeout / 8)
@@ -190,7 +198,7 @@ class _Supervisor:
             self._store_variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
             return store
         allow_open_files(self._rank, self._world)
-        return open_store(self._launch, START_UP_TIMEOUTS * self._hang_timeout)
+        return connect(self._launch, START_UP_TIMEOUTS * self._hang_timeout)
 
     # These methods run in the thread that uses the store.
 
@@ -226,7 +234,7 @@ class _Supervisor:
         variables = {
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(self._restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(max(self._restarts, self._attempt)),
             SUPERVISOR: str(os.getpid()),
         }
         self._reported = False
@@ -267,13 +275,14 @@ class _Supervisor:
             ended = f"was ended by {signal.Signals(-code).name}"
         final = 128 - code if code < 0 else code
         stopped = self._signal is not None or final - 128 in STOP_SIGNALS
+        restarts = self._restarts + store.check([f"megaspeed/{SMALLER_SIZE}"])
         if final == EXIT_WRONG_INPUT or stopped or store.check([f"megaspeed/{FINAL_CODE}"]):
             self._set_state(store, final)
-        elif self._attempt == self._restarts:
-            if self._set_state(store, final):
+        elif self._attempt == restarts:
+            if self._set_state(store, final) and restarts:
                 self._print(f"{ended}, but no restart is left (training.restart)")
         elif self._set_state(store, None):
-            self._print(f"{ended}: restart {self._attempt + 1} of {self._restarts} of all ranks")
+            self._print(f"{ended}: restart {self._attempt + 1} of {restarts} of all ranks")
 
     def _set_state(self, store: dist.Store, code: int | None, *, saves: bool = False) -> bool:
         """End the run with ``code``; if it is None, start the next attempt.

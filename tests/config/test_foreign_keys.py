@@ -236,7 +236,7 @@ def test_the_note_lists_each_auto_with_its_value() -> None:
     """Hugging Face's Trainer accepts such a file."""
     found = notes(
         world_size=2,
-        train_micro_batch_size_per_gpu="auto",
+        train_batch_size="auto",
         gradient_accumulation_steps="auto",
         gradient_clipping="auto",
         bf16={"enabled": "auto"},
@@ -245,11 +245,24 @@ def test_the_note_lists_each_auto_with_its_value() -> None:
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"}},
     )
     assert found == (
-        '"auto" means omitted here: train_micro_batch_size_per_gpu 8, '
+        '"auto" means omitted here: train_batch_size 4, '
         "gradient_accumulation_steps 1, gradient_clipping 1.0, bf16.enabled false, "
         "zero_optimization.reduce_bucket_size 8388608, optimizer.params.lr 0.001, "
         "optimizer.params.weight_decay 0.01, scheduler.params.warmup_max_lr 0.001",
     )
+
+
+def test_the_auto_of_a_micro_batch_is_chosen_if_nothing_else_determines_it() -> None:
+    auto: dict[str, Any] = {"train_micro_batch_size_per_gpu": "auto"}
+    for accumulation in ({}, {"gradient_accumulation_steps": "auto"}):
+        config = parse_config(small(**auto, **accumulation))
+        assert config.train_micro_batch_size_per_gpu == "auto"
+        *_, note = sorted(notes(world_size=2, **auto, **accumulation))
+        assert note.startswith('train_micro_batch_size_per_gpu "auto": a run takes the largest ')
+    stated = parse_config(small(**auto, gradient_accumulation_steps=2))
+    assert stated.train_micro_batch_size_per_gpu is None
+    (problem,) = check_document(Document(small(train_batch_size="auto", **auto))).problems
+    assert problem.startswith("the batch is not determined: write train_batch_size")
 
 
 def test_auto_in_an_old_name_is_as_if_omitted() -> None:

@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.config.resolve import Run
+from megaspeed.supervision.meeting import Meeting
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
-from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.resume import ResumeOptions, Start, check_resume, find_start
+from megaspeed.topology.launch import LaunchEnvironment, read_launch_environment
+from megaspeed.training.resume import Restarts, ResumeOptions, Start, check_resume, find_start
 from tests.checkpoint.written import change_index, write_checkpoint
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_run
@@ -213,3 +215,19 @@ def test_tokens_that_are_trained_count_whatever_their_batch_was(tokens: int, las
     trained = Progress(step=200, tokens=3200)
     assert trained.last_step(run.as_json()) == last
     assert Progress().last_step(run.as_json()) == run.steps == run.config.training.steps
+
+
+def test_ranks_that_run_out_of_memory_together_back_off_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks compute the same size, so memory often runs out on several of them."""
+    launch, kept = read_launch_environment({}), dist.HashStore()
+    meetings = [Meeting(dist.HashStore(), launch, between_attempts=kept) for _ in range(2)]
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    for meeting in meetings:
+        assert Restarts(meeting).back_off(4).startswith("all ranks start again")
+    assert [Restarts(meeting).smaller_size for meeting in meetings] == [4, 4]
+    assert Restarts(meetings[0]).back_off(2).startswith("to try the next smaller size")
+    assert Restarts(meetings[0]).smaller_size == 4
+    alone = Restarts(Meeting(dist.HashStore(), launch))
+    assert alone.back_off(4).startswith("to try the next smaller size")
