@@ -137,12 +137,12 @@ class CheckpointFolder:
         return [folder for _, folder in sorted(found, reverse=True)]
 
     def prune(self, newest: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
-        """Keep ``keep_last`` checkpoints, ``newest`` and those before it, and all milestones, whose
-        step is a multiple of ``keep_every``.
+        """Keep ``keep_last`` checkpoints, ``newest`` and those before it, and all milestones.
 
-        Remove older checkpoints and return them. A checkpoint that cannot be removed stays until
-        the next call. Checkpoints of later steps are neither counted nor removed: the run has
-        skipped them because they were not complete.
+        The step of a milestone is a multiple of ``keep_every``. Remove other checkpoints before
+        ``newest`` and return them. If one cannot be removed, it stays until the next call. Those
+        of later steps are neither counted nor removed: the run has skipped them because they were
+        not complete.
         """
         assert keep_last >= 1, "the checkpoint just written would be removed"
         checkpoints = self.newest_first()

@@ -41,9 +41,9 @@ class Progress(Section):
     loss: float | None = None  # of the last step, in nats; None if it was not finite
 
     def last_step(self, config: Mapping[str, Any]) -> int:
-        """The last step of a run that continues with this resolved configuration. With
-        training.tokens, tokens that are trained already count, whatever their batch was.
-        """
+        """The last step of a run that continues from here with this resolved configuration.
+
+        With training.tokens, the tokens trained so far count, whatever their batch was."""
         if (tokens := config["training"].get("tokens")) is None:
             return int(config["training"]["steps"])
         per_step = config["train_batch_size"] * config["data"]["sequence_length"]

@@ -67,7 +67,7 @@ class Saver:
 
     folder: CheckpointFolder  # the folder of checkpoints, on a file system that all ranks share
     group: dist.ProcessGroup  # all ranks, over gloo
-    keep_last: int  # how many checkpoints are kept, besides milestones
+    keep_last: int  # how many of the newest checkpoints are kept
     keep_every: int  # steps between two milestones; 0 for none
     expected: Mapping[str, tuple[int, ...]]  # name -> shape of every tensor of a checkpoint
     # name -> content of files that belong to the model, such as its tokenizer; used on rank 0

@@ -82,7 +82,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
     """
     if _STOPPED in os.environ:
         sys.exit(128 + int(os.environ[_STOPPED]))
-    starter = os.environ.pop(_STARTER, None)  # the child of a supervisor has another parent
+    starter = os.environ.pop(_STARTER, None)  # a supervisor's child must not inherit it
     if starter is not None:
         end_with_parent(int(starter))
     gc.disable()  # the objects that imports make live as long as the process

@@ -197,7 +197,7 @@ class WarmupStableDecayParams(DecayParams):
     """The parameters of wsd."""
 
     decay_num_steps: int = Field(gt=0)
-    """Number of steps of the decay, the last ones before total_num_steps."""
+    """Number of steps of the decay. Its last step is total_num_steps."""
     decay_shape: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
     """Shape of the decay. 1 - sqrt(progress) had lower losses than linear in Hagele et al. 2024."""
 
@@ -289,9 +289,9 @@ class DeepSpeedKeys(Section):
     train_micro_batch_size_per_gpu: (
         Annotated[int, Field(gt=0, le=LARGEST_BATCH)] | Literal["auto"] | None
     ) = None
-    """Samples of one micro-batch on one data-parallel rank. auto, if only train_batch_size is also
-    stated: the largest size that is predicted to fit the memory, with at least one micro-batch for
-    each pipeline stage; if the first step runs out of memory, once the next smaller size."""
+    """Samples of one micro-batch on one data-parallel rank. auto (with train_batch_size): the
+    largest size that is predicted to fit, with at least one micro-batch for each pipeline stage. If
+    the first step runs out of memory, the run restarts once with the next smaller size."""
     gradient_accumulation_steps: int | None = Field(default=None, gt=0, le=LARGEST_ACCUMULATION)
     """Number of micro-batches of one optimizer step, also with a pipeline."""
     gradient_clipping: float = Field(default=1.0, ge=0)

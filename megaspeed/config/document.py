@@ -109,7 +109,7 @@ def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
         gives  {"bf16": {"enabled": true, "check_grad_overflow": false}}
 
     Unlike in RFC 7396, null stays if there is nothing to remove, because some fields accept it.
-    The length of a run has two keys, and a patch with one of them replaces both.
+    The length of a run has two keys. A patch that states one of them replaces both.
     """
     replaced = _LENGTHS if any(patch.get(key) is not None for key in _LENGTHS) else ()
     merged = {key: value for key, value in base.items() if key not in replaced}

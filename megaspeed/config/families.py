@@ -1,6 +1,6 @@
 """The families of models.
 
-To add one, define its ``Family``, and name it in ``FamilyName`` and ``FAMILIES``.
+To add one, define its ``Family``, and name it in ``FAMILIES``.
 
 Models of Llama's families rotate dim i of a head together with dim i + K/2, as our model does, so
 the rows of a head keep their order.
@@ -17,8 +17,8 @@ class Key(NamedTuple):
     Attributes:
         name: the key.
         default: transformers' value if the file omits the key. None: the field is derived, or null.
-        values: their value -> ours, if they differ. The first of several for one of ours is
-            written. Our model supports no other.
+        values: their value -> ours, if they differ. Other values are refused. If several of
+            theirs mean the same, an export writes the first.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Family:
         modules: our module -> their modules. Names within a block omit "blocks.3.". There is one of
             their modules for each section of our rows (``model/parameters.py``), or one for all.
         transposes_blocks: whether the matrices of a block are stored as (in, out).
-        interleaves_heads: whether the rows of ``attention.qkv`` are stored head by head: the query,
-            key and value of the first head, then those of the second one.
+        interleaves_heads: whether the rows of ``attention.qkv`` are stored head by head: query, key
+            and value of the first head, then those of the second one.
         buffers: regular expression for names of constants that older files also contain.
     """
 
@@ -268,7 +268,7 @@ STARCODER2 = replace(
     modules={**LLAMA.modules, "mlp.up": ("mlp.c_fc",), "mlp.down": ("mlp.c_proj",)},
 )
 
-# OLMo et al. 2024: Llama with norms after attention and feed-forward layer, and over all heads
+# OLMo et al. 2024: Llama with norms after attention and MLP, and norms over all heads
 OLMO2 = replace(
     LLAMA,
     features={**LLAMA.features, "norm_position": "after", "qk_norm": "all_heads"},
@@ -282,7 +282,7 @@ OLMO2 = replace(
     },
 )
 
-# Bakouch et al. 2025: Llama, of which every fourth block has no positions
+# Bakouch et al. 2025: Llama in which every fourth block has no rotation
 SMOLLM3 = replace(
     LLAMA,
     features={**LLAMA.features, "tie_word_embeddings": True},
@@ -320,7 +320,7 @@ STABLELM = replace(
         "qkv_bias": Key("use_qkv_bias", False),
         "layer_norm_epsilon": Key("layer_norm_eps", 1e-5),
     },
-    # Its hidden_dropout drops only what the feed-forward layer adds.
+    # Its hidden_dropout applies only to the output of the feed-forward layer.
     fixed={"qk_layernorm": (False,), "use_parallel_residual": (False,), "hidden_dropout": (0.0, 0)},
 )
 

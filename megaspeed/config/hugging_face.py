@@ -185,7 +185,7 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
         **{key: values[0] for key, values in family.fixed.items() if values[0] is not None},
     }
     if _INTERVAL in family.keys:
-        # transformers needs a number for the interval. With the list, it does not use it.
+        # transformers requires a number for the interval, but only uses the list.
         keys[_INTERVAL] = interval = model.no_rope_layer_interval or 0
         keys["no_rope_layers"] = _rotations(model.num_hidden_layers, interval)
     if model.positions == "rotary":
@@ -205,7 +205,7 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _written(model: ModelConfig, field: str, key: Key) -> Any:
-    """Return the value of a key that states a field, in transformers' terms."""
+    """Return the value of a field as transformers' ``key`` states it."""
     value = getattr(model, field)
     if key.values is None:
         return value
@@ -218,7 +218,7 @@ def _rotations(layers: int, interval: int | None) -> list[int]:
 
 
 def _other_rotations(keys: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem if the file lists blocks without rotation that have not this interval."""
+    """Yield a problem if the list of blocks without rotation does not match the interval."""
     interval, layers = fields[_INTERVAL], fields["num_hidden_layers"]
     listed = keys.get("no_rope_layers")
     if listed is None or not isinstance(interval, int | None) or not isinstance(layers, int):

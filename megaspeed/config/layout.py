@@ -68,7 +68,7 @@ class StatedBatch:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Return the batch that a config states. "auto" is the largest size that may be chosen."""
+        """Return the batch that a config states; for "auto", with the largest possible size."""
         train, micro, accumulation = (getattr(config, key) for key in BATCH_KEYS)
         if micro == "auto":
             return cls(train, None, accumulation, fewest=config.parallel.pipeline)

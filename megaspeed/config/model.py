@@ -150,8 +150,8 @@ class ModelConfig(Section):
     """before: x + f(norm(x)), where f is the attention or the feed-forward layer; after: x +
     norm(f(x)), as in OLMo 2. If omitted: the family's."""
     parallel_residual: bool
-    """Whether a block is x + attention(norm(x)) + mlp(norm(x)), as in GPT-J and GPT-NeoX, so that
-    both read the same x. If omitted: the family's."""
+    """Whether attention and MLP read the same input x: a block is x + attention(norm(x)) +
+    mlp(norm(x)), with two norms, as in GPT-NeoX. If omitted: the family's."""
     qkv_bias: bool
     """Whether the projection to queries, keys and values has a bias. If omitted: the family's."""
     attention_output_bias: bool
@@ -185,15 +185,15 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies; null for none."""
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
-    """Fraction of the elements of each head that are rotated, the first ones."""
+    """Fraction of each head's elements that are rotated. These are the first ones."""
     no_rope_layer_interval: int | None = Field(default=None, gt=1, le=LARGEST_LAYERS)
-    """The queries and keys of each block whose number, counted from 1, is a multiple of this are
-    not rotated (Yang et al. 2025, "Rope to Nope and back again"); null to rotate all."""
+    """Every n-th block, counted from 1, does not rotate its queries and keys (Yang et al. 2025,
+    "Rope to Nope and back again"). This is n; null to rotate in all blocks."""
     embedding_multiplier: float = Field(default=1.0, gt=0)
     """The token embedding is multiplied by this number."""
     residual_multiplier: float = Field(default=1.0, gt=0)
-    """What the attention and the feed-forward layer add to the residual stream is multiplied by
-    this number."""
+    """The outputs of the attention and of the feed-forward layer are multiplied by this number
+    before they are added to the residual stream."""
     attention_multiplier: float | None = Field(default=None, gt=0)
     """Attention scores are multiplied by this number; null for 1 / sqrt(head_dim)."""
     logits_scaling: float = Field(default=1.0, gt=0)

@@ -51,7 +51,7 @@ class Run:
     notes: tuple[str, ...] = ()
     """Sentences about keys of the file with another name or no effect here, and about "auto"."""
     stated: RunConfig | None = None
-    """The config before it was resolved, if its micro-batch is "auto"; ``planning`` chooses it."""
+    """The unresolved config if its micro-batch is "auto", for ``planning`` to choose the size."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the resolved config as JSON values. A file with them gives the same run again."""
@@ -313,7 +313,7 @@ def _learning_rates(config: RunConfig, train_batch_size: int) -> dict[str, Any]:
     if isinstance(params, WarmupLRParams):
         keys["scheduler.params.warmup_max_lr"] = (params.warmup_max_lr or lr) * scaling
         keys["scheduler.params.warmup_min_lr"] = params.warmup_min_lr * scaling
-    # If a run with tokens or with wsd resumes with another end, its schedule ends there, too.
+    # If a run with tokens or wsd resumes with another length, its schedule must end with it.
     ends = config.training.tokens is None and not isinstance(params, WarmupStableDecayParams)
     if params is not None and ends and hasattr(params, "total_num_steps"):
         keys["scheduler.params.total_num_steps"] = params.total_num_steps or config.training.steps

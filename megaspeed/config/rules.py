@@ -348,14 +348,14 @@ def streams_are_known_beforehand(config: RunConfig) -> Iterator[str]:
             continue
         if not re.fullmatch("[0-9a-f]{40}", commit or "") or os.path.exists(dataset):
             yield (
-                f"{name} needs a text that cannot change: a dataset of the hub, and as revision a "
+                f"{name} needs text that cannot change: dataset must be on the hub, and revision a "
                 f"commit of 40 hexadecimal digits, but dataset is {json.dumps(dataset)} and "
-                f"revision {json.dumps(commit)}; state both, or remove tokens"
+                f"revision is {json.dumps(commit)}; state both, or remove tokens"
             )
         if data.tokenizer == "train":
             yield (
-                f'{name} needs a tokenizer before its text, but data.tokenizer is "train"; name '
-                "one, for example of `megaspeed train-tokenizer`"
+                f'{name} needs a tokenizer that exists, but data.tokenizer is "train"; state '
+                "the path of one, for example from `megaspeed train-tokenizer`"
             )
         if source.weight is None and len(data.train) > 1:
             yield (
@@ -370,7 +370,7 @@ def streams_are_known_beforehand(config: RunConfig) -> Iterator[str]:
             )
     for i, source in enumerate(data.validation_sources or ()):
         if source.tokens is not None:
-            yield f"data.validation[{i}].tokens has no effect: all is read before step 1; remove it"
+            yield f"data.validation[{i}].tokens must be removed: all is tokenized before step 1"
 
 
 @rule
@@ -462,7 +462,7 @@ def length_is_stated_once(config: RunConfig) -> Iterator[str]:
     elif steps is not None and steps != follows:  # then tokens are stated, too
         other = f"training.tokens {tokens}" if follows is None else config.length(follows)
         yield (
-            f"training.steps {steps} and {other} are two lengths of one run; remove one of them: "
+            f"training.steps {steps} and {other} both state the length; remove one of them: "
             "--set training.steps=null keeps the tokens"
         )
 
@@ -537,7 +537,7 @@ def milestones_are_saved(config: RunConfig) -> Iterator[str]:
         )
         yield (
             f"training.keep_every {every} must be a multiple of training.save_interval {interval}, "
-            f"because only what is saved can be kept; {mend}"
+            f"because only a checkpoint that is saved can be kept; {mend}"
         )
 
 

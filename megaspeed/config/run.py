@@ -153,8 +153,8 @@ class Source(Section):
     streaming: bool = False
     """Whether load_dataset reads over the network, without a local copy."""
     tokens: Annotated[TokenCount, Field(gt=0, le=10**13)] | None = None
-    """Number of tokens to use of a dataset with streaming, such as "10B". They are tokenized in
-    shards while the run trains. If omitted: all are tokenized before step 1."""
+    """Number of tokens to use from a dataset with streaming, such as "10B". They are tokenized in
+    shards while the run trains. If omitted: all text is tokenized before step 1."""
     split: str = Field(default="train", min_length=1)
     """Split of the dataset, or of a folder of save_to_disk that has several splits."""
     text_field: str = Field(default="text", min_length=1)
@@ -264,7 +264,7 @@ class TrainingConfig(Section):
     """Number of optimizer steps. State this or tokens."""
     tokens: Annotated[TokenCount, Field(gt=0)] | None = None
     """Length of the run in tokens, such as "300M", "20B" or "1.5T", instead of steps. The run ends
-    after the first step at which they are trained, also if it resumes with another batch."""
+    after the step that reaches this number, also if it resumes with another batch."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of initial weights and of dropout."""
     run_dir: PathText | None = None
@@ -279,10 +279,10 @@ class TrainingConfig(Section):
     eval_batches: int = Field(default=8, gt=0)
     """Number of batches, each of train_batch_size samples, of one validation."""
     sample_prompts: tuple[str, ...] = Field(default=(), strict=False)
-    """Beginnings of documents that the model continues every eval_interval steps and at the end,
-    each time with the likeliest token. The continuations are shown and recorded."""
+    """Beginnings of documents that the model continues every eval_interval steps and at the end.
+    Each new token is the likeliest one. The console and metrics.jsonl have the continuations."""
     sample_tokens: int = Field(default=32, gt=0)
-    """Most tokens of a continuation. Prompt and continuation must fit data.sequence_length."""
+    """Longest continuation, in tokens. It must fit data.sequence_length with its prompt."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by k = train_batch_size / base_batch_size (linear; Goyal et al.
     2017) or by the square root of k (sqrt)."""
@@ -321,9 +321,9 @@ class TrainingConfig(Section):
     keep_last: int = Field(default=3, gt=0)
     """Number of the newest checkpoints that are kept. Older ones are deleted, except milestones."""
     keep_every: int = Field(default=0, ge=0)
-    """Steps between two milestones: checkpoints whose step is a multiple of it are never deleted.
-    If one is among the newest, keep_last counts it. It is a multiple of save_interval, in steps, so
-    milestones do not change with save_interval. 0: none."""
+    """Steps between two milestones: checkpoints whose step is a multiple of this are never deleted.
+    It must be a multiple of save_interval. keep_last counts a milestone that is among the newest.
+    0: no milestones."""
     async_save: bool = False
     """Copy a checkpoint to host memory and write it while training continues. From the first save
     to the end of the run, this takes 12 bytes of host memory for each parameter that a rank writes,
@@ -371,7 +371,7 @@ class RunConfig(DeepSpeedKeys):
         return config
 
     def number_of_steps(self, batch: int | None = None) -> int | None:
-        """Return the number of steps; None if it follows from tokens and an omitted batch."""
+        """Return the number of steps; None if it depends on a batch that is omitted."""
         tokens, batch = self.training.tokens, batch or self.train_batch_size
         if tokens is None or batch is None:
             return self.training.steps if tokens is None else None

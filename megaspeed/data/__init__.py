@@ -12,7 +12,7 @@ Data flows from top to bottom, and a file imports only from files above it:
     cache           a folder on disk, one writer at a time
     token_sources   sources that are token ids already
     tokenize        files -> a token folder
-    token_stream    a stream -> shards of ids, while a run trains on the first ones
+    token_stream    a stream -> shards of ids, made while a run trains on earlier ones
     background      the process that makes these shards
     hold_out        documents and token files -> training | validation
     selection       a ``data`` section -> its files, checked; its tokenizer

@@ -1,4 +1,4 @@
-"""Tokenizes streams in processes of their own while a run trains on their first shards."""
+"""Tokenizes each stream in its own process while a run trains on the shards that exist."""
 
 import math
 import os
@@ -18,10 +18,10 @@ from megaspeed.supervision.process_end import STOP_SIGNALS, end_with_starter
 def tokenized_meanwhile(
     streams: Iterable[TokenStream], on_failure: Callable[[str], None]
 ) -> Iterator[None]:
-    """Make the shards of streams until the block ends, or this process, even if it is killed.
+    """Make the shards of each stream in another process, until the block or this process ends.
 
-    A process prints why a stream cannot be tokenized. Then, or if the process was killed,
-    ``on_failure`` is called from another thread.
+    If a stream cannot be tokenized, its process prints the reason and ends. If it ends early for
+    any reason, ``on_failure`` is called from another thread.
     """
     closing = Event()
 
@@ -31,7 +31,7 @@ def tokenized_meanwhile(
             on_failure(
                 f"the process that tokenizes {stream.source} must run until it is done, but ended "
                 f"with exit code {process.exitcode} (unless it was killed, it printed the reason); "
-                "complete shards are kept: start again"
+                "start again: complete shards are kept"
             )
 
     processes: list[BaseProcess] = []

@@ -74,7 +74,7 @@ class PreparedCorpus:
 
     @property
     def streams(self) -> set[TokenStream]:
-        """The streams of which at least the first shard exists."""
+        """The streams that are tokenized while the run trains. The first shard of each exists."""
         return {file.stream for file in self.train.files if isinstance(file, StreamShard)}
 
     def check(self, vocab_size: int) -> None:

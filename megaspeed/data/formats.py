@@ -352,9 +352,9 @@ class NamedDataset(TextFormat):
         yield from _pieces_of_dataset(path, dataset, self.text_field, on_bad)
 
     def batches(self, path: Path, place: Facts) -> Iterator[tuple[Facts, list[Piece]]]:
-        """Yield some rows of a stream at a time: (the place of the first one, their pieces).
+        """Yield batches of the rows of a stream: (the place of the first row, pieces of all rows).
 
-        Begin at ``place``, which an earlier call has yielded, or at the first row if it is empty.
+        Begin at ``place``, which an earlier call has yielded. If it is empty, begin at row 0.
         Raises DataError if a record is bad, or the stream cannot be read.
         """
         dataset = self._ask(path, "load_dataset", split=self.split, streaming=True)
@@ -365,7 +365,7 @@ class NamedDataset(TextFormat):
             if place:
                 dataset.load_state_dict(place["dataset"])
             for rows in dataset.iter(batch_size=_STREAMED_AT_ONCE):
-                values = (rows[column] for _ in range(1))  # read after the column was found
+                values = (rows[column] for _ in range(1))  # read only if the column exists
                 yield place, list(_pieces_of_rows(path, column, rows, values, 0.0, refuse, row))
                 row += len(next(iter(rows.values())))
                 place = {"row": row, "dataset": dataset.state_dict()}
@@ -373,8 +373,8 @@ class NamedDataset(TextFormat):
             raise
         except Exception as error:  # of datasets, the hub's client, the network
             raise DataError(
-                f"a stream must be readable to its end, but {path}{self.part()} was not after row "
-                f"{row:,} ({error}); start again: all complete shards are kept"
+                f"a stream must be readable to its end, but {path}{self.part()} cannot be read "
+                f"after row {row:,} ({error}); start again: complete shards are kept"
             ) from error
 
     def state(self, path: Path) -> FileState:

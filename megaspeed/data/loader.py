@@ -189,7 +189,7 @@ class TrainingLoader:
     def missing(self, samples_consumed: int) -> set[TokenFile]:
         """Return the shards of streams that a step needs and that do not exist.
 
-        They are those of all ranks, so that no rank waits for another one in a collective.
+        They are those of all ranks, so no rank waits in a collective for one without its shard.
         """
         if not any(self._order.in_order):
             return set()

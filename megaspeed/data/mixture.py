@@ -56,7 +56,7 @@ class Component:
         files: in order, at least one.
         weight: share of the samples, relative to the weights of the other components.
         name: its sources, as the configuration names them.
-        in_order: whether files are read one after another, and shuffled only within themselves.
+        in_order: whether files are read one after another, and samples shuffled within each file.
     """
 
     files: tuple[TokenFile, ...]

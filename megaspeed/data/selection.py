@@ -45,7 +45,7 @@ class Share:
         tokens: the token folders and token files, in order.
         weight: its weight, relative to the weights of the other shares.
         name: its sources as the configuration names them.
-        stream: its only source, if that is tokenized while the run trains; then it has no files.
+        stream: its only source if it is tokenized while the run trains. Then files is empty.
     """
 
     files: tuple[SourceFile, ...]

@@ -4,11 +4,11 @@
     ids       ------------- shard 0 | ------------- shard 1 | ...     cut at an exact number of ids
     disk      CACHE/streams/KEY/00000.bin, 00000.json ...             complete or absent
 
-So it is known which shard a sample needs, before the shard exists. A process that needs it waits
-until another process has made it, or makes it if none does. A .json has the checksum of its shard,
-and the place in the stream from which the next one can be made.
+So it is known which shard a sample needs before the shard exists. A process that needs a shard
+waits until another process has made it. If no process makes shards, it makes the shard itself. A
+.json file has the checksum of its shard, and the place in the stream where the next shard begins.
 
-KEY is a hash of all that determines the ids, versions of libraries included. Fingerprints contain
+KEY is a hash of all that determines the ids, including versions of libraries. Fingerprints contain
 the checksum of the first shard instead of versions.
 """
 
@@ -47,7 +47,7 @@ class TokenStream:
         source: a dataset with ``tokens``.
         tokenizer: the tokenizer's folder.
         folder: where the shards are.
-        reports_waits: whether to report on standard error that this process waits for a shard.
+        reports_waits: whether this process reports on standard error that it waits for a shard.
     """
 
     source: Source
@@ -70,7 +70,7 @@ class TokenStream:
         return not (self.path(shard).exists() and self._record(shard))
 
     def arrive(self, shard: int) -> str:
-        """Return the sha256 of a shard. If it is missing or damaged, wait for it, or make it."""
+        """Return the sha256 of a shard. If the shard is missing or damaged, wait or make it."""
         if self.reports_waits and self.is_missing(shard):
             which = f"shard {shard + 1} of {len(self.spans)} of {self.source}"
             sys.stderr.write(f"waiting for tokens: {which} is not complete yet\n")
@@ -86,7 +86,7 @@ class TokenStream:
         return found
 
     def make(self, stop: int | None = None, wait_seconds: float = 0.0) -> None:
-        """Make the missing shards before number ``stop``; if it is omitted, all.
+        """Make the missing shards before number ``stop``; all if it is omitted.
 
         Raises:
             Locked: another process makes shards for ``wait_seconds``.
@@ -99,7 +99,7 @@ class TokenStream:
                 self._encode(wanted[first:], self._record(first - 1)["next"] if first else {})
 
     def _encode(self, shards: range, place: Facts) -> None:
-        """Write shards, from the rows on that begin at ``place``, in or before the first one."""
+        """Write these shards. Read from ``place``, which is in or before the first of them."""
         (file,), tokenizer = files_of(self.source, []), load_tokenizer(str(self.tokenizer))
         assert isinstance(file.format, NamedDataset)
         spans, first = self.spans, place.get("token", 0)

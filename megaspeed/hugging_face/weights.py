@@ -149,7 +149,7 @@ class Part:
     rows: range  # the rows of our parameter
     theirs: str  # name of their tensor in transformers' state dict
     transposed: bool  # whether their tensor is (columns, rows)
-    heads: int | None = None  # if their tensor has query, key and value of each of these together
+    heads: int | None = None  # their number, if their tensor has q, k and v head by head
 
     @property
     def shape(self) -> Shape:
@@ -159,7 +159,7 @@ class Part:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Of consecutive rows: the first in this part, the first in their tensor, the number."""
+        """Runs of rows: (first row in this part, first row in their tensor, number of rows)."""
         if self.heads is None:
             return [(0, 0, len(self.rows))]
         height = len(self.rows) // (3 * self.heads)

@@ -93,7 +93,7 @@ def scaled_rows(
             "parallel.micro_batch_groups": "auto" if groups == most else groups,
             "parallel.spare_ranks": False,
             train if weak else accumulation: None,
-            "training.tokens": None,  # the number of steps stays
+            "training.tokens": None,  # all rows take training.steps
         }
     )
     mend = "; or use --weak: each rank keeps its micro-batches"

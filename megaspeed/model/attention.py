@@ -258,7 +258,7 @@ def _unchanged(x: Tensor) -> Tensor:
 class JointNorm:
     """RMSNorm over the queries of all heads together, and another over the keys of all heads.
 
-    ``parallelize`` sets what tensor ranks exchange. Each has the same number of heads.
+    ``parallelize`` sets what tensor ranks exchange. All of them have the same number of heads.
     """
 
     def __init__(self, query_norm: nn.Module | None, key_norm: nn.Module | None, eps: float):
@@ -266,7 +266,7 @@ class JointNorm:
         self._norms, self._eps = (query_norm, key_norm), eps
         self.mean_of_ranks: Callable[[Tensor], Tensor] = _unchanged
         self.shared: Callable[[Tensor], Tensor] = _unchanged
-        """The weights of keys. In backward, adds up their gradients of all ranks with this head."""
+        """Returns the keys' weights. Backward sums their gradients over ranks with this head."""
 
     def scales(self, qkv: Tensor) -> Tensor:
         """1 / RMS of the queries and of the keys of each token: (2, B, t, 1), fp32."""
@@ -368,7 +368,7 @@ class Attention(nn.Module):
         Args:
             qkv: (B, t, features).
             inputs: rotary angles and what attention needs.
-            scales: by which queries and keys are still to be normalised over all heads.
+            scales: of the norms over all heads; None if they are applied already, or absent.
         """
         batch, kv_width = len(qkv), self.key_value_heads * self.head_dim
         if self.joint_norm is not None and scales is not None:

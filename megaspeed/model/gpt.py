@@ -143,7 +143,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """A transformer block, which adds the attention and the MLP to its input, with a norm of each.
+    """A transformer block. Attention and MLP each have a norm, before or after them.
 
         before      x = x + attention(norm(x)),  then  x + mlp(norm(x))
         parallel    x + attention(norm(x)) + mlp(norm(x))
@@ -219,7 +219,7 @@ class Head(nn.Module):
     def forward(self, x: Tensor, loss: LossOfHidden | None = None) -> Tensor:
         """Map ``x`` (B, S, D) to logits (B, S, V), or to ``loss(norm(x), output)``."""
         x = self.norm(x)
-        if self.scaling != 1.0:  # of hidden states, so that the loss needs no factor
+        if self.scaling != 1.0:  # instead of the logits, so that the loss needs no factor
             x = x / self.scaling
         return self.output(x) if loss is None else loss(x, self.output)
 

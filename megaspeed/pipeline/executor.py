@@ -128,8 +128,8 @@ class Executor:
         # Where a backward starts: the last edge of the graph, or the loss.
         self._ends: dict[tuple[int, int], Tensor | GradientEdge] = {}
         self.losses: dict[int, Tensor] = {}
-        """What the last stage has computed for each micro-batch: the sum of its losses, an fp32
-        scalar, or another result of the engine. Empty on other stages."""
+        """What the last stage has computed for each micro-batch: the sum of its losses (an fp32
+        scalar), or what ``engine.of_hidden`` returns. Empty on other stages."""
 
     @property
     def loss_sum(self) -> Tensor | None:

@@ -151,7 +151,7 @@ class TrainingTime:
 def complete_training(
     forecast: Forecast, stated: ClusterConfig, tokens: int | None = None
 ) -> TrainingTime:
-    """Return the complete training on ``tokens``; by default, those that the run states."""
+    """Return the complete training on ``tokens``; by default, the length of the run."""
     run, price = forecast.run, stated.dollars_per_gpu_hour
     tokens = tokens or run.config.training.tokens or run.steps * run.tokens_per_step
     steps = math.ceil(tokens / run.tokens_per_step)

@@ -23,7 +23,7 @@ from megaspeed.units import readable_memory
 
 
 class Choice(NamedTuple):
-    """A run with a size, the next smaller size if there is one, and a sentence."""
+    """The run with the chosen size, the next smaller size if any, and a line for the banner."""
 
     run: Run
     smaller: int | None
@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 def choose_micro_batch(
     run: Run, device_type: str, device: Device, gpus_per_node: int, at_most: int | None = None
 ) -> Choice:
-    """Choose the largest size, up to ``at_most``, that fits the device; if none does, the smallest.
+    """Choose the largest size up to ``at_most`` that fits the device; the smallest if none does.
 
     ``run`` is resolved with the largest size that may be chosen.
     """

@@ -151,7 +151,7 @@ class Plan:
 def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_PER_NODE) -> Plan:
     """Plan a training. Without a cluster, the plan has neither times nor a verdict.
 
-    The plan's run has the micro-batch that is chosen for the cluster, if its size is "auto".
+    If the micro-batch is "auto" and there is a cluster, the plan's run has the chosen size.
 
     Args:
         training: the run, and the configuration that its variants are resolved from.

@@ -181,7 +181,7 @@ class Training:
             "data.sequence_length": tokens,
             "train_batch_size": settings.dp * micro_batches,
             "gradient_accumulation_steps": micro_batches,
-            "training.steps": self.run.steps,  # or the rules would refuse what has few steps
+            "training.steps": self.run.steps,  # otherwise, rules may refuse so few steps
             "training.tokens": None,
         }
         if model.positions == "rotary":  # learned positions have a table
@@ -218,7 +218,7 @@ class Training:
         numbers = zip(BATCH_KEYS, vars(wanted.batch).values(), strict=True)
         train, micro, accumulation = ({key: number} for key, number in numbers)
         several = ({**micro, **accumulation}, {**train, **micro, **accumulation})
-        chooses = self.stated.train_micro_batch_size_per_gpu == "auto"  # then one is needed
+        chooses = self.stated.train_micro_batch_size_per_gpu == "auto"  # state a size instead
         for batch_keys in ({}, micro, accumulation, train, *several)[chooses:]:
             keys = {**changed, **batch_keys}
             with suppress(ConfigError):

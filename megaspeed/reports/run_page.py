@@ -85,7 +85,7 @@ def _figures(run: RunRecord) -> dict[str, str]:
         value = of(values) if len(values) else np.nan
         return format(value, form) if np.isfinite(value) else "-"
 
-    # With tokens, the number of steps changes if the batch does.
+    # With training.tokens, the number of steps depends on the batch, which may change.
     planned, target = (run.settings.get(f"training.{key}") for key in ("steps", "tokens"))
     of_steps = f" of {planned:,}" if isinstance(planned, int) and target is None else ""
     of_tokens = f" of {target:,}" if isinstance(target, int) else ""

@@ -151,7 +151,7 @@ def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def mean_over_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """The mean of ``x`` over the axis. All ranks use it, so its gradient is a mean, too."""
+    """The mean of ``x`` over the axis. All ranks use it, so its gradient is also a mean."""
     return x if axis.size == 1 else _Conjugate.apply(x, axis, _mean, _mean)
 
 

@@ -148,9 +148,9 @@ _DRIVER_NAMES = {
 
 
 def device_by_name(device_name: str) -> Device | None:
-    """A device as its driver calls it, such as "NVIDIA H100 80GB HBM3"; None if it is unknown.
+    """The device with a driver's name, such as "NVIDIA H100 80GB HBM3"; None if it is unknown.
 
-    Its memory may have another size.
+    The memory of the actual device may have another size.
     """
     for pattern, row in _DRIVER_NAMES.items():
         if re.search(rf"\b{pattern}(?!\w)", device_name):

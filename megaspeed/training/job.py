@@ -206,7 +206,7 @@ class Job:
         return summary
 
     def _tokenization_failed(self, why: str) -> None:
-        """Report it, from another thread. The watch ends the ranks, which may wait for tokens."""
+        """Report it from another thread. Ranks may wait for tokens, so the watch ends them."""
         if self.watch.failures.claim():
             print_error(why)
             write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), why)

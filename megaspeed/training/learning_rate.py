@@ -27,7 +27,7 @@ def learning_rate(
         s > W    m + (1 - m) f((s - W) / (T - W))    f(p) = (1 + cos(pi p)) / 2, 1 - p, or 1
 
     So step 1 has 1 / W of the full rate, step W all of it, and step T the floor. The decay of wsd
-    takes the last D steps instead of T - W, and f may also be 1 - sqrt(p) (Hagele et al. 2024).
+    takes the last D steps instead of T - W, and f(p) may be 1 - sqrt(p) (Hagele et al. 2024).
 
     DeepSpeed 0.19.8 (runtime/lr_schedules.py) counts iterations from -1, the iteration of the first
     optimizer step. So the s-th step has iteration i = s - 2. Warmup takes W = max(2,

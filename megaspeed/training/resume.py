@@ -76,13 +76,13 @@ class Restarts:
 
     @property
     def smaller_size(self) -> int | None:
-        """The largest micro-batch after an earlier attempt ran out of memory; otherwise None."""
+        """The largest micro-batch to try, if an earlier attempt ran out of memory."""
         if self._store is None or not self._store.check([SMALLER_SIZE]):
             return None
         return int(self._store.get(SMALLER_SIZE))
 
     def back_off(self, size: int) -> str:
-        """Let the next attempt have smaller micro-batches, once. Returns a note for the user."""
+        """Store the size for the next attempt, once. Return a note for the user."""
         is_left = self.number < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         is_left = is_left or SUPERVISOR in os.environ
         # Another rank of this attempt may have stored the same size.

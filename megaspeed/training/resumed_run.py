@@ -87,7 +87,7 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
         f"{key}: {_text(old, key)} -> {_text(new, key)}"
         for name in sorted(before.keys() | now.keys())
         if not name.startswith(_FOLLOWING_KEYS) and before.get(name) != now.get(name)
-        if name != "training.steps" or "training.tokens" not in now  # then it follows from these
+        if name != "training.steps" or "training.tokens" not in now  # otherwise it is computed
         for old, new in [(_elements(before, name), _elements(now, name))]
         for key in dict.fromkeys([*old, *new])
         if _text(old, key) != _text(new, key)

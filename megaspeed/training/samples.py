@@ -1,10 +1,10 @@
-"""Continuations of ``training.sample_prompts``, the same at every layout.
+"""Continuations of ``training.sample_prompts``, which are the same at every layout.
 
     a row          e t o   b e . . . . .     S tokens; those after "to be" change nothing
     a new token    forward of all rows -> hidden state of the last token -> its likeliest successor
 
-A document begins with the end-of-text before it (e), as in training. Each new token takes a forward
-of complete micro-batches on all data ranks, so messages and compiled blocks have no new shapes.
+As in training, an end-of-text (e) precedes a document. Each new token takes a forward of complete
+micro-batches on all data ranks, so messages and compiled blocks have no new shapes.
 """
 
 import torch
@@ -50,9 +50,9 @@ def read_prompts(training: TrainingConfig, corpus: PreparedCorpus) -> Prompts | 
 def write_samples(
     worker: Worker, corpus: PreparedCorpus, shape: LoaderShape, prompts: Prompts
 ) -> dict[str, str]:
-    """Prompt -> continuation, which ends with the document, or after ``training.sample_tokens``.
+    """Return prompt -> continuation. All ranks call this together.
 
-    All ranks call this together.
+    A continuation ends with the document, or after ``training.sample_tokens`` tokens.
     """
     (tokenizer, rows), size, training = prompts, shape.micro_batch_size, worker.run.config.training
     new: list[list[int]] = [[] for _ in rows]

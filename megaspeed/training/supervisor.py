@@ -71,14 +71,14 @@ FINAL_CODE = "final code"
 """The key of the store with the exit code after which no attempt may follow."""
 
 SMALLER_SIZE = "smaller micro-batch"
-"""The key of the store with the size of micro-batches for the attempts after the first step ran out
-of memory. The first of them is not one of ``training.restart``."""
+"""The key of the store with the size of micro-batches after the first step ran out of memory. The
+restart with this size is not one of ``training.restart``."""
 
 
 def run_supervised(train: Callable[[], int], *, by_megaspeed: bool = False) -> int:
     """Call ``train`` in this process, or become the supervisor of a child that calls it.
 
-    If it was started ``by_megaspeed`` train, the agent does not restart a micro-batch of "auto".
+    If ``megaspeed train`` started this process, its agent does not restart a run with "auto".
 
     Returns the exit code. The child gets the command line of this process. The caller must exit
     with ``end_process``, because a thread may still wait for the store.

@@ -74,8 +74,8 @@ class StepInputs:
     def load(self, samples: int) -> Load:
         """Return a function that maps a micro-batch index to the micro-batch.
 
-        The step is the one after ``samples`` samples, including those of skipped steps. First wait
-        for the shards of streams that it needs.
+        The step is the one after ``samples`` samples, including those of skipped steps. Wait for
+        the shards of streams that it needs first.
         """
         if missing := self._loader.missing(samples):
             part = self._context.timeline.part("data_loading")
@@ -229,7 +229,7 @@ class Worker:
         self.engine.of_hidden = self.engine.loss.likeliest
         found = self._forward(batches.__getitem__, len(batches)).losses
         self.engine.of_hidden = self.engine.loss
-        # Pipeline stages before the last one send a token that is never the likeliest.
+        # Pipeline stages before the last one contribute tokens that are never the likeliest.
         found = found or {0: torch.tensor([[-math.inf], [0.0]]).expand(2, size)}
         own = torch.cat([*found.values()], dim=1).flatten()
         ranks = all_gather_numbers([*own], context.world_group, context.device)

@@ -105,7 +105,7 @@ class ZeroEngine:
         self.loss = loss
         """The loss of the last pipeline stage."""
         self.of_hidden: Callable[..., Tensor] = loss
-        """What the last pipeline stage computes: the loss, or another function of the same."""
+        """What the last pipeline stage computes: the loss, or a function of the same arguments."""
         self._loss_scale = loss_scale
         self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
         """Full name of each of this rank's parameters."""
