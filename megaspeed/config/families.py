@@ -314,7 +314,7 @@ STABLELM = replace(
     features={**LLAMA.features, "norm": "layer_norm"},
     class_name="StableLmForCausalLM",
     keys={
-        **_LAYER_NORM_KEYS,
+        **{name: key for name, key in _LAYER_NORM_KEYS.items() if name != "head_dim"},
         **_keys(vocab_size=50304, hidden_size=2560, intermediate_size=6912),
         **_keys(num_key_value_heads=32, max_position_embeddings=4096, partial_rotary_factor=0.25),
         "qkv_bias": Key("use_qkv_bias", False),
@@ -346,7 +346,7 @@ GPT_NEOX = Family(
         "rope_theta": Key("rotary_emb_base", 10000.0),
         "partial_rotary_factor": Key("rotary_pct", 0.25),
     },
-    fixed={},
+    fixed={"head_dim": (None,)},  # it would change only the rotation
     prefix="gpt_neox.",
     blocks="gpt_neox.layers",
     modules={

@@ -156,7 +156,8 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         problems += _rotary_problems(keys, name, stated, family)
         if not problems:
             for field in ("rope_theta", "partial_rotary_factor"):
-                places = (stated, keys, fields, {field: ModelConfig.model_fields[field].default})
+                default = {field: ModelConfig.model_fields[field].default}
+                places = (stated, fields if field in family.keys else keys, default)
                 values = (place.get(field) for place in places)
                 fields[field] = next(value for value in values if value is not None)
             rope_type = _rotary_type(stated)

@@ -71,7 +71,9 @@ class StatedBatch:
         """Return the batch that a config states; for "auto", with the largest possible size."""
         train, micro, accumulation = (getattr(config, key) for key in BATCH_KEYS)
         if micro == "auto":
-            return cls(train, None, accumulation, fewest=config.parallel.pipeline)
+            groups = config.parallel.micro_batch_groups
+            fewest = config.parallel.pipeline * (1 if groups == "auto" else groups)
+            return cls(train, None, accumulation, fewest)
         return cls(train, micro, accumulation)
 
     @property

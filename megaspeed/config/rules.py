@@ -374,6 +374,17 @@ def streams_are_known_beforehand(config: RunConfig) -> Iterator[str]:
 
 
 @rule
+def samples_fit_the_sequence(config: RunConfig) -> Iterator[str]:
+    """An end-of-text and a continuation fit a sequence. Prompts are not tokenized here."""
+    training, length = config.training, config.data.sequence_length
+    if training.sample_prompts and training.sample_tokens >= length:
+        yield (
+            f"training.sample_tokens {training.sample_tokens:,} must be less than "
+            f"data.sequence_length {length:,}, because a prompt has tokens, too; lower it"
+        )
+
+
+@rule
 def one_precision(config: RunConfig) -> Iterator[str]:
     """A model is trained in bf16 or in fp16, not in both."""
     if config.bf16.enabled and config.fp16.enabled:

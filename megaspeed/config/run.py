@@ -278,7 +278,10 @@ class TrainingConfig(Section):
     """Steps between two validations; 0: only at the end."""
     eval_batches: int = Field(default=8, gt=0)
     """Number of batches, each of train_batch_size samples, of one validation."""
-    sample_prompts: tuple[str, ...] = Field(default=(), strict=False)
+    # Without a constraint, pydantic would not check whether a string is valid Unicode text.
+    sample_prompts: tuple[Annotated[str, Field(min_length=0)], ...] = Field(
+        default=(), strict=False
+    )
     """Beginnings of documents that the model continues every eval_interval steps and at the end.
     Each new token is the likeliest one. The console and metrics.jsonl have the continuations."""
     sample_tokens: int = Field(default=32, gt=0)

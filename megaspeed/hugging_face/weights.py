@@ -37,7 +37,7 @@ from megaspeed.model.parameters import Parameter, Shape, parameters_of
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-"""Their name for the output projection, if it is not the embedding."""
+"""A name of the output projection that transformers accepts in each family."""
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -230,6 +230,9 @@ def matching_tensors(
     family = FAMILIES[model.architecture]
     prefix = family.prefix
     stored = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    head = f"{family.modules['head.output'][0]}.weight"
+    if head not in stored and HEAD in stored:
+        stored[head] = stored.pop(HEAD)
     parts = {part.theirs.removeprefix(prefix): part for part in parts_of(model)}
     twice = (name for name in stored if {name, prefix + name} <= tensors.keys())
     problems = [f"{name} is stored with and without {prefix}" for name in twice]
@@ -237,17 +240,18 @@ def matching_tensors(
     problems += (
         f"{name} ({shape_text(tensor.shape)}) is in {tensor.file.name}, but not in the model"
         for name, tensor in stored.items()
-        if name not in parts and not re.fullmatch(family.buffers, name) and name != HEAD
+        if name not in parts and not re.fullmatch(family.buffers, name) and name != head
     )
     for name in (name for name in parts if name in stored):
         problems += _problems_of(parts[name], stored[name])
     embedding = next(iter(parts))
-    if HEAD not in parts and {HEAD, embedding} <= stored.keys():
+    if head not in parts and {head, embedding} <= stored.keys():
         # A tied head may be stored, too, but it must be equal to the embedding.
-        head, tied = stored[HEAD], stored[embedding]
-        if head.shape != tied.shape or not torch.equal(head.read(), tied.read()):
+        other, tied = stored[head], stored[embedding]
+        if other.shape != tied.shape or not torch.equal(other.read(), tied.read()):
             problems.append(
-                f"{HEAD} differs from the embedding, but tie_word_embeddings in config.json is true"
+                f"{other.name} differs from the embedding, but tie_word_embeddings in config.json "
+                "is true"
             )
     if problems:
         listed = "\n".join(f"  {problem}" for problem in shortened(problems, MOST_LISTED))

@@ -284,6 +284,10 @@ class JointNorm:
         q, k = q * scales[0] * of_queries, k * scales[1] * self.shared(of_keys)  # in fp32
         return q.to(v.dtype), k.to(v.dtype), v
 
+    def joined(self, qkv: Tensor, scales: Tensor) -> Tensor:
+        """``normalized``, as one tensor."""
+        return torch.cat(self.normalized(qkv, scales), dim=-1)
+
     def _sections(self, qkv: Tensor) -> tuple[Tensor, ...]:
         widths = [len(weight) for weight in self._weights()]
         return qkv.split([*widths, widths[1]], dim=-1)
@@ -343,9 +347,10 @@ class Attention(nn.Module):
         """Map normalised hidden states ``x`` (B, t, D) of this rank's tokens to (B, t, D)."""
         qkv = self.qkv(x)  # (B, t, (H + 2 H_kv) K)
         scales = None if self.joint_norm is None else self.joint_norm.scales(qkv)
-        if self.to_heads is not None:
-            if self.joint_norm is not None and scales is not None:
-                qkv, scales = torch.cat(self.joint_norm.normalized(qkv, scales), dim=-1), None
+        if self.to_heads is not None and self.joint_norm is not None and scales is not None:
+            joined = partial(self.joint_norm.joined, scales=scales)
+            qkv, scales = self.compose(joined, self.to_heads, qkv), None
+        elif self.to_heads is not None:
             qkv = self.to_heads(qkv)  # (B, S, ...)
         heads = partial(self._heads, inputs=inputs, scales=scales)
         if self.dropout.active:

@@ -423,6 +423,22 @@ def test_a_published_file_has_the_published_number_of_parameters(
     assert model(hugging_face_config(found)) == found
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_theta": 500.0},
+        {"partial_rotary_factor": 1.0},
+        {"rotary_emb_base": 500, "rotary_pct": 0.5, "rope_theta": 100.0},
+        {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rotary_pct": 1.0},
+    ],
+)
+def test_keys_of_gpt_neoxs_rotation_count_as_in_transformers(keys: dict[str, Any]) -> None:
+    """It has its own names for them, and ignores the names of other families."""
+    stock = AutoConfig.for_model(**{**PYTHIA, **keys})
+    assert model({**PYTHIA, **keys}) == model(stock.to_dict())
+
+
 def test_biases_and_a_head_size_are_read_and_written_back() -> None:
     found = model({**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16})
     assert (found.qkv_bias, found.attention_output_bias, found.mlp_bias) == (True, True, True)
@@ -437,6 +453,10 @@ def test_biases_and_a_head_size_are_read_and_written_back() -> None:
         ({"architecture": "llama", "qkv_bias": True, "intermediate_size": 96}, "model.qkv_bias"),
         ({"num_key_value_heads": 4}, "model.num_key_value_heads is 4, but GPT2LMHeadModel of "),
         ({"norm": "rms_norm"}, "model.norm is rms_norm, but GPT2LMHeadModel of transformers has "),
+        (
+            {"architecture": "stablelm", "head_dim": 12, "intermediate_size": 96},
+            "model.head_dim is 12, but StableLmForCausalLM of transformers has ",
+        ),
         ({"sliding_window": 8}, "model.sliding_window is 8, but GPT2LMHeadModel of transformers "),
     ],
 )

@@ -24,6 +24,7 @@ from megaspeed.hugging_face.weights import HuggingFaceError
 from tests.hugging_face.models import (
     change_config,
     gpt2,
+    gpt_neox,
     llama,
     phi3,
     same,
@@ -149,6 +150,18 @@ def test_names_without_prefix_buffers_and_a_tied_head(
         bare[f"h.{block}.attn.masked_bias"] = torch.tensor(-1e4)
     bare["lm_head.weight"] = bare["wte.weight"].clone()
     assert same(imported(written(bare, copy)), right)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_of_gpt_neox_has_two_names(tied: bool, tmp_path: Path) -> None:
+    """transformers also reads the name that other families have."""
+    stock = gpt_neox(tie_word_embeddings=tied)
+    right = imported(saved(stock, tmp_path / "right" / "neox"))
+    for name in ("embed_out.weight", "lm_head.weight"):
+        folder = saved(stock, tmp_path / name / "neox")
+        weights = weights_in(folder)
+        head = weights.pop("embed_out.weight", weights["gpt_neox.embed_in.weight"].clone())
+        assert same(imported(written({**weights, name: head}, folder)), right)
 
 
 def test_rotary_buffers_of_older_llamas(tmp_path: Path) -> None:

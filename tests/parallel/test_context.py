@@ -293,7 +293,7 @@ def test_traffic_and_memory_are_the_predicted_ones(
             "num_attention_heads": heads,
             "num_key_value_heads": shared,
             "max_position_embeddings": length,
-            "qk_norm": recomputation == "full",
+            "qk_norm": {"full": True, "selective": "all_heads"}.get(recomputation, False),
         },
         data={"sequence_length": length},
         parallel={

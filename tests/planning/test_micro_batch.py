@@ -74,6 +74,13 @@ def test_each_pipeline_stage_has_a_micro_batch(chunks: int) -> None:
     """With two chunks on each stage, the run would be refused otherwise."""
     choice = chosen(10**12, parallel={"pipeline": 2, "virtual_stages": chunks}, train_batch_size=6)
     assert choice.run.batch.micro_batch_size == 3
+    groups = {"micro_batch_groups": 2} if chunks == 2 else {}
+    choice = chosen(
+        10**12,
+        parallel={"pipeline": 2, "virtual_stages": chunks, **groups},
+        train_batch_size=16,
+    )
+    assert choice.run.batch.gradient_accumulation_steps == 2 * chunks
     odd = chosen(10**12, parallel={"pipeline": 2}, train_batch_size=1)
     assert odd.run.batch.micro_batch_size == 1, "there is only one sample"
 

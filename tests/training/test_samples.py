@@ -258,6 +258,7 @@ def test_prompts_that_do_not_fit_are_refused_with_their_numbers(tmp_path: Path) 
 
 def test_prompts_need_a_tokenizer() -> None:
     corpus: Any = SimpleNamespace(tokenizer=None, sequence_length=16)
-    training = tiny_run(TEXT, training={"sample_prompts": ["a"]}).config.training
+    samples = {"sample_prompts": ["a"], "sample_tokens": 4}
+    training = tiny_run(TEXT, training=samples).config.training
     with pytest.raises(DataError, match=r"without a tokenizer; name it in data\.tokenizer"):
         read_prompts(training, corpus)

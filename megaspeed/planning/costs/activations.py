@@ -223,6 +223,8 @@ class Activations:
             again -= qkv + core
         elif self._head_norms_keep_qkv:
             again -= qkv
+        sent = self._normalized_before_sending()
+        again -= sent
         mlp = self._mlp_gradients()
         keys, gathering, attending = self._exchanging()
         forward = [
@@ -255,7 +257,7 @@ class Activations:
         after = 2 * hidden if model.norm_position == "after" else 0
         inputs = (1 if model.parallel_residual else 2) * hidden + after
         return LayerMemory(
-            kept=inputs + qkv + core + up,
+            kept=inputs + sent + qkv + core + up,
             forward_working=max(forward),
             backward_working=max(backward),
         )
@@ -359,8 +361,7 @@ class Activations:
         queries_and_keys = features - key_value_heads * model.head_dim
         changed = queries_and_keys if is_rotary or model.qk_norm else 0
         norms = self._head_norms_kept(heads + key_value_heads)
-        if self._method == "ulysses" and model.qk_norm == "all_heads":  # before it is sent
-            norms += n * self._local_shape("attention.qkv")[0] * self._a
+        norms += self._normalized_before_sending()
         if self._method == "all_gather":  # the rest is computed and gathered again
             kept = n * features * self._a
             return kept + (self._kernel_kept() if model.attention_dropout == 0.0 else 0)
@@ -371,6 +372,12 @@ class Activations:
         squares = self._attention_weights * (_FP32 + self._a)
         elements = n * (mixed + features + (features if self._head_norms_keep_qkv else 0))
         return elements * self._a + squares + norms
+
+    def _normalized_before_sending(self) -> int:
+        """Return the projection to queries, keys and values if ulysses sends a normalised copy."""
+        if self._method != "ulysses" or self._model.qk_norm != "all_heads":
+            return 0
+        return self._n * self._local_shape("attention.qkv")[0] * self._a
 
     def _head_norms_kept(self, heads: int) -> int:
         """Return the statistics of the norms of each query and key head, if the model has them."""
