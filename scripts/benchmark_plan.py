@@ -297,7 +297,7 @@ def predict(run: Published, constants: Constants = FITTED) -> StepTime:
     """
     work, cluster = run.work, run.cluster
     rates = Rates(work, cluster, constants)
-    layers = rates.layers()._replace(block=_block(run, constants))
+    layers = Layers(rates.embedding(), _block(run, constants), rates.head())
     if run.is_interpreted:
         layers = Layers(*(_scaled(layer, constants.interpreted) for layer in layers))
     step = rates.step(layers)
@@ -358,22 +358,27 @@ def fit(runs: Sequence[Published]) -> Constants:
     the other, the result would depend on the starting point.
     """
     weights = weights_of(runs)
+    heaviest_first = sorted(runs, key=lambda run: -weights[run.id])
 
-    def mean(constants: Constants) -> float:
-        alone = replace(constants, interpreted=1.0)
-        return sum(
-            weights[run.id] * distance(run, constants if run.is_interpreted else alone)
-            for run in runs
-        )
+    def mean(constants: Constants, bound: float = math.inf) -> float:
+        """The mean distance, or a part of it that is at least ``bound``."""
+        alone, total = replace(constants, interpreted=1.0), 0.0
+        for run in heaviest_first:
+            total += weights[run.id] * distance(run, constants if run.is_interpreted else alone)
+            if total >= bound:
+                break
+        return total
 
     # If no run here determines the factor of DeepSpeed's engine, the factor stays 1.
     best, before = replace(FITTED, interpreted=1.0), None
     while best != before:
-        before = best
+        before, least = best, mean(best)
         for names in (("products", "pointwise"), ("interpreted",)):
-            values = itertools.product(*(TRIED[name] for name in names))
-            tried = [replace(best, **dict(zip(names, each, strict=True))) for each in values]
-            best = min([best, *tried], key=mean)
+            start = best
+            for values in itertools.product(*(TRIED[name] for name in names)):
+                tried = replace(start, **dict(zip(names, values, strict=True)))
+                if (found := mean(tried, least)) < least:
+                    best, least = tried, found
     return best
 
 
