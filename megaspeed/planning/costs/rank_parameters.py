@@ -112,7 +112,9 @@ def flat_buckets(
     run: Run, parameters: Sequence[LocalParameter]
 ) -> list[tuple[Sequence[LocalParameter], int]]:
     """Return the parameters of each flat tensor, and its number of elements with padding."""
-    grid, multiple = run.grid, _ELEMENTS_ALIGNED * run.grid.shard
+    grid, shards = run.grid, run.grid.shard
+    # ZeRO-3 pads each parameter, the other stages each flat tensor.
+    multiple, padded = (1, shards) if run.zero_stage == 3 else (_ELEMENTS_ALIGNED * shards, 1)
     of_the_loss = head_weight(parameters)
     flat: list[tuple[Sequence[LocalParameter], int]] = []
     groups: dict[tuple[OptimizerGroup, int], list[LocalParameter]] = {}
@@ -121,17 +123,13 @@ def flat_buckets(
     chunks = range(run.config.parallel.virtual_stages)
     for group in product(get_args(OptimizerGroup), chunks):
         members = groups.get(group, [])
-        sizes = [p.elements for p in members]
-        if run.zero_stage == 3:
-            sizes = [sharded_elements(run, [p]) for p in members]
+        sizes = [padded * -(-p.elements // padded) for p in members]
         together = [range(len(members))] if members else []
         if grid.dp_cp > 1 and (grid.is_hybrid or not any(p.is_compressed for p in members)):
             head = next((i for i, p in enumerate(members) if p is of_the_loss), None)
             together = buckets(run, sizes, head)
         for one in together:
-            elements = sum(sizes[one.start : one.stop])
-            if run.zero_stage < 3:
-                elements = math.ceil(elements / multiple) * multiple
+            elements = multiple * -(-sum(sizes[one.start : one.stop]) // multiple)
             flat.append((members[one.start : one.stop], elements))
     return flat
 

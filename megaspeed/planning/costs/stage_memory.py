@@ -15,7 +15,6 @@ section 4.2.3 for the activations of the first stage). With several chunks, ``mo
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
@@ -75,6 +74,8 @@ class _Ledger:
 
     def hold(self, category: Category, size_bytes: int) -> None:
         """Add bytes, which are held until ``free``."""
+        if size_bytes == 0:
+            return
         self.held[category] += size_bytes
         self._total += size_bytes
         if self._total > self._most:
@@ -85,11 +86,9 @@ class _Ledger:
         assert self.held[category] >= size_bytes, f"{category} {size_bytes} was never held"
         self.hold(category, -size_bytes)
 
-    @contextmanager
-    def briefly(self, category: Category, size_bytes: int) -> Iterator[None]:
-        """Hold bytes within a ``with`` block."""
+    def touch(self, category: Category, size_bytes: int) -> None:
+        """Hold bytes, and free them at once."""
         self.hold(category, size_bytes)
-        yield
         self.free(category, size_bytes)
 
 
@@ -188,12 +187,12 @@ class _Step:
         ledger = self._start(moment)
         ledger.hold("activations", self._input[moment.chunk])
         for layer, gathered in self._layers_of(moment):
-            with ledger.briefly("communication_buffers", gathered):
-                ledger.hold("activations", layer.memory.kept)
-                if layer.is_head and not moment.has_head_sum:
-                    ledger.hold("communication_buffers", self._head_gradient)
-                with ledger.briefly("activations", layer.memory.forward_working):
-                    pass
+            ledger.hold("communication_buffers", gathered)
+            ledger.hold("activations", layer.memory.kept)
+            if layer.is_head and not moment.has_head_sum:
+                ledger.hold("communication_buffers", self._head_gradient)
+            ledger.touch("activations", layer.memory.forward_working)
+            ledger.free("communication_buffers", gathered)
         return ledger
 
     def _backward(self, moment: Moment) -> _Ledger:
@@ -203,15 +202,13 @@ class _Step:
         for layer, gathered in reversed(self._layers_of(moment)):
             # Autograd computes the layer's largest gradient, and then adds it to the sum.
             largest = max(p.elements for p in layer.parameters if p.name != HEAD_WEIGHT)
-            with ledger.briefly("communication_buffers", gathered):
-                with (
-                    ledger.briefly("activations", layer.memory.backward_working),
-                    ledger.briefly("gradients", _fresh_bytes(self._run, largest)),
-                ):
-                    pass
-                ledger.free("activations", layer.memory.kept)
-                for parameter in reversed(layer.parameters):
-                    reductions.compute(parameter)
+            ledger.hold("communication_buffers", gathered)
+            ledger.hold("activations", layer.memory.backward_working)
+            ledger.touch("gradients", _fresh_bytes(self._run, largest))
+            ledger.free("activations", layer.memory.backward_working + layer.memory.kept)
+            for parameter in reversed(layer.parameters):
+                reductions.compute(parameter)
+            ledger.free("communication_buffers", gathered)
         return ledger
 
     def _layers_of(self, moment: Moment) -> list[tuple["_Layer", int]]:
@@ -279,9 +276,10 @@ class _Reductions:
             return
         # If a visit sums gradients, the last one of the bucket is beside the sum while it is sent.
         is_beside = self._moment.summed is not None and parameter is not self._head
+        beside = _fresh_bytes(run, parameter.elements) if is_beside else 0
         ledger.free("communication_buffers", self._in_flight)
-        with ledger.briefly("gradients", is_beside * _fresh_bytes(run, parameter.elements)):
-            ledger.hold("communication_buffers", bucket.packed_bytes)
+        ledger.hold("communication_buffers", bucket.packed_bytes)
+        ledger.touch("gradients", beside)
         self._in_flight = bucket.packed_bytes
         if is_partial:
             ledger.free("gradients", bucket.gradient_bytes)
