@@ -68,4 +68,6 @@ def test_the_cause_is_named_although_others_failed_because_of_it(
     log = tmp_path / "log"
     with pytest.raises(RanksFailed, match=f"^{reason}"):
         run_on_ranks(function, world_size=2, device_type="cpu", log=log, timeout_seconds=limit)
-    assert ("Traceback" in log.read_text()) == (limit > 1), "the log shows the place of the error"
+    # Ranks that are stopped at once may not have created the log.
+    shown = log.read_text() if log.exists() else ""
+    assert ("Traceback" in shown) == (limit > 1), "the log shows the place of the error"
