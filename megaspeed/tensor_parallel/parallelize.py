@@ -32,7 +32,7 @@ from megaspeed.tensor_parallel.layers import (
     VocabParallelEmbedding,
     sum_shared_rows,
 )
-from megaspeed.tensor_parallel.plan import ParameterShard, key_value_replicas, shard_of
+from megaspeed.tensor_parallel.plan import ParameterShard, key_value_replicas, query_rows, shard_of
 
 
 def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, ParameterShard]:
@@ -185,7 +185,7 @@ def _parallel_module(
         return RowParallelLinear(columns, rows, bias=bias, axis=axis)
     shared = None
     if split == "heads":
-        shared = _shared_rows(config, axis, first=len(shard.rows[0]))
+        shared = _shared_rows(config, axis, first=query_rows(parameter, shard))
     return ColumnParallelLinear(columns, rows, bias=bias, axis=axis, shared_rows=shared)
 
 

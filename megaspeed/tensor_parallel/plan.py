@@ -147,6 +147,13 @@ def tokens_of_a_chunk(tokens: int, columns: int) -> int:
     return math.ceil(tokens / next(even, chunks))
 
 
+def query_rows(parameter: Parameter, shard: ParameterShard) -> int:
+    """The leading local rows of a parameter that is split by heads, which no other tensor rank
+    holds. Rows of keys and values follow. The norm of all keys has no others.
+    """
+    return len(shard.rows[0]) if "query" in parameter.row.sections else 0
+
+
 def key_value_replicas(config: ModelConfig, size: int) -> int:
     """The number of tensor ranks that hold each key/value head; 1 if there is a head for each."""
     return max(1, size // config.num_key_value_heads)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, logical_name, parameter_named
-from megaspeed.tensor_parallel.plan import key_value_replicas
+from megaspeed.tensor_parallel.plan import key_value_replicas, query_rows
 from megaspeed.topology.store import ranks_named
 from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import parameter_fragments
@@ -151,7 +151,8 @@ class Replicas:
         """Split the elements [start, start + len(values)) by the ranks that hold copies."""
         model = self._run.config.model
         name = self._worker.engine.names[parameter]
-        split = parameter_named(model, name).split
+        described = parameter_named(model, name)
+        split = described.split
         values = values.detach().view(-1)
         tied = model.tie_word_embeddings and self._run.grid.pp > 1
         if tied and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
@@ -159,10 +160,10 @@ class Replicas:
         elif split in ("replicated", "each head"):
             yield "tensor ranks", name, values
         elif split == "heads" and self._key_value_replicas > 1:
-            # The queries precede the keys and values in a rank's tensor.
             shard = self._worker.shards[name]
             width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1
-            queries = max(0, min(len(shard.rows[0]) * width - start, len(values)))
+            rows = query_rows(described, shard)
+            queries = max(0, min(rows * width - start, len(values)))
             yield "own", name, values[:queries]
             yield "key and value heads", name, values[queries:]
         else:

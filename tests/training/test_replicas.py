@@ -54,6 +54,7 @@ LAYOUTS = [
     Layout(
         1, 6, 1, 3, {"model": TIED, "parallel": {"replicate": 3}, "train_batch_size": 48, **BF16}
     ),
+    Layout(1, 2, 2, 0, {"model": {**SHARED_HEADS, "qk_norm": "all_heads"}}),
 ]
 
 
@@ -108,6 +109,7 @@ class Damage(NamedTuple):
 
 NORM = "blocks.0.attention_norm.weight"
 QKV = "blocks.1.attention.qkv.weight"
+KEY_NORM = "blocks.0.attention.key_norm.weight"
 HEAD = "head.output.weight"
 
 DAMAGES: list[tuple[Layout, dict[Damage, str]]] = [
@@ -162,6 +164,10 @@ DAMAGES: list[tuple[Layout, dict[Damage, str]]] = [
             Damage(5, "parameter", QKV): f"parameter {QKV} on rank 5, unlike 2",
             Damage(4, "master weight", QKV): f"master weight {QKV} on rank 4, unlike 2",
         },
+    ),
+    (
+        LAYOUTS[11],
+        {Damage(3, "parameter", KEY_NORM): f"parameter {KEY_NORM} on rank 3, unlike 3"},
     ),
     *((LAYOUTS[number], {}) for number in (3, 6, 7, 8)),
 ]
