@@ -21,6 +21,7 @@ from typing import Any
 
 from megaspeed.config.document import describe_value, paths_in
 from megaspeed.config.errors import KeyPath, Problem, dotted
+from megaspeed.config.layout import BATCH_KEYS
 
 SERVICES = ("tensorboard", "wandb")
 """Sections that are read as entries of training.report_to if they are enabled."""
@@ -196,7 +197,6 @@ _DISABLED_BY_DEFAULT = (
 )
 """Sections of DeepSpeed whose ``enabled`` is false if it is omitted."""
 
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OWN = ("model", "parallel", "data", "training")
 _ADAM = {"adam": "Adam", "adamw": "AdamW"}
 
@@ -250,16 +250,16 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
     dropped: dict[str, list[KeyPath]] = defaultdict(list)
     kept: dict[str, list[KeyPath]] = defaultdict(list)
     auto: list[KeyPath] = []
-    train, micro, accumulation = (tree.get(key) for key in _BATCH)
+    train, micro, accumulation = (tree.get(key) for key in BATCH_KEYS)
     chooses = micro == "auto" and train not in (None, "auto") and accumulation in (None, "auto")
     stage = _at(tree, ("zero_optimization", "stage"))
     for path in (path for path in paths_in(tree) if path[0] not in _OWN):
         name, value = dotted(path), _at(tree, path)
         if str(path[-1]).startswith("_"):
             dropped["the name of a comment begins with _"].append(path)
-        elif chooses and name == _BATCH[1]:
+        elif chooses and name == BATCH_KEYS[1]:
             notes.append(f'{name} "auto": a run takes the largest size that is predicted to fit')
-        elif chooses and name == _BATCH[2]:
+        elif chooses and name == BATCH_KEYS[2]:
             dropped["it follows from the other two numbers of the batch"].append(path)
         elif value == "auto" and name in known:
             auto.append(path)
