@@ -9,7 +9,9 @@ The engine follows these rules (``zero/build.py``, ``zero/layer_gathers.py``), a
 count what follows from them (``planning``). They need no torch.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from megaspeed.config.deepspeed_keys import ZeroConfig
@@ -126,12 +128,12 @@ def _neighbours(sizes: Sequence[int], most: int, alone: int | None = None) -> li
 
     The neighbour with index ``alone`` has a range of its own.
     """
-    ranges = []
-    end, elements = len(sizes), 0
-    for index in reversed(range(len(sizes))):
-        is_full = elements + sizes[index] > most
-        if elements and (is_full or alone in (index, index + 1)):
-            ranges.append(range(index + 1, end))
-            end, elements = index + 1, 0
-        elements += sizes[index]
-    return [*ranges, range(end)] if sizes else []
+    before, end, ranges = [*accumulate(sizes, initial=0)], len(sizes), []
+    while end:
+        last = bisect_left(before, before[end]) - 1  # of those with elements
+        start = max(0, min(last, bisect_left(before, before[end] - most)))
+        if alone is not None and start <= alone < end:
+            start = alone if end == alone + 1 else alone + 1
+        ranges.append(range(start, end))
+        end = start
+    return ranges

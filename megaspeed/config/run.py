@@ -1,7 +1,7 @@
 """One JSON file as an immutable object: DeepSpeed's keys and megaspeed's four sections."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -346,12 +346,17 @@ class TrainingConfig(Section):
         return ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
 
 
-def _with(section: Any, path: Sequence[str], value: Any) -> Any:
-    """Return a copy of a section with another value at a path of keys."""
-    name, *rest = path
-    if rest:
-        value = _with(getattr(section, name), rest, value)
-    return section.model_copy(update={name: value})
+def _with(section: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a section with other values of these dotted keys."""
+    update, inner = dict[str, Any](), dict[str, dict[str, Any]]()
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            inner.setdefault(name, {})[rest] = value
+        else:
+            update[name] = value
+    update |= {name: _with(getattr(section, name), own) for name, own in inner.items()}
+    return section.model_copy(update=update)
 
 
 class RunConfig(DeepSpeedKeys):
@@ -368,10 +373,8 @@ class RunConfig(DeepSpeedKeys):
 
     def changed(self, keys: Mapping[str, Any]) -> "RunConfig":
         """Return a copy with other values of these dotted keys. They are not validated."""
-        config = self
-        for key, value in keys.items():
-            config = _with(config, key.split("."), value)
-        return config
+        changed: RunConfig = _with(self, keys)
+        return changed
 
     def number_of_steps(self, batch: int | None = None) -> int | None:
         """Return the number of steps; None if it depends on a batch that is omitted."""

@@ -41,7 +41,7 @@ from megaspeed.measurement.turns import Result, Row, noise_of
 from megaspeed.measurement.verification.comparison import TOLERANCES, relative_difference
 from megaspeed.measurement.watched_step import RankMeasurement
 from megaspeed.planning.costs.memory import MemoryBytes
-from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import Traffic, by_axis, predict_traffic
 from megaspeed.training.worker import Worker
 from megaspeed.units import Unit, counted, memory_unit, readable_memory, three_digits
@@ -208,7 +208,7 @@ def _predict(run: Run, device_type: DeviceType) -> list[StageBytes]:
         run = replace(run, config=run.config.changed({"training.compile": False}))
     predicted = []
     for stage in range(run.grid.pp):
-        memory = predict_memory(run, stage, device_type=device_type)
+        memory = StageMemory(run, stage, device_type=device_type)
         traffic = predict_traffic(run, stage, device_type)
         predicted.append(StageBytes(states=memory.states, peak=memory.peak, traffic=traffic))
     return predicted

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from megaspeed.config.resolve import Run
 from megaspeed.measurement.allocations import AllocationLog
 from megaspeed.planning.costs.memory import Category, MemoryBytes
-from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import Collective, Messages, Traffic, TrafficAxis
 from megaspeed.planning.variants import Training, single_changes
 from megaspeed.topology.context import ParallelContext
@@ -289,7 +289,7 @@ def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine
 
     ``engine`` is None if memory ran out before it was built.
     """
-    predicted = asdict(predict_memory(run, context.pp_rank).peak)
+    predicted = asdict(StageMemory(run, context.pp_rank).peak)
     log = AllocationLog(context.device)
     _claim(log, {} if engine is None else held_by(engine))
     held, total = asdict(log.live()), sum(predicted.values())

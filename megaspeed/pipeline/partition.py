@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise, product
 
+from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import (
     forward_flops_per_token,
@@ -84,15 +85,23 @@ def _most_even_ends(cumulative: Sequence[int], pipeline_stages: int, bottleneck:
     return ends[1:]
 
 
-def chunks_of_stages(run: Run) -> list[tuple[range, ...]]:
+def chunks_of_stages(run: Run) -> Sequence[tuple[range, ...]]:
     """For each pipeline stage of a run, the range of layer indices of each of its chunks.
 
     Layer 0 is the embedding, the blocks follow, and the last layer is the head. The cost of a layer
     is its forward FLOPs.
     """
-    costs = forward_flops_per_token(run.config.model, run.config.data.sequence_length)
-    parts = _partition(tuple(map(int, costs)), run.grid.pp, run.config.parallel.virtual_stages)
-    return [parts[stage :: run.grid.pp] for stage in range(run.grid.pp)]
+    model, length = run.config.model, run.config.data.sequence_length
+    return _chunks_of_stages(model, length, run.grid.pp, run.config.parallel.virtual_stages)
+
+
+@lru_cache(maxsize=256)  # a plan needs the same split thousands of times
+def _chunks_of_stages(
+    model: ModelConfig, length: int, stages: int, chunks: int
+) -> tuple[tuple[range, ...], ...]:
+    costs = tuple(map(int, forward_flops_per_token(model, length)))
+    parts = _partition(costs, stages, chunks)
+    return tuple(parts[stage::stages] for stage in range(stages))
 
 
 def layers_of_stages(run: Run) -> list[tuple[int, ...]]:
@@ -100,7 +109,7 @@ def layers_of_stages(run: Run) -> list[tuple[int, ...]]:
     return [tuple(chain.from_iterable(chunks)) for chunks in chunks_of_stages(run)]
 
 
-@lru_cache(maxsize=1024)  # a plan needs the same split hundreds of times
+@lru_cache(maxsize=256)  # the costs of other sequence lengths may be the same
 def _partition(costs: tuple[int, ...], stages: int, chunks: int) -> tuple[range, ...]:
     """The layers of each virtual stage."""
     parts = partition_layers(costs, stages * chunks)

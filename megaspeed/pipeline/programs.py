@@ -16,18 +16,18 @@ that still computes. ``simulation`` measures what another ratio costs.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from megaspeed.pipeline.schedules import (
     Backward,
+    Compute,
     Forward,
     Gather,
     LoadMicroBatch,
     Message,
     OptimizerStep,
     Pipeline,
-    Receive,
     ReduceGradients,
     ReduceTiedGradients,
     Release,
@@ -37,75 +37,72 @@ from megaspeed.pipeline.schedules import (
     input_of,
     order_of,
     output_of,
-    peer,
-    received_as,
 )
 from megaspeed.pipeline.visits import holds_by_index
 
 
+class Ticks(NamedTuple):
+    """When a computation ends, and when the message that it needs was computed; None if none."""
+
+    end: int
+    arrived: int | None
+
+
 @lru_cache(maxsize=64)
-def timetable(pipeline: Pipeline) -> list[list[int]]:
-    """For each stage, the tick at which each computation of its order ends. Messages take none.
+def timetable(pipeline: Pipeline) -> list[list[Ticks]]:
+    """For each stage, the ticks of each computation of its order. Messages take no time.
 
     Raises:
         ScheduleError: the stages wait for each other forever.
     """
     orders = [order_of(pipeline, stage) for stage in range(pipeline.stages)]
-    ends: list[list[int]] = [[] for _ in orders]
-    arrived: dict[tuple[int, Receive], int] = {}
+    found: list[list[Ticks]] = [[] for _ in orders]
+    done: dict[tuple[type[Compute], int, int], int] = {}  # kind, virtual stage, micro-batch
     ready = deque(range(pipeline.stages))
     while ready:
         stage = ready.popleft()
-        clock = ends[stage][-1] if ends[stage] else 0
-        for index in range(len(ends[stage]), len(orders[stage])):
-            compute = orders[stage][index]
-            needed = input_of(pipeline, stage, compute)
-            if needed is not None:
-                if (stage, needed) not in arrived:
-                    break
-                clock = max(clock, arrived.pop((stage, needed)))
-            clock += 1 if isinstance(compute, Forward) else pipeline.backward_ticks
-            ends[stage].append(clock)
-            sent = output_of(pipeline, stage, compute)
-            if sent is not None:
-                receiver = peer(pipeline, stage, sent)
-                arrived[receiver, received_as(pipeline, stage, sent)] = clock
-                ready.append(receiver)
+        clock = found[stage][-1].end if found[stage] else 0
+        for compute in orders[stage][len(found[stage]) :]:
+            kind, virtual = type(compute), pipeline.virtual(stage, compute.chunk)
+            direction = 1 if kind is Forward else -1
+            arrived = done.get((kind, virtual - direction, compute.micro_batch))
+            if arrived is not None:
+                clock = max(clock, arrived)
+            elif 0 <= virtual - direction < pipeline.virtual_stages:
+                break
+            clock += 1 if kind is Forward else pipeline.backward_ticks
+            found[stage].append(Ticks(clock, arrived))
+            done[kind, virtual, compute.micro_batch] = clock
+            if 0 <= virtual + direction < pipeline.virtual_stages:  # another stage may wait for it
+                ready.append((stage + direction) % pipeline.stages)
     stuck = [
-        f"pipeline stage {stage} at {order[len(done)]!r}"
-        for stage, (order, done) in enumerate(zip(orders, ends, strict=True))
-        if len(done) < len(order)
+        f"pipeline stage {stage} at {order[len(ticks)]!r}"
+        for stage, (order, ticks) in enumerate(zip(orders, found, strict=True))
+        if len(ticks) < len(order)
     ]
     if stuck:
         raise ScheduleError("\n  ".join(["Deadlock: no pipeline stage can continue.", *stuck]))
-    return ends
-
-
-def arrivals(pipeline: Pipeline, stage: int) -> Iterator[tuple[Receive, int]]:
-    """Each message that a stage receives, and the tick at which its sender has computed it."""
-    for other in {(stage - 1) % pipeline.stages, (stage + 1) % pipeline.stages} - {stage}:
-        for compute, end in zip(order_of(pipeline, other), timetable(pipeline)[other], strict=True):
-            sent = output_of(pipeline, other, compute)
-            if sent is not None and peer(pipeline, other, sent) == stage:
-                yield received_as(pipeline, other, sent), end
+    return found
 
 
 def stage_program(pipeline: Pipeline, stage: int) -> StageProgram:
     """All instructions of one stage for one step, or for one evaluation."""
     own = list(zip(order_of(pipeline, stage), timetable(pipeline)[stage], strict=True))
     batches: dict[int, list[Message]] = {}  # by tick; the send is the first one
-    for compute, end in own:
+    for compute, ticks in own:
         sent = output_of(pipeline, stage, compute)
         if sent is not None:
-            batches[end] = [sent]
-    for received, end in arrivals(pipeline, stage):
-        batches.setdefault(end, []).append(received)
+            batches[ticks.end] = [sent]
+    for compute, ticks in own:
+        received = input_of(pipeline, stage, compute)
+        if received is not None and ticks.arrived is not None:
+            batches.setdefault(ticks.arrived, []).append(received)
 
     begins, ends = holds_by_index(pipeline, stage)
     program: StageProgram = []
     transfers = deque((tick, Transfer(tuple(batches[tick]))) for tick in sorted(batches))
-    for index, (compute, end) in enumerate(own):
-        while transfers and transfers[0][0] < end:
+    for index, (compute, ticks) in enumerate(own):
+        while transfers and transfers[0][0] < ticks.end:
             program.append(transfers.popleft()[1])
         program += [Gather(hold.chunk, hold.forward) for hold in begins[index]]
         if isinstance(compute, Forward) and compute.chunk == 0:

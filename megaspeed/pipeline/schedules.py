@@ -222,7 +222,7 @@ def one_forward_one_backward(pipeline: Pipeline, stage: int) -> Iterator[Compute
     chunk has one run of forwards and one of backwards, as in the breadth-first schedule
     (Lamy-Poirier 2022, arXiv 2211.05953), which keeps more activations.
     """
-    forwards, backwards = [*_forwards(pipeline)], [*_backwards(pipeline)]
+    forwards, backwards = _forwards(pipeline), _backwards(pipeline)
     # After this many forwards, the first micro-batch has passed the last virtual stage, and its
     # gradient is what this stage needs next.
     after = pipeline.stages - 1 - stage
@@ -244,16 +244,16 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 """The training schedules by their name in the JSON (``parallel.schedule``)."""
 
 
-def _forwards(pipeline: Pipeline) -> Iterator[Forward]:
-    for group in _groups(pipeline):
-        for chunk in range(pipeline.chunks):
-            yield from (Forward(micro_batch, chunk) for micro_batch in group)
+@lru_cache(maxsize=64)  # the same for all stages
+def _forwards(pipeline: Pipeline) -> tuple[Forward, ...]:
+    chunks = range(pipeline.chunks)
+    return tuple(Forward(i, chunk) for g in _groups(pipeline) for chunk in chunks for i in g)
 
 
-def _backwards(pipeline: Pipeline) -> Iterator[Backward]:
-    for group in _groups(pipeline):
-        for chunk in reversed(range(pipeline.chunks)):
-            yield from (Backward(micro_batch, chunk) for micro_batch in group)
+@lru_cache(maxsize=64)
+def _backwards(pipeline: Pipeline) -> tuple[Backward, ...]:
+    chunks = range(pipeline.chunks)[::-1]
+    return tuple(Backward(i, chunk) for g in _groups(pipeline) for chunk in chunks for i in g)
 
 
 def _groups(pipeline: Pipeline) -> Iterator[range]:

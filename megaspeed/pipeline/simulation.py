@@ -139,8 +139,8 @@ def simulate(pipeline: Pipeline, durations: Durations | None = None) -> Timeline
     times = durations or Durations.in_ticks(pipeline)
     axes = [_DataAxis(pipeline, stage, times) for stage in range(pipeline.stages)]
     events: defaultdict[int, list[tuple[int, Compute]]] = defaultdict(list)
-    for stage, ends in enumerate(timetable(pipeline)):
-        for compute, end in zip(order_of(pipeline, stage), ends, strict=True):
+    for stage, ticks in enumerate(timetable(pipeline)):
+        for compute, (end, _) in zip(order_of(pipeline, stage), ticks, strict=True):
             events[end].append((stage, compute))
     spans: list[list[Span[Compute]]] = [[] for _ in range(pipeline.stages)]
     clocks = [0.0] * pipeline.stages

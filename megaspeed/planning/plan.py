@@ -213,6 +213,7 @@ def _at_zero_stage(training: Training, zero_stage: int, cluster: Cluster | None)
 def _stage_as_json(stage: StagePrediction) -> dict[str, Any]:
     return {
         "pipeline_stage": stage.pipeline_stage,
-        **json_value(stage.memory),
+        "states": json_value(stage.memory.states),
+        "peak": json_value(stage.memory.peak),
         "traffic": by_axis(stage.traffic),
     }

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from megaspeed.config.resolve import Run
 from megaspeed.pipeline.partition import chunks_of_stages
-from megaspeed.planning.costs.stage_memory import StageMemory, predict_memory
+from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import Traffic, predict_traffic
 
 
@@ -30,7 +30,7 @@ class StagePrediction:
     @cached_property
     def memory(self) -> StageMemory:
         """Memory of the states and at the peak."""
-        return predict_memory(self.run, self.pipeline_stage, device_type=self.device_type)
+        return StageMemory(self.run, self.pipeline_stage, self.device_type)
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -41,6 +41,11 @@ class StagePrediction:
     def peak_bytes(self) -> int:
         """Memory at the peak of the step."""
         return self.memory.peak.total
+
+    @property
+    def least_bytes(self) -> int:
+        """A lower bound of the peak, which is known much sooner."""
+        return self.memory.least_bytes
 
     @property
     def state_bytes(self) -> int:

@@ -46,10 +46,10 @@ from functools import cache, cached_property
 from itertools import chain, product
 from math import inf, lcm
 from operator import attrgetter, itemgetter
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import BATCH_KEYS, World
+from megaspeed.config.layout import BATCH_KEYS, Batch, StatedBatch, World, solve_batch
 from megaspeed.config.model import ContextMethod
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.rules import divisors
@@ -61,7 +61,7 @@ from megaspeed.planning.costs.reserved_memory import Verdict, reserved_memory, v
 from megaspeed.planning.costs.step_time import Rates
 from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.forecast import Forecast, forecast
-from megaspeed.planning.prediction import predict
+from megaspeed.planning.prediction import Prediction, predict
 
 _MUCH_FASTER, _LEAST_TOKENS, _LENGTH_UNIT = 0.99, 4096, 1024
 _DATA, MICRO_BATCH = "parallel.data", "train_micro_batch_size_per_gpu"
@@ -197,12 +197,9 @@ class Training:
             return inf
 
     def set_text(self, settings: Settings) -> tuple[str, ...]:
-        """Return the text after ``--set`` that changes the file's run to these settings.
-
-        Raises:
-            ConfigError: the settings break a rule of the configuration.
-        """
-        wanted = self.under(settings)
+        """Return the text after ``--set`` that changes the run of the file to valid settings."""
+        samples, size = self.run.batch.train_batch_size, settings.micro_batch_size
+        wanted = Batch(samples, size, samples // (size * settings.dp))
         before, replicate = dict(self.settings.keys), self.stated.parallel.replicate
         if settings.zero_stage > 0 or settings.dp != replicate:  # else it means the same as 1
             before[_KEYS["replicate"]] = replicate
@@ -215,15 +212,14 @@ class Training:
             changed[_DATA] = settings.dp
         # Which numbers of the batch are needed depends on the file, so the shortest text is tried
         # first.
-        numbers = zip(BATCH_KEYS, vars(wanted.batch).values(), strict=True)
+        numbers = zip(BATCH_KEYS, vars(wanted).values(), strict=True)
         train, micro, accumulation = ({key: number} for key, number in numbers)
         several = ({**micro, **accumulation}, {**train, **micro, **accumulation})
         chooses = self.stated.train_micro_batch_size_per_gpu == "auto"  # state a size instead
         for batch_keys in ({}, micro, accumulation, train, *several)[chooses:]:
             keys = {**changed, **batch_keys}
-            with suppress(ConfigError):
-                if self._resolved(keys, settings.world_size).batch == wanted.batch:
-                    return tuple(f"{key}={_typed(value)}" for key, value in keys.items())
+            if solve_batch(StatedBatch.of(self.stated.changed(keys)), settings.dp) == wanted:
+                return tuple(f"{key}={_typed(value)}" for key, value in keys.items())
         raise AssertionError("all three numbers of the batch together always give it")
 
     def _resolved(self, keys: Mapping[str, Any], world_size: int) -> Run:
@@ -425,43 +421,61 @@ def what_if(training: Training, cluster: Cluster) -> WhatIf:
     ``full_offloaded`` is tried only if the configuration states it.
     """
     layouts: list[Layout] = []
-    peaks: list[int] = []
-    too_large = 0
+    refused: list[_TooLarge] = []
+    least, too_large = inf, 0
     for sizes in _variants(training, cluster.gpus_per_node):
         for index, settings in enumerate(sizes):
             try:
-                peak, layout = _layout(training, settings, cluster)
+                layout = _layout(training, settings, cluster)
             except ConfigError:
                 continue
-            peaks.append(peak)
-            if layout is None:
+            if isinstance(layout, _TooLarge):
                 too_large += len(sizes) - index
+                refused.append(layout)
                 break
             layouts.append(layout)
+            least = min(least, layout.peak_bytes)
             if settings.replicate == 1:
                 layouts += _with_replicas(training, settings, layout, cluster)
     layouts += _with_chunks(training, layouts, cluster)
     layouts.sort(key=lambda layout: (layout.seconds, layout.peak_bytes))
-    least = min(peaks, default=None)
-    return WhatIf(layouts=tuple(layouts), too_large=too_large, least_peak_bytes=least)
+    for at_least, prediction in refused:
+        if at_least < least:
+            least = min(least, prediction.fullest.peak_bytes)
+    return WhatIf(
+        layouts=tuple(layouts),
+        too_large=too_large,
+        least_peak_bytes=None if least == inf else int(least),
+    )
 
 
-def _layout(training: Training, settings: Settings, cluster: Cluster) -> tuple[int, Layout | None]:
-    """Return the peak with these settings, and the layout if it fits.
+class _TooLarge(NamedTuple):
+    """A run that does not fit."""
+
+    at_least: int  # a lower bound of its peak that is already too large
+    prediction: Prediction
+
+
+def _layout(training: Training, settings: Settings, cluster: Cluster) -> Layout | _TooLarge:
+    """Return the layout with these settings if it fits.
 
     Raises:
         ConfigError: the settings break a rule of the configuration.
     """
     run = training.under(settings)
-    peak = predict(run, training.device_type).fullest.peak_bytes
-    word = _verdict(run, peak, cluster)
-    if word == "does not fit":
-        return peak, None
-    return peak, Layout(
+    prediction = predict(run, training.device_type)
+    for size in ("least_bytes", "peak_bytes"):  # the first is known sooner
+        for stage in prediction.stages:
+            at_least: int = getattr(stage, size)
+            word = _verdict(run, at_least, cluster)
+            if word == "does not fit":
+                return _TooLarge(at_least, prediction)
+    peak = prediction.fullest.peak_bytes
+    return Layout(
         settings=settings,
         forecast=forecast(run, cluster),
         peak_bytes=peak,
-        verdict=word,
+        verdict=_verdict(run, peak, cluster),
         set_text=training.set_text(settings),
     )
 
@@ -485,8 +499,8 @@ def _with_replicas(
         if count == training.settings.replicate:
             return
         if seconds[count] < _MUCH_FASTER * layout.seconds:
-            _, found = _layout(training, replace(settings, replicate=count), cluster)
-            if found is not None:
+            found = _layout(training, replace(settings, replicate=count), cluster)
+            if isinstance(found, Layout):
                 yield found
                 return
 
@@ -520,7 +534,8 @@ def _with_chunks(
 
     @cache
     def fitting(settings: Settings) -> Layout | None:
-        return _layout(training, settings, cluster)[1]
+        found = _layout(training, settings, cluster)
+        return found if isinstance(found, Layout) else None
 
     for _, s in sorted(tried, key=itemgetter(0)):
         # This needs no more memory. Most of ``tried`` do not even fit with it.

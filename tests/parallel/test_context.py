@@ -15,7 +15,7 @@ from megaspeed.measurement.watched_step import RankMeasurement, measure
 from megaspeed.model.documents import places_in
 from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 from megaspeed.model.sequence_part import SequencePart
-from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import axis_totals, predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.rank_model import context_axis
@@ -317,7 +317,7 @@ def test_traffic_and_memory_are_the_predicted_ones(
         stage = grid.coordinates_of(number).pp
         assert rank.traffic == predict_traffic(run, stage, "cpu")
         assert axis_totals(rank.traffic)["cp"] == 2 * layers // grid.pp * sent * 4
-        predicted = predict_memory(run, stage, device_type="cpu").peak
+        predicted = StageMemory(run, stage, device_type="cpu").peak
         assert predicted.total == pytest.approx(rank.peak.total, rel=0.05)
         assert predicted.activations == pytest.approx(rank.peak.activations, rel=0.1)
 
@@ -366,6 +366,6 @@ def test_a_sequence_of_32k_tokens_needs_less_than_0_4_of_the_memory(
     _, (alone,) = measured(pool, tmp_path, **values)
     run, ranks = measured(pool, tmp_path, cp=4, **values)
     for rank in ranks:
-        predicted = predict_memory(run, 0, device_type="cpu").peak.total
+        predicted = StageMemory(run, 0, device_type="cpu").peak.total
         assert predicted == pytest.approx(rank.peak.total, rel=0.05)
         assert rank.peak.total < 0.4 * alone.peak.total

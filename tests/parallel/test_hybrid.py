@@ -15,7 +15,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.watched_step import RankMeasurement, measure
 from megaspeed.planning.costs.rank_parameters import local_parameters, own_elements
-from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import by_axis, predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.covering import HYBRID, Row, pairs_of, possible_pairs, rows_of
@@ -139,7 +139,7 @@ def test_traffic_and_memory_are_the_predicted_ones(
         ),
     )
     ranks = pool.run(4, one_measured_step, run, tiny_corpus(run, tmp_path))
-    predicted = predict_memory(run, 0, device_type="cpu")
+    predicted = StageMemory(run, 0, device_type="cpu")
     assert ranks[0].traffic == predict_traffic(run, 0, "cpu")
     for rank in ranks:
         assert rank.states.gradients == pytest.approx(predicted.states.gradients, rel=0.02)

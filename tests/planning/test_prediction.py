@@ -3,7 +3,7 @@
 import pytest
 
 from megaspeed.pipeline.schedules import SCHEDULES
-from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import predict_traffic
 from megaspeed.planning.prediction import (
     alike_stages,
@@ -32,7 +32,7 @@ def test_the_largest_of_all_pipeline_stages_is_found(
         "train_micro_batch_size_per_gpu=1",
         world_size=24,
     ).run
-    memory = [predict_memory(run, stage) for stage in range(6)]
+    memory = [StageMemory(run, stage) for stage in range(6)]
     traffic = [predict_traffic(run, stage) for stage in range(6)]
     peak = max(each.peak.total for each in memory)
     assert len(alike_stages(run)) < 6

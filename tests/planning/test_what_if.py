@@ -9,7 +9,7 @@ import pytest
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.rules import divisors
 from megaspeed.planning.costs.reserved_memory import reserved_memory, verdict
-from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.step_time import predict_step_time
 from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.forecast import forecast
@@ -70,7 +70,7 @@ def by_brute_force(file: Path, world_size: int, cluster: Cluster) -> Figures:
         except ConfigError:
             continue
         seconds = predict_step_time(workload_of(run), cluster).total
-        peak = max(predict_memory(run, stage).peak.total for stage in range(pp))
+        peak = max(StageMemory(run, stage).peak.total for stage in range(pp))
         figures[pp, dp, tp, zero, reduction, schedule, kind, size] = seconds, peak
     return figures
 

@@ -51,12 +51,12 @@ MLP's backward, unless documents have far fewer than 128 tokens on average.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Recomputation
 from megaspeed.model.parameters import mlp_parts, parameter_named
-from megaspeed.planning.costs.rank_parameters import BYTES_OF
+from megaspeed.planning.costs.rank_parameters import BYTES_OF, RunKey
 from megaspeed.tensor_parallel.plan import shard_of, tokens_of_a_chunk, vocabulary_rows_per_rank
 
 _FP32, _INT32, _INT64 = 4, 4, 8
@@ -99,6 +99,23 @@ class LayerMemory:
     # Working memory at the backward's peak, in addition to ``kept``, without gradients of
     # parameters.
     backward_working: int
+
+
+def activations_of(run: Run, device_type: str) -> "Activations":
+    """Return the activations of a run's layers on "cuda" or "cpu"."""
+    config, parallel = run.config, run.config.parallel
+    values = (
+        *(config.model, run.grid.tp, run.grid.cp, run.sequence_parallel, run.context_method),
+        *(run.batch.micro_batch_size, config.data.sequence_length, config.data.reset_at_documents),
+        *(run.precision, run.accumulation_dtype, config.training.compiles_on(device_type)),
+        *(parallel.activation_checkpointing, parallel.recomputed_blocks),
+    )
+    return _activations_of(RunKey(values, run), device_type)
+
+
+@lru_cache(maxsize=1024)
+def _activations_of(key: RunKey, device_type: str) -> "Activations":
+    return Activations(key.run, device_type)
 
 
 class Activations:

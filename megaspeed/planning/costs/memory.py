@@ -75,11 +75,13 @@ def model_states(
 
     If the rank computes on the CPU (``on_host``), offloaded states count, too.
     """
-    own, element = own_elements(run, parameters), BYTES_OF[run.precision]
+    flat, shards = flat_buckets(run, parameters), run.grid.shard
+    own, element = sum(elements for _, elements in flat) // shards, BYTES_OF[run.precision]
     zero = run.config.zero_optimization
     states = own * _OPTIMIZER_BYTES
     partition = own * BYTES_OF[run.accumulation_dtype]
-    complete = _complete_elements(run, parameters) * BYTES_OF[run.accumulation_dtype]
+    summed = (elements for (one, *_), elements in flat if is_summed_over_step(run, one))
+    complete = sum(summed) * BYTES_OF[run.accumulation_dtype]
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
     if run.keeps_complete_gradients and (run.zero_stage < 3 or run.grid.shard == 1):
         # The partition is a part of the complete gradient, except for compressed gradients.
@@ -146,7 +148,8 @@ def gradient_copy_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
 class Bucket:
     """Parameters whose gradients are reduced together."""
 
-    names: frozenset[str]
+    members: Sequence[LocalParameter]
+    has_head: bool  # whether the head's weight is among them
     gradient_bytes: int  # as they wait to be reduced, without the head's
     packed_bytes: int  # the copy that is sent, and on a CPU what is exchanged
 
@@ -163,24 +166,26 @@ def gradient_buckets(
     if not (run.copies_gradients or run.copies_partitions or exchanges):
         return []
     of_the_loss, found = head_weight(parameters), []
-    is_reduced = [p for p in parameters if grid.is_hybrid or not p.is_compressed]
-    for own, elements in flat_buckets(run, is_reduced):
+    for own, elements in flat_buckets(run, parameters):
+        if own[0].is_compressed and not grid.is_hybrid:
+            continue
         is_summed = is_summed_over_step(run, own[0])
         # The sum of norms' and biases' gradients has the layout in which it is sent.
         has_layout = not run.keeps_complete_gradients and (
             is_summed or (len(own) == 1 and own[0].elements == elements)
         )
-        in_sum = is_summed or own[0] == of_the_loss
+        in_sum = is_summed or own[0] is of_the_loss
         dtype = run.accumulation_dtype if in_sum else waiting_dtype(run)
         is_sent_itself = has_layout and sent == dtype
         packed = 0 if is_sent_itself or not run.copies_gradients else elements
         packed += elements if exchanges else 0
         if run.copies_partitions and run.overlaps_reductions:
             packed += elements // grid.shard  # between replicas
-        computed = elements_of(p for p in own if p != of_the_loss)
+        computed = elements_of(p for p in own if p is not of_the_loss)
         found.append(
             Bucket(
-                names=frozenset(p.name for p in own),
+                members=own,
+                has_head=any(p is of_the_loss for p in own),
                 gradient_bytes=computed * BYTES_OF[waiting_dtype(run)],
                 packed_bytes=packed * BYTES_OF[sent],
             )

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megaspeed.pipeline.programs import arrivals, timetable
-from megaspeed.pipeline.schedules import Forward, Pass, Pipeline, input_of, order_of, output_of
+from megaspeed.pipeline.programs import timetable
+from megaspeed.pipeline.schedules import Forward, Pass, Pipeline, order_of, output_of
 from megaspeed.pipeline.visits import ends_of, holds_by_index
 
 _GROUPS = 3
@@ -40,8 +40,12 @@ class Moment:
 
 
 @lru_cache(maxsize=4096)
-def moments_of(pipeline: Pipeline, stage: int, *, sums_visits: bool) -> tuple[Moment, ...]:
+def moments_of(
+    pipeline: Pipeline, stage: int, *, sums_visits: bool
+) -> tuple[tuple[Moment, ...], ...]:
     """Return the moments of which one is the peak, for any sizes of chunks and messages.
+
+    Moments that differ only in the numbers in flight are together.
 
     Args:
         pipeline: with several chunks.
@@ -86,9 +90,11 @@ def moments_of(pipeline: Pipeline, stage: int, *, sums_visits: bool) -> tuple[Mo
             has_head_sum = is_forward or (has_head_sum and not reduces)
         gathered -= {(hold.chunk, hold.forward) for hold in ends[index]}
     return tuple(
-        replace(moment, in_flight=tuple(counts), messages=messages)
+        tuple(
+            replace(moment, in_flight=tuple(counts), messages=messages)
+            for *counts, messages in _largest(held)
+        )
         for moment, held in found.items()
-        for *counts, messages in _largest(held)
     )
 
 
@@ -99,13 +105,13 @@ def messages_of(pipeline: Pipeline, stage: int) -> Sequence[int]:
     stage sends is held until the next batch of messages starts, or the stage waits for its batch.
     """
     pipeline = replace(pipeline, gathers="layers")  # has the same timetable, which is cached
-    arrived = dict(arrivals(pipeline, stage))
-    ticks = sorted(arrived.values())
+    own = timetable(pipeline)[stage]
+    ticks = sorted(each.arrived for each in own if each.arrived is not None)
     held, used, sent_at = [], 0, -1
-    for compute, end in zip(order_of(pipeline, stage), timetable(pipeline)[stage], strict=True):
-        count, needed = bisect_left(ticks, end), input_of(pipeline, stage, compute)
+    for compute, (end, needed) in zip(order_of(pipeline, stage), own, strict=True):
+        count = bisect_left(ticks, end)
         newest = ticks[count - 1] if count else 0
-        if newest > sent_at or (needed is not None and arrived[needed] == sent_at):
+        if newest > sent_at or needed == sent_at:
             sent_at = -1  # the next batch has started, or the stage waits for this one
         used += needed is not None
         held.append(count - used + (sent_at >= 0))

@@ -22,8 +22,10 @@ seconds for 35 stages, but it assumes nothing about the schedule.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise, product
 
+from megaspeed.pipeline.schedules import Pipeline
 from megaspeed.pipeline.simulation import Durations, simulate
 from megaspeed.pipeline.visits import holds_of
 from megaspeed.planning.costs.placement import Placement
@@ -58,7 +60,7 @@ class Network:
     work: Workload
     cluster: Cluster
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """The ranks on the nodes."""
         return Placement(self.work.grid, self.cluster.gpus_per_node)
@@ -365,7 +367,7 @@ def closed_form(
         return sum(times) + (count - 1) * (max(forward) + max(backward)) - own, p2p
     assert work.schedule == "1f1b", "use ``simulated`` for another schedule"
     if work.chunks > 1:
-        return _in_step(work, forward, backward) - own, p2p
+        return _in_step(work.pipeline, tuple(forward), tuple(backward)) - own, p2p
     ends = []
     for stage, time in enumerate(times):
         after = len(times) - 1 - stage
@@ -377,7 +379,8 @@ def closed_form(
     return max(ends) - own, p2p
 
 
-def _in_step(work: Workload, forward: Sequence[float], backward: Sequence[float]) -> float:
+@lru_cache(maxsize=1024)  # variants with other ZeRO stages may take the same times
+def _in_step(pipeline: Pipeline, forward: tuple[float, ...], backward: tuple[float, ...]) -> float:
     """Return the seconds of 1f1b with several chunks, if all stages wait for the slowest one after
     each forward and backward.
 
@@ -389,8 +392,8 @@ def _in_step(work: Workload, forward: Sequence[float], backward: Sequence[float]
     So the seconds of a tick change only if a stage changes to another chunk. Each group after the
     third takes as long as the third.
     """
-    pp, chunks = work.grid.pp, work.chunks
-    size = math.ceil(work.micro_batches / work.groups)
+    pp, chunks = pipeline.stages, pipeline.chunks
+    size = math.ceil(pipeline.micro_batches / pipeline.groups)
     late = 2 * (pp - 1) + (chunks - 1) * size
 
     def seconds(groups: int) -> float:
@@ -410,8 +413,8 @@ def _in_step(work: Workload, forward: Sequence[float], backward: Sequence[float]
             total += (following - tick) * slowest
         return total
 
-    groups = min(work.groups, 3)
-    total, rest = seconds(groups), work.micro_batches - groups * size
+    groups = min(pipeline.groups, 3)
+    total, rest = seconds(groups), pipeline.micro_batches - groups * size
     return total + (rest / size * (total - seconds(groups - 1)) if rest else 0.0)
 
 

@@ -11,12 +11,13 @@ gradients, unless they are reduced over shards before replicas compress them.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
-from typing import get_args
+from typing import NamedTuple, TypeVar, get_args
 
 from megaspeed.config.message_sizes import buckets
 from megaspeed.config.model import ModelConfig
@@ -49,14 +50,81 @@ class LocalParameter:
         return math.prod(self.shape)
 
 
-def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
+@dataclass(frozen=True)
+class RunKey:
+    """A key of a cache: a run, compared only by the values that a result depends on."""
+
+    values: tuple[Hashable, ...]
+    run: Run = field(compare=False)
+
+
+_Value = TypeVar("_Value")
+Runs = Sequence[tuple[int, _Value]]
+"""Equal values that follow each other: how many, and the value."""
+
+
+def local_parameters(run: Run, pipeline_stage: int) -> "LocalParameters":
     """Return the parameters of a rank of this pipeline stage, in the order of the model.
 
     All data and tensor ranks of the stage have the same shapes.
     """
     chunks = chunks_of_stages(run)[pipeline_stage]
     split = (run.grid.tp, run.grid.pp > 1, run.sequence_parallel, run.compression)
-    return list(_local_parameters(run.config.model, chunks, *split))
+    return _local_parameters(run.config.model, chunks, *split)
+
+
+class _Group(NamedTuple):
+    """The parameters of a rank in one optimizer group and one chunk."""
+
+    members: Sequence[LocalParameter]
+    sizes: Sequence[int]
+    is_compressed: bool
+    head: int | None  # index of the head's weight
+
+
+class LocalLayer(NamedTuple):
+    """The parameters of one layer of a rank, in the order of the model."""
+
+    parameters: Sequence[LocalParameter]
+    largest: int  # elements of the largest one, without the head's weight
+
+
+class LocalParameters(tuple[LocalParameter, ...]):
+    """The parameters of a rank, and what is the same at all ZeRO stages."""
+
+    @cached_property
+    def head(self) -> LocalParameter | None:
+        if all(parameter.layer != "head" for parameter in self):
+            return None
+        named = {parameter.name: parameter for parameter in self}
+        return named.get(HEAD_WEIGHT) or named.get(EMBEDDING_WEIGHT)
+
+    @cached_property
+    def layers(self) -> Sequence[Sequence[LocalLayer]]:
+        """The layers of each chunk."""
+        found: dict[int, list[LocalLayer]] = {}
+        for _, own in groupby(self, attrgetter("layer")):
+            parameters = [*own]
+            largest = max(p.elements for p in parameters if p.name != HEAD_WEIGHT)
+            found.setdefault(parameters[0].chunk, []).append(LocalLayer(parameters, largest))
+        return [*found.values()]
+
+    @cached_property
+    def groups(self) -> Sequence[_Group]:
+        """The parameters by optimizer group and chunk."""
+        groups: dict[tuple[int, int], list[LocalParameter]] = {}
+        order = {name: index for index, name in enumerate(get_args(OptimizerGroup))}
+        for parameter in self:
+            groups.setdefault((order[parameter.group], parameter.chunk), []).append(parameter)
+        return [
+            _Group(
+                members,
+                [parameter.elements for parameter in members],
+                any(parameter.is_compressed for parameter in members),
+                next((i for i, p in enumerate(members) if p is self.head), None),
+            )
+            for _, members in sorted(groups.items(), key=itemgetter(0))
+        ]
 
 
 @lru_cache(maxsize=1024)  # a what-if asks for the same layers a thousand times
@@ -67,8 +135,8 @@ def _local_parameters(
     has_pipeline: bool,
     splits_sequence: bool,
     compression: Compression | None,
-) -> tuple[LocalParameter, ...]:
-    return tuple(
+) -> LocalParameters:
+    return LocalParameters(
         LocalParameter(
             name=name,
             layer=parameter.layer,
@@ -91,10 +159,12 @@ def _local_parameters(
 
 def head_weight(parameters: Sequence[LocalParameter]) -> LocalParameter | None:
     """Return the weight of the head, which may be the embedding's; None if there is no head."""
-    if all(parameter.layer != "head" for parameter in parameters):
-        return None
-    named = {parameter.name: parameter for parameter in parameters}
-    return named.get(HEAD_WEIGHT) or named.get(EMBEDDING_WEIGHT)
+    return _known(parameters).head
+
+
+def _known(parameters: Sequence[LocalParameter]) -> LocalParameters:
+    is_known = isinstance(parameters, LocalParameters)
+    return parameters if is_known else LocalParameters(parameters)
 
 
 def elements_of(parameters: Iterable[LocalParameter]) -> int:
@@ -115,19 +185,14 @@ def flat_buckets(
     grid, shards = run.grid, run.grid.shard
     # ZeRO-3 pads each parameter, the other stages each flat tensor.
     multiple, padded = (1, shards) if run.zero_stage == 3 else (_ELEMENTS_ALIGNED * shards, 1)
-    of_the_loss = head_weight(parameters)
     flat: list[tuple[Sequence[LocalParameter], int]] = []
-    groups: dict[tuple[OptimizerGroup, int], list[LocalParameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.group, parameter.chunk), []).append(parameter)
-    chunks = range(run.config.parallel.virtual_stages)
-    for group in product(get_args(OptimizerGroup), chunks):
-        members = groups.get(group, [])
-        sizes = [padded * -(-p.elements // padded) for p in members]
-        together = [range(len(members))] if members else []
-        if grid.dp_cp > 1 and (grid.is_hybrid or not any(p.is_compressed for p in members)):
-            head = next((i for i, p in enumerate(members) if p is of_the_loss), None)
-            together = buckets(run, sizes, head)
+    for group in _known(parameters).groups:
+        members, sizes = group.members, group.sizes
+        if padded > 1:
+            sizes = [padded * -(-size // padded) for size in sizes]
+        together = [range(len(members))]
+        if grid.dp_cp > 1 and (grid.is_hybrid or not group.is_compressed):
+            together = buckets(run, sizes, group.head)
         for one in together:
             elements = multiple * -(-sum(sizes[one.start : one.stop]) // multiple)
             flat.append((members[one.start : one.stop], elements))

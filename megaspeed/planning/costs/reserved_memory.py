@@ -15,12 +15,14 @@ expandable segments, reserve several GB more: each group within a node of A100 t
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from megaspeed.config.resolve import Run
 from megaspeed.planning.costs.placement import AxisPlacement, Placement
 from megaspeed.planning.costs.traffic import TrafficAxis
 from megaspeed.topology.devices import Device
+from megaspeed.topology.grid import Grid
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -107,7 +109,7 @@ def reserved_memory(
         return ReservedMemory(context=0, nccl=0, workspace=0, fragmentation=0)
     return ReservedMemory(
         context=CONTEXT,
-        nccl=nccl_bytes(run, device, gpus_per_node),
+        nccl=nccl_bytes(run.grid, device, gpus_per_node),
         workspace=_WORKSPACES * _workspace_bytes(device),
         fragmentation=int(FRAGMENTATION * peak_bytes),
         unexpected=int(UNEXPECTED * peak_bytes) - int(FRAGMENTATION * peak_bytes),
@@ -121,13 +123,14 @@ def verdict(peak_bytes: int, reserved: ReservedMemory, device: Device) -> Verdic
     return "tight" if peak_bytes + reserved.certain <= device.memory_bytes else "does not fit"
 
 
-def nccl_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
+@lru_cache(maxsize=1024)
+def nccl_bytes(grid: Grid, device: Device, gpus_per_node: int) -> int:
     """Return the bytes of all NCCL communicators of a rank (``topology.context`` lists them).
 
     The shards have a communicator even if there is one. An axis of all ranks uses the world's
     communicator, except the pipeline's.
     """
-    grid, placement = run.grid, Placement(run.grid, gpus_per_node)
+    placement = Placement(grid, gpus_per_node)
     axes: list[TrafficAxis] = ["world"]
     axes += ["tp"] if 1 < grid.tp < grid.world_size else []
     axes += ["shard"] if grid.shard < grid.world_size else []

@@ -14,7 +14,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.watched_step import RankMeasurement, measure
 from megaspeed.planning.costs.memory import MemoryBytes
-from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import LLAMA, merge, tiny_corpus, tiny_run
@@ -106,7 +106,7 @@ def test_states_of_every_zero_stage(
         stages = measured_by_stage(pool, run, cache)
         first_ranks.append([ranks[0].states for ranks in stages])
         for stage, ranks in enumerate(stages):
-            predicted = predict_memory(run, stage, device_type="cpu").states
+            predicted = StageMemory(run, stage, device_type="cpu").states
             for rank in ranks:
                 assert states_only(rank.states) == pytest.approx(states_only(predicted), rel=0.02)
 
@@ -133,7 +133,7 @@ def test_states_of_compressed_gradients(
     for zero_stage in (0, 1, 3):
         run = tiny_run(text, dp=2, **merge(how, {"zero_optimization": {"stage": zero_stage}}))
         (ranks,) = measured_by_stage(pool, run, cache)
-        predicted = predict_memory(run, 0, device_type="cpu").states
+        predicted = StageMemory(run, 0, device_type="cpu").states
         for rank in ranks:
             assert states_only(rank.states) == pytest.approx(states_only(predicted), rel=0.005)
             assert rank.states.gradients > 1.8 * rank.states.parameters
@@ -245,7 +245,7 @@ def test_the_peak_of_a_step(pool: RankPool, text: Path, cache: Path, name: str) 
 def wrong_peaks(pool: RankPool, run: Run, cache: Path, *, rel: float) -> Iterator[str]:
     """Yield the pipeline stages whose predicted and measured peaks differ by more."""
     for stage, ranks in enumerate(measured_by_stage(pool, run, cache)):
-        predicted = predict_memory(run, stage, device_type="cpu")
+        predicted = StageMemory(run, stage, device_type="cpu")
         measured = max((rank.peak for rank in ranks), key=lambda peak: peak.total)
         if predicted.peak.total != pytest.approx(measured.total, rel=rel):
             yield f"stage {stage}: {predicted} but measured {measured}"

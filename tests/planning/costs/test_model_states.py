@@ -10,7 +10,7 @@ from megaspeed.pipeline.schedules import Pass
 from megaspeed.planning.costs.gathers import gathered_in_pass
 from megaspeed.planning.costs.memory import MemoryBytes, compression_buffer_bytes, model_states
 from megaspeed.planning.costs.rank_parameters import elements_of, local_parameters
-from megaspeed.planning.costs.stage_memory import predict_memory
+from megaspeed.planning.costs.stage_memory import StageMemory
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__)
@@ -150,7 +150,7 @@ def test_the_second_backward_of_gpipe_has_one_micro_batch_fewer() -> None:
             "gradient_accumulation_steps": micro_batches,
             "train_batch_size": 4 * micro_batches,
         }
-        peaks.append(predict_memory(tiny_run(TEXT, pp=2, **changes), 1, device_type="cuda").peak)
+        peaks.append(StageMemory(tiny_run(TEXT, pp=2, **changes), 1, device_type="cuda").peak)
     kept = [after.total - before.total for before, after in pairwise(peaks)]
     assert kept[0] == kept[1] > 0
 
@@ -170,6 +170,6 @@ def test_a_bucket_that_is_reduced_beside_the_backward_takes_memory_meanwhile() -
             communication_data_type="bf16",
             zero_optimization={"stage": 1, "overlap_comm": overlaps, "reduce_bucket_size": 200_000},
         )
-        peak = predict_memory(run, 0, device_type="cuda").peak
+        peak = StageMemory(run, 0, device_type="cuda").peak
         in_flight.append(peak.communication_buffers)
     assert in_flight == [0, 12 * 128**2 * 2]

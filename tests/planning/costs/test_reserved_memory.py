@@ -44,16 +44,16 @@ def test_a_receiver_has_buffers_of_three_protocols() -> None:
 
 def test_each_group_of_a_grid_has_its_communicator() -> None:
     node, pair, alone = (communicator_bytes(ranks, ranks, A100) for ranks in (8, 2, 1))
-    assert nccl_bytes(run(), A100, 8) == alone
-    assert nccl_bytes(run(dp=8), A100, 8) == node
+    assert nccl_bytes(run().grid, A100, 8) == alone
+    assert nccl_bytes(run(dp=8).grid, A100, 8) == node
     # The data axis has a group even if it has one rank.
-    assert nccl_bytes(run(tp=4), A100, 8) == node + alone
+    assert nccl_bytes(run(tp=4).grid, A100, 8) == node + alone
     # World, tp and dp.
-    assert nccl_bytes(run(dp=2, tp=4), A100, 8) == 2 * node + pair
+    assert nccl_bytes(run(dp=2, tp=4).grid, A100, 8) == 2 * node + pair
     # ZeRO-0 partitions over a group of one rank.
-    assert nccl_bytes(run(dp=8, zero_stage=0), A100, 8) == node + alone
+    assert nccl_bytes(run(dp=8, zero_stage=0).grid, A100, 8) == node + alone
     # World, dp of one rank, tp and pp; sends to one neighbour on 32 channels.
-    assert nccl_bytes(run(pp=2, tp=4), A100, 8) == 2 * node + alone + pair + 32 * 12 * MIB
+    assert nccl_bytes(run(pp=2, tp=4).grid, A100, 8) == 2 * node + alone + pair + 32 * 12 * MIB
 
 
 def test_a_group_between_nodes_has_fewer_channels_and_more_bytes_for_each() -> None:
