@@ -15,10 +15,13 @@ class BarOrLines:
 
     Args:
         total: the total, in any unit; 0 if it is not known.
+        start: a line that is printed first if there is no terminal.
         seconds_between_lines: time between two lines if there is no terminal.
     """
 
-    def __init__(self, total: int, seconds_between_lines: float = _SECONDS_BETWEEN_LINES) -> None:
+    def __init__(
+        self, total: int, start: str = "", seconds_between_lines: float = _SECONDS_BETWEEN_LINES
+    ) -> None:
         self._total = total
         self._seconds_between_lines = seconds_between_lines
         self._line_at = time.monotonic()
@@ -32,6 +35,8 @@ class BarOrLines:
             transient=True,
             disable=not self._console.is_terminal,
         )
+        if start and not self._console.is_terminal:
+            self._console.print(start)
         self._task = self._bar.add_task("", total=total or None)
 
     def __enter__(self) -> Self:
@@ -41,7 +46,7 @@ class BarOrLines:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._bar.stop()
 
-    def show(self, done: int, text: str) -> None:
+    def show(self, done: float, text: str = "") -> None:
         """Show that ``done`` of the total is done, and a text about it."""
         self._bar.update(self._task, completed=done, description=text)
         now = time.monotonic()

@@ -1,13 +1,16 @@
 """Commands that compute figures of a run without starting it: ``plan`` and ``schedule``."""
 
 import argparse
+import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megaspeed.cli.bar_or_lines import BarOrLines
 from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -94,6 +97,7 @@ _MOST_TOKENS = 1e18
 
 def run_plan(options: argparse.Namespace) -> int:
     """Print the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
+    gc.disable()  # a plan makes millions of small objects, and no cycles
     stated = _stated_cluster(options)
     training = _training(options, stated)
     try:
@@ -114,7 +118,9 @@ def run_plan(options: argparse.Namespace) -> int:
     show(report(planned, complete))
     code = EXIT_DONE
     if cluster is not None and (options.what_if or options.write):
-        found = what_if(training, cluster)
+        bar = BarOrLines(1, "comparing the variants of the run")
+        with ProcessPoolExecutor() as executor, bar:
+            found = what_if(training, cluster, bar.show, executor)
         figures["what_if"] = found.as_json()
         show(what_if_report(found))
         if options.write and found.best is not None:
@@ -127,7 +133,8 @@ def run_plan(options: argparse.Namespace) -> int:
             )
             code = EXIT_FAILED
     if cluster is not None and options.longest_sequence:
-        longest = longest_sequences(training, cluster)
+        with BarOrLines(1, "searching the longest sequence of each layout") as bar:
+            longest = longest_sequences(training, cluster, bar.show)
         figures["longest_sequences"] = [each.as_json() for each in longest]
         show(longest_report(longest, training.run.config.model))
     write_json(options, figures)

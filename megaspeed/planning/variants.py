@@ -39,10 +39,11 @@ memory (or, in a few cases, 0.1 % less). So if a size does not fit, larger ones 
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain, product
 from math import inf, lcm
 from operator import attrgetter, itemgetter
@@ -61,7 +62,7 @@ from megaspeed.planning.costs.reserved_memory import Verdict, reserved_memory, v
 from megaspeed.planning.costs.step_time import Rates
 from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.forecast import Forecast, forecast
-from megaspeed.planning.prediction import Prediction, predict
+from megaspeed.planning.prediction import predict
 
 _MUCH_FASTER, _LEAST_TOKENS, _LENGTH_UNIT = 0.99, 4096, 1024
 _DATA, MICRO_BATCH = "parallel.data", "train_micro_batch_size_per_gpu"
@@ -410,7 +411,12 @@ class WhatIf:
         return {**figures, "layouts": [layout.as_json() for layout in self.layouts]}
 
 
-def what_if(training: Training, cluster: Cluster) -> WhatIf:
+def what_if(
+    training: Training,
+    cluster: Cluster,
+    show: Callable[[float], None] = float,
+    executor: Executor | None = None,
+) -> WhatIf:
     """Return every variant of the training that fits the cluster's devices.
 
     Variants differ in degrees (pp, dp, cp, tp), ZeRO stage, replicas, gradient reduction, schedule,
@@ -419,11 +425,49 @@ def what_if(training: Training, cluster: Cluster) -> WhatIf:
     network. Context degrees other than 1 and the stated one are tried if a rank has at least 4,096
     tokens of a sample. With fewer, its collectives usually take longer than its computation.
     ``full_offloaded`` is tried only if the configuration states it.
+
+    Args:
+        training: the training.
+        cluster: the machines.
+        show: is called with the part of the work that is done, from 0 to 1.
+        executor: its processes share the work; None: this process does it.
     """
+    degrees = list(_degrees(training, cluster.gpus_per_node))
     layouts: list[Layout] = []
     refused: list[_TooLarge] = []
     least, too_large = inf, 0
-    for sizes in _variants(training, cluster.gpus_per_node):
+    tasks = partial(_at_degrees, training, cluster)
+    for done, found in enumerate((executor.map if executor else map)(tasks, degrees)):
+        layouts += found.layouts
+        refused += found.refused
+        too_large += found.too_large
+        least = min(least, found.least)
+        show((done + 1) / len(degrees))
+    layouts.sort(key=lambda layout: (layout.seconds, layout.peak_bytes))
+    for at_least, settings in refused:
+        if at_least < least:
+            least = min(least, training.peak_bytes(settings))
+    return WhatIf(
+        layouts=tuple(layouts),
+        too_large=too_large,
+        least_peak_bytes=None if least == inf else int(least),
+    )
+
+
+class _Found(NamedTuple):
+    """The variants with the same degrees."""
+
+    layouts: list[Layout]
+    least: float  # their smallest peak, without those with other numbers of replicas or chunks
+    refused: list["_TooLarge"]
+    too_large: int  # number of refused variants, with all larger micro-batches
+
+
+def _at_degrees(training: Training, cluster: Cluster, degrees: tuple[int, int, int, int]) -> _Found:
+    layouts: list[Layout] = []
+    refused: list[_TooLarge] = []
+    least, too_large = inf, 0
+    for sizes in _variants(training, *degrees):
         for index, settings in enumerate(sizes):
             try:
                 layout = _layout(training, settings, cluster)
@@ -438,22 +482,14 @@ def what_if(training: Training, cluster: Cluster) -> WhatIf:
             if settings.replicate == 1:
                 layouts += _with_replicas(training, settings, layout, cluster)
     layouts += _with_chunks(training, layouts, cluster)
-    layouts.sort(key=lambda layout: (layout.seconds, layout.peak_bytes))
-    for at_least, prediction in refused:
-        if at_least < least:
-            least = min(least, prediction.fullest.peak_bytes)
-    return WhatIf(
-        layouts=tuple(layouts),
-        too_large=too_large,
-        least_peak_bytes=None if least == inf else int(least),
-    )
+    return _Found(layouts, least, refused, too_large)
 
 
 class _TooLarge(NamedTuple):
-    """A run that does not fit."""
+    """A variant that does not fit."""
 
     at_least: int  # a lower bound of its peak that is already too large
-    prediction: Prediction
+    settings: Settings
 
 
 def _layout(training: Training, settings: Settings, cluster: Cluster) -> Layout | _TooLarge:
@@ -464,12 +500,12 @@ def _layout(training: Training, settings: Settings, cluster: Cluster) -> Layout 
     """
     run = training.under(settings)
     prediction = predict(run, training.device_type)
+    reserved = reserved_memory(run, cluster.device, cluster.gpus_per_node, peak_bytes=0)
     for size in ("least_bytes", "peak_bytes"):  # the first is known sooner
         for stage in prediction.stages:
             at_least: int = getattr(stage, size)
-            word = _verdict(run, at_least, cluster)
-            if word == "does not fit":
-                return _TooLarge(at_least, prediction)
+            if at_least + reserved.certain > cluster.device.memory_bytes:
+                return _TooLarge(at_least, settings)
     peak = prediction.fullest.peak_bytes
     return Layout(
         settings=settings,
@@ -508,19 +544,16 @@ def _with_replicas(
 def _with_chunks(
     training: Training, layouts: Sequence[Layout], cluster: Cluster
 ) -> Iterator[Layout]:
-    """Yield the fastest layout with chunks that fits for each (pp, dp, cp, tp), and tight ones.
+    """Yield the fastest layout with chunks that fits, and faster ones that are tight.
 
-    They need more memory, so they must be at least 1 % faster than all of ``layouts``. At best, a
-    layout with chunks has neither a bubble nor collectives of the data axis.
+    All have the same degrees. They need more memory, so they must be at least 1 % faster than all
+    of ``layouts``. At best, a layout with chunks has neither a bubble nor collectives of the data
+    axis.
     """
-    fastest: dict[tuple[int, ...], float] = {}
-    for layout in layouts:
-        degrees = layout.settings.degrees
-        fastest[degrees] = min(layout.seconds, fastest.get(degrees, inf))
+    limit = _MUCH_FASTER * min((layout.seconds for layout in layouts), default=0.0)
     tried: list[tuple[float, Settings]] = []
     for layout in layouts:
         s, step = layout.settings, layout.forecast.step
-        limit = _MUCH_FASTER * fastest[s.degrees]
         if s.pp == 1 or s.schedule == "gpipe" or s.virtual_stages > 1:
             continue
         if step.total - step.bubble - step.dp >= limit:
@@ -530,7 +563,6 @@ def _with_chunks(
                 seconds = forecast(training.under(settings), cluster).seconds
                 if seconds < limit:
                     tried.append((seconds, settings))
-    found: set[tuple[int, ...]] = set()
 
     @cache
     def fitting(settings: Settings) -> Layout | None:
@@ -540,14 +572,12 @@ def _with_chunks(
     for _, s in sorted(tried, key=itemgetter(0)):
         # This needs no more memory. Most of ``tried`` do not even fit with it.
         smaller = replace(s, replicate=1, micro_batch_groups="auto", gradient_reduction="auto")
-        if s.degrees in found:
-            continue
         with suppress(ConfigError):
             chunked = fitting(smaller) and fitting(s)
             if chunked is not None:
                 yield chunked
                 if chunked.verdict == "fits":
-                    found.add(s.degrees)
+                    return
 
 
 def _chunked(training: Training, layout: Layout) -> Iterator[Settings]:
@@ -586,8 +616,12 @@ class LongestSequence:
         }
 
 
-def longest_sequences(training: Training, cluster: Cluster) -> list[LongestSequence]:
+def longest_sequences(
+    training: Training, cluster: Cluster, show: Callable[[float], None] = float
+) -> list[LongestSequence]:
     """Return the longest sequence that fits for each (pp, dp, cp, tp), the longest first.
+
+    ``show`` is called with the part of the work that is done, from 0 to 1.
 
     A micro-batch is one sequence. A step has as many as configured, or one for each pipeline stage
     if this is more. All other settings are those of the run. Lengths are multiples of what the
@@ -595,15 +629,11 @@ def longest_sequences(training: Training, cluster: Cluster) -> list[LongestSeque
     is the limit.
     """
     count = training.run.batch.gradient_accumulation_steps
-    found = [
-        _longest_sequence(
-            training,
-            replace(training.settings, pp=pp, dp=dp, cp=cp, tp=tp, micro_batch_size=1),
-            max(count, pp),
-            cluster,
-        )
-        for pp, dp, cp, tp in _degrees(training, cluster.gpus_per_node)
-    ]
+    degrees, found = list(_degrees(training, cluster.gpus_per_node)), []
+    for pp, dp, cp, tp in degrees:
+        show(len(found) / len(degrees))
+        own = replace(training.settings, pp=pp, dp=dp, cp=cp, tp=tp, micro_batch_size=1)
+        found.append(_longest_sequence(training, own, max(count, pp), cluster))
     fitting = [each for each in found if each.tokens]
     return sorted(fitting, key=lambda each: (-each.tokens, each.settings.degrees))
 
@@ -630,50 +660,47 @@ def _longest_sequence(
     return LongestSequence(settings=settings, tokens=units * unit, peak_bytes=peaks[units])
 
 
-def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings]]:
+def _variants(training: Training, pp: int, dp: int, cp: int, tp: int) -> Iterator[list[Settings]]:
     """Yield all combinations with one replica and one chunk, and with the stated numbers of them.
 
     Each is a list of settings with all sizes of the micro-batch.
     """
     own = training.settings
     length = training.stated.data.sequence_length
-    for pp, dp, cp, tp in _degrees(training, largest_tensor):
-        samples, rest = divmod(training.run.batch.train_batch_size, dp)
-        if rest or not (cp in (1, own.cp) or length >= _LEAST_TOKENS * cp):
+    samples, rest = divmod(training.run.batch.train_batch_size, dp)
+    if rest or not (cp in (1, own.cp) or length >= _LEAST_TOKENS * cp):
+        return
+    sizes = [
+        size for size in divisors(samples) if size.bit_count() == 1 or size == own.micro_batch_size
+    ]
+    schedules = tuple(SCHEDULES) if pp > 1 else (own.schedule,)
+    at_degrees = replace(own, pp=pp, dp=dp, cp=cp, tp=tp)
+    reductions = list(_reductions(own))
+    if dp * cp == 1:  # all ZeRO stages are the same
+        reductions = [(own.zero_stage, own.gradient_reduction)]
+    for (zero_stage, reduction), replicate, schedule, chunks, recomputation in product(
+        reductions,
+        {1, own.replicate},
+        schedules,
+        {1, own.virtual_stages},
+        dict.fromkeys(("none", "selective", "full", own.activation_checkpointing)),
+    ):
+        if dp % replicate or (replicate > 1 and zero_stage == 0):
             continue
-        sizes = [
-            size
-            for size in divisors(samples)
-            if size.bit_count() == 1 or size == own.micro_batch_size
-        ]
-        schedules = tuple(SCHEDULES) if pp > 1 else (own.schedule,)
-        at_degrees = replace(own, pp=pp, dp=dp, cp=cp, tp=tp)
-        reductions = list(_reductions(own))
-        if dp * cp == 1:  # all ZeRO stages are the same
-            reductions = [(own.zero_stage, own.gradient_reduction)]
-        for (zero_stage, reduction), replicate, schedule, chunks, recomputation in product(
-            reductions,
-            {1, own.replicate},
-            schedules,
-            {1, own.virtual_stages},
-            dict.fromkeys(("none", "selective", "full", own.activation_checkpointing)),
-        ):
-            if dp % replicate or (replicate > 1 and zero_stage == 0):
-                continue
-            if chunks > 1 and (pp == 1 or schedule == "gpipe"):
-                continue
-            is_own = recomputation == own.activation_checkpointing
-            variant = replace(
-                at_degrees,
-                replicate=replicate,
-                zero_stage=zero_stage,
-                gradient_reduction=reduction,
-                schedule=schedule,
-                virtual_stages=chunks,
-                activation_checkpointing=recomputation,
-                recomputed_blocks=own.recomputed_blocks if is_own else None,
-            )
-            yield [replace(variant, micro_batch_size=size) for size in sizes]
+        if chunks > 1 and (pp == 1 or schedule == "gpipe"):
+            continue
+        is_own = recomputation == own.activation_checkpointing
+        variant = replace(
+            at_degrees,
+            replicate=replicate,
+            zero_stage=zero_stage,
+            gradient_reduction=reduction,
+            schedule=schedule,
+            virtual_stages=chunks,
+            activation_checkpointing=recomputation,
+            recomputed_blocks=own.recomputed_blocks if is_own else None,
+        )
+        yield [replace(variant, micro_batch_size=size) for size in sizes]
 
 
 def _degrees(training: Training, largest_tensor: int) -> Iterator[tuple[int, int, int, int]]:

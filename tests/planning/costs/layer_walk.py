@@ -1,0 +1,285 @@
+"""The peak memory of a pipeline stage by a walk: layer by layer, gradient by gradient.
+
+``stage_memory`` must find the same peak from runs of equal layers. This walk knows no runs, keeps
+nothing from one prediction to the next, and checks that what it frees was held.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count, groupby
+
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import HEAD_WEIGHT, layer_count
+from megaspeed.pipeline.partition import chunks_of_stages
+from megaspeed.pipeline.schedules import Pass, Pipeline, peak_in_flight, pipeline_of
+from megaspeed.planning.costs.activations import Activations, LayerMemory, hidden_bytes
+from megaspeed.planning.costs.gathers import gathered_chunk_bytes, gathered_in_pass
+from megaspeed.planning.costs.memory import (
+    Bucket,
+    Category,
+    MemoryBytes,
+    compression_buffer_bytes,
+    gradient_buckets,
+    gradient_copy_bytes,
+    head_gradient_bytes,
+    model_states,
+    waiting_dtype,
+)
+from megaspeed.planning.costs.moments import Moment, moments_of
+from megaspeed.planning.costs.rank_parameters import (
+    BYTES_OF,
+    LocalParameter,
+    elements_of,
+    head_weight,
+    local_parameters,
+)
+
+
+def walked_peak(run: Run, pipeline_stage: int, device_type: str) -> MemoryBytes:
+    """Return the memory of a rank at the peak of a step; at the first one if several are equal."""
+    peaks = (ledger.peak for ledger in _Walk(run, pipeline_stage, device_type).ledgers())
+    return max(peaks, key=lambda peak: peak.total)
+
+
+class _Ledger:
+    """Counts the bytes held now by category, and keeps the counts of the highest sum."""
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
+        self.peak = MemoryBytes()
+
+    def hold(self, category: Category, size_bytes: int) -> None:
+        """Add bytes, which are held until ``free``."""
+        self.held[category] += size_bytes
+        now = MemoryBytes(**self.held)
+        if now.total > self.peak.total:
+            self.peak = now
+
+    def free(self, category: Category, size_bytes: int) -> None:
+        assert self.held[category] >= size_bytes, f"{category} {size_bytes} was never held"
+        self.hold(category, -size_bytes)
+
+    def touch(self, category: Category, size_bytes: int) -> None:
+        """Hold bytes, and free them at once."""
+        self.hold(category, size_bytes)
+        self.free(category, size_bytes)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    memory: LayerMemory
+    parameters: Sequence[LocalParameter]
+
+    @property
+    def is_head(self) -> bool:
+        return self.parameters[0].layer == "head"
+
+
+class _Walk:
+    """Walks through one optimizer step of a pipeline stage."""
+
+    def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
+        self.run, self.on_host = run, device_type == "cpu"
+        self.parameters = local_parameters(run, pipeline_stage)
+        self.states = model_states(run, self.parameters, on_host=self.on_host)
+        self.chunks = list(_chunks(run, pipeline_stage, self.parameters, device_type))
+        self.hidden = hidden_bytes(run)
+        self.shared = Activations(run, device_type).shared()
+        self.head, self.head_gradient = (
+            head_weight(self.parameters),
+            head_gradient_bytes(run, self.parameters),
+        )
+        self.buckets = gradient_buckets(run, self.parameters, on_host=self.on_host)
+        self.pipeline, self.stage = pipeline_of(run), pipeline_stage
+        last = self.pipeline.virtual_stages - 1
+        virtual = [self.pipeline.virtual(pipeline_stage, i) for i in range(len(self.chunks))]
+        self.input = [self.hidden * (each > 0) for each in virtual]
+        self.gradient = [self.hidden * (each < last) for each in virtual]
+        self.kept = [
+            received + sum(layer.memory.kept for layer in chunk)
+            for received, chunk in zip(self.input, self.chunks, strict=True)
+        ]
+
+    def ledgers(self) -> Iterator[_Ledger]:
+        """Yield a ledger for each part of the step that may contain the peak."""
+        for moment in self.moments():
+            yield self.forward(moment) if moment.direction == "forward" else self.backward(moment)
+        reduction, update = self.start(), self.start()
+        copies = [compression_buffer_bytes(self.run, self.parameters, on_host=self.on_host)]
+        if self.run.keeps_complete_gradients:
+            copies += [bucket.packed_bytes for bucket in self.buckets]
+        reduction.hold("communication_buffers", max(copies))
+        update.hold("gradients", gradient_copy_bytes(self.run, self.parameters))
+        yield from (reduction, update)
+
+    def moments(self) -> Iterator[Moment]:
+        if len(self.chunks) > 1:
+            yield from chain(
+                *moments_of(self.pipeline, self.stage, sums_visits=self.run.sums_visits)
+            )
+        else:
+            yield from _moments_of_one_chunk(
+                self.pipeline, self.stage, bool(self.input[0]), bool(self.gradient[0])
+            )
+
+    def start(self, moment: Moment | None = None) -> _Ledger:
+        """Return a ledger with what is held at a moment, or after the last backward."""
+        ledger = _Ledger()
+        ledger.hold("parameters", self.states.parameters)
+        ledger.hold("optimizer_states", self.states.optimizer_states)
+        ledger.hold("activations", self.shared)
+        ledger.hold("gradients", self.states.gradients)
+        if moment is None:
+            return ledger
+        for number, kept in zip(moment.in_flight, self.kept, strict=True):
+            ledger.hold("activations", number * kept)
+        ledger.hold("activations", moment.messages * self.hidden)
+        if moment.has_head_sum:
+            ledger.hold("communication_buffers", self.head_gradient)
+        if moment.summed is not None:
+            own = (p for p in self.parameters if p.chunk == moment.summed and p != self.head)
+            ledger.hold("gradients", elements_of(own) * BYTES_OF[waiting_dtype(self.run)])
+        for chunk, forward in moment.gathered:
+            size = gathered_chunk_bytes(
+                self.run, self.parameters, chunk, forward=forward, on_host=self.on_host
+            )
+            ledger.hold("communication_buffers", size)
+        return ledger
+
+    def forward(self, moment: Moment) -> _Ledger:
+        ledger = self.start(moment)
+        ledger.hold("activations", self.input[moment.chunk])
+        for layer, gathered in self.layers_of(moment):
+            ledger.hold("communication_buffers", gathered)
+            ledger.hold("activations", layer.memory.kept)
+            if layer.is_head and not moment.has_head_sum:
+                ledger.hold("communication_buffers", self.head_gradient)
+            ledger.touch("activations", layer.memory.forward_working)
+            ledger.free("communication_buffers", gathered)
+        return ledger
+
+    def backward(self, moment: Moment) -> _Ledger:
+        ledger = self.start(moment)
+        ledger.hold("activations", self.kept[moment.chunk] + self.gradient[moment.chunk])
+        reductions = _Reductions(self.run, self.buckets, self.head, ledger, moment)
+        for layer, gathered in reversed(self.layers_of(moment)):
+            # Autograd computes the layer's largest gradient, and then adds it to the sum.
+            largest = max(p.elements for p in layer.parameters if p.name != HEAD_WEIGHT)
+            ledger.hold("communication_buffers", gathered)
+            ledger.hold("activations", layer.memory.backward_working)
+            ledger.touch("gradients", _fresh_bytes(self.run, largest))
+            ledger.free("activations", layer.memory.backward_working + layer.memory.kept)
+            for parameter in reversed(layer.parameters):
+                reductions.compute(parameter)
+            ledger.free("communication_buffers", gathered)
+        return ledger
+
+    def layers_of(self, moment: Moment) -> list[tuple[_Layer, int]]:
+        """Return the layers of a pass, and the bytes that are gathered while each one computes."""
+        layers = self.chunks[moment.chunk]
+        gathered = [0] * len(layers)
+        if self.pipeline.gathers == "layers":
+            own = [p for layer in layers for p in layer.parameters]
+            passes: tuple[Pass, Pass | None] = (moment.direction, moment.following)
+            gathered = gathered_in_pass(self.run, own, *passes, on_host=self.on_host)
+        return list(zip(layers, gathered, strict=True))
+
+
+class _Reductions:
+    """Gradients that wait for their bucket, and the copy that is being reduced, in a backward."""
+
+    def __init__(
+        self,
+        run: Run,
+        buckets: Sequence[Bucket],
+        head: LocalParameter | None,
+        ledger: _Ledger,
+        moment: Moment,
+    ) -> None:
+        self.run, self.head, self.ledger, self.moment = run, head, ledger, moment
+        self.bucket_of = {p.name: bucket for bucket in buckets for p in bucket.members}
+        self.missing = Counter(id(bucket) for bucket in buckets for _ in bucket.members)
+        self.in_flight = 0
+
+    def compute(self, parameter: LocalParameter) -> None:
+        """Backward has computed the gradient of this parameter."""
+        run, ledger, moment, is_head = self.run, self.ledger, self.moment, parameter is self.head
+        bucket, is_partial = self.bucket_of.get(parameter.name), not run.keeps_complete_gradients
+        # An earlier backward may have reduced what this micro-batch adds to the head's gradient.
+        if bucket is None or (is_partial and is_head and not moment.has_head_sum):
+            return
+        if is_partial and not is_head and moment.summed is None:
+            ledger.hold("gradients", parameter.elements * BYTES_OF[waiting_dtype(run)])
+        self.missing[id(bucket)] -= 1
+        is_sent = moment.reduces and (is_partial or run.overlaps_reductions)
+        if self.missing[id(bucket)] > 0 or not is_sent:
+            return
+        ledger.free("communication_buffers", self.in_flight)
+        ledger.hold("communication_buffers", bucket.packed_bytes)
+        if moment.summed is not None and not is_head:
+            ledger.touch("gradients", _fresh_bytes(run, parameter.elements))
+        self.in_flight = bucket.packed_bytes
+        if is_partial:
+            ledger.free("gradients", bucket.gradient_bytes)
+            if self.head is not None and self.head in bucket.members:
+                sum_bytes = self.head.elements * BYTES_OF[run.accumulation_dtype]
+                ledger.free("communication_buffers", sum_bytes)
+        if not run.overlaps_reductions:
+            ledger.free("communication_buffers", self.in_flight)
+            self.in_flight = 0
+
+
+def _moments_of_one_chunk(
+    pipeline: Pipeline, stage: int, receives: bool, sends: bool
+) -> Iterator[Moment]:
+    most, micro_batches = peak_in_flight(pipeline, stage), pipeline.micro_batches
+    others, continues = most - 1, micro_batches > most
+    yield Moment(
+        direction="forward",
+        in_flight=(others,),
+        messages=int(others > 0 and sends and not continues),
+        following="backward",
+    )
+    for done in range(min(2, micro_batches)):
+        left = micro_batches - 1 - done
+        yield Moment(
+            direction="backward",
+            in_flight=(others if continues else others - done,),
+            messages=int(done > 0 and receives),
+            has_head_sum=True,
+            following=None if not left else "forward" if left >= most else "backward",
+        )
+
+
+def _fresh_bytes(run: Run, elements: int) -> int:
+    """Return the bytes of a gradient of autograd, and of its copy if sums have another type."""
+    converted = run.precision != waiting_dtype(run)
+    return elements * (BYTES_OF[run.precision] + converted * BYTES_OF[waiting_dtype(run)])
+
+
+def _chunks(
+    run: Run, pipeline_stage: int, parameters: Sequence[LocalParameter], device_type: str
+) -> Iterator[list[_Layer]]:
+    """Yield the layers of each chunk of the pipeline stage, each with its parameters."""
+    own = [list(members) for _, members in groupby(parameters, key=lambda each: each.layer)]
+    activations, head = Activations(run, device_type), layer_count(run.config.model) - 1
+    blocks, layers = count(), iter(own)
+
+    def memory_of(layer: int, chunk: range) -> LayerMemory:
+        if layer == 0:
+            return activations.embedding()
+        if layer == head:
+            return activations.head()
+        is_first = layer == max(1, chunk.start)
+        return (activations.first_block if is_first else activations.block)(next(blocks))
+
+    for chunk in chunks_of_stages(run)[pipeline_stage]:
+        found = [_Layer(memory_of(layer, chunk), next(layers)) for layer in chunk]
+        last = found[-1]
+        if not last.is_head:  # The output is freed once the next stage has it.
+            kept, working = last.memory.kept, last.memory.forward_working
+            output = hidden_bytes(run)
+            memory = replace(last.memory, kept=kept - output, forward_working=working + output)
+            found[-1] = replace(last, memory=memory)
+        yield found
