@@ -44,7 +44,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,6 @@ from megaspeed.planning.costs.workload import (
     AttentionKernel,
     Cluster,
     Workload,
-    block_products,
 )
 from megaspeed.planning.forecast import (
     LARGE_FACTOR,
@@ -165,6 +164,19 @@ class Published:
     memory_bytes: float | None = None  # as reported, of the fullest rank
     # Whether it includes CUDA and NCCL; otherwise it is from torch's allocator.
     is_drivers_memory: bool = False
+
+    @cached_property
+    def network(self) -> Network:
+        """Its communication, which no constant changes."""
+        return Network(self.work, self.cluster)
+
+    @cached_property
+    def message_share(self) -> float:
+        """The time of a message between stages, as a fraction of that of a complete one."""
+        if not self.splits_messages or self.work.grid.pp == 1:
+            return 1.0
+        part = Network(replace(self.work, sequence_parallel=True), self.cluster)
+        return part.message / self.network.message
 
 
 def main() -> None:
@@ -296,15 +308,12 @@ def predict(run: Published, constants: Constants = FITTED) -> StepTime:
     2021, section 4.1).
     """
     work, cluster = run.work, run.cluster
-    rates = Rates(work, cluster, constants)
+    rates = Rates(work, cluster, constants, run.network)
     layers = Layers(rates.embedding(), _block(run, constants), rates.head())
     if run.is_interpreted:
         layers = Layers(*(_scaled(layer, constants.interpreted) for layer in layers))
     step = rates.step(layers)
-    if run.splits_messages and work.grid.pp > 1:
-        part = Network(replace(work, sequence_parallel=True), cluster).message()
-        step = replace(step, p2p=step.p2p * part / Network(work, cluster).message())
-    return step
+    return replace(step, p2p=step.p2p * run.message_share)
 
 
 def _block(run: Published, constants: Constants) -> LayerTime:
@@ -317,11 +326,11 @@ def _block(run: Published, constants: Constants) -> LayerTime:
     work, cluster, device = run.work, run.cluster, run.cluster.device
     if run.is_fp8:
         cluster = replace(cluster, device=replace(device, sustained_16=device.sustained_8))
-    rates = Rates(work, cluster, constants)
+    rates = Rates(work, cluster, constants, run.network)
     block = rates.block()
     forward, backward = block.forward_parts, block.backward_parts
     if run.is_fp8:
-        m, n, k = zip(*block_products(work.model, work.tokens, work.grid.tp), strict=True)
+        m, n, k = zip(*work.products, strict=True)
         weights, inputs, outputs = (
             sum(rows * columns for rows, columns in zip(*sizes, strict=True))
             for sizes in ((n, k), (m, k), (m, n))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -236,6 +237,7 @@ class DataConfig(Section):
         return None if self.validation is None else _as_objects(self.validation)
 
 
+@lru_cache(maxsize=64)  # each rule asks for them, and a plan has thousands of variants
 def _as_objects(sources: tuple[PathOrSource, ...]) -> tuple[Source, ...]:
     return tuple(Source(path=given) if isinstance(given, str) else given for given in sources)
 

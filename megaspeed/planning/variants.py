@@ -414,7 +414,7 @@ class WhatIf:
 def what_if(
     training: Training,
     cluster: Cluster,
-    show: Callable[[float], None] = float,
+    show: Callable[[float], object] = float,
     executor: Executor | None = None,
 ) -> WhatIf:
     """Return every variant of the training that fits the cluster's devices.
@@ -526,11 +526,13 @@ def _with_replicas(
     counts = [count for count in divisors(settings.dp)[1:] if count < settings.dp * settings.cp]
     if settings.zero_stage == 0 or not counts:
         return
-    work, layers = workload_of(layout.run, cluster.device_type), layout.forecast.step.layers
-    seconds = {}
+    work, seconds = workload_of(layout.run, cluster.device_type), {}
+    step = layout.forecast.step
     for count in counts:
-        several = replace(work, grid=replace(work.grid, replicate=count))
-        seconds[count] = Rates(several, cluster).step(layers).total * cluster.calibration
+        rates = Rates(replace(work, grid=replace(work.grid, replicate=count)), cluster)
+        terms = rates.data_axis(step.stage, step.layers.block)
+        dp, optimizer = (cluster.calibration * term for term in terms)
+        seconds[count] = replace(step, dp=dp, optimizer=optimizer).total
     for count in sorted(seconds, key=seconds.__getitem__):
         if count == training.settings.replicate:
             return
@@ -617,7 +619,7 @@ class LongestSequence:
 
 
 def longest_sequences(
-    training: Training, cluster: Cluster, show: Callable[[float], None] = float
+    training: Training, cluster: Cluster, show: Callable[[float], object] = float
 ) -> list[LongestSequence]:
     """Return the longest sequence that fits for each (pp, dp, cp, tp), the longest first.
 
@@ -629,7 +631,8 @@ def longest_sequences(
     is the limit.
     """
     count = training.run.batch.gradient_accumulation_steps
-    degrees, found = list(_degrees(training, cluster.gpus_per_node)), []
+    degrees = list(_degrees(training, cluster.gpus_per_node))
+    found: list[LongestSequence] = []
     for pp, dp, cp, tp in degrees:
         show(len(found) / len(degrees))
         own = replace(training.settings, pp=pp, dp=dp, cp=cp, tp=tp, micro_batch_size=1)

@@ -20,10 +20,12 @@ seconds for 35 stages, but it assumes nothing about the schedule.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
+from operator import add
 
 from megaspeed.pipeline.schedules import Pipeline
 from megaspeed.pipeline.simulation import Durations, simulate
@@ -70,6 +72,7 @@ class Network:
         """Whether collectives can run beside computation. On CPUs, the same cores do both."""
         return self.cluster.measured is None
 
+    @cached_property
     def tp(self) -> tuple[float, float]:
         """Return the seconds in a block's forward and backward: two all-reduces of (tokens, D).
 
@@ -92,6 +95,7 @@ class Network:
         both = 2 * self.collective("tp", "all_reduce", message) + means
         return both, both
 
+    @cached_property
     def cp(self) -> tuple[float, float]:
         """Return the seconds in a block's forward and backward over the context axis.
 
@@ -112,6 +116,7 @@ class Network:
         again = 1.0 - (work.recomputed_share if work.recomputation == "full" else 0.0)
         return gather, again * gather + self.collective("cp", "reduce_scatter", message)
 
+    @cached_property
     def tp_of_ends(self) -> tuple[float, float]:
         """Return the seconds in the embedding and in the head with its loss, of both passes.
 
@@ -129,6 +134,7 @@ class Network:
         gather = self.collective("tp", "all_gather", message)
         return summed + gather, gather + self.collective("tp", "reduce_scatter", message) + loss
 
+    @cached_property
     def message(self) -> float:
         """Return the seconds of a message between two stages: the activations of a micro-batch.
 
@@ -225,6 +231,7 @@ class Network:
         gradients = weights * work.gradient_bytes * self._share
         return together, group, self.collective("shard", "reduce_scatter", gradients)
 
+    @cached_property
     def collectives(self) -> tuple[list[float], list[float]]:
         """Return ZeRO-3's seconds of a gather of each virtual stage, and of the reductions of a
         visit. Both are empty if chunks are not gathered, or nothing runs beside computation.
@@ -369,13 +376,13 @@ def closed_form(
     if work.chunks > 1:
         return _in_step(work.pipeline, tuple(forward), tuple(backward)) - own, p2p
     ends = []
-    for stage, time in enumerate(times):
+    for stage, (time, before) in enumerate(zip(times, accumulate(times, initial=0), strict=False)):
         after = len(times) - 1 - stage
         wait = passed = sum(times[stage + 1 :])
         if count > after:
             first, last = passed - after * forward[stage], passed - after * backward[stage]
             wait = min(passed, max(0.0, first) + max(0.0, last))
-        ends.append(sum(times[:stage]) + count * time + wait)
+        ends.append(before + count * time + wait)
     return max(ends) - own, p2p
 
 
@@ -398,19 +405,20 @@ def _in_step(pipeline: Pipeline, forward: tuple[float, ...], backward: tuple[flo
 
     def seconds(groups: int) -> float:
         visits = groups * chunks
-        starts = [start for stage in range(pp) for start in (stage, late - stage)]
-        ticks = sorted({s + size * visit for s, visit in product(starts, range(visits + 1))})
+        # Tick -> the stages that begin another chunk, and the seconds of its forward or backward.
+        begun: defaultdict[int, list[tuple[list[float], int, float]]] = defaultdict(list)
+        ahead, back = [0.0] * pp, [0.0] * pp
+        for stage, visit in product(range(pp), range(visits + 1)):
+            ends = visit == visits
+            takes = 0.0 if ends else forward[visit % chunks * pp + stage]
+            begun[stage + size * visit].append((ahead, stage, takes))
+            takes = 0.0 if ends else backward[(-1 - visit) % chunks * pp + stage]
+            begun[late - stage + size * visit].append((back, stage, takes))
         total = 0.0
-        for tick, following in pairwise(ticks):
-            slowest = 0.0
-            for stage in range(pp):
-                ahead, back, both = (tick - stage) // size, (tick + stage - late) // size, 0.0
-                if 0 <= ahead < visits:
-                    both = forward[ahead % chunks * pp + stage]
-                if 0 <= back < visits:
-                    both += backward[(-1 - back) % chunks * pp + stage]
-                slowest = max(slowest, both)
-            total += (following - tick) * slowest
+        for tick, following in pairwise(sorted(begun)):
+            for passes, stage, takes in begun[tick]:
+                passes[stage] = takes
+            total += (following - tick) * max(map(add, ahead, back))
         return total
 
     groups = min(pipeline.groups, 3)

@@ -163,8 +163,9 @@ def head_weight(parameters: Sequence[LocalParameter]) -> LocalParameter | None:
 
 
 def _known(parameters: Sequence[LocalParameter]) -> LocalParameters:
-    is_known = isinstance(parameters, LocalParameters)
-    return parameters if is_known else LocalParameters(parameters)
+    if isinstance(parameters, LocalParameters):
+        return parameters
+    return LocalParameters(parameters)
 
 
 def elements_of(parameters: Iterable[LocalParameter]) -> int:

@@ -215,13 +215,14 @@ def _peak(
     return best
 
 
-_First, _Second = TypeVar("_First"), TypeVar("_Second")
+_First = TypeVar("_First")
+_Second = TypeVar("_Second")
 
 
 def _together(one: Runs[_First], other: Runs[_Second]) -> Iterator[tuple[int, _First, _Second]]:
     """Yield the runs in which both values stay the same."""
     others = iter(other)
-    left, second = 0, None
+    left, second = next(others)
     for count, first in one:
         while count:
             if not left:

@@ -31,8 +31,6 @@ from megaspeed.planning.costs.workload import (
     Workload,
     attended_tokens,
     attention_flops,
-    block_products,
-    head_product,
 )
 
 
@@ -139,6 +137,7 @@ class StepTime:
     """Seconds of one step on the rank that determines it. The terms add up to ``total``."""
 
     layers: Layers
+    stage: int  # of the pipeline, whose rank it is
     products: float  # of blocks
     attention: float
     pointwise: float
@@ -155,7 +154,7 @@ class StepTime:
     @property
     def terms(self) -> dict[str, float]:
         """Name -> seconds."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layers"}
+        return {name: getattr(self, name) for name in _TERMS}
 
     @property
     def total(self) -> float:
@@ -170,7 +169,10 @@ class StepTime:
     def scaled(self, factor: float) -> "StepTime":
         """Return all terms, multiplied by the same factor."""
         terms = {name: factor * seconds for name, seconds in self.terms.items()}
-        return StepTime(layers=self.layers, **terms)
+        return StepTime(layers=self.layers, stage=self.stage, **terms)
+
+
+_TERMS = [field.name for field in fields(StepTime) if field.type is float]
 
 
 def predict_step_time(work: Workload, cluster: Cluster, *, simulates: bool = False) -> StepTime:
@@ -193,24 +195,35 @@ def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float
     """Return the seconds of the forward and of the backward of each virtual stage for one
     micro-batch.
     """
-    embedding, block, head = layers
-    ends = [
-        (blocks, stage == 0, stage == len(work.blocks) - 1)
-        for stage, blocks in enumerate(work.blocks)
-    ]
+
+    def of_stages(embedding: float, block: float, head: float) -> list[float]:
+        times, last = [block * blocks for blocks in work.blocks], len(work.blocks) - 1
+        times[0] += embedding
+        times[last] += head
+        return times
+
     return (
-        [b * block.forward + e * embedding.forward + h * head.forward for b, e, h in ends],
-        [b * block.backward + e * embedding.backward + h * head.backward for b, e, h in ends],
+        of_stages(*(layer.forward for layer in layers)),
+        of_stages(*(layer.backward for layer in layers)),
     )
 
 
 class Rates:
-    """The times of the parts of a step, of one workload on one cluster."""
+    """The times of the parts of a step, of one workload on one cluster.
 
-    def __init__(self, work: Workload, cluster: Cluster, constants: Constants = FITTED) -> None:
+    ``network`` is that of the workload. It does not depend on the constants, so a fit keeps it.
+    """
+
+    def __init__(
+        self,
+        work: Workload,
+        cluster: Cluster,
+        constants: Constants = FITTED,
+        network: Network | None = None,
+    ) -> None:
         self.work, self.cluster, self.measured = work, cluster, cluster.measured
         device, efficiency = cluster.device, MEMORY_EFFICIENCY
-        self.network = Network(work, cluster)
+        self.network = network or Network(work, cluster)
         self.host = 0.0
         if self.measured is not None:
             self.host = self.measured.host
@@ -235,23 +248,25 @@ class Rates:
         work, (embedding, block, head) = self.work, layers
         forward, backward = stage_times(work, layers)
         times = work.of_stages([sum(both) for both in zip(forward, backward, strict=True)])
-        slowest = max(range(len(times)), key=times.__getitem__)
+        slowest = times.index(max(times))
         count, last = work.micro_batches, work.grid.pp - 1
         # Micro-batches for which that stage computes a block, the embedding and the head.
         of_blocks = count * work.blocks_of_stages[slowest]
         of_embedding, of_head = count * (slowest == 0), count * (slowest == last)
         pipeline = simulated if simulates else closed_form
-        message, waits = self.network.message(), None
+        message, waits = self.network.message, None
         bubble, p2p = pipeline(work, forward, backward, message)
-        gather, reduce = self.network.collectives()
+        gather, reduce = self.network.collectives
         if simulates and gather:
             durations = Durations(
                 forward=forward, backward=backward, message=message, gather=gather, reduce=reduce
             )
             waits = pipeline_seconds(work, durations) - count * max(times) - bubble - p2p
+        dp, optimizer = self.data_axis(slowest, block, waits)
         parts, first, end = block.parts, embedding.parts, head.parts
         return StepTime(
             layers=layers,
+            stage=slowest,
             products=of_blocks * parts.products,
             attention=of_blocks * parts.attention,
             pointwise=of_blocks * parts.pointwise + of_embedding * first.pointwise,
@@ -261,10 +276,17 @@ class Rates:
             cp=of_blocks * parts.cp,
             bubble=bubble,
             p2p=p2p,
-            dp=self.network.dp(slowest, block.forward, block.backward, waits),
-            optimizer=self.optimizer(slowest),
+            dp=dp,
+            optimizer=optimizer,
             host=(of_blocks + of_embedding + of_head) * self.host,
         )
+
+    def data_axis(
+        self, stage: int, block: LayerTime, waits: float | None = None
+    ) -> tuple[float, float]:
+        """The terms ``dp`` and ``optimizer`` of a pipeline stage. Only these depend on replicas."""
+        dp = self.network.dp(stage, block.forward, block.backward, waits)
+        return dp, self.optimizer(stage)
 
     def linear(self, product: Product) -> tuple[float, float]:
         """Forward and backward of a linear module."""
@@ -278,10 +300,9 @@ class Rates:
     def block(self) -> LayerTime:
         """One block."""
         work = self.work
-        products = list(block_products(work.model, work.tokens, work.grid.tp))
-        linear = map(sum, zip(*map(self.linear, products), strict=True))
-        network = self.network.tp(), self.network.cp()
-        each = (linear, self.attention(), self.pointwise(products), *network)
+        linear = map(sum, zip(*map(self.linear, work.products), strict=True))
+        network = self.network.tp, self.network.cp
+        each = (linear, self.attention(), self.pointwise(work.products), *network)
         forward, backward = (Parts(*seconds) for seconds in zip(*each, strict=True))
         again = recomputed_seconds(forward, AGAIN[work.recomputation])
         return LayerTime(
@@ -367,7 +388,7 @@ class Rates:
     def embedding(self) -> LayerTime:
         """Look-up and scatter: three reads or writes of (tokens, D) in each pass."""
         seconds = 3 * self.work.tokens * self.work.model.hidden_size * self.width / self.memory
-        tp, _ = self.network.tp_of_ends()
+        tp, _ = self.network.tp_of_ends
         return LayerTime(
             forward_parts=Parts(pointwise=seconds, tp=tp),
             backward_parts=Parts(pointwise=seconds),
@@ -380,10 +401,10 @@ class Rates:
         Logits are read in 16 bits, written in fp32, read for the maximum, read for the sum, and
         the gradient is written in 16 bits, and read: 18 bytes in all.
         """
-        product = head_product(self.work.model, self.work.tokens, self.work.grid.tp)
+        product = self.work.head_product
         loss = 9 * self.width * product.m * product.n / self.memory
         forward, backward = self.linear(product)
-        _, tp = self.network.tp_of_ends()
+        _, tp = self.network.tp_of_ends
         return LayerTime(
             forward_parts=Parts(products=forward, pointwise=loss / 2, tp=tp),
             backward_parts=Parts(products=backward, pointwise=loss / 2),

@@ -334,12 +334,12 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host
         messages.add(axis, collective, size, ranks=run.grid.senders)
 
 
-def _partition_message(run: Run, parameters: list[LocalParameter]) -> tuple[Collective, int]:
+def _partition_message(run: Run, parameters: Sequence[LocalParameter]) -> tuple[Collective, int]:
     """Return the collective that sums the partition of gradients over the replicas."""
     return "all_reduce", own_elements(run, parameters) * BYTES_OF[run.reduction_dtype]
 
 
-def _gradient_message(run: Run, parameters: list[LocalParameter]) -> tuple[Collective, int]:
+def _gradient_message(run: Run, parameters: Sequence[LocalParameter]) -> tuple[Collective, int]:
     """Return the collective that sums gradients over the shards, with the bytes of the messages."""
     sent_bytes = 0
     for (first, *_), elements in flat_buckets(run, parameters):
@@ -351,7 +351,7 @@ def _gradient_message(run: Run, parameters: list[LocalParameter]) -> tuple[Colle
 
 
 def _compressed_messages(
-    run: Run, parameters: list[LocalParameter]
+    run: Run, parameters: Sequence[LocalParameter]
 ) -> Iterator[tuple[Collective, int]]:
     """Yield the collectives of compressed gradients, once a step (``zero/compression.py``).
 

@@ -8,7 +8,7 @@ products are read from the table of the model's parameters, as its FLOPs are.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Literal, NamedTuple, TypeVar
 
@@ -121,14 +121,26 @@ class Workload:
         """The number of chunks of each pipeline stage."""
         return len(self.blocks) // self.grid.pp
 
-    @property
+    @cached_property
     def blocks_of_stages(self) -> list[int]:
         """The number of blocks of each pipeline stage, in all its chunks."""
         return self.of_stages(self.blocks)
 
     def of_stages(self, values: Sequence[_Number]) -> list[_Number]:
         """Sum values of the virtual stages over the chunks of each pipeline stage."""
+        if self.chunks == 1:
+            return list(values)
         return [sum(values[stage :: self.grid.pp]) for stage in range(self.grid.pp)]
+
+    @cached_property
+    def products(self) -> list["Product"]:
+        """The products of a block's forward on one tensor rank, without the attention's own."""
+        return list(block_products(self.model, self.tokens, self.grid.tp))
+
+    @cached_property
+    def head_product(self) -> "Product":
+        """The product of the head's forward on one tensor rank."""
+        return head_product(self.model, self.tokens, self.grid.tp)
 
     @property
     def tokens(self) -> int:
@@ -178,7 +190,10 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
     config, model, zero = run.config, run.config.model, run.config.zero_optimization
     head, parallel, pipeline = layer_count(model) - 1, config.parallel, pipeline_of(run)
     # Of each chunk of each stage.
-    counts = [[len({*c} - {0, head}) for c in chunks] for chunks in chunks_of_stages(run)]
+    counts = [
+        [len(c) - (c.start == 0) - (c.stop > head) for c in chunks]
+        for chunks in chunks_of_stages(run)
+    ]
     largest = max(map(sum, counts))
     recomputed = parallel.recomputed_blocks or largest
     takes_type = run.precision != "fp32" or device_type == "cpu"

@@ -120,7 +120,7 @@ def test_own_work_bubble_and_messages_are_the_length_of_the_timetable() -> None:
     step = predict_step_time(work, cluster())
     simulated = predict_step_time(work, cluster(), simulates=True)
     forward, backward = stage_times(work, step.layers)
-    message = Network(work, cluster()).message()
+    message = Network(work, cluster()).message
     terms = simulated.terms
     assert sum(terms.values()) - terms["dp"] - terms["optimizer"] == pytest.approx(
         pipeline_seconds(work, Durations(forward=forward, backward=backward, message=message))

@@ -239,7 +239,7 @@ def test_with_sequence_parallelism_the_ends_gather_and_scatter() -> None:
     loss.
     """
     both = [Network(workload(tp=8, dp=1, sequence_parallel=s), cluster()) for s in (False, True)]
-    (embedding, head), (split_embedding, split_head) = (each.tp_of_ends() for each in both)
+    (embedding, head), (split_embedding, split_head) = (each.tp_of_ends for each in both)
     message = 2048 * 4096 * 2
     summing, gathering, scattering = (
         both[0].collective("tp", kind, message)
@@ -361,7 +361,7 @@ def test_the_group_that_is_placed_worst_determines_the_time() -> None:
     one_rank_each = (2, 0.78e9 * across.network_bandwidth)
     assert ring(work, aligned, "tp")[0] == 1
     assert ring(work, across, "tp") == one_rank_each
-    assert Network(work, across).tp()[0] > 3 * Network(work, aligned).tp()[0]
+    assert Network(work, across).tp[0] > 3 * Network(work, aligned).tp[0]
     # There are four ranks on nodes of three, so one of them is alone.
     alone = dataclasses.replace(cluster(), gpus_per_node=3)
     assert ring(workload(dp=1, tp=4), alone, "tp")[1] == 0.78e9 * alone.network_bandwidth
