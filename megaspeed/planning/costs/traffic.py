@@ -24,7 +24,7 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
