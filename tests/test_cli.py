@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megaspeed.cli import main, parse
 from megaspeed.pipeline.schedules import SCHEDULES
@@ -231,14 +232,26 @@ def test_schedule_prints_the_grid_and_writes_the_bubble(
     assert json.loads(figures.read_text()) == {"bubble_fraction": bubble}
 
 
-@pytest.mark.parametrize("name", ["check", "plan"])
+def test_check_reports_bf16_on_a_cpu_without_its_instructions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    figures = tmp_path / "figures.json"
+    options = ("--json", str(figures), "--device", "cpu", "--set", "bf16.enabled=true")
+    assert check(FOLDER / "3d.json", *options) == 0
+    (note,) = json.loads(figures.read_text())["notes"]
+    assert "times as long as in fp32 (measured" in note
+    assert capsys.readouterr().out.startswith(f"note: {note}\n")
+
+
+@pytest.mark.parametrize("name", ["check --device cpu", "check --set bf16.enabled=true", "plan"])
 def test_checking_and_planning_load_no_torch(name: str) -> None:
     code = (
         "import sys; from megaspeed.cli import main; "
         "code = main([*sys.argv[1:], '--world-size', '8']); "
         "sys.exit(code or ' '.join({'torch', 'deepspeed', 'datasets'} & set(sys.modules)) or None)"
     )
-    command = [sys.executable, "-c", code, name, "--config", str(FOLDER / "3d.json")]
+    command = [sys.executable, "-c", code, *name.split(), "--config", str(FOLDER / "3d.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,7 @@
-"""``megaspeed check``: finds every mistake in a configuration at once, without loading torch."""
+"""``megaspeed check``: finds every mistake in a configuration at once.
+
+It loads torch only to measure a CPU on which a run in bf16 may be slow.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -32,11 +35,16 @@ def run(options: argparse.Namespace) -> int:
     checked = check_document(document, world)
     problems = [*checked.problems, *find_data_problems(checked.correct)]
     problems += _run_dir_problems(document, options.config.stem)
-    figures = {"config": str(options.config), "problems": problems, "notes": checked.notes}
+    notes = list(checked.notes)
+    if checked.config is not None and checked.config.bf16.enabled and options.device == "cpu":
+        from megaspeed.model.bf16_on_cpu import bf16_warning
+
+        notes += bf16_warning(checked.config, options.device)
+    figures = {"config": str(options.config), "problems": problems, "notes": notes}
     write_json(options, figures)
     if problems:
         raise ConfigError(problems, where=str(options.config))
-    for note in checked.notes:
+    for note in notes:
         say(f"note: {note}")
     say(f"{options.config}: no problem found")
     return EXIT_DONE

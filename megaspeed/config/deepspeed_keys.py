@@ -90,7 +90,8 @@ class Bf16Config(Section):
     """bfloat16 parameters and activations with fp32 master weights."""
 
     enabled: bool = False
-    """Compute in bfloat16."""
+    """Compute in bfloat16. A CPU without instructions for it takes many times as long as in fp32.
+    The first lines of a run, ``doctor`` and ``check --device cpu`` measure how many."""
     check_grad_overflow: bool = True
     """Skip a step whose gradients are not finite."""
 

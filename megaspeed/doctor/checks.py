@@ -17,6 +17,7 @@ from rich.table import Table
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.doctor.record import Link, Record
+from megaspeed.model.bf16_on_cpu import bf16_warning
 from megaspeed.planning.costs.traffic import axis_totals, predict_traffic
 from megaspeed.topology.store import ranks_named
 from megaspeed.units import counted, traffic_unit
@@ -169,6 +170,8 @@ def _short(value: str | None) -> str:
 def make_remarks(findings: Findings) -> Iterator[str]:
     """Yield a sentence for each device or link that works, but is slow."""
     yield from _tensor_axis_across_nodes(findings)
+    if findings.run is not None:
+        yield from bf16_warning(findings.run.config, findings.answered[0].device)
     names = sorted({record.device for record in findings.answered})
     if len(names) > 1:
         yield f"the ranks have different devices ({', '.join(names)}); the slowest sets the pace"

@@ -23,6 +23,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.data.errors import DataError
+from megaspeed.model.bf16_on_cpu import bf16_warning
 from megaspeed.supervision.answers import RankFailed
 from megaspeed.supervision.failure import write_error_file
 from megaspeed.supervision.meeting import RanksDisagree, check_in
@@ -158,16 +159,19 @@ def _checked_run(
 
 
 def _print_warnings(run: Run, launch: LaunchEnvironment, console: Console) -> None:
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    for warning in launch_warnings(
+    if console.quiet:
+        return
+    by_torchrun, on_gpu = "TORCHELASTIC_RUN_ID" in os.environ, torch.cuda.is_available()
+    warnings = launch_warnings(
         launch,
         run,
         visible_gpus=torch.cuda.device_count(),
-        has_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(False),
+        has_bf16=on_gpu and torch.cuda.is_bf16_supported(False),
         processors=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         torchrun_restarts=int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) if by_torchrun else None,
-    ):
+    )
+    for warning in (*warnings, *bf16_warning(run.config, "cuda" if on_gpu else "cpu")):
         print_warning(console, warning)
 
 

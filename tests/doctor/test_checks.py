@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megaspeed.doctor.checks import Findings, make_checks, make_remarks
 from megaspeed.doctor.record import Link, Record
@@ -84,6 +85,17 @@ def test_unequal_gpus_are_a_remark() -> None:
     other = replace(record(2, "gpu18"), device="NVIDIA A100-SXM4-80GB")
     (unequal,) = make_remarks(findings(other, record(3, "gpu18")))
     assert "A100" in unequal and "H100" in unequal
+
+
+def test_bf16_on_a_cpu_without_its_instructions_is_a_remark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    run = tiny_run(TEXT, dp=2, tp=2, bf16={"enabled": True})
+    records = [replace(each, device="cpu") for each in findings().answered]
+    (remark,) = make_remarks(findings(*records, run=run))
+    assert list(make_remarks(findings(run=run))) == [], "on GPUs"
+    assert "times as long as in fp32 (measured" in remark
 
 
 def linked(axis: str, *groups: tuple[int, ...], speeds: Sequence[float], **others: Any) -> Findings:

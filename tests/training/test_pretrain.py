@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from filelock import FileLock
 
 from megaspeed.topology.context import ParallelContext
@@ -119,6 +120,24 @@ def test_a_layout_that_these_processes_cannot_take_ends_with_2(
 def endings(launch: LaunchEnvironment, config: Path, commands: list[list[str]]) -> list[Ending]:
     """Run the main job once for each command, one after the other."""
     return [ending(config, *command) for command in commands]
+
+
+def endings_without_onednn(
+    launch: LaunchEnvironment, config: Path, commands: list[list[str]]
+) -> list[Ending]:
+    torch.backends.mkldnn.set_flags(_enabled=False)
+    return endings(launch, config, commands)
+
+
+def test_bf16_on_a_cpu_without_its_instructions_is_warned_of(
+    pool: RankPool, config: Path, tmp_path: Path
+) -> None:
+    commands = [["bf16.enabled=true"], [f"training.run_dir={tmp_path / 'fp32'}"]]
+    (bf16, fp32), of_rank_1 = pool.run(2, endings_without_onednn, config, commands)
+    assert [bf16[0], fp32[0]] == [0, 0]
+    assert bf16[1].startswith("warning: bf16.enabled is true, but this CPU has no instructions")
+    assert "warning" not in fp32[1]
+    assert [out for _, out, _ in of_rank_1] == ["", ""]
 
 
 def endings_without_a_decision(
