@@ -2,7 +2,7 @@
 # make pretrain  pretrain a small GPT on 8 ranks: pipeline 2 x data 2 x tensor 2, ZeRO-3
 # make test      all tests, four at a time;   PYTEST_ARGS="tests/topology -x" for some;
 #                without Chromium, those that open a report in a browser are skipped
-# make quick     the tests that start no ranks, in under two minutes
+# make quick     the tests that start no ranks
 # make lint      ruff, mypy and the import layers
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)

@@ -1,6 +1,6 @@
 """megaspeed from Python, cell by cell; run it in a notebook, or with ``python examples/api.py``.
 
-It trains a tiny GPT on this machine's CPU or GPU in a few seconds, without a launcher.
+It trains a tiny GPT on this machine's CPU or GPU in less than a minute, without a launcher.
 """
 
 # %% The configuration: one JSON file, and changes of single keys
