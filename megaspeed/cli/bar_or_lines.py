@@ -55,8 +55,8 @@ class BarOrLines:
             share = f"{done / self._total:4.0%}  " if self._total else ""
             (task,) = self._bar.tasks
             seconds = task.time_remaining  # None if it is not known yet
-            left = f", {timedelta(seconds=int(seconds))} left" if seconds else ""
-            self._console.print(share + text + left)
+            left = f"{timedelta(seconds=int(seconds))} left" if seconds else ""
+            self._console.print(share + ", ".join(filter(None, (text, left))))
 
     def tell(self, text: str) -> None:
         """Print a line that stays, above the bar."""

@@ -14,13 +14,16 @@ from tests.planning.tiny_runs import FOLDER
 
 pytestmark = pytest.mark.slow
 
+PROGRESS = re.compile("comparing the variants of the run|searching .*| *[0-9]+%.* left")
+"""What a search prints on standard error: a line first, then one every ten seconds."""
+
 TWO_BY_TWO_BY_TWO = ("--config", str(FOLDER / "3d.json"), "--world-size", "8")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     assert main(["plan", *options]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert all(map(PROGRESS.fullmatch, captured.err.splitlines())), captured.err
     return captured.out
 
 

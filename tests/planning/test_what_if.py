@@ -1,5 +1,6 @@
 """What-if against brute force, which loads and predicts every variant of 8 ranks from a file."""
 
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -126,6 +127,14 @@ def test_the_variants_are_ranked_by_time(file: Path) -> None:
     for layout in fastest:
         same = [each.seconds for each in found.layouts if each.run.grid == layout.run.grid]
         assert layout.seconds == min(same)
+
+
+def test_processes_that_share_the_work_find_the_same(file: Path) -> None:
+    training, shares = from_file(file, world_size=8), list[float]()
+    with ProcessPoolExecutor(2) as executor:
+        found = what_if(training, a100s(), shares.append, executor)
+    assert found.as_json() == what_if(training, a100s()).as_json()
+    assert shares == sorted(shares) and shares[-1] == 1.0
 
 
 def test_tensor_groups_are_at_most_as_wide_as_a_node(file: Path) -> None:
