@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.fork_server import start_fork_server, use_fork_server
+from tests.support.machine import factor, limit, use_factor
 
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
@@ -27,13 +28,18 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Start the fork server, once for all workers of pytest-xdist."""
+    """Measure the machine and start the fork server, once for all workers of pytest-xdist."""
+    node.workerinput["factor"] = factor()
     node.workerinput["fork_server"] = start_fork_server()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout, which then uses the scaled limit
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
+        use_factor(config.workerinput["factor"])
         use_fork_server(config.workerinput["fork_server"])
+    elif config.option.timeout is None:
+        config.option.timeout = limit(float(config.getini("timeout")))
     # torch looks up the name of every address that it connects to, for its logs. If a name server
     # does not answer, torch waits 5 s. One second is enough, and then torch stops looking up names.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -44,6 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
 
 
+def pytest_report_header() -> str:
+    return f"machine: limits of time are multiplied by {factor():.2f} (tests/support/machine.py)"
+
+
 def pytest_collection_finish() -> None:
     """Make the garbage collector ignore all objects that imports have created."""
     gc.freeze()
@@ -51,10 +61,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start ranks, so ``make quick`` can omit them."""
+    """Mark the tests that start ranks, so ``make quick`` can omit them. Scale limits for hangs."""
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
+        if (marker := item.get_closest_marker("timeout")) is not None:
+            item.add_marker(pytest.mark.timeout(limit(marker.args[0])), append=False)
 
 
 @pytest.fixture(scope="session")

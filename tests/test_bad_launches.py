@@ -11,10 +11,11 @@ from megaspeed.config.document import merge
 from tests.config.workshop import Workshop
 from tests.support.forked import Forked
 from tests.support.launched import free_port, launch
+from tests.support.machine import limit
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "pretrain.py"
-MOST_SECONDS = 15.0
+MOST_SECONDS = limit(15)
 """The limit of a launch, on an idle machine with a core for each rank."""
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]

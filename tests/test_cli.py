@@ -17,6 +17,7 @@ from megaspeed.cli import main, parse
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import format_grid
 from tests.pipeline.test_schedules import shape
+from tests.support.machine import limit
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "ds_configs"
@@ -273,13 +274,14 @@ def test_a_command_is_imported_when_it_is_called(program: str, modules: set[str]
 
 
 def test_check_takes_less_than_2_seconds() -> None:
-    """These are processor seconds, so the limit holds on a busy machine, too."""
+    """These are processor seconds of a machine with factor 1."""
     command: list[Any] = [Path(sys.executable).with_name("megaspeed"), "check"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([*command, "--config", FOLDER / "3d.json"], check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used < limit(2)
 
 
 def test_too_few_open_files_are_one_message_with_the_limit() -> None:

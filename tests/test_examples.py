@@ -21,13 +21,14 @@ from megaspeed.config.layout import World
 from megaspeed.config.loading import check_document
 from megaspeed.training.pretrain import parse_arguments as parse_pretrain
 from tests.support.launched import free_port
+from tests.support.machine import limit
 from tests.support.nodes import ROOT
 from tests.support.tiny import GPT2
 
 pytestmark = pytest.mark.ranks
 
 EXAMPLES = ROOT / "examples"
-SECONDS = 240.0
+SECONDS = limit(240)
 
 # Does what Slurm's programs do for the batch file, for two tasks on this machine.
 SRUN = """#!/bin/bash

@@ -21,13 +21,15 @@ import pytest
 
 from tests.support.forked import Forked
 from tests.support.launched import free_port
+from tests.support.machine import limit
 from tests.support.tiny import GPT2
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain.py"
 TEXT = Path(__file__).parents[1] / "LICENSE"
 HOST = socket.gethostname()
-SECONDS_TO_END = 30.0
-HANG_SECONDS = 8
+SECONDS_TO_END = limit(30)
+"""README.md promises 30 s. They are those of a machine with factor 1 (tests/support/machine.py)."""
+HANG_SECONDS = limit(8)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -137,7 +139,7 @@ class Job:
 
     def wait_until_training(self) -> None:
         metrics = self.run_dir / "metrics.jsonl"
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + limit(240)
         runs = True
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
             assert runs and time.monotonic() < deadline, self.console()
@@ -146,7 +148,7 @@ class Job:
         self._since = time.monotonic()
 
     def wait_until_said(self, words: str, seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + limit(seconds)
         while words not in self.console():
             assert time.monotonic() < deadline, self.console()
             time.sleep(0.1)
@@ -156,7 +158,7 @@ class Job:
         try:
             code = self.launcher.wait(timeout=within)
             while self.processes():
-                assert time.monotonic() - self._since < within, "processes are left"
+                assert time.monotonic() - self._since < limit(within), "processes are left"
                 time.sleep(0.2)
             seconds = time.monotonic() - self._since
         finally:
@@ -275,7 +277,7 @@ def test_a_rank_that_cannot_run_a_thread_is_ended_by_its_watchdog(tmp_path: Path
     job = Job(tmp_path, "forked", fault="lock rank=0 step=400 work=Backward", ranks=1)
     job.wait_until_training()
     ended = job.ended()
-    assert ended.code == 3 and ended.seconds < HANG_SECONDS + 30 + 20
+    assert ended.code == 3 and ended.seconds < HANG_SECONDS + 30 + limit(20)
     place = f"[{HOST}, rank 0 (pp 0, dp 0, tp 0), last known phase: "
     assert place in ended.err and "a call holds Python's GIL" in ended.err
     assert "faults.py" in ended.log(0) and "watch.py" in ended.log(0), "stacks of all threads"
@@ -365,7 +367,7 @@ def test_a_spare_rank_that_is_stopped_does_not_keep_a_run_that_ends(
     """In an earlier version, its launcher waited for it forever. If rank 0 kept the store, rank 0
     waited 45 s, too.
     """
-    fault = "slow rank=0 step=4 work=Forward(micro_batch=0 seconds=2"
+    fault = f"slow rank=0 step=4 work=Forward(micro_batch=0 seconds={limit(2)}"
     changes = ("parallel.spare_ranks=true", "training.steps=4")
     job = Job(tmp_path, launcher, *changes, fault=fault, ranks=3)
     job.wait_until_training()
@@ -426,7 +428,7 @@ def test_a_run_whose_output_nobody_reads_any_more_still_saves(tmp_path: Path) ->
     os.close(reader)
     pipe.unlink()
     pipe.touch()
-    time.sleep(0.5)
+    time.sleep(limit(0.5))
     job.launcher.send_signal(signal.SIGINT)
     ended = job.ended()
     assert ended.code == 0 and ended.saved and "Traceback" not in ended.err
@@ -462,9 +464,9 @@ def test_ctrl_c_in_a_long_step_saves_although_the_launcher_has_gone(tmp_path: Pa
 def test_the_second_ctrl_c_leaves_at_once_even_from_a_blocked_main_thread(tmp_path: Path) -> None:
     job = Job(tmp_path, "forked", fault="hang rank=0 step=6", ranks=1)
     job.wait_until_training()
-    time.sleep(1)
+    time.sleep(limit(1))
     job.launcher.send_signal(signal.SIGINT)
-    time.sleep(1.5)
+    time.sleep(limit(1.5))
     job.launcher.send_signal(signal.SIGINT)
     ended = job.ended()
     assert ended.code == 130 and ended.seconds < HANG_SECONDS
@@ -543,20 +545,21 @@ def alone(folder: Path, *changes: str, fault: str = "", **variables: str) -> Job
     """Start one rank of two without the other one."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
-    limit = "training.hang_timeout_seconds=5"
-    return Job(folder, "forked", limit, *changes, fault=fault, ranks=1, **place)
+    patience = f"training.hang_timeout_seconds={limit(5)}"
+    return Job(folder, "forked", patience, *changes, fault=fault, ranks=1, **place)
 
 
 @pytest.mark.parametrize(
     ("rank", "said"),
     [
-        ("0", "rank 0 has waited 10 s for rank 1 of 2 (world size from RANK/WORLD_SIZE)"),
-        ("1", "rank 1 has not reached the store of rank 0 at 127.0.0.1:"),
+        ("0", r"rank 0 has waited 1\d s for rank 1 of 2 \(world size from RANK/WORLD_SIZE\)"),
+        ("1", r"rank 1 has not reached the store of rank 0 at 127.0.0.1:\d+ .* for 1\d s: "),
     ],
 )
 def test_a_rank_that_never_comes_is_named(tmp_path: Path, rank: str, said: str) -> None:
-    job = alone(tmp_path, RANK=rank, LOCAL_RANK=rank)
-    job.wait_until_said(said)
+    job = alone(tmp_path, "training.hang_timeout_seconds=5", RANK=rank, LOCAL_RANK=rank)
+    job.wait_until_said("the limit is 20 s")
+    assert re.search(said, job.console()), job.console()
     ended = job.ended()
     assert ended.code == 1 and "Traceback" not in ended.err
 

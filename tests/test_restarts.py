@@ -1,6 +1,7 @@
 """Runs whose ranks die restart automatically, and end with the result of an undisturbed run."""
 
 import json
+import math
 import os
 import random
 import re
@@ -15,13 +16,17 @@ import pytest
 from megaspeed.supervision import watchdog
 from tests.support.forked import Forked
 from tests.support.launched import free_port
+from tests.support.machine import limit
 from tests.test_faults import CONFIG, HOST, SCRIPT, Job, Launcher, alone
 
 # To run more: KILLS=50 python -m pytest tests/test_restarts.py -k random --timeout 4000
 KILLS = int(os.environ.get("KILLS", "2"))
 STEPS = 20 + 20 * KILLS
 SECONDS = 120 + 10 * KILLS
-SAVES = ("training.save_interval=5", "training.hang_timeout_seconds=60")
+SAVES = ("training.save_interval=5", f"training.hang_timeout_seconds={limit(60)}")
+
+HANG_SECONDS = limit(5)
+"""Of ranks that do not train."""
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -51,7 +56,7 @@ def ranks_of(job: Job) -> list[psutil.Process]:
 
 
 def wait_for_step(job: Job, step: int, within: float = 120) -> None:
-    deadline = time.monotonic() + within
+    deadline = time.monotonic() + limit(within)
     while last_step(job.run_dir) < step:
         assert job.launcher.poll() is None and time.monotonic() < deadline, job.console()
         time.sleep(0.02)
@@ -202,8 +207,8 @@ def test_only_the_first_step_without_memory_is_repeated_and_once(
 def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -> None:
     """No launcher would end the other ranks."""
     port = str(free_port())
-    limit = "training.hang_timeout_seconds=15"
-    same = (*SAVES, "training.restart=2", f"training.run_dir={tmp_path / 'run'}", limit)
+    patience = f"training.hang_timeout_seconds={limit(15)}"
+    same = (*SAVES, "training.restart=2", f"training.run_dir={tmp_path / 'run'}", patience)
     jobs = [
         alone(tmp_path / str(rank), *same, MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(2)
@@ -244,11 +249,17 @@ end_process(supervisor.run_supervised(train))
 class CheapRanks:
     """Two supervisors, started without a launcher, whose children do not train."""
 
-    def __init__(self, folder: Path, body: str, seconds_to_end: float = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        body: str,
+        seconds_to_end: float = 1,
+        hang_seconds: float = HANG_SECONDS,
+    ) -> None:
         self.folder = folder
         text = CHEAP.replace("{body}", body).replace("{seconds_to_end}", str(seconds_to_end))
         (folder / "ranks.py").write_text(text)
-        training = {"steps": 1, "restart": 3, "hang_timeout_seconds": 5}
+        training = {"steps": 1, "restart": 3, "hang_timeout_seconds": hang_seconds}
         (folder / "tiny.json").write_text(json.dumps({**CONFIG, "training": training}))
         place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -282,9 +293,11 @@ class CheapRanks:
 
 def test_a_late_start_and_a_late_end_of_rank_0_are_no_failures(tmp_path: Path) -> None:
     """A node may start later, and rank 0 may draw the loss curve at the end."""
-    ranks = CheapRanks(tmp_path, "time.sleep(10 * (rank == 0))")
+    ranks = CheapRanks(tmp_path, f"time.sleep({2 * HANG_SECONDS} * (rank == 0))")
     ranks.start(1)
-    time.sleep(15)
+    while not (tmp_path / "out-1").read_text():  # it says after 10 s that it waits
+        assert ranks.of[1].poll() is None
+        time.sleep(0.1)
     ranks.start(0)
     ranks.go()
     ended = ranks.ended(0, 1)
@@ -295,7 +308,7 @@ def test_a_late_start_and_a_late_end_of_rank_0_are_no_failures(tmp_path: Path) -
 
 
 def test_a_supervisor_without_rank_0_says_which_address_does_not_answer(tmp_path: Path) -> None:
-    ranks = CheapRanks(tmp_path, "")
+    ranks = CheapRanks(tmp_path, "", hang_seconds=5)
     ranks.start(1)
     ((code, said),) = ranks.ended(1)
     assert code == 1 and said.startswith("rank 1 has not reached the store of rank 0 at 127.0.0.1:")
@@ -304,13 +317,14 @@ def test_a_supervisor_without_rank_0_says_which_address_does_not_answer(tmp_path
 
 def test_a_supervisor_of_rank_0_that_is_frozen_ends_the_job(tmp_path: Path) -> None:
     """The ranks detect it and end. In an earlier version, their supervisors waited forever."""
-    ranks = CheapRanks(tmp_path, "time.sleep(10); return 3")
+    ranks = CheapRanks(tmp_path, f"time.sleep({2 * HANG_SECONDS}); return 3")
     ranks.start(0, 1)
     ranks.go()
     ranks.of[0].send_signal(signal.SIGSTOP)
     ((code, said),) = ranks.ended(1)
     assert code == 1
-    assert "lost the store of all ranks, which rank 0's supervisor keeps: no answer for 5 s" in said
+    lost = "lost the store of all ranks, which rank 0's supervisor keeps: no answer for "
+    assert f"{lost}{HANG_SECONDS:.0f} s" in said
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -318,7 +332,8 @@ def test_the_rank_of_another_supervisor_may_save_after_one_has_died(
     tmp_path: Path, victim: int
 ) -> None:
     """All ranks save together, which takes longer than the time to end after a failure."""
-    ranks = CheapRanks(tmp_path, "time.sleep(10); (folder / f'saved-{rank}').touch()")
+    body = f"time.sleep({2 * HANG_SECONDS}); (folder / f'saved-{{rank}}').touch()"
+    ranks = CheapRanks(tmp_path, body)
     ranks.start(0, 1)
     ranks.go()
     ranks.of[victim].kill()
@@ -329,7 +344,7 @@ def test_the_rank_of_another_supervisor_may_save_after_one_has_died(
 
 def test_a_stop_signal_to_one_rank_before_training_ends_all(tmp_path: Path) -> None:
     """The rank ends with 128 + SIGTERM. Only this rank got the signal."""
-    ranks = CheapRanks(tmp_path, "time.sleep(60 * (rank == 0)); return 128 + signal.SIGTERM")
+    ranks = CheapRanks(tmp_path, "time.sleep(10**6 * (rank == 0)); return 128 + signal.SIGTERM")
     ranks.start(0, 1)
     ranks.go()
     ended = ranks.ended(0, 1)
@@ -337,7 +352,7 @@ def test_a_stop_signal_to_one_rank_before_training_ends_all(tmp_path: Path) -> N
     assert all("attempt 1" not in said and "restart 1" not in said for _, said in ended)
 
 
-MEETING = """
+MEETING = f"""
     from megaspeed.topology.launch import read_launch_environment
     from megaspeed.supervision.meeting import check_in
     from megaspeed.topology.store import wait_for_keys
@@ -345,10 +360,10 @@ MEETING = """
     number = os.environ["TORCHELASTIC_RESTART_COUNT"]
     if rank == 1 and number == "0":
         return 3
-    store = check_in(read_launch_environment(os.environ), {}, 60).store
-    store.set(f"number of {rank}", number)
-    wait_for_keys(store, ["number of 0", "number of 1"], 60)
-    print(*(store.get(f"number of {other}").decode() for other in range(2)), flush=True)
+    store = check_in(read_launch_environment(os.environ), {{}}, {limit(60)}).store
+    store.set(f"number of {{rank}}", number)
+    wait_for_keys(store, ["number of 0", "number of 1"], {limit(60)})
+    print(*(store.get(f"number of {{other}}").decode() for other in range(2)), flush=True)
 """
 
 
@@ -357,7 +372,7 @@ def test_a_rank_does_not_meet_one_of_an_earlier_attempt(tmp_path: Path) -> None:
     seconds. In an earlier version, the new rank 1 met it in that time, and they trained until the
     supervisor killed rank 0.
     """
-    ranks = CheapRanks(tmp_path, MEETING, seconds_to_end=8)
+    ranks = CheapRanks(tmp_path, MEETING, seconds_to_end=limit(8))
     ranks.start(0, 1)
     ranks.go()
     ended = ranks.ended(0, 1)
@@ -377,7 +392,7 @@ def elastic(folder: Path, port: int, ranks: int, *changes: str, fault: str) -> J
         launcher_options=[
             *("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d"),
             *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic"),
-            *("--rdzv-conf", "last_call_timeout=5"),
+            *("--rdzv-conf", f"last_call_timeout={math.ceil(limit(5))}"),
         ],
     )
 
@@ -400,7 +415,9 @@ def test_a_run_continues_without_one_of_its_nodes_and_with_a_spare_rank(
     )
     port, fault = free_port(), "slow rank=0 step=8 seconds=6"
     first = elastic(tmp_path / "0", port, 2, *changes, fault=fault)
-    time.sleep(2)  # so that this node keeps the store where nodes meet
+    while not any(each.laddr.port == port for each in psutil.net_connections("tcp")):
+        assert first.launcher.poll() is None
+        time.sleep(0.1)  # until this node keeps the store where nodes meet
     second = elastic(tmp_path / "1", port, 1, *changes, fault=fault)
     first.run_dir = second.run_dir = tmp_path / "run"
     wait_for_step(first, 7)

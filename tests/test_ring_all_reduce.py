@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[1]
@@ -139,7 +140,9 @@ def test_the_table_of_the_docstring_is_the_schedule() -> None:
 def started(*command: str | Path) -> list[list[str]]:
     """Run a command, and return the rows of the table that it prints, as words."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=limit(120)
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [line.split() for line in ended.stdout.splitlines()[1:]]
 

@@ -17,6 +17,7 @@ from megaspeed.supervision.process_end import has_ended
 from tests.data.words import WORDS
 from tests.data.written_formats import json_lines
 from tests.support.hub import COMMIT, Hub
+from tests.support.machine import limit
 from tests.test_faults import Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
@@ -60,11 +61,12 @@ def test_training_begins_before_the_stream_has_ended_and_waits_longer_than_a_han
     tmp_path: Path, hub: Hub, tokenizer: Path
 ) -> None:
     hub.held.add("train-1.jsonl")
-    changes = "training.hang_timeout_seconds=5", "training.steps=150"
+    hang_seconds = limit(5)
+    changes = f"training.hang_timeout_seconds={hang_seconds}", "training.steps=150"
     job = started(tmp_path / "slow", hub, tokenizer, *changes)
     job.wait_until_training()
     job.wait_until_said("waiting for tokens: shard 3")  # one of the second file
-    time.sleep(9)
+    time.sleep(1.8 * hang_seconds)
     assert job.launcher.poll() is None and "data/train-1.jsonl" not in hub.answered
     hub.held.clear()
     ended = job.ended()

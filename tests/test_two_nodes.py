@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.forked import run_forked
 from tests.support.launched import free_port
+from tests.support.machine import limit
 from tests.support.nodes import (
     ROOT,
     Node,
@@ -135,20 +136,20 @@ def run_with_a_cut(
 ) -> Cut:
     """Run over both nodes. After three steps, the second node loses its network."""
     port, outs = free_port(), [node.folder / "out" for node in nodes]
-    endless = (*changes, "training.steps=100000", "training.hang_timeout_seconds=8")
+    endless = (*changes, "training.steps=100000", f"training.hang_timeout_seconds={limit(8)}")
     started = [
         node.start([*launcher(node, nodes[0], port), *pretrain(node, run_dir, *endless)], out)
         for node, out in zip(nodes, outs, strict=True)
     ]
     try:
         metrics = run_dir / "metrics.jsonl"
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + limit(SECONDS)
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
             assert time.monotonic() < deadline, outs[0].read_text() + outs[1].read_text()
             time.sleep(0.2)
         nodes[1].cut(off=True)
         since = time.monotonic()
-        codes = [process.wait(timeout=90) for process in started]
+        codes = [process.wait(timeout=limit(90)) for process in started]
         seconds = time.monotonic() - since
     finally:
         for process in started:

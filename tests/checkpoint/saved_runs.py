@@ -17,6 +17,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.worker import StepInputs, Worker
 from megaspeed.zero.model_states import GradientFragment
+from tests.support.machine import limit
 
 
 @dataclass
@@ -96,7 +97,7 @@ def started(launch: LaunchEnvironment, run: Run) -> ParallelContext:
     """Create the process groups of one rank."""
     torch.set_num_threads(1)
     grid = run.grid
-    return ParallelContext.create(grid, launch, timeout_seconds=60)
+    return ParallelContext.create(grid, launch, timeout_seconds=limit(60))
 
 
 def save_only(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> None:

@@ -20,12 +20,13 @@ from megaspeed.supervision.answers import gather
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import checkpointing
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
-_SECONDS_HELD = 0.5
+_SECONDS_HELD = limit(0.5)
 
 
 def run_in(folder: Path) -> Run:
@@ -95,7 +96,7 @@ def test_after_an_exception_a_save_that_never_ends_is_abandoned(
     run = run_in(tmp_path)
     corpus = tiny_corpus(run, tmp_path / "cache")
     for seconds in pool.run(2, fail_with_a_save_that_never_ends, run, corpus):
-        assert 0.5 <= seconds < 10
+        assert 0.5 <= seconds < limit(10)
 
 
 def save_without_groups(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> str:

@@ -35,6 +35,7 @@ from tests.checkpoint.saved_runs import (
     save_and_continue,
     started,
 )
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, small_run
@@ -230,7 +231,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_a_byte_is_written(
     assert not (tmp_path / "checkpoints").exists()
 
 
-SECONDS_HELD = 0.3
+SECONDS_HELD = limit(0.3)
 
 Asked = tuple[Stretch, SaveReport]
 """The state when a save was requested, and how the save ended."""

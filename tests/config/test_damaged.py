@@ -29,11 +29,12 @@ from megaspeed.config.foreign_keys import REFUSED
 from megaspeed.config.loading import all_key_paths
 from tests.config.hugging_face_files import LLAMA
 from tests.config.workshop import Values, Workshop, train_tokenizer
+from tests.support.machine import limit
 
 pytestmark = pytest.mark.slow
 
-MOST_SECONDS = 5.0
-"""The limit for one check, on an idle machine."""
+MOST_SECONDS = limit(5)
+"""The limit for one check, in processor seconds."""
 
 CHECK = ("check", "--world-size", "2", "--device", "cpu")
 
@@ -395,5 +396,7 @@ def test_a_process_ends_with_exit_code_2(workshop: Workshop) -> None:
     wrong = workshop.write(merge(workshop.good, {"model": {"hiden_size": 3}}))
     for options in (["--config", str(wrong)], ["--config", "/dev/zero"], ["--no-such-option"]):
         command = [sys.executable, "-c", program, *CHECK, *options]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit(60), check=False
+        )
         assert Check(ended.returncode, ended.stdout, ended.stderr, 0.0).complaints() == []

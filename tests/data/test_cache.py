@@ -11,6 +11,7 @@ import pytest
 import megaspeed.data.cache
 from megaspeed.data.cache import Cache, default_cache_dir
 from megaspeed.data.errors import DataError
+from tests.support.machine import limit
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_a_long_wait_for_another_process_is_reported_once_with_its_number(
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
         assert other.stdin is not None and other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        release = Timer(1, other.stdin.close)
+        release = Timer(limit(1), other.stdin.close)
         release.start()
         with Cache(cache.root, speaks).lock():
             pass

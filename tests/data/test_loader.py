@@ -29,6 +29,7 @@ from tests.data.numbered_corpus import (
     numbered_mixture,
     write_numbered_tokens,
 )
+from tests.support.machine import limit
 
 S = 6
 TRAIN_BATCH = 48  # dp 1, 2, 3, 4 and micro-batches 1, 2, 4 all divide it
@@ -313,7 +314,7 @@ def test_the_next_item_is_read_before_it_is_requested() -> None:
 
     ahead = OneAhead(load, lambda key: key + 1, CPU)
     assert ahead.get(0) == 0
-    assert second_read.wait(timeout=5)
+    assert second_read.wait(timeout=limit(5))
     assert ahead.get(1) == 10
     ahead.close()
     assert read.count(1) == 1

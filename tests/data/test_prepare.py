@@ -22,6 +22,7 @@ from megaspeed.data.mixture import Mixture
 from megaspeed.data.selection import find_problems
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.tokenizer import load_tokenizer
+from tests.support.machine import limit
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +107,7 @@ def test_a_warm_start_opens_no_text_and_gives_the_same(
     cache_dir, corpus = prepared
     before = fingerprint_of(cache_dir)
     process = start(config(), cache_dir)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=limit(120))
     assert process.returncode == 0, err
     assert "tokenizing" not in err
     assert out.strip().endswith(", 0]")
@@ -127,7 +128,7 @@ def test_the_documents_are_counted_when_they_are_read_and_then_known(
 def test_a_cold_start_does_open_the_text(tmp_path: Path) -> None:
     # Without this the test above could not fail.
     process = start(config(), tmp_path)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=limit(120))
     assert not out.strip().endswith(", 0]"), err
     assert err.count("tokenizing") == 2
 
@@ -136,7 +137,7 @@ def test_four_processes_at_once_build_one_cache(
     tmp_path: Path, prepared: tuple[Path, PreparedCorpus]
 ) -> None:
     processes = [start(config(), tmp_path) for _ in range(4)]
-    results = [process.communicate(timeout=120) for process in processes]
+    results = [process.communicate(timeout=limit(120)) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, results
     assert len({out.split('", ')[0] for out, _ in results}) == 1
     log = "".join(err for _, err in results)
@@ -153,7 +154,7 @@ def test_a_process_killed_while_it_builds_leaves_a_cache_that_builds_again(
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     (killed / "text" / "my-run.writing").mkdir(parents=True)
     process = start(config(train=LARGE), killed)
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + limit(40)
     # A stopped process cannot rename the folder between the look and the kill.
     while not list(killed.glob("text/*.writing/0-train/tokens-*.bin")):
         process.send_signal(signal.SIGCONT)
@@ -161,7 +162,7 @@ def test_a_process_killed_while_it_builds_leaves_a_cache_that_builds_again(
         time.sleep(0.002)
         process.send_signal(signal.SIGSTOP)
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=limit(10))
     (left,) = killed.glob("text/*[0-9a-f].writing")
     prepare_corpus(config(train=train), 512, cache_dir=killed)
     assert not left.exists() and (killed / "text" / "my-run.writing").exists()

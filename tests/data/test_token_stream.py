@@ -21,6 +21,7 @@ from tests.data.words import WORDS
 from tests.data.written_formats import json_lines, write_table
 from tests.support.command import figures
 from tests.support.hub import COMMIT, Hub
+from tests.support.machine import limit
 
 S, TOKENS, VOCABULARY = 8, 6401, 2000
 SHARDS = [range(first, min(first + 101, TOKENS)) for first in range(0, TOKENS, 101)]
@@ -176,7 +177,7 @@ def the_spawned_process() -> psutil.Process:
 
 
 def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + limit(60)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -188,7 +189,7 @@ def test_the_end_of_the_block_ends_the_process(hub: Hub, data: DataConfig, tmp_p
     streams, reports = prepare(data, tmp_path / "cache").streams, list[str]()
     with tokenized_meanwhile(streams, reports.append):
         process = the_spawned_process()
-    process.wait(10)
+    process.wait(limit(10))
     assert not reports
 
 

@@ -25,6 +25,7 @@ from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.files.json_values import write_sealed
 from tests.data.watching import Record, Stop, contents
 from tests.data.words import documents, write_json_lines
+from tests.support.machine import limit
 from tests.support.text import list_files
 
 pytestmark = pytest.mark.slow
@@ -141,7 +142,7 @@ def test_ctrl_c_keeps_complete_files_and_shows_no_stack(
     process = start([*tokenize_command(text, tokenizer_folder), "--output", out])
     wait_for(process, lambda: done(out) > 0)
     process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=120)
+    _, printed = process.communicate(timeout=limit(120))
     assert process.returncode == 1
     assert "Traceback" not in printed
     assert printed.endswith(

@@ -28,6 +28,7 @@ from megaspeed.measurement.watched_step import TrafficLog
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepInputs, Worker
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
 
@@ -130,7 +131,7 @@ def trained_by_fsdp2(
     launch: LaunchEnvironment, settings: Settings, run: Run, corpus: PreparedCorpus
 ) -> tuple[list[float], int]:
     """Return the losses of three steps, and the bytes that a rank gathers in the last one."""
-    with ParallelContext.create(run.grid, launch, timeout_seconds=60) as context:
+    with ParallelContext.create(run.grid, launch, timeout_seconds=limit(60)) as context:
         step = TRAINERS["fsdp2", settings](run, context).train_step
         inputs, samples = StepInputs(run, corpus, context), run.batch.train_batch_size
         losses = [step(inputs.load(number * samples), 0.01).loss for number in range(2)]

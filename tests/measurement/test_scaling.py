@@ -19,6 +19,7 @@ from megaspeed.measurement.scaling import (
 from megaspeed.measurement.turns import Device, Result, Steps, TimedRank, take_turns
 from megaspeed.topology.activity import PARTS, Part
 from megaspeed.topology.grid import Grid
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, merge, tiny_corpus, tiny_run
 
@@ -140,7 +141,7 @@ def test_parts_add_up_to_the_wall_time(pool: RankPool, tmp_path: Path) -> None:
         scaled_rows(base, [2, 4], "cpu", weak=True),
         1,
         tiny_corpus(base, tmp_path / "cache"),
-        Steps(warm_up=3, timed=4, timeout_seconds=200.0, extra="parts"),
+        Steps(warm_up=3, timed=4, timeout_seconds=limit(200), extra="parts"),
         device_type="cpu",
         folder=tmp_path,
     )

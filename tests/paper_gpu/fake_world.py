@@ -28,6 +28,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import Worker
+from tests.support.machine import limit
 from tests.support.tiny import merge
 
 GPT2 = {
@@ -107,7 +108,7 @@ def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
         patch.setattr(context, "check_group", lambda *args: None)  # no other rank answers
         patch.setattr(dist, "new_group", fake_group)
         with ParallelContext.create(
-            grid, launch, timeout_seconds=60, store=dist.HashStore()
+            grid, launch, timeout_seconds=limit(60), store=dist.HashStore()
         ) as made:
             yield made
 

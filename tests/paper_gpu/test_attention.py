@@ -28,6 +28,7 @@ from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 
 SAMPLES, SEQUENCE = (3, 8), 16
@@ -156,7 +157,7 @@ def calls_on_rank(
     launch: LaunchEnvironment, configs: list[ModelConfig], grid: Grid, sequence_parallel: bool
 ) -> list[list[Call]]:
     """Return the attention calls of this rank in a training forward pass of each model in bf16."""
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         axis = TensorAxis(
             context.tp_group, context.tp_rank, grid.tp, sequence_parallel=sequence_parallel
         )

@@ -16,13 +16,14 @@ from megaspeed.supervision.failure import describe_failure
 from megaspeed.topology.activity import Activity, note_phase
 from megaspeed.topology.grid import Grid
 from tests.support.launched import free_port
+from tests.support.machine import limit
 from tests.support.tiny import GPT2
 
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
-SECONDS_TO_END = 30.0
-"""From the first line of the report to the end of the process, on a busy machine."""
+SECONDS_TO_END = limit(30)
+"""From the first line of the report to the end of the process."""
 
 
 @dataclass
@@ -80,7 +81,7 @@ def run_two_stages(folder: Path) -> list[Rank]:
         watcher.start()
     try:
         for watcher in watchers:
-            watcher.join(timeout=240)
+            watcher.join(timeout=limit(240))
     finally:
         for rank in ranks:
             rank.process.kill()

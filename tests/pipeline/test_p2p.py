@@ -11,12 +11,13 @@ from megaspeed.pipeline.p2p import Links, PipelineProtocolError
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 
 
 def pipeline(launch: LaunchEnvironment) -> ParallelContext:
     return ParallelContext.create(
-        Grid(pp=launch.world_size, dp=1, tp=1), launch, timeout_seconds=30
+        Grid(pp=launch.world_size, dp=1, tp=1), launch, timeout_seconds=limit(30)
     )
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaspeed.pipeline.partition import partition_layers
+from tests.support.machine import limit
 
 
 def brute_force(costs: Sequence[int], pipeline_stages: int) -> list[range]:
@@ -57,9 +58,9 @@ def test_as_many_layers_as_stages_gives_one_each() -> None:
 
 def test_107_layers_on_35_stages_take_no_time() -> None:
     costs = [1, *[10] * 105, 9]
-    started = time.perf_counter()
+    started = time.process_time()
     partition = partition_layers(costs, 35)
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < limit(0.5)
     assert len(partition) == 35
     assert [layer for layers in partition for layer in layers] == list(range(107))
     # 105 blocks fill 35 stages with three each. So one stage has the head and three blocks.

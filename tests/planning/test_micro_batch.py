@@ -23,6 +23,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.job import choose_together
 from tests.config.small import small
 from tests.planning.tiny_runs import a100s
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 
 A100 = DEVICES["a100-80gb"]
@@ -117,7 +118,7 @@ def choose_on_rank(launch: LaunchEnvironment, run: Run, memory_bytes: list[int])
     """Choose on one rank. The host of each rank has another memory."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        ParallelContext.create(run.grid, launch, timeout_seconds=60) as context,
+        ParallelContext.create(run.grid, launch, timeout_seconds=limit(60)) as context,
     ):
         host = Device(name="host", memory_bytes=memory_bytes[launch.rank])
         patch.setattr(psutil, "virtual_memory", lambda: _Memory(host.memory_bytes))

@@ -12,6 +12,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.pretrain import _exit_code
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 
 Got = tuple[type[Exception], str]
@@ -29,7 +30,7 @@ def read_with(
 
     got: list[Got] = []
     grid = Grid(pp=1, dp=2, tp=1)
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         for collective in (broadcast, gather):
             try:
                 got.append((Exception, str(collective(context.checkpoint_group, read, kind))))

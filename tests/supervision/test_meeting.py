@@ -17,6 +17,7 @@ import megaspeed
 from megaspeed.supervision.meeting import Meeting, RanksDisagree, check_in
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.store import GroupError
+from tests.support.machine import limit
 
 WORLD = 3
 
@@ -31,7 +32,7 @@ def launched(rank: int) -> LaunchEnvironment:
 def agents_store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     """The store of torchrun's agent, which outlives the ranks of an attempt."""
     store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit(30))
     )
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -43,7 +44,7 @@ def meet(*configurations: dict[str, int]) -> list[Meeting]:
     """Let all ranks meet, each in a thread."""
     with ThreadPoolExecutor(WORLD) as threads:
         ranks = [
-            threads.submit(check_in, launched(rank), configuration, 30.0)
+            threads.submit(check_in, launched(rank), configuration, limit(30))
             for rank, configuration in enumerate(configurations)
         ]
         return [rank.result() for rank in ranks]
@@ -82,12 +83,12 @@ def test_ranks_that_differ_are_named_with_their_keys(agents_store: dist.Store) -
         meet({"seed": 1}, {"seed": 2}, {"seed": 2})
 
 
-OTHER_RANK = """
+OTHER_RANK = f"""
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.supervision.meeting import RanksDisagree, check_in
 
 try:
-    check_in(LaunchEnvironment(1, 2, 1, 2, "a test"), {"seed": 1}, 120.0)
+    check_in(LaunchEnvironment(1, 2, 1, 2, "a test"), {{"seed": 1}}, {limit(120)})
 except RanksDisagree as error:
     print(error)
 """
@@ -104,9 +105,9 @@ def test_a_rank_with_other_code_is_named_with_its_host(
         [sys.executable, "-c", OTHER_RANK], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
     with pytest.raises(RanksDisagree) as disagree:
-        check_in(LaunchEnvironment(0, 2, 0, 2, "a test"), {"seed": 1}, 120.0)
+        check_in(LaunchEnvironment(0, 2, 0, 2, "a test"), {"seed": 1}, limit(120))
     said = str(disagree.value)
-    assert other.communicate(timeout=120)[0] == f"{said}\n"
+    assert other.communicate(timeout=limit(120))[0] == f"{said}\n"
     (line,) = [line for line in said.splitlines() if line.startswith("  ")]
     version = rf'"{re.escape(megaspeed.__version__)} \(code [0-9a-f]{{12}}\)"'
     host = re.escape(socket.gethostname())

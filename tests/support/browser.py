@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.support.machine import limit
+
 _PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 _MISSING = "there is no Chromium here; install one with: apt-get install chromium-headless-shell"
 _OPTIONS = (
@@ -55,6 +57,5 @@ def _run(*options: str) -> subprocess.CompletedProcess[str]:
         if os.environ.get("CI"):
             pytest.fail(_MISSING)
         pytest.skip(_MISSING)
-    return subprocess.run(
-        [program, *_OPTIONS, *options], check=True, capture_output=True, text=True, timeout=100
-    )
+    command = [program, *_OPTIONS, *options]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=limit(100))

@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import ctypes
 import io
+import math
 import multiprocessing
 import os
 import runpy
@@ -35,8 +36,9 @@ import torch.distributed as dist
 
 from tests.support.fork_server import start_fork_server, use_fork_server
 from tests.support.launched import free_port
+from tests.support.machine import limit
 
-_SECONDS_TO_END = 15
+_SECONDS_TO_END = math.ceil(limit(15))
 
 _started: list["Forked"] = []
 
@@ -84,9 +86,11 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
+        """Wait for the end. A timeout is multiplied by the factor of this machine."""
+        seconds = None if timeout is None else limit(timeout)
+        self._process.join(seconds)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            raise subprocess.TimeoutExpired(self.args, seconds or 0.0)
         return self.returncode
 
     def send_signal(self, number: int) -> None:

@@ -28,6 +28,8 @@ from pathlib import Path
 
 import yaml
 
+from tests.support.machine import limit
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
@@ -140,7 +142,7 @@ def _namespaces(folders: list[Path]) -> Iterator[list[tuple[str, ...]]]:
 
 
 def _system(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
+    subprocess.run(command, check=True, capture_output=True, timeout=limit(30))
 
 
 def torchrun(node: Node, first: Node, port: int) -> list[str]:
@@ -187,14 +189,14 @@ def run_on_both(
         Exit code and output of each.
 
     Raises:
-        subprocess.TimeoutExpired: after ``seconds``. Nothing is left running.
+        subprocess.TimeoutExpired: after ``limit(seconds)``. Nothing is left running.
     """
     outs = [node.folder / "out" for node in nodes]
     started = [
         node.start(command, out) for node, command, out in zip(nodes, commands, outs, strict=True)
     ]
     try:
-        codes = [process.wait(timeout=seconds) for process in started]
+        codes = [process.wait(timeout=limit(seconds)) for process in started]
     finally:
         for process in started:
             end_session(process)

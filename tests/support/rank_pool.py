@@ -35,15 +35,16 @@ import torch.distributed as dist
 
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.fork_server import start_fork_server
+from tests.support.machine import limit
 from tests.support.rank_worker import STACK_SIGNAL, Job, Outcome, serve
 
 T = TypeVar("T")
 
-_SECONDS_TO_WRITE_STACKS = 1.0
+_SECONDS_TO_WRITE_STACKS = limit(1)
 
 _LOST_PEER = re.compile("by peer|Broken pipe")
 """gloo's messages if another rank is gone. Its process may take a moment more to end."""
-_SECONDS_TO_END = 5.0
+_SECONDS_TO_END = limit(5)
 
 
 class RankFailure(AssertionError):
@@ -95,7 +96,7 @@ class RankPool:
         results.
 
         ``function``, ``args`` and the results must be picklable. Raises RankFailure as soon as one
-        rank raises or dies, or if not all have returned after ``timeout_seconds``.
+        rank raises or dies, or if not all have returned after ``limit(timeout_seconds)``.
         """
         __tracebackhide__ = True
         if not 1 <= world_size <= self.size:
@@ -106,7 +107,7 @@ class RankPool:
             jobs = _jobs(world_size, store.port, pickle.dumps((function, args)))
             for rank, job in zip(ranks, jobs, strict=True):
                 rank.connection.send_bytes(pickle.dumps(job))
-            outcomes = _collect(ranks, timeout_seconds)
+            outcomes = _collect(ranks, limit(timeout_seconds))
         except BaseException as error:
             if not isinstance(error, RankFailure):  # for example, the time limit of the test
                 error.add_note(_stacks(ranks))
@@ -179,7 +180,8 @@ def _collect(ranks: list[_Rank], timeout_seconds: float) -> list[Outcome]:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankFailure(
-                f"{len(pending)} of {len(ranks)} ranks did not return within {timeout_seconds} s "
+                f"{len(pending)} of {len(ranks)} ranks did not return within "
+                f"{timeout_seconds:.0f} s "
                 f"(ranks {', '.join(map(str, pending.values()))})\n{_stacks(ranks)}"
             )
         for connection, n in pending.items():

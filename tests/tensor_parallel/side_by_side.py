@@ -31,6 +31,7 @@ from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.machine import limit
 
 Mutation = Callable[[pytest.MonkeyPatch, TensorAxis], None]
 
@@ -115,7 +116,7 @@ def plain_step(config: ModelConfig) -> Step:
 def steps_on_rank(launch: LaunchEnvironment, cases: Sequence[Case]) -> list[RankStep]:
     """Return each case's step on this tensor rank. This runs in a rank process."""
     grid = Grid(pp=1, dp=1, tp=launch.world_size)
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         return [_step_on_rank(context, case) for case in cases]
 
 

@@ -21,6 +21,7 @@ from megaspeed.tensor_parallel.layers import (
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 
 Collective = Callable[[Tensor, TensorAxis], Tensor]
@@ -72,7 +73,7 @@ class Both:
 
 def both_of_each(launch: LaunchEnvironment) -> dict[str, Both]:
     grid = Grid(pp=1, dp=1, tp=launch.world_size)
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         axis = TensorAxis(context.tp_group, context.tp_rank, context.grid.tp)
         return {name: _both(collective, axis) for name, collective in COLLECTIVES.items()}
 
@@ -134,7 +135,7 @@ def test_the_backward_is_the_forward_of_the_conjugate(
 
 def sum_shared(launch: LaunchEnvironment, replicas: int) -> Tensor:
     size = launch.world_size
-    with ParallelContext.create(Grid(1, 1, size), launch, timeout_seconds=30) as context:
+    with ParallelContext.create(Grid(1, 1, size), launch, timeout_seconds=limit(30)) as context:
         axis = TensorAxis(context.tp_group, context.tp_rank, size)
         shared = SharedRows(first=3, index=axis.rank // replicas, count=size // replicas)
         parameter = torch.randn(5, 2, requires_grad=True)

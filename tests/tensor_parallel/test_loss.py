@@ -19,6 +19,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.model.tiny_gpt import gpt2
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.tensor_parallel.side_by_side import Case, steps_on_rank
 from tests.tensor_parallel.traffic import Message, Traffic
@@ -85,7 +86,7 @@ PROBLEMS = {**ORDINARY, **HUGE, **BF16}
 
 def answers_on_rank(launch: LaunchEnvironment) -> dict[str, Answer]:
     grid = Grid(pp=1, dp=1, tp=launch.world_size)
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         axis = TensorAxis(context.tp_group, context.tp_rank, context.grid.tp)
         return {name: _answer(given, axis) for name, given in PROBLEMS.items()}
 

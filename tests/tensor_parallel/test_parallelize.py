@@ -24,6 +24,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.model.tiny_gpt import gpt2, initialized, llama
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 
 CONFIGS = {
@@ -186,7 +187,9 @@ def draw_together(launch: LaunchEnvironment, dtype: torch.dtype) -> dict[str, tu
     found = {}
     with (
         pytest.MonkeyPatch.context() as patch,
-        ParallelContext.create(Grid(pp=1, dp=3, tp=1), launch, timeout_seconds=30) as context,
+        ParallelContext.create(
+            Grid(pp=1, dp=3, tp=1), launch, timeout_seconds=limit(30)
+        ) as context,
     ):
         patch.setattr(initialization, "_draw_block", counted)
         group, device = context.data_group, context.device

@@ -14,6 +14,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.store import GroupError
+from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
 
 GROUPS = ("world", "tp", "shard", "replica", "pp", "checkpoint")
@@ -26,14 +27,14 @@ def _groups(context: ParallelContext) -> dict[str, dist.ProcessGroup]:
 
 
 def _members(launch: LaunchEnvironment, grid: Grid) -> dict[str, list[int]]:
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         groups = _groups(context)
         return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
 
 
 def _sums(launch: LaunchEnvironment, grid: Grid) -> dict[str, int]:
     """Return the sum of 2 ** rank over each group. The sum shows exactly which ranks took part."""
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         sums = {}
         for name, group in _groups(context).items():
             mine = torch.tensor(2**context.rank)
@@ -43,7 +44,7 @@ def _sums(launch: LaunchEnvironment, grid: Grid) -> dict[str, int]:
 
 
 def _place(launch: LaunchEnvironment, grid: Grid) -> dict[str, Any]:
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         return {
             "coordinates": context.coordinates,
             "ranks": (context.pp_rank, context.dp_rank, context.tp_rank),
@@ -57,7 +58,9 @@ def _place(launch: LaunchEnvironment, grid: Grid) -> dict[str, Any]:
 
 def _cross_messages(launch: LaunchEnvironment) -> float:
     """Let both stages send and receive at the same time, in one batch."""
-    with ParallelContext.create(Grid(pp=2, dp=1, tp=1), launch, timeout_seconds=30) as context:
+    with ParallelContext.create(
+        Grid(pp=2, dp=1, tp=1), launch, timeout_seconds=limit(30)
+    ) as context:
         peer, group = 1 - context.rank, context.pp_group
         assert group is not None
         received = torch.empty(())
@@ -73,7 +76,7 @@ def _cross_messages(launch: LaunchEnvironment) -> float:
 def _three_contexts_in_a_row(launch: LaunchEnvironment) -> list[float]:
     sums = []
     for grid in (Grid(pp=1, dp=4, tp=1), Grid(pp=2, dp=1, tp=2), Grid(pp=1, dp=4, tp=1)):
-        with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+        with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
             mine = torch.tensor(float(context.rank))
             dist.all_reduce(mine, group=context.data_group)
             sums.append(mine.item())
@@ -84,10 +87,14 @@ def _a_world_after_a_single_process(launch: LaunchEnvironment) -> int:
     alone = LaunchEnvironment(
         rank=0, world_size=1, local_rank=0, local_world_size=1, source="single process"
     )
-    with ParallelContext.create(Grid(pp=1, dp=1, tp=1), alone, timeout_seconds=30) as context:
+    with ParallelContext.create(
+        Grid(pp=1, dp=1, tp=1), alone, timeout_seconds=limit(30)
+    ) as context:
         assert context.world_group.size() == 1
     assert not dist.is_initialized()
-    with ParallelContext.create(Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=30) as context:
+    with ParallelContext.create(
+        Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=limit(30)
+    ) as context:
         return context.world_group.size()
 
 
@@ -95,18 +102,20 @@ def _a_context_after_an_exception(launch: LaunchEnvironment) -> float:
     grid = Grid(pp=1, dp=2, tp=1)
     with (
         pytest.raises(ValueError, match="in a notebook"),
-        ParallelContext.create(grid, launch, timeout_seconds=30),
+        ParallelContext.create(grid, launch, timeout_seconds=limit(30)),
     ):
         raise ValueError("in a notebook")
     assert not dist.is_initialized()
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         mine = torch.tensor(2.0**context.rank)
         dist.all_reduce(mine, group=context.data_group)
         return mine.item()
 
 
 def _connections(launch: LaunchEnvironment) -> int:
-    with ParallelContext.create(Grid(pp=1, dp=8, tp=1), launch, timeout_seconds=60) as context:
+    with ParallelContext.create(
+        Grid(pp=1, dp=8, tp=1), launch, timeout_seconds=limit(60)
+    ) as context:
         dist.barrier(context.world_group)
         return len(psutil.Process().net_connections(kind="tcp"))
 
@@ -122,8 +131,8 @@ def _come_without_rank_1(launch: LaunchEnvironment) -> str:
 
 def _create_twice(launch: LaunchEnvironment) -> None:
     grid = Grid(pp=1, dp=1, tp=1)
-    with ParallelContext.create(grid, launch, timeout_seconds=30):
-        ParallelContext.create(grid, launch, timeout_seconds=30)
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)):
+        ParallelContext.create(grid, launch, timeout_seconds=limit(30))
 
 
 def test_rank_5_of_eight_has_the_groups_of_the_docstring(pool: RankPool) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 
 
@@ -21,7 +22,9 @@ def workers_of_groups(launch: LaunchEnvironment) -> tuple[int, set[int]]:
     dist.init_process_group("gloo", init_method="env://")
     of_torch = _workers(dist.group.WORLD)
     dist.destroy_process_group()
-    with ParallelContext.create(Grid(pp=2, dp=2, tp=1), launch, timeout_seconds=30) as context:
+    with ParallelContext.create(
+        Grid(pp=2, dp=2, tp=1), launch, timeout_seconds=limit(30)
+    ) as context:
         later = dist.new_group(backend="gloo")
         groups = (context.world_group, context.shard_group, context.pp_group)
         return of_torch, {_workers(group) for group in (*groups, context.checkpoint_group, later)}

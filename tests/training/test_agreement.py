@@ -11,6 +11,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.job import check_agreement
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
 
@@ -34,7 +35,9 @@ def alike(cache: Path) -> Input:
 def complaint(launch: LaunchEnvironment, inputs: list[Input]) -> str | None:
     """Return this rank's error message, if each rank has its own input."""
     _, corpus = inputs[launch.rank]
-    with ParallelContext.create(Grid(pp=1, dp=RANKS, tp=1), launch, timeout_seconds=30) as context:
+    with ParallelContext.create(
+        Grid(pp=1, dp=RANKS, tp=1), launch, timeout_seconds=limit(30)
+    ) as context:
         try:
             check_agreement(corpus, context)
         except RanksDisagree as error:

@@ -20,6 +20,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain
 from megaspeed.training.compilation import agree_to_compile, missing_compiler
 from tests.model.tiny_gpt import DROPOUTS
+from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
 
@@ -125,7 +126,7 @@ def agree(launch: LaunchEnvironment, run: Run) -> tuple[bool, str | None]:
     """Return what a rank decides about compilation if the second of two ranks has no compiler."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        ParallelContext.create(run.grid, launch, timeout_seconds=60) as context,
+        ParallelContext.create(run.grid, launch, timeout_seconds=limit(60)) as context,
     ):
         if launch.rank == 1:
             patch.setenv("CXX", "no-such-compiler")

@@ -19,6 +19,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain, run_folder
 from megaspeed.training.resume import Restarts
 from megaspeed.training.run_folder import LOCK
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2
 
@@ -89,7 +90,7 @@ def ending_without_the_other(launch: LaunchEnvironment, config: Path, *changes: 
 
 
 def ending_beside_another_context(launch: LaunchEnvironment, config: Path) -> Ending:
-    with ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30):
+    with ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=limit(30)):
         return ending(config)
 
 

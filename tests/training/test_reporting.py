@@ -17,6 +17,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.training import pretrain, reporting
 from megaspeed.training.metrics import SampleMetrics, ValidationMetrics
 from megaspeed.training.reporting import Reporting, Rows, Service
+from tests.support.machine import limit
 from tests.support.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics
 
@@ -186,7 +187,7 @@ def test_a_service_that_hangs_costs_a_step_nothing_and_the_end_little(
     with Reporting(run, 0, warnings.append, {"wandb": hang}) as report:
         for step in range(1, 1001):
             report.write(step_metrics(step=step))
-        assert time.monotonic() - start < 0.5
-    assert 0.5 <= time.monotonic() - start < 5
+        assert time.monotonic() - start < limit(0.5)
+    assert 0.5 <= time.monotonic() - start < limit(5)
     assert warnings == ["wandb was too slow for all records; metrics.jsonl has all"]
     for_ever.set()

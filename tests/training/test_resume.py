@@ -19,6 +19,7 @@ from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment, read_launch_environment
 from megaspeed.training.resume import Restarts, ResumeOptions, Start, check_resume, find_start
 from tests.checkpoint.written import change_index, write_checkpoint
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_run
 
@@ -70,7 +71,7 @@ def damage(checkpoint: Path) -> None:
 def start_of(launch: LaunchEnvironment, options: ResumeOptions, run: Run) -> Start | str:
     """Return the start that this rank finds, or its error message."""
     grid = Grid(pp=1, dp=RANKS, tp=1)
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         try:
             start = find_start(options, run, context)
             # The checkpoints here have another configuration. Another test compares configurations.

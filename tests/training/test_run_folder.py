@@ -32,6 +32,7 @@ from megaspeed.training.run_folder import (
     run_lock,
     start_run_folder,
 )
+from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
 
 
@@ -194,7 +195,9 @@ def test_what_services_wrote_is_moved_with_the_run(tmp_path: Path) -> None:
 
 def use(launch: LaunchEnvironment, run_dir: Path, wait_seconds: float = 0.0) -> str | None:
     """Return the error message on this rank of two."""
-    with ParallelContext.create(Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=30) as context:
+    with ParallelContext.create(
+        Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=limit(30)
+    ) as context:
         try:
             with run_lock(run_dir, context, wait_seconds=wait_seconds):
                 return None
@@ -205,7 +208,9 @@ def use(launch: LaunchEnvironment, run_dir: Path, wait_seconds: float = 0.0) -> 
 def use_beside_itself(launch: LaunchEnvironment, run_dir: Path) -> tuple[str, str, str | None]:
     """Return the lock file's content, the expected content, and the message of a second run."""
     with (
-        ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
+        ParallelContext.create(
+            Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=limit(30)
+        ) as context,
         run_lock(run_dir, context),
     ):
         written = (run_dir / LOCK).read_text()
@@ -251,14 +256,16 @@ def test_a_restart_waits_for_the_lock_of_a_dead_host(pool: RankPool, tmp_path: P
     lock.acquire()
     later = threading.Timer(2.0, lock.release)
     later.start()
-    assert pool.run(2, use, tmp_path, 30.0) == [None, None]
+    assert pool.run(2, use, tmp_path, limit(30)) == [None, None]
     later.join()
 
 
 def lose_it(launch: LaunchEnvironment, run_dir: Path, how: str) -> str:
     """Return the message of the check before a write, after the folder has changed."""
     with (
-        ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
+        ParallelContext.create(
+            Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=limit(30)
+        ) as context,
         run_lock(run_dir, context) as check,
     ):
         check()
@@ -286,7 +293,7 @@ def test_a_folder_that_is_lost_is_reported(pool: RankPool, tmp_path: Path, how: 
 
 def die_with_it(launch: LaunchEnvironment, run_dir: Path) -> None:
     grid = Grid(pp=1, dp=1, tp=1)
-    context = ParallelContext.create(grid, launch, timeout_seconds=30)
+    context = ParallelContext.create(grid, launch, timeout_seconds=limit(30))
     with run_lock(run_dir, context):
         os._exit(9)
 
@@ -306,7 +313,7 @@ def complaint(launch: LaunchEnvironment, disks: list[Path]) -> str | None:
     os.chdir(disks[launch.rank])
     run_folder._SECONDS_TO_BE_SEEN = 0.3
     grid = Grid(pp=1, dp=RANKS, tp=1)
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         try:
             check_shared_folder(RUN_DIR, context)
         except RanksDisagree as error:

@@ -30,6 +30,7 @@ from megaspeed.training.samples import read_prompts, write_samples
 from megaspeed.training.trainer import Trainer
 from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import gather_parameters
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, LLAMA, merge, short_documents, tiny_corpus, tiny_run
 from tests.training.test_trainer import Record
@@ -58,7 +59,7 @@ def train(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> Sample
     record = Samples()
     with (
         StopSignal() as stop,
-        ParallelContext.create(run.grid, launch, timeout_seconds=60) as context,
+        ParallelContext.create(run.grid, launch, timeout_seconds=limit(60)) as context,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

@@ -30,6 +30,7 @@ from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetri
 from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import gather_parameters
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
 
@@ -93,7 +94,10 @@ def train(
     """
     record = Record()
     grid = run.grid
-    with StopSignal() as stop, ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with (
+        StopSignal() as stop,
+        ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context,
+    ):
         worker = Worker(run, context)
         checkpointing = Checkpointing(worker, corpus)
         begin = Progress() if checkpoint is None else checkpointing.load(checkpoint)

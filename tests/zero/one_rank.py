@@ -18,6 +18,7 @@ from megaspeed.training.rank_model import context_axis
 from megaspeed.training.worker import StepResult, Worker
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.model_states import gather_parameters
+from tests.support.machine import limit
 from tests.support.tiny import merge, tiny_run
 
 LEARNING_RATE = 1e-3
@@ -67,7 +68,7 @@ def small_run(text: Path, **changes: Any) -> Run:
 def one_rank(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> Iterator[OneRank]:
     """Build this rank of ``run``, ready to train."""
     grid = run.grid
-    with ParallelContext.create(grid, launch, timeout_seconds=60) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(60)) as context:
         worker = Worker(run, context)
         batch = run.batch
         shape = LoaderShape(

@@ -24,6 +24,7 @@ from megaspeed.zero.compression import (
     unpacked,
 )
 from megaspeed.zero.model_states import HeldRange
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import LLAMA, merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OneRank, one_rank, small_run
@@ -108,7 +109,7 @@ def means_of(
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     whole = math.ceil(sum(sizes) / (2 * dp)) * 2 * dp if stage < 3 else sum(sizes)
     own = whole if stage == 0 else whole // dp
-    with ParallelContext.create(run.grid, launch, timeout_seconds=60) as context:
+    with ParallelContext.create(run.grid, launch, timeout_seconds=limit(60)) as context:
         bucket = compressed_bucket(parameters, sizes, torch.zeros(whole), torch.zeros(own))
         assert bucket.complete is not None
         compressor = make_compressor(run, context, [bucket])
@@ -218,7 +219,7 @@ class Poisoned:
 
 def conserved(launch: LaunchEnvironment, run: Run, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return a replica's sum over its shards, the mean of all, and what it has not sent."""
-    with ParallelContext.create(run.grid, launch, timeout_seconds=60) as context:
+    with ParallelContext.create(run.grid, launch, timeout_seconds=limit(60)) as context:
         generator = torch.Generator().manual_seed(context.replica_rank)
         before = torch.randn(size, generator=generator)
         flat = before.clone()

@@ -42,13 +42,14 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import build, engine
 from megaspeed.zero.build import data_axis
 from megaspeed.zero.workarounds import import_muon_uncompiled, stay_at_the_smallest_scale
+from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import LLAMA, tiny_corpus
 from tests.zero.held import is_gathered
 from tests.zero.one_rank import OneRank, one_rank, small_run
 
 # A call that takes this long hangs.
-HANG_SECONDS = 4.0
+HANG_SECONDS = limit(4)
 
 T = TypeVar("T")
 
@@ -256,7 +257,9 @@ def extensions_wanted(launch: LaunchEnvironment, declared: bool) -> list[str]:
     """Return the names of the extensions that DeepSpeed requests when its communication starts."""
     wanted: list[str] = []
     with (
-        ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
+        ParallelContext.create(
+            Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=limit(30)
+        ) as context,
         pytest.MonkeyPatch.context() as patch,
         nullcontext() if declared else left_out("declare_no_compiled_ops"),
     ):

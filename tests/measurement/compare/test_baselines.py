@@ -23,6 +23,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepInputs, StepResult, Worker
 from megaspeed.zero.model_states import gather_parameters
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import LLAMA, short_documents, tiny_corpus, tiny_run
 
@@ -73,7 +74,7 @@ def train_baseline(launch: LaunchEnvironment, row: ComparedRow, corpus: Prepared
 
 def _context(launch: LaunchEnvironment, run: Run) -> ParallelContext:
     grid = run.grid
-    return ParallelContext.create(grid, launch, timeout_seconds=60)
+    return ParallelContext.create(grid, launch, timeout_seconds=limit(60))
 
 
 def _step(worker: Any, inputs: StepInputs, step: int) -> StepResult:

@@ -16,6 +16,7 @@ import pytest
 from megaspeed.cli import main
 from megaspeed.measurement.turns import noise_of
 from megaspeed.supervision.process_end import ended_on_termination
+from tests.support.machine import limit
 from tests.support.tiny import GPT2, merge
 
 pytestmark = pytest.mark.ranks
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.ranks
 TEXT = Path(__file__).parents[3] / "LICENSE"
 MEGASPEED = Path(sys.executable).with_name("megaspeed")
 FILES = {"compare.json", "compare.md", "compare.png", "logs"}
-_SECONDS_TO_START, _SECONDS_TO_END = 120.0, 60.0
+_SECONDS_TO_START, _SECONDS_TO_END = limit(120), limit(60)
 
 VALUES: dict[str, Any] = {
     "model": GPT2,

@@ -15,6 +15,7 @@ from megaspeed.measurement.compare import zero_rows
 from megaspeed.measurement.turns import Steps, take_turn, take_turns
 from megaspeed.measurement.watched_step import RankMeasurement
 from megaspeed.training.worker import Worker
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
 
@@ -28,7 +29,7 @@ def fail_to_watch(*_: object) -> None:
     """Replace ``measure`` and fail on rank 1. The other rank waits for it in a collective."""
     if dist.get_rank() == 1:
         raise RuntimeError("an operator is not known")
-    time.sleep(600)
+    time.sleep(10**6)
 
 
 def train_without_watching(*arguments: Any) -> Iterator[Any]:
@@ -46,7 +47,7 @@ def test_a_step_that_cannot_be_watched_leaves_the_times(
         zero_rows(run, [1], "cpu"),
         1,
         tiny_corpus(run, tmp_path / "cache"),
-        Steps(warm_up=1, timed=1, timeout_seconds=200.0, extra="memory"),
+        Steps(warm_up=1, timed=1, timeout_seconds=limit(200), extra="memory"),
         device_type="cpu",
         folder=tmp_path,
     )
@@ -64,7 +65,7 @@ def test_memory_and_traffic_of_compiled_blocks_are_those_without_compilation(
     for compiles in (True, False):
         run = tiny_run(TEXT, dp=2, training={"compile": compiles})
         corpus = tiny_corpus(run, tmp_path)
-        steps = Steps(warm_up=1, timed=1, timeout_seconds=60.0, extra="memory")
+        steps = Steps(warm_up=1, timed=1, timeout_seconds=limit(60), extra="memory")
         ranks = pool.run(2, take_turn, Worker, run, corpus, steps)
         measured.append([watched for _, watched in ranks])
     assert measured[0] == measured[1] and isinstance(measured[0][0], RankMeasurement)

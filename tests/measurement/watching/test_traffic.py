@@ -21,6 +21,7 @@ from megaspeed.planning.costs.traffic import Traffic, bytes_sent
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import one_rank, small_run
@@ -31,7 +32,7 @@ Sending = Callable[[ParallelContext], object]
 
 
 def traffic_of(launch: LaunchEnvironment, grid: Grid, send: Sending) -> Traffic:
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+    with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         with TrafficLog(context) as log:
             send(context)
         return log.traffic
