@@ -1,5 +1,6 @@
 """Resolving a config replaces "auto" and computes all derived numbers."""
 
+import cProfile
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megaspeed.config.loading import check_document, parse_config, read_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.planning.costs.workload import workload_of
 from tests.config.small import load, patch, small, write
+from tests.support.machine import limit
 
 
 def resolve(*overrides: str, world_size: int = 1, device_type: str = "cpu") -> Run:
@@ -225,18 +227,28 @@ def test_resolving_reports_the_problems_of_the_config_as_well() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "pp", "tp"), [(4096, 8, 8), (4480, 35, 8)])
-def test_thousands_of_ranks_resolve_in_milliseconds(world_size: int, pp: int, tp: int) -> None:
-    config = parse_config(
-        small(
-            model={"num_hidden_layers": 96, "num_attention_heads": 8},
-            parallel={"pipeline": pp, "tensor": tp},
-            train_batch_size=world_size * 2,
+def test_thousands_of_ranks_resolve_with_the_calls_of_one_replica(
+    world_size: int, pp: int, tp: int
+) -> None:
+    def resolved(size: int) -> tuple[Run, int]:
+        """Return the run and the number of calls that resolving it takes."""
+        config = parse_config(
+            small(
+                model={"num_hidden_layers": 96, "num_attention_heads": 8},
+                parallel={"pipeline": pp, "tensor": tp},
+                train_batch_size=size * 2,
+            )
         )
-    )
-    start = time.perf_counter()
-    run = resolve_run(config, World(world_size, "SLURM_NTASKS"), name="big")
-    assert time.perf_counter() - start < 0.1
+        profile = cProfile.Profile()
+        run = profile.runcall(resolve_run, config, World(size, "SLURM_NTASKS"), name="big")
+        return run, sum(function.callcount for function in profile.getstats())
+
+    _, calls_of_one = resolved(pp * tp)
+    start = time.process_time()
+    run, calls = resolved(world_size)
+    assert time.process_time() - start < limit(0.5)
     assert run.grid.dp == world_size // (pp * tp)
+    assert calls < 1.1 * calls_of_one
 
 
 def test_numbers_may_be_written_in_another_way() -> None:

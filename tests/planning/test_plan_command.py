@@ -11,6 +11,7 @@ import pytest
 
 from megaspeed.cli import main
 from tests.planning.tiny_runs import FOLDER
+from tests.support.machine import limit
 
 pytestmark = pytest.mark.slow
 
@@ -233,11 +234,8 @@ def test_wrong_machines_state_the_mend(
     assert message in captured.err
 
 
-@pytest.mark.parametrize(("what_if", "seconds"), [((), 5.0), (("--what-if",), 30.0)])
-def test_4480_ranks_take_seconds_and_less_than_a_gigabyte(
-    what_if: tuple[str, ...], seconds: float, tmp_path: Path
-) -> None:
-    """The limit is in processor seconds, so the test passes on a busy machine, too.
+def test_4480_ranks_take_seconds_and_less_than_a_gigabyte(tmp_path: Path) -> None:
+    """These are processor seconds. A what-if predicts thousands of variants.
 
     An earlier what-if chose by least memory and least traffic. It found pp 56 x dp 40 x tp 2 the
     best, whose bubble is half the step.
@@ -245,17 +243,24 @@ def test_4480_ranks_take_seconds_and_less_than_a_gigabyte(
     figures = tmp_path / "plan.json"
     command: list[str | Path] = [Path(sys.executable).with_name("megaspeed"), "plan"]
     command += ["--config", FOLDER / "mt_nlg_530b.json", "--device", "a100-80gb"]
-    command += ["--world-size", "4480", "--json", figures, *what_if]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    assert child.returncode == 0
-    assert used.ru_utime + used.ru_stime < seconds
-    assert used.ru_maxrss * 1024 < 10**9  # Linux counts in KiB
-    if what_if:
-        best = json.loads(figures.read_text())["what_if"]["layouts"][0]
-        assert best["tp"] == 8
-        assert best["terms_seconds"]["bubble"] < 0.25 * best["seconds"]
+    command += ["--world-size", "4480", "--json", figures]
+
+    def seconds_of(*options: str) -> float:
+        child = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        assert child.returncode == 0
+        assert used.ru_maxrss * 1024 < 10**9  # Linux counts in KiB
+        return used.ru_utime + used.ru_stime
+
+    plan = seconds_of()
+    assert plan < limit(5)
+    assert seconds_of("--what-if") < 40 * plan
+    what_if = json.loads(figures.read_text())["what_if"]
+    assert what_if["too_large"] + len(what_if["layouts"]) < 6000, "predicted variants"
+    best = what_if["layouts"][0]
+    assert best["tp"] == 8
+    assert best["terms_seconds"]["bubble"] < 0.25 * best["seconds"]
 
 
 def test_a_plan_loads_no_deepspeed() -> None:

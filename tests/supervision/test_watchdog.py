@@ -1,11 +1,12 @@
 """A process whose threads cannot run is ended with its stacks. A suspended process continues."""
 
+import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -18,11 +19,12 @@ from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activi
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.forked import Forked
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 
-LIMIT = 3.0  # the same value as in PROGRAM
+LIMIT = math.ceil(limit(3))
 
-PROGRAM = """
+PROGRAM = f"""
 import ctypes, faulthandler, os, signal, threading, time
 from pathlib import Path
 from megaspeed.supervision.failure import RankLog
@@ -30,7 +32,10 @@ from megaspeed.supervision.watchdog import Watchdog
 
 def beat():
     while True:
-        watchdog.beat("step 4", 60 if Path("patient").exists() else 3)
+        is_patient = Path("patient").exists()
+        watchdog.beat("step 4", {20 * LIMIT} if is_patient else {LIMIT})
+        with open("beats", "a") as beats:
+            beats.write("P" if is_patient else "I")
         time.sleep(0.2)
 
 faulthandler.register(signal.SIGQUIT)  # as pytest and some launchers do
@@ -41,11 +46,12 @@ with RankLog(Path(), 0) as log:
     threading.Thread(target=beat, daemon=True).start()
     child = os.fork()  # it has the pipe, too
     if not child:
-        time.sleep(60)
+        time.sleep(10**6)
         os._exit(0)
     Path("started").touch()
     while not Path("end").exists():
         if Path("lock").exists():
+            Path("locked").touch()
             ctypes.PyDLL(None).sleep(int(Path("lock").read_text()))
         time.sleep(0.1)
     watchdog.stop()
@@ -58,7 +64,23 @@ class Program(Forked):
         self.folder, self.console = folder, folder / "err"
         arguments: list[str | Path] = [folder / "program.py"]
         super().__init__(arguments, folder, os.environ, folder / "out", self.console)
-        while not (folder / "started").exists():
+        (folder / "beats").touch()
+        self._wait_until((folder / "started").exists)
+
+    def wait_for_beats(self, kind: Literal["patient", "impatient"]) -> None:
+        """Wait for two more of these."""
+        letter, beats = kind[0].upper(), self.folder / "beats"
+        number = beats.read_text().count(letter)
+        self._wait_until(lambda: beats.read_text().count(letter) >= number + 2)
+
+    def lock(self, seconds: int) -> None:
+        """Hold the GIL."""
+        (self.folder / "lock.new").write_text(str(seconds))
+        (self.folder / "lock.new").rename(self.folder / "lock")
+        self._wait_until((self.folder / "locked").exists)
+
+    def _wait_until(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
             assert self.poll() is None, self.console.read_text()
             time.sleep(0.05)
 
@@ -81,20 +103,21 @@ def program(tmp_path: Path) -> Iterator[Program]:
 
 
 def test_a_call_that_holds_pythons_gil_is_ended_with_its_stacks(program: Program) -> None:
-    (program.folder / "lock").write_text("60")
     since = time.monotonic()
+    program.lock(10**6)
     assert program.wait(30) == 3
-    assert LIMIT - 1 < time.monotonic() - since < LIMIT + 10
+    assert LIMIT - 1 < time.monotonic() - since < LIMIT + limit(10)
     line = program.console.read_text()
-    assert line.startswith("[gpu17, rank 0, last known phase: step 4] no thread could run for 3 s")
+    report = f"[gpu17, rank 0, last known phase: step 4] no thread could run for {LIMIT} s"
+    assert line.startswith(report)
     assert "Current thread" in program.stacks and "in beat" in program.stacks, "all threads"
 
 
 def test_a_phase_that_may_take_long_is_not_ended(program: Program) -> None:
     """A save may hold the GIL for longer than a step."""
     (program.folder / "patient").touch()
-    time.sleep(1)
-    (program.folder / "lock").write_text(f"{LIMIT + 3:.0f}")
+    program.wait_for_beats("patient")
+    program.lock(LIMIT + 3)
     time.sleep(LIMIT + 1)
     (program.folder / "end").touch()
     assert program.wait(30) == 0
@@ -104,11 +127,10 @@ def test_a_phase_that_may_take_long_is_not_ended(program: Program) -> None:
 def test_the_last_of_several_reports_counts(program: Program) -> None:
     """The watchdog may read several lines at once, the first with less patience than the last."""
     program.watchdog.suspend()
-    time.sleep(1)
+    program.wait_for_beats("impatient")
     (program.folder / "patient").touch()
-    time.sleep(1)
-    (program.folder / "lock").write_text(f"{LIMIT + 3:.0f}")
-    time.sleep(0.5)
+    program.wait_for_beats("patient")
+    program.lock(LIMIT + 3)
     program.watchdog.resume()
     time.sleep(LIMIT + 1)
     (program.folder / "end").touch()
@@ -124,7 +146,7 @@ def test_a_suspended_process_continues(program: Program, everything: bool) -> No
     time.sleep(LIMIT + 3)
     for process in suspended:
         process.resume()
-    time.sleep(2)
+    time.sleep(limit(2))
     (program.folder / "end").touch()
     assert program.wait(30) == 0
     assert program.console.read_text() == ""
@@ -147,13 +169,15 @@ def patience_of_phases(launch: LaunchEnvironment, folder: Path) -> list[float]:
 
     with pytest.MonkeyPatch.context() as patch, StopSignal() as stop, RankLog(folder, 0) as log:
         patch.setattr(watch, "Watchdog", Noting)
-        meeting = check_in(launch, {}, 5)
+        meeting = check_in(launch, {}, limit(5))
         patience: dict[str, Any] = {"launchers": [], "hang_timeout_seconds": 10.0}
         with watch.Watch(meeting, Grid(pp=1, dp=1, tp=1), activity, stop, log, **patience):
             phases = []
             for timeouts in (START_UP_TIMEOUTS, 1.0, SAVE_TIMEOUTS):
                 with activity.during("a phase", timeouts=timeouts):
-                    time.sleep(2.5)
+                    beats = len(reported)
+                    while len(reported) < beats + 2:  # the first may be of the phase before
+                        time.sleep(0.1)
                     phases.append(reported[-1])
     return phases
 
@@ -167,7 +191,7 @@ def test_a_watchdog_ends_with_its_process(program: Program) -> None:
     """The watchdog ends even if a child that the process has forked keeps the pipe open."""
     watchdog = program.watchdog
     program.kill()
-    watchdog.wait(timeout=2)
+    watchdog.wait(timeout=limit(2))
 
 
 def test_a_user_sees_the_stacks_with_sigquit(program: Program) -> None:
