@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.fork_server import start_fork_server, use_fork_server
 from tests.support.machine import factor, limit, use_factor
+from tests.support.summary import print_summary
 
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
@@ -52,6 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     return f"machine: limits of time are multiplied by {factor():.2f} (tests/support/machine.py)"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    print_summary(terminalreporter)
 
 
 def pytest_collection_finish() -> None:

@@ -1,10 +1,15 @@
-"""Limits of time in tests follow the machine."""
+"""Limits of time follow the machine. A test run ends with what was skipped and what to send us."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.machine import factor, factor_of, limit
 from tests.support.rank_pool import RankPool
+from tests.support.summary import lines_of_skipped
 
 
 @pytest.mark.parametrize(
@@ -35,3 +40,37 @@ def test_limits_of_tests_and_of_ranks_are_multiplied(
 
 def limit_in_a_rank(launch: LaunchEnvironment) -> float:
     return limit(40)
+
+
+def test_skipped_tests_are_grouped_by_reason() -> None:
+    reason = "Skipped: needs a GPU"
+    skipped = [("b.py::one", reason), ("a.py::two[x]", reason), ("b.py::three", reason)]
+    assert lines_of_skipped([*skipped, ("c.py::four", "no root")]) == [
+        "needs a GPU: 1 in a.py, 2 in b.py",
+        "no root: 1 in c.py",
+    ]
+
+
+TESTS = """
+import pytest
+from tests.support.machine import limit
+
+def test_one(): pytest.skip("there is no browser")
+def test_two(): raise ValueError("broken")
+"""
+
+
+def test_after_a_failure_the_last_lines_are_what_to_send(tmp_path: Path) -> None:
+    (tmp_path / "test_both.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-o", "timeout=40"]
+    done = subprocess.run(
+        [*command, "test_both.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    header, _, rest = done.stdout.partition("1 test skipped")
+    assert f"limits of time are multiplied by {factor():.2f}" in header
+    assert f"timeout: {limit(40)}s" in header
+    skipped, _, sent = rest.partition("1 test failed")
+    assert "there is no browser: 1 in test_both.py" in skipped
+    assert "megaspeed.cli doctor --config" in sent and f"factor {factor():.2f}" in sent
+    assert "FAILED test_both.py::test_two" in sent
