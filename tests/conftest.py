@@ -1,6 +1,7 @@
 """Fixtures and hooks of all tests."""
 
 import gc
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -39,8 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         use_factor(config.workerinput["factor"])
         use_fork_server(config.workerinput["fork_server"])
-    elif config.option.timeout is None:
-        config.option.timeout = limit(float(config.getini("timeout")))
+    if config.option.timeout is None:
+        config.option.timeout = math.ceil(limit(float(config.getini("timeout"))))
     # torch looks up the name of every address that it connects to, for its logs. If a name server
     # does not answer, torch waits 5 s. One second is enough, and then torch stops looking up names.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -295,7 +295,8 @@ def test_a_late_start_and_a_late_end_of_rank_0_are_no_failures(tmp_path: Path) -
     """A node may start later, and rank 0 may draw the loss curve at the end."""
     ranks = CheapRanks(tmp_path, f"time.sleep({2 * HANG_SECONDS} * (rank == 0))")
     ranks.start(1)
-    while not (tmp_path / "out-1").read_text():  # it says after 10 s that it waits
+    waiting = tmp_path / "out-1"
+    while not (waiting.exists() and waiting.read_text()):  # it says after 10 s that it waits
         assert ranks.of[1].poll() is None
         time.sleep(0.1)
     ranks.start(0)
