@@ -71,6 +71,7 @@ from megaspeed.planning.costs.workload import (
     AttentionKernel,
     Cluster,
     Workload,
+    block_products,
 )
 from megaspeed.planning.forecast import (
     LARGE_FACTOR,
@@ -330,7 +331,7 @@ def _block(run: Published, constants: Constants) -> LayerTime:
     block = rates.block()
     forward, backward = block.forward_parts, block.backward_parts
     if run.is_fp8:
-        m, n, k = zip(*work.products, strict=True)
+        m, n, k = zip(*block_products(work.model, work.tokens, work.grid.tp), strict=True)
         weights, inputs, outputs = (
             sum(rows * columns for rows, columns in zip(*sizes, strict=True))
             for sizes in ((n, k), (m, k), (m, n))

@@ -5,12 +5,10 @@ import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megaspeed.cli.bar_or_lines import BarOrLines
 from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -33,11 +31,18 @@ from megaspeed.pipeline.picture import SUFFIXES, draw_schedule, save
 from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.pipeline.simulation import check_schedule, format_grid
 from megaspeed.planning.cluster import CPU, ClusterConfig, read_cluster
+from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import complete_training
 from megaspeed.planning.measured_cpu import CpuSpeedError, measure_cpu
 from megaspeed.planning.plan import plan
 from megaspeed.planning.report import longest_report, report, what_if_report
-from megaspeed.planning.variants import Training, longest_sequences, what_if
+from megaspeed.planning.variants import (
+    LongestSequence,
+    Training,
+    WhatIf,
+    longest_sequences,
+    what_if,
+)
 from megaspeed.units import counted, show
 
 
@@ -118,9 +123,7 @@ def run_plan(options: argparse.Namespace) -> int:
     show(report(planned, complete))
     code = EXIT_DONE
     if cluster is not None and (options.what_if or options.write):
-        bar = BarOrLines(1, "comparing the variants of the run")
-        with ProcessPoolExecutor() as executor, bar:
-            found = what_if(training, cluster, bar.show, executor)
+        found = _what_if(training, cluster)
         figures["what_if"] = found.as_json()
         show(what_if_report(found))
         if options.write and found.best is not None:
@@ -133,12 +136,29 @@ def run_plan(options: argparse.Namespace) -> int:
             )
             code = EXIT_FAILED
     if cluster is not None and options.longest_sequence:
-        with BarOrLines(1, "searching the longest sequence of each layout") as bar:
-            longest = longest_sequences(training, cluster, bar.show)
+        longest = _longest_sequences(training, cluster)
         figures["longest_sequences"] = [each.as_json() for each in longest]
         show(longest_report(longest, training.run.config.model))
     write_json(options, figures)
     return code
+
+
+def _what_if(training: Training, cluster: Cluster) -> WhatIf:
+    # Imported here, because a plan without a search starts faster without them.
+    from concurrent.futures import ProcessPoolExecutor
+
+    from megaspeed.cli.bar_or_lines import BarOrLines
+
+    bar = BarOrLines(1, "comparing the variants of the run")
+    with ProcessPoolExecutor() as executor, bar:
+        return what_if(training, cluster, bar.show, executor)
+
+
+def _longest_sequences(training: Training, cluster: Cluster) -> list[LongestSequence]:
+    from megaspeed.cli.bar_or_lines import BarOrLines
+
+    with BarOrLines(1, "searching the longest sequence of each layout") as bar:
+        return longest_sequences(training, cluster, bar.show)
 
 
 def _stated_cluster(options: argparse.Namespace) -> ClusterConfig:

@@ -349,20 +349,16 @@ class TrainingConfig(Section):
 
 
 def _with(section: Any, values: Mapping[str, Any]) -> Any:
-    """Return a section with other values of these dotted keys; the same one if nothing changes."""
+    """Return a copy of a section with other values of these dotted keys."""
     update, inner = dict[str, Any](), dict[str, dict[str, Any]]()
     for key, value in values.items():
         name, _, rest = key.partition(".")
         if rest:
             inner.setdefault(name, {})[rest] = value
-        elif getattr(section, name) != value:
+        else:
             update[name] = value
-    for name, own in inner.items():
-        before = getattr(section, name)
-        after = _with(before, own)
-        if after is not before:
-            update[name] = after
-    return section.model_copy(update=update) if update else section
+    update |= {name: _with(getattr(section, name), own) for name, own in inner.items()}
+    return section.model_copy(update=update)
 
 
 class RunConfig(DeepSpeedKeys):

@@ -95,25 +95,20 @@ def chunks_of_stages(run: Run) -> Sequence[tuple[range, ...]]:
     return _chunks_of_stages(model, length, run.grid.pp, run.config.parallel.virtual_stages)
 
 
-@lru_cache(maxsize=256)  # a plan needs the same split thousands of times
+@lru_cache(maxsize=1024)  # a plan needs the same split thousands of times
 def _chunks_of_stages(
     model: ModelConfig, length: int, stages: int, chunks: int
 ) -> tuple[tuple[range, ...], ...]:
-    costs = tuple(map(int, forward_flops_per_token(model, length)))
-    parts = _partition(costs, stages, chunks)
-    return tuple(parts[stage::stages] for stage in range(stages))
+    costs = [*map(int, forward_flops_per_token(model, length))]
+    parts = partition_layers(costs, stages * chunks)
+    if chunks > 1:
+        parts = _evened(costs, parts, stages)
+    return tuple(tuple(parts[stage::stages]) for stage in range(stages))
 
 
 def layers_of_stages(run: Run) -> list[tuple[int, ...]]:
     """The layer indices of each pipeline stage of a run, of all its chunks."""
     return [tuple(chain.from_iterable(chunks)) for chunks in chunks_of_stages(run)]
-
-
-@lru_cache(maxsize=256)  # the costs of other sequence lengths may be the same
-def _partition(costs: tuple[int, ...], stages: int, chunks: int) -> tuple[range, ...]:
-    """The layers of each virtual stage."""
-    parts = partition_layers(costs, stages * chunks)
-    return tuple(parts if chunks == 1 else _evened(costs, parts, stages))
 
 
 def _evened(costs: Sequence[int], parts: list[range], stages: int) -> list[range]:

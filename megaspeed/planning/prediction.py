@@ -43,11 +43,6 @@ class StagePrediction:
         return self.memory.peak.total
 
     @property
-    def least_bytes(self) -> int:
-        """A lower bound of the peak, which is known much sooner."""
-        return self.memory.least_bytes
-
-    @property
     def state_bytes(self) -> int:
         """Parameters, gradients and optimizer states: the model states of the ZeRO paper."""
         states = self.memory.states

@@ -435,15 +435,15 @@ def what_if(
     degrees = list(_degrees(training, cluster.gpus_per_node))
     layouts: list[Layout] = []
     refused: list[_TooLarge] = []
-    least, too_large = inf, 0
+    too_large = 0
     tasks = partial(_at_degrees, training, cluster)
     for done, found in enumerate((executor.map if executor else map)(tasks, degrees)):
         layouts += found.layouts
         refused += found.refused
         too_large += found.too_large
-        least = min(least, found.least)
         show((done + 1) / len(degrees))
     layouts.sort(key=lambda layout: (layout.seconds, layout.peak_bytes))
+    least: float = min((layout.peak_bytes for layout in layouts), default=inf)
     for at_least, settings in refused:
         if at_least < least:
             least = min(least, training.peak_bytes(settings))
@@ -458,7 +458,6 @@ class _Found(NamedTuple):
     """The variants with the same degrees."""
 
     layouts: list[Layout]
-    least: float  # their smallest peak, without those with other numbers of replicas or chunks
     refused: list["_TooLarge"]
     too_large: int  # number of refused variants, with all larger micro-batches
 
@@ -466,7 +465,7 @@ class _Found(NamedTuple):
 def _at_degrees(training: Training, cluster: Cluster, degrees: tuple[int, int, int, int]) -> _Found:
     layouts: list[Layout] = []
     refused: list[_TooLarge] = []
-    least, too_large = inf, 0
+    too_large = 0
     for sizes in _variants(training, *degrees):
         for index, settings in enumerate(sizes):
             try:
@@ -478,11 +477,10 @@ def _at_degrees(training: Training, cluster: Cluster, degrees: tuple[int, int, i
                 refused.append(layout)
                 break
             layouts.append(layout)
-            least = min(least, layout.peak_bytes)
             if settings.replicate == 1:
                 layouts += _with_replicas(training, settings, layout, cluster)
     layouts += _with_chunks(training, layouts, cluster)
-    return _Found(layouts, least, refused, too_large)
+    return _Found(layouts, refused, too_large)
 
 
 class _TooLarge(NamedTuple):
@@ -501,9 +499,8 @@ def _layout(training: Training, settings: Settings, cluster: Cluster) -> Layout 
     run = training.under(settings)
     prediction = predict(run, training.device_type)
     reserved = reserved_memory(run, cluster.device, cluster.gpus_per_node, peak_bytes=0)
-    for size in ("least_bytes", "peak_bytes"):  # the first is known sooner
-        for stage in prediction.stages:
-            at_least: int = getattr(stage, size)
+    for size_of in (attrgetter("memory.least_bytes"), attrgetter("peak_bytes")):
+        for at_least in map(size_of, prediction.stages):
             if at_least + reserved.certain > cluster.device.memory_bytes:
                 return _TooLarge(at_least, settings)
     peak = prediction.fullest.peak_bytes

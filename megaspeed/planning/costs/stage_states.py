@@ -65,23 +65,19 @@ def states_of(run: Run, pipeline_stage: int, gathers: str, device_type: str) -> 
         *(run.gradient_reduction, run.reductions > 1),
         chunks_of_stages(run)[pipeline_stage],
     )
-    key = RunKey(values, run)
-    return _states_of(key, pipeline_stage, gathers, device_type == "cpu")
-
-
-@lru_cache(maxsize=256)
-def _states_of(key: RunKey, pipeline_stage: int, gathers: str, on_host: bool) -> "StageStates":
-    return StageStates(key.run, pipeline_stage, gathers, on_host=on_host)
+    gathers_layers = run.zero_stage == 3 and gathers == "layers"
+    return _states_of(RunKey(values, run), pipeline_stage, gathers_layers, device_type == "cpu")
 
 
 class StageStates:
     """Parameters, gradients, optimizer states and buffers of a rank of one pipeline stage."""
 
-    def __init__(self, run: Run, pipeline_stage: int, gathers: str, *, on_host: bool) -> None:
-        self._run, self._on_host = run, on_host
-        self._parameters = local_parameters(run, pipeline_stage)
+    def __init__(
+        self, key: RunKey, pipeline_stage: int, gathers_layers: bool, on_host: bool
+    ) -> None:
+        self._run, self._gathers_layers, self._on_host = key.run, gathers_layers, on_host
+        self._parameters = local_parameters(key.run, pipeline_stage)
         self._head = head_weight(self._parameters)
-        self._gathers_layers = run.zero_stage == 3 and gathers == "layers"
         self._runs: dict[tuple[object, ...], Runs[LayerStates]] = {}
 
     @cached_property
@@ -198,6 +194,9 @@ class StageStates:
             # Autograd computes the largest gradient of the layer, and then adds it to the sum.
             fresh, most = _fresh_bytes(run, layer.largest), (most_gradients, size + most_buffers)
             yield LayerStates(fresh, size, *most, gradients, buffers)
+
+
+_states_of = lru_cache(maxsize=256)(StageStates)
 
 
 def _fresh_bytes(run: Run, elements: int) -> int:

@@ -31,6 +31,8 @@ from megaspeed.planning.costs.workload import (
     Workload,
     attended_tokens,
     attention_flops,
+    block_products,
+    head_product,
 )
 
 
@@ -300,9 +302,10 @@ class Rates:
     def block(self) -> LayerTime:
         """One block."""
         work = self.work
-        linear = map(sum, zip(*map(self.linear, work.products), strict=True))
+        products = block_products(work.model, work.tokens, work.grid.tp)
+        linear = map(sum, zip(*map(self.linear, products), strict=True))
         network = self.network.tp, self.network.cp
-        each = (linear, self.attention(), self.pointwise(work.products), *network)
+        each = (linear, self.attention(), self.pointwise(products), *network)
         forward, backward = (Parts(*seconds) for seconds in zip(*each, strict=True))
         again = recomputed_seconds(forward, AGAIN[work.recomputation])
         return LayerTime(
@@ -401,7 +404,7 @@ class Rates:
         Logits are read in 16 bits, written in fp32, read for the maximum, read for the sum, and
         the gradient is written in 16 bits, and read: 18 bytes in all.
         """
-        product = self.work.head_product
+        product = head_product(self.work.model, self.work.tokens, self.work.grid.tp)
         loss = 9 * self.width * product.m * product.n / self.memory
         forward, backward = self.linear(product)
         _, tp = self.network.tp_of_ends

@@ -6,7 +6,7 @@ products are read from the table of the model's parameters, as its FLOPs are.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -132,16 +132,6 @@ class Workload:
             return list(values)
         return [sum(values[stage :: self.grid.pp]) for stage in range(self.grid.pp)]
 
-    @cached_property
-    def products(self) -> list["Product"]:
-        """The products of a block's forward on one tensor rank, without the attention's own."""
-        return list(block_products(self.model, self.tokens, self.grid.tp))
-
-    @cached_property
-    def head_product(self) -> "Product":
-        """The product of the head's forward on one tensor rank."""
-        return head_product(self.model, self.tokens, self.grid.tp)
-
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank, before the tensor axis splits them."""
@@ -227,14 +217,16 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
     )
 
 
-def block_products(model: ModelConfig, tokens: int, tp: int) -> Iterator[Product]:
+@lru_cache(maxsize=4096)  # a fit needs the products of each run thousands of times
+def block_products(model: ModelConfig, tokens: int, tp: int) -> list[Product]:
     """Return the products of a block's forward on one tensor rank, without the attention's own.
 
     Column-parallel weights have 1/tp of the rows, row-parallel weights 1/tp of the columns.
     """
-    return (_of_row(row, tokens, tp) for row in block_rows(model).values() if row.kind == "linear")
+    return [_of_row(row, tokens, tp) for row in block_rows(model).values() if row.kind == "linear"]
 
 
+@lru_cache(maxsize=4096)
 def head_product(model: ModelConfig, tokens: int, tp: int) -> Product:
     """Return the product of the head's forward on one tensor rank."""
     return _of_row(head_rows(model)["output"], tokens, tp)
