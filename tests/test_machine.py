@@ -1,6 +1,7 @@
 """Limits of time follow the machine. A test run ends with what was skipped and what to send us."""
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,12 @@ def test_after_a_failure_the_last_lines_are_what_to_send(tmp_path: Path) -> None
     (tmp_path / "test_both.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-o", "timeout=40"]
     done = subprocess.run(
-        [*command, "test_both.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [*command, "test_both.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1, done.stderr
     header, _, rest = done.stdout.partition("1 test skipped")
