@@ -22,6 +22,7 @@ from tests.support.summary import lines_of_skipped
         ([(0.4, 0.16), (0.25, 0.16)], 0.41, 0.0, 2.5),  # slow products
         ([(0.1, 9.0), (0.1, 0.24)], 0.18, 0.0, 3.0),  # slow starts, after a first one
         ([(0.1, 0.08)], 0.18, 4.0, 2.0),  # others took as much as a test run takes
+        ([(30.0, 0.08)], 0.18, 0.0, 20.0),
     ],
 )
 def test_the_factor_is_that_of_the_slowest(

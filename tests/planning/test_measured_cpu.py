@@ -26,6 +26,7 @@ from megaspeed.planning.measured_cpu import (
     small_run,
 )
 from tests.planning.tiny_runs import FOLDER
+from tests.support.machine import limit
 
 FIGURES = {
     "memory_bytes": 1 << 34,
@@ -114,14 +115,16 @@ def test_a_block_with_a_window_is_measured_with_its_mask(monkeypatch: pytest.Mon
 def test_ranks_that_share_processors_are_measured_together(tmp_path: Path) -> None:
     """There is one processor for two ranks, so each has half of it."""
     processor = str(min(os.sched_getaffinity(0)))
-    figures = []
-    for ranks in (1, 2):
-        module = "megaspeed.measurement.cpu_speed"
-        command = ["taskset", "-c", processor, sys.executable, "-m", module]
-        command += ["--config", str(FOLDER / "zero1.json"), "--ranks", str(ranks)]
-        figures.append(json.loads(subprocess.check_output(command)))
-    alone, shared = figures
-    assert 0.3 < shared["products"] / alone["products"] < 0.7
+    command = ["taskset", "-c", processor, sys.executable, "-m", "megaspeed.measurement.cpu_speed"]
+    command += ["--config", str(FOLDER / "zero1.json"), "--ranks"]
+    for _ in range(3):  # other programs may start or end between the two measurements
+        alone, shared = (
+            json.loads(subprocess.check_output([*command, ranks])) for ranks in ("1", "2")
+        )
+        share = shared["products"] / alone["products"]
+        if 0.3 < share < 0.7:
+            break
+    assert 0.3 < share < 0.7
     run = run_of("parallel.tensor=2", "zero_optimization.stage=1")
     cluster = cluster_of(run, shared)
     step = predict_step_time(workload_of(run, "cpu"), cluster)
@@ -129,7 +132,7 @@ def test_ranks_that_share_processors_are_measured_together(tmp_path: Path) -> No
     assert 1e-3 < cluster.device.peak_fp32 < 10
     assert 1 < cluster.device.memory_bandwidth < 1000
     assert min(step.products, step.attention, step.pointwise, step.tp, step.host) > 0
-    assert 0.005 < step.total < 60
+    assert 0.005 < step.total < limit(60)
 
 
 def test_a_failed_measurement_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

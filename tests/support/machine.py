@@ -3,11 +3,12 @@
     product = seconds of a product / those at factor 1
     start   = seconds of a process start / those at factor 1
     busy    = the same in processor seconds x (1 + other processes / processes of a test run)
-    factor  = the largest of 1, product, start, busy
+    factor  = the largest of 1, product, start, busy, but at most 20
 
 Product and start contain whatever slows this machine now: its processors, the limit of a container,
 other processes. Busy contains the other processes of the last minute. The process that runs pytest
-measures once. Its workers and their ranks get the factor in an environment variable.
+measures once. Its workers and their ranks get the factor in an environment variable. A factor above
+20 would make the tests that wait for a limit take hours.
 
 At factor 1, the complete suite takes 16 minutes on two processors. Two idle processors of an AMD
 EPYC (Zen 3, 2.4 GHz) have a factor of about 2.5, and the suite takes 45 minutes.
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 _PRODUCT_SECONDS, _START_SECONDS = 0.1, 0.08  # at factor 1
 _PROCESSES = 4  # of a test run, for each processor
 _TURNS = 3
+_LARGEST = 20.0
 
 _VARIABLE = "MEGASPEED_TEST_FACTOR"
 _PROGRAM = """
@@ -43,7 +45,7 @@ def limit(seconds: float) -> float:
 
 
 def factor() -> float:
-    """Return the factor of this machine, at least 1. The first call measures it."""
+    """Return the factor of this machine, from 1 to 20. The first call measures it."""
     if _VARIABLE not in os.environ:
         os.environ[_VARIABLE] = f"{_measure():.2f}"
     return float(os.environ[_VARIABLE])
@@ -65,7 +67,8 @@ def factor_of(turns: Sequence[tuple[float, float]], used: float, load: float) ->
     """
     products, starts = zip(*turns, strict=True)
     busy = used / (_PRODUCT_SECONDS + _START_SECONDS) * (1 + load / _PROCESSES)
-    return max(1.0, min(products) / _PRODUCT_SECONDS, min(starts) / _START_SECONDS, busy)
+    slowest = max(min(products) / _PRODUCT_SECONDS, min(starts) / _START_SECONDS, busy)
+    return min(max(1.0, slowest), _LARGEST)
 
 
 def _measure() -> float:
