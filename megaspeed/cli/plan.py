@@ -1,13 +1,15 @@
 """Commands that compute figures of a run without starting it: ``plan`` and ``schedule``."""
 
 import argparse
-import gc
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from megaspeed.cli.options import (
     EXIT_DONE,
@@ -31,18 +33,13 @@ from megaspeed.pipeline.picture import SUFFIXES, draw_schedule, save
 from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.pipeline.simulation import check_schedule, format_grid
 from megaspeed.planning.cluster import CPU, ClusterConfig, read_cluster
-from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import complete_training
 from megaspeed.planning.measured_cpu import CpuSpeedError, measure_cpu
 from megaspeed.planning.plan import plan
 from megaspeed.planning.report import longest_report, report, what_if_report
-from megaspeed.planning.variants import (
-    LongestSequence,
-    Training,
-    WhatIf,
-    longest_sequences,
-    what_if,
-)
+from megaspeed.planning.variants import Training, longest_sequences, what_if
+from megaspeed.supervision.process_end import end_with_starter
+from megaspeed.topology.launch import usable_processors
 from megaspeed.units import counted, show
 
 
@@ -77,6 +74,9 @@ def add_to(commands: Any) -> None:
     add_values(parser, ("--picture", _picture, "FILE", None, "draw it, as .png, .svg or .pdf"))
 
 
+_Found = TypeVar("_Found")
+
+
 def _picture(text: str) -> Path:
     """Return a file on the command line to which a picture can be written."""
     file = new_file(text)
@@ -102,7 +102,6 @@ _MOST_TOKENS = 1e18
 
 def run_plan(options: argparse.Namespace) -> int:
     """Print the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
-    gc.disable()  # a plan makes millions of small objects, and no cycles
     stated = _stated_cluster(options)
     training = _training(options, stated)
     try:
@@ -123,7 +122,9 @@ def run_plan(options: argparse.Namespace) -> int:
     show(report(planned, complete))
     code = EXIT_DONE
     if cluster is not None and (options.what_if or options.write):
-        found = _what_if(training, cluster)
+        text = "comparing the variants of the run"
+        with _processes() as executor:
+            found = _searched(what_if, text, training, cluster, executor)
         figures["what_if"] = found.as_json()
         show(what_if_report(found))
         if options.write and found.best is not None:
@@ -136,29 +137,67 @@ def run_plan(options: argparse.Namespace) -> int:
             )
             code = EXIT_FAILED
     if cluster is not None and options.longest_sequence:
-        longest = _longest_sequences(training, cluster)
+        text = "searching the longest sequence of each layout"
+        longest = _searched(longest_sequences, text, training, cluster)
         figures["longest_sequences"] = [each.as_json() for each in longest]
         show(longest_report(longest, training.run.config.model))
     write_json(options, figures)
     return code
 
 
-def _what_if(training: Training, cluster: Cluster) -> WhatIf:
-    # Imported here, because a plan without a search starts faster without them.
-    from concurrent.futures import ProcessPoolExecutor
-
+def _searched(find: Callable[..., _Found], text: str, *arguments: Any) -> _Found:
+    """Return what a search finds, and show its progress."""
+    # Imported here, because a plan without a search starts faster without it.
     from megaspeed.cli.bar_or_lines import BarOrLines
 
-    bar = BarOrLines(1, "comparing the variants of the run")
-    with ProcessPoolExecutor() as executor, bar:
-        return what_if(training, cluster, bar.show, executor)
+    with BarOrLines(1, text) as bar:
+        return find(*arguments, show=bar.show)
 
 
-def _longest_sequences(training: Training, cluster: Cluster) -> list[LongestSequence]:
-    from megaspeed.cli.bar_or_lines import BarOrLines
+_STOPS = signal.SIGINT, signal.SIGTERM
 
-    with BarOrLines(1, "searching the longest sequence of each layout") as bar:
-        return longest_sequences(training, cluster, bar.show)
+
+@contextmanager
+def _processes() -> Iterator[Executor | None]:
+    """Yield a process for each processor; None if this system cannot share work between them.
+
+    A stop signal ends them, and so does the end of this process. While they start, signals wait.
+
+    Raises:
+        ChildProcessError: one of them was killed.
+    """
+    from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+    from multiprocessing import active_children
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    try:
+        executor = ProcessPoolExecutor(usable_processors(), initializer=_end_at_signals)
+        executor.submit(int)  # starts all of them
+    except (ImportError, NotImplementedError, OSError):  # no semaphores, or no more processes
+        for process in active_children():
+            process.terminate()
+        executor = None
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+    with executor or nullcontext():
+        try:
+            yield executor
+        except BaseException as error:
+            for process in active_children():
+                process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise ChildProcessError(
+                    "a process that compares variants was killed, perhaps because the memory of "
+                    "this machine is full; run the command again, or on another machine"
+                ) from error
+            raise
+
+
+def _end_at_signals() -> None:
+    for number in _STOPS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+    end_with_starter()
 
 
 def _stated_cluster(options: argparse.Namespace) -> ClusterConfig:

@@ -62,7 +62,8 @@ def timetable(pipeline: Pipeline) -> list[list[Ticks]]:
     while ready:
         stage = ready.popleft()
         clock = found[stage][-1].end if found[stage] else 0
-        for compute in orders[stage][len(found[stage]) :]:
+        for index in range(len(found[stage]), len(orders[stage])):
+            compute = orders[stage][index]
             kind, virtual = type(compute), pipeline.virtual(stage, compute.chunk)
             direction = 1 if kind is Forward else -1
             arrived = done.get((kind, virtual - direction, compute.micro_batch))

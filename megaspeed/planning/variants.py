@@ -414,8 +414,8 @@ class WhatIf:
 def what_if(
     training: Training,
     cluster: Cluster,
-    show: Callable[[float], object] = float,
     executor: Executor | None = None,
+    show: Callable[[float], object] = lambda done: None,
 ) -> WhatIf:
     """Return every variant of the training that fits the cluster's devices.
 
@@ -429,15 +429,21 @@ def what_if(
     Args:
         training: the training.
         cluster: the machines.
-        show: is called with the part of the work that is done, from 0 to 1.
         executor: its processes share the work; None: this process does it.
+        show: is called with the part of the work that is done, from 0 to 1.
     """
     degrees = list(_degrees(training, cluster.gpus_per_node))
     layouts: list[Layout] = []
     refused: list[_TooLarge] = []
     too_large = 0
     tasks = partial(_at_degrees, training, cluster)
-    for done, found in enumerate((executor.map if executor else map)(tasks, degrees)):
+    results: Iterator[_Found] = map(tasks, degrees)
+    if executor is not None:
+        # Not ``map``: if it is left by an exception, it cancels futures, on which the executor then
+        # fails.
+        futures = [executor.submit(tasks, each) for each in degrees]
+        results = (future.result() for future in futures)
+    for done, found in enumerate(results):
         layouts += found.layouts
         refused += found.refused
         too_large += found.too_large
@@ -616,7 +622,7 @@ class LongestSequence:
 
 
 def longest_sequences(
-    training: Training, cluster: Cluster, show: Callable[[float], object] = float
+    training: Training, cluster: Cluster, show: Callable[[float], object] = lambda done: None
 ) -> list[LongestSequence]:
     """Return the longest sequence that fits for each (pp, dp, cp, tp), the longest first.
 

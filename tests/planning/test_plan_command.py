@@ -3,10 +3,14 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megaspeed.cli import main
@@ -272,3 +276,56 @@ def test_a_plan_loads_no_deepspeed() -> None:
     command = [sys.executable, "-c", code, str(FOLDER / "3d.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+PROGRAM = """
+import os, signal, sys
+from megaspeed.cli import main, plan
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+plan.usable_processors = lambda: 12  # more than there are layouts of one rank at a time
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "code", "text"),
+    [
+        (signal.SIGINT, "all", 130, "megaspeed plan: stopped"),
+        (signal.SIGINT, "starter", 130, "megaspeed plan: stopped"),
+        (signal.SIGTERM, "starter", 143, "megaspeed plan: stopped"),
+        (signal.SIGKILL, "one", 1, "megaspeed plan: a process that compares variants was killed"),
+        (signal.SIGKILL, "starter", -9, ""),
+    ],
+    ids=str,
+)
+def test_a_search_that_is_stopped_ends_all_its_processes(
+    number: int, to: str, code: int, text: str, tmp_path: Path
+) -> None:
+    """Idle processes used to print tracebacks at Ctrl-C, and the command never ended."""
+    command = [sys.executable, "-c", PROGRAM, "plan", "--config", str(FOLDER / "zero_7.5b.json")]
+    command += ["--world-size", "64", "--device", "a100-80gb", "--what-if"]
+    with (tmp_path / "err").open("w") as err:
+        starter = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=err, start_new_session=True
+        )
+        started = psutil.Process(starter.pid)
+        try:
+            end = time.monotonic() + limit(60)
+            while not (tmp_path / "err").read_text() and time.monotonic() < end:
+                time.sleep(0.05)
+            children = started.children()
+            assert len(children) == 12
+            if to == "all":
+                os.killpg(starter.pid, number)
+            else:
+                os.kill(starter.pid if to == "starter" else children[0].pid, number)
+            assert starter.wait(limit(15)) == code
+            _, left = psutil.wait_procs(children, timeout=limit(10))
+            assert not left
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(starter.pid, signal.SIGKILL)
+    first, *others = (tmp_path / "err").read_text().splitlines()
+    assert PROGRESS.fullmatch(first)
+    assert [line[: len(text)] for line in others] == [text] * bool(text)

@@ -132,7 +132,7 @@ def test_the_variants_are_ranked_by_time(file: Path) -> None:
 def test_processes_that_share_the_work_find_the_same(file: Path) -> None:
     training, shares = from_file(file, world_size=8), list[float]()
     with ProcessPoolExecutor(2) as executor:
-        found = what_if(training, a100s(), shares.append, executor)
+        found = what_if(training, a100s(), executor, shares.append)
     assert found.as_json() == what_if(training, a100s()).as_json()
     assert shares == sorted(shares) and shares[-1] == 1.0
 
