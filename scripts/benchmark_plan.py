@@ -44,7 +44,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +246,7 @@ def _workload(row: Row, recomputed_share: float) -> Workload:
         "intermediate_size": int(row["ffn"]),
         "max_position_embeddings": int(row["seq_len"]),
     }
-    model = ModelConfig.model_validate(shape)
+    model = _one_of_equal(ModelConfig.model_validate(shape))
     tp, pp, dp, size = (int(row[column]) for column in ("tp", "pp", "dp", "mbs"))
     micro_batches = max(1, round(int(row["gbs_seqs"]) / (dp * size)))
     stage = 3 if row["fact_fsdp"] == "True" else int(row["zero_stage"])
@@ -272,6 +272,12 @@ def _workload(row: Row, recomputed_share: float) -> Workload:
         reductions=micro_batches if stage == 3 else 1,
         bucket_bytes=bucket,
     )
+
+
+@cache
+def _one_of_equal(model: ModelConfig) -> ModelConfig:
+    """Return the same object for equal models: as a key of a cache, it is found faster."""
+    return model
 
 
 def _blocks(model: ModelConfig, row: Row, stages: int) -> tuple[int, ...]:
@@ -308,16 +314,22 @@ def predict(run: Published, constants: Constants = FITTED) -> StepTime:
     A tensor rank that sends only its part does this as with sequence parallelism (Narayanan et al.
     2021, section 4.1).
     """
-    work, cluster = run.work, run.cluster
-    rates = Rates(work, cluster, constants, run.network)
-    layers = Layers(rates.embedding(), _block(run, constants), rates.head())
+    rates, layers = _layers(run, constants.products, constants.pointwise)
     if run.is_interpreted:
         layers = Layers(*(_scaled(layer, constants.interpreted) for layer in layers))
     step = rates.step(layers)
-    return replace(step, p2p=step.p2p * run.message_share)
+    return replace(step, p2p=step.p2p * run.message_share) if run.splits_messages else step
 
 
-def _block(run: Published, constants: Constants) -> LayerTime:
+@lru_cache(maxsize=1 << 15)  # a fit scales the same layers with many values of ``interpreted``
+def _layers(run: Published, products: float, pointwise: float) -> tuple[Rates, Layers]:
+    constants = step_time.Constants(products=products, pointwise=pointwise)
+    rates = Rates(run.work, run.cluster, constants)
+    rates.network = run.network
+    return rates, Layers(rates.embedding(), _block(run, rates), rates.head())
+
+
+def _block(run: Published, rates: Rates) -> LayerTime:
     """Predict a block.
 
     In fp8, both operands of each product are read twice in 16 bits, to find the largest number and
@@ -327,7 +339,7 @@ def _block(run: Published, constants: Constants) -> LayerTime:
     work, cluster, device = run.work, run.cluster, run.cluster.device
     if run.is_fp8:
         cluster = replace(cluster, device=replace(device, sustained_16=device.sustained_8))
-    rates = Rates(work, cluster, constants, run.network)
+        rates = Rates(work, cluster, rates.constants)
     block = rates.block()
     forward, backward = block.forward_parts, block.backward_parts
     if run.is_fp8:

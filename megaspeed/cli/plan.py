@@ -1,6 +1,7 @@
 """Commands that compute figures of a run without starting it: ``plan`` and ``schedule``."""
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -171,7 +172,7 @@ def _processes() -> Iterator[Executor | None]:
 
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     try:
-        executor = ProcessPoolExecutor(usable_processors(), initializer=_end_at_signals)
+        executor = ProcessPoolExecutor(usable_processors(), initializer=_prepare)
         executor.submit(int)  # starts all of them
     except (ImportError, NotImplementedError, OSError):  # no semaphores, or no more processes
         for process in active_children():
@@ -193,7 +194,8 @@ def _processes() -> Iterator[Executor | None]:
             raise
 
 
-def _end_at_signals() -> None:
+def _prepare() -> None:
+    gc.disable()  # what a search creates has no cycles, and collections take 15 % of its time
     for number in _STOPS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)

@@ -388,7 +388,7 @@ class WhatIf:
 
     layouts: tuple[Layout, ...]  # those that fit, the fastest first
     too_large: int  # number of those that do not fit, including all larger micro-batches
-    least_peak_bytes: int | None  # the smallest peak of all; None if all break rules
+    least_peak_bytes: int | None  # the smallest peak that was tried; None if all break rules
 
     @property
     def best(self) -> Layout | None:
@@ -435,58 +435,27 @@ def what_if(
     degrees = list(_degrees(training, cluster.gpus_per_node))
     layouts: list[Layout] = []
     refused: list[_TooLarge] = []
-    too_large = 0
     tasks = partial(_at_degrees, training, cluster)
-    results: Iterator[_Found] = map(tasks, degrees)
+    results: Iterator[tuple[list[Layout], list[_TooLarge]]] = map(tasks, degrees)
     if executor is not None:
         # Not ``map``: if it is left by an exception, it cancels futures, on which the executor then
         # fails.
         futures = [executor.submit(tasks, each) for each in degrees]
         results = (future.result() for future in futures)
-    for done, found in enumerate(results):
-        layouts += found.layouts
-        refused += found.refused
-        too_large += found.too_large
-        show((done + 1) / len(degrees))
+    for done, (fitting, others) in enumerate(results, 1):
+        layouts += fitting
+        refused += others
+        show(done / len(degrees))
     layouts.sort(key=lambda layout: (layout.seconds, layout.peak_bytes))
     least: float = min((layout.peak_bytes for layout in layouts), default=inf)
-    for at_least, settings in refused:
-        if at_least < least:
-            least = min(least, training.peak_bytes(settings))
+    for too_large in sorted(refused, key=attrgetter("at_least")):
+        if too_large.at_least < least:
+            least = min(least, training.peak_bytes(too_large.settings))
     return WhatIf(
         layouts=tuple(layouts),
-        too_large=too_large,
+        too_large=sum(each.sizes for each in refused),
         least_peak_bytes=None if least == inf else int(least),
     )
-
-
-class _Found(NamedTuple):
-    """The variants with the same degrees."""
-
-    layouts: list[Layout]
-    refused: list["_TooLarge"]
-    too_large: int  # number of refused variants, with all larger micro-batches
-
-
-def _at_degrees(training: Training, cluster: Cluster, degrees: tuple[int, int, int, int]) -> _Found:
-    layouts: list[Layout] = []
-    refused: list[_TooLarge] = []
-    too_large = 0
-    for sizes in _variants(training, *degrees):
-        for index, settings in enumerate(sizes):
-            try:
-                layout = _layout(training, settings, cluster)
-            except ConfigError:
-                continue
-            if isinstance(layout, _TooLarge):
-                too_large += len(sizes) - index
-                refused.append(layout)
-                break
-            layouts.append(layout)
-            if settings.replicate == 1:
-                layouts += _with_replicas(training, settings, layout, cluster)
-    layouts += _with_chunks(training, layouts, cluster)
-    return _Found(layouts, refused, too_large)
 
 
 class _TooLarge(NamedTuple):
@@ -494,6 +463,29 @@ class _TooLarge(NamedTuple):
 
     at_least: int  # a lower bound of its peak that is already too large
     settings: Settings
+    sizes: int = 1  # of micro-batches: its own, and all larger ones
+
+
+def _at_degrees(
+    training: Training, cluster: Cluster, degrees: tuple[int, int, int, int]
+) -> tuple[list[Layout], list[_TooLarge]]:
+    """Return the variants with these degrees that fit, and those that do not."""
+    layouts: list[Layout] = []
+    refused: list[_TooLarge] = []
+    for sizes in _variants(training, *degrees):
+        for index, settings in enumerate(sizes):
+            try:
+                layout = _layout(training, settings, cluster)
+            except ConfigError:
+                continue
+            if isinstance(layout, _TooLarge):
+                refused.append(layout._replace(sizes=len(sizes) - index))
+                break
+            layouts.append(layout)
+            if settings.replicate == 1:
+                layouts += _with_replicas(training, settings, layout, cluster)
+    layouts += _with_chunks(training, layouts, cluster)
+    return layouts, refused
 
 
 def _layout(training: Training, settings: Settings, cluster: Cluster) -> Layout | _TooLarge:
@@ -530,11 +522,11 @@ def _with_replicas(
     if settings.zero_stage == 0 or not counts:
         return
     work, seconds = workload_of(layout.run, cluster.device_type), {}
-    step = layout.forecast.step
-    for count in counts:
+    step, block = layout.forecast.step, layout.forecast.step.layers.block
+    for count in counts:  # It changes only these two terms.
         rates = Rates(replace(work, grid=replace(work.grid, replicate=count)), cluster)
-        terms = rates.data_axis(step.stage, step.layers.block)
-        dp, optimizer = (cluster.calibration * term for term in terms)
+        dp = cluster.calibration * rates.network.dp(step.stage, block.forward, block.backward)
+        optimizer = cluster.calibration * rates.optimizer(step.stage)
         seconds[count] = replace(step, dp=dp, optimizer=optimizer).total
     for count in sorted(seconds, key=seconds.__getitem__):
         if count == training.settings.replicate:

@@ -12,7 +12,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus
 
 TEXT = Path(__file__).parent.parent.parent / "LICENSE"
-FEW_STEPS = 4
+FEW_STEPS = 3
 """The number of steps for a layout that another run trains for ten steps."""
 
 

@@ -15,7 +15,7 @@ import platform
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from tests.support.machine import factor
@@ -51,9 +51,16 @@ def lines_of_skipped(tests: Iterable[tuple[str, str]]) -> list[str]:
 
 def versions() -> str:
     """Return the versions and the machine on which tests ran, without importing torch."""
-    packages = [f"{name} {version(name)}" for name in ("megaspeed", "torch", "deepspeed")]
+    packages = [f"{name} {_version(name)}" for name in ("megaspeed", "torch", "deepspeed")]
     system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
     return ", ".join([*packages, f"Python {platform.python_version()}", system])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _tests(number: int) -> str:

@@ -13,7 +13,7 @@ This is plain arithmetic: a prediction takes a fraction of a millisecond, and lo
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
@@ -197,35 +197,23 @@ def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float
     """Return the seconds of the forward and of the backward of each virtual stage for one
     micro-batch.
     """
-
-    def of_stages(embedding: float, block: float, head: float) -> list[float]:
-        times, last = [block * blocks for blocks in work.blocks], len(work.blocks) - 1
+    both = []
+    passes = zip(*((layer.forward, layer.backward) for layer in layers), strict=True)
+    for embedding, block, head in passes:
+        times = [block * blocks for blocks in work.blocks]
         times[0] += embedding
-        times[last] += head
-        return times
-
-    return (
-        of_stages(*(layer.forward for layer in layers)),
-        of_stages(*(layer.backward for layer in layers)),
-    )
+        times[-1] += head
+        both.append(times)
+    return both[0], both[1]
 
 
 class Rates:
-    """The times of the parts of a step, of one workload on one cluster.
+    """The times of the parts of a step, of one workload on one cluster."""
 
-    ``network`` is that of the workload. It does not depend on the constants, so a fit keeps it.
-    """
-
-    def __init__(
-        self,
-        work: Workload,
-        cluster: Cluster,
-        constants: Constants = FITTED,
-        network: Network | None = None,
-    ) -> None:
+    def __init__(self, work: Workload, cluster: Cluster, constants: Constants = FITTED) -> None:
         self.work, self.cluster, self.measured = work, cluster, cluster.measured
         device, efficiency = cluster.device, MEMORY_EFFICIENCY
-        self.network = network or Network(work, cluster)
+        self.network = Network(work, cluster)
         self.host = 0.0
         if self.measured is not None:
             self.host = self.measured.host
@@ -264,7 +252,6 @@ class Rates:
                 forward=forward, backward=backward, message=message, gather=gather, reduce=reduce
             )
             waits = pipeline_seconds(work, durations) - count * max(times) - bubble - p2p
-        dp, optimizer = self.data_axis(slowest, block, waits)
         parts, first, end = block.parts, embedding.parts, head.parts
         return StepTime(
             layers=layers,
@@ -278,26 +265,15 @@ class Rates:
             cp=of_blocks * parts.cp,
             bubble=bubble,
             p2p=p2p,
-            dp=dp,
-            optimizer=optimizer,
+            dp=self.network.dp(slowest, block.forward, block.backward, waits),
+            optimizer=self.optimizer(slowest),
             host=(of_blocks + of_embedding + of_head) * self.host,
         )
 
-    def data_axis(
-        self, stage: int, block: LayerTime, waits: float | None = None
-    ) -> tuple[float, float]:
-        """The terms ``dp`` and ``optimizer`` of a pipeline stage. Only these depend on replicas."""
-        dp = self.network.dp(stage, block.forward, block.backward, waits)
-        return dp, self.optimizer(stage)
-
     def linear(self, product: Product) -> tuple[float, float]:
         """Forward and backward of a linear module."""
-        device = self.cluster.device
-        forward, of_input, of_weight = (
-            product_seconds(each, self.rate, self.memory, device.processors, self.width)
-            for each in (product, *product.backward)
-        )
-        return forward, of_input + of_weight
+        processors = self.cluster.device.processors
+        return _linear_seconds(product, (self.rate, self.memory, processors, self.width))
 
     def block(self) -> LayerTime:
         """One block."""
@@ -354,7 +330,7 @@ class Rates:
         seconds = kept * flops * slower / (1e12 * device.peak_16)
         return seconds / kernel.forward, 2.5 * seconds / kernel.backward
 
-    def pointwise(self, products: list[Product]) -> tuple[float, float]:
+    def pointwise(self, products: Sequence[Product]) -> tuple[float, float]:
         """Everything between the products, limited by memory.
 
         The table shows how many elements are read and written for each token in the forward and in
@@ -424,6 +400,11 @@ class Rates:
 
 
 @lru_cache(maxsize=1 << 16)
+def _linear_seconds(product: Product, rates: tuple[float, float, int, int]) -> tuple[float, float]:
+    of_input, of_weight = (product_seconds(each, *rates) for each in product.backward)
+    return product_seconds(product, *rates), of_input + of_weight
+
+
 def product_seconds(
     product: Product, rate: float, memory: float, processors: int, width: int
 ) -> float:

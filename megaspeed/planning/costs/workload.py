@@ -180,10 +180,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
     config, model, zero = run.config, run.config.model, run.config.zero_optimization
     head, parallel, pipeline = layer_count(model) - 1, config.parallel, pipeline_of(run)
     # Of each chunk of each stage.
-    counts = [
-        [len(c) - (c.start == 0) - (c.stop > head) for c in chunks]
-        for chunks in chunks_of_stages(run)
-    ]
+    counts = [[len(c) - (0 in c) - (head in c) for c in chunks] for chunks in chunks_of_stages(run)]
     largest = max(map(sum, counts))
     recomputed = parallel.recomputed_blocks or largest
     takes_type = run.precision != "fp32" or device_type == "cpu"
@@ -218,12 +215,13 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
 
 
 @lru_cache(maxsize=4096)  # a fit needs the products of each run thousands of times
-def block_products(model: ModelConfig, tokens: int, tp: int) -> list[Product]:
+def block_products(model: ModelConfig, tokens: int, tp: int) -> tuple[Product, ...]:
     """Return the products of a block's forward on one tensor rank, without the attention's own.
 
     Column-parallel weights have 1/tp of the rows, row-parallel weights 1/tp of the columns.
     """
-    return [_of_row(row, tokens, tp) for row in block_rows(model).values() if row.kind == "linear"]
+    rows = block_rows(model).values()
+    return tuple(_of_row(row, tokens, tp) for row in rows if row.kind == "linear")
 
 
 @lru_cache(maxsize=4096)
@@ -250,7 +248,7 @@ def _of_row(row: Row, tokens: int, tp: int) -> Product:
     return Product(tokens, math.ceil(row.rows / tp), row.columns)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def block_parameters(model: ModelConfig) -> int:
     """Return the parameters of a block."""
     return sum(p.elements for p in parameters_of(model, range(1, 2)).values())

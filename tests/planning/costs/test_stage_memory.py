@@ -162,7 +162,8 @@ def _random_values(random: Random) -> Values:
     return values, pp * dp * cp * tp, device_type
 
 
-@pytest.mark.parametrize("seed", range(4))
+# In runs of seed 108, the peak is at the last of several equal layers.
+@pytest.mark.parametrize("seed", [0, 1, 2, 108])
 def test_the_peak_is_that_of_a_walk(seed: int) -> None:
     """What is kept from one prediction to the next never gives another result."""
     for run, device_type in random_runs(Random(seed), CONFIGURATIONS):
@@ -195,4 +196,5 @@ def calls_of_a_prediction(blocks: int) -> int:
 
 def test_the_cost_of_a_prediction_does_not_grow_with_the_blocks() -> None:
     """All blocks of these runs are alike: their gradients are reduced together."""
+    calls_of_a_prediction(8)  # After it, caches have what does not depend on the blocks.
     assert calls_of_a_prediction(4) == calls_of_a_prediction(64)
