@@ -516,13 +516,14 @@ def _with_replicas(
 ) -> Iterator[Layout]:
     """Yield the layout with the fastest number of replicas, unless it is 1 or the stated one.
 
-    More replicas need more memory, so they must make the step at least 1 % shorter.
+    More replicas need more memory, so they must make the step at least 1 % shorter. At best, they
+    save all collectives of the data axis.
     """
+    step, block = layout.forecast.step, layout.forecast.step.layers.block
     counts = [count for count in divisors(settings.dp)[1:] if count < settings.dp * settings.cp]
-    if settings.zero_stage == 0 or not counts:
+    if settings.zero_stage == 0 or step.total - step.dp >= _MUCH_FASTER * step.total:
         return
     work, seconds = workload_of(layout.run, cluster.device_type), {}
-    step, block = layout.forecast.step, layout.forecast.step.layers.block
     for count in counts:  # It changes only these two terms.
         rates = Rates(replace(work, grid=replace(work.grid, replicate=count)), cluster)
         dp = cluster.calibration * rates.network.dp(step.stage, block.forward, block.backward)
