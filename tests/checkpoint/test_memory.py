@@ -3,9 +3,7 @@
 On a CPU, the state is in the same memory. Together they take twice the share.
 """
 
-import gc
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
+from tests.support.memory import added
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import small_run
@@ -30,22 +29,6 @@ SLACK_BYTES = 14 << 20
 def run_of(folder: Path, in_background: bool = False, **changes: object) -> Run:
     training = {"run_dir": str(folder), "async_save": in_background}
     return small_run(TEXT, model=MODEL, training=training, **changes)
-
-
-def added(action: Callable[[], object]) -> int:
-    """Return the largest growth of this process's memory during ``action``, in bytes."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present memory
-    before = memory("VmRSS")
-    action()
-    return memory("VmHWM") - before
-
-
-def memory(name: str) -> int:
-    """Return the bytes that the kernel counts for this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{name}:"))
-    return int(line.split()[1]) << 10
 
 
 def save_and_load(

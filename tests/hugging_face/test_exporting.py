@@ -257,30 +257,20 @@ LARGE: dict[str, Any] = {
     "num_hidden_layers": 12,
     "vocab_size": 4000,
 }
+ROOT = Path(__file__).parents[2]
 MEASURED = """
 import sys
 from pathlib import Path
 from transformers import LlamaConfig
 from megaspeed.hugging_face import exporting
 from megaspeed.hugging_face.importing import import_model
-
-def memory(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+from tests.support.memory import added
 
 folder, checkpoint, out = map(Path, sys.argv[1:4])
 LlamaConfig()  # loads modules, which stay
 exporting.MAX_SHARD_BYTES = int(sys.argv[4])
-grown = []
-for action in (
-    lambda: import_model(folder, checkpoint, verify=False),
-    lambda: exporting.export_model(checkpoint, out, verify=False),
-):
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is held now
-    before = memory("VmRSS")
-    action()
-    grown.append(memory("VmHWM") - before)
-print(*grown)
+imported = added(lambda: import_model(folder, checkpoint, verify=False))
+print(imported, added(lambda: exporting.export_model(checkpoint, out, verify=False)))
 """
 
 
@@ -294,7 +284,7 @@ def test_memory_is_bounded_by_one_file_and_not_by_the_model(tmp_path: Path) -> N
     folder = saved(stock, tmp_path / "hf", max_shard_size=shard_bytes)
     arguments = [str(folder), str(tmp_path / "checkpoint"), str(tmp_path / "out"), str(shard_bytes)]
     command = [sys.executable, "-c", MEASURED, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     imported, exported = map(int, done.stdout.split())
     assert imported < shard_bytes + LARGEST_PIECE_BYTES + slack
     assert exported < shard_bytes + slack
