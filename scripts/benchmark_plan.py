@@ -168,12 +168,12 @@ class Published:
 
     @cached_property
     def network(self) -> Network:
-        """Its communication, which no constant changes."""
+        """The run's communication. It does not depend on the fitted constants."""
         return Network(self.work, self.cluster)
 
     @cached_property
     def message_share(self) -> float:
-        """The time of a message between stages, as a fraction of that of a complete one."""
+        """Time of a message between stages / time of one that is not split over tensor ranks."""
         if not self.splits_messages or self.work.grid.pp == 1:
             return 1.0
         part = Network(replace(self.work, sequence_parallel=True), self.cluster)

@@ -16,7 +16,7 @@ from tests.support.machine import limit
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "pretrain.py"
 MOST_SECONDS = limit(15)
-"""The limit of a launch, on an idle machine with a core for each rank."""
+"""The limit of a launch with a core for each rank."""
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 

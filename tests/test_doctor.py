@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
 }
 SECONDS = 120.0
 STEP_SECONDS = math.ceil(limit(3))
-"""The doctor's limit of a step, where a rank does not answer."""
+"""The doctor's limit of a step in tests in which a rank does not answer."""
 DOCTOR = ("-m", "megaspeed.cli", "doctor")
 VARIABLES = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 

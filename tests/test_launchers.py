@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain.py"
 TEXT = Path(__file__).parents[1] / "LICENSE"
 STEPS = 4
 FIRST_STEP_SECONDS = limit(15)
-"""The limit on an idle machine, with a core for each rank."""
+"""The limit with a core for each rank."""
 
 TINY: dict[str, Any] = {
     "model": GPT2,

@@ -65,7 +65,7 @@ def test_two(): raise ValueError("broken")
 """
 
 
-def test_after_a_failure_the_last_lines_are_what_to_send(tmp_path: Path) -> None:
+def test_after_a_failure_the_last_lines_state_what_to_send(tmp_path: Path) -> None:
     (tmp_path / "test_both.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-o", "timeout=40"]
     done = subprocess.run(

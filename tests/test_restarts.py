@@ -26,7 +26,7 @@ SECONDS = 120 + 10 * KILLS
 SAVES = ("training.save_interval=5", f"training.hang_timeout_seconds={limit(60)}")
 
 HANG_SECONDS = limit(5)
-"""Of ranks that do not train."""
+"""The hang timeout of ranks that do not train."""
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -296,7 +296,7 @@ def test_a_late_start_and_a_late_end_of_rank_0_are_no_failures(tmp_path: Path) -
     ranks = CheapRanks(tmp_path, f"time.sleep({2 * HANG_SECONDS} * (rank == 0))")
     ranks.start(1)
     waiting = tmp_path / "out-1"
-    while not (waiting.exists() and waiting.read_text()):  # it says after 10 s that it waits
+    while not (waiting.exists() and waiting.read_text()):  # it reports after 10 s that it waits
         assert ranks.of[1].poll() is None
         time.sleep(0.1)
     ranks.start(0)

@@ -138,7 +138,7 @@ def run_plan(options: argparse.Namespace) -> int:
             )
             code = EXIT_FAILED
     if cluster is not None and options.longest_sequence:
-        text = "searching the longest sequence of each layout"
+        text = "searching for the longest sequence of each layout"
         longest = _searched(longest_sequences, text, training, cluster)
         figures["longest_sequences"] = [each.as_json() for each in longest]
         show(longest_report(longest, training.run.config.model))
@@ -160,9 +160,9 @@ _STOPS = signal.SIGINT, signal.SIGTERM
 
 @contextmanager
 def _processes() -> Iterator[Executor | None]:
-    """Yield a process for each processor; None if this system cannot share work between them.
+    """Yield an executor with a process for each processor; None if the system cannot start them.
 
-    A stop signal ends them, and so does the end of this process. While they start, signals wait.
+    They end at a stop signal, and if this process ends. While they start, stop signals are blocked.
 
     Raises:
         ChildProcessError: one of them was killed.
@@ -195,7 +195,7 @@ def _processes() -> Iterator[Executor | None]:
 
 
 def _prepare() -> None:
-    gc.disable()  # what a search creates has no cycles, and collections take 15 % of its time
+    gc.disable()  # a search creates no cycles, and garbage collection would take 15 % of its time
     for number in _STOPS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)

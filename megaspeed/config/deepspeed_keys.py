@@ -90,8 +90,8 @@ class Bf16Config(Section):
     """bfloat16 parameters and activations with fp32 master weights."""
 
     enabled: bool = False
-    """Compute in bfloat16. A CPU without instructions for it takes many times as long as in fp32.
-    The first lines of a run, ``doctor`` and ``check --device cpu`` measure how many."""
+    """Compute in bfloat16. On some CPUs, it takes many times as long as fp32. A run, ``doctor`` and
+    ``check --device cpu`` measure this, and report it."""
     check_grad_overflow: bool = True
     """Skip a step whose gradients are not finite."""
 

@@ -130,7 +130,7 @@ def _neighbours(sizes: Sequence[int], most: int, alone: int | None = None) -> li
     """
     before, end, ranges = [*accumulate(sizes, initial=0)], len(sizes), []
     while end:
-        last = bisect_left(before, before[end]) - 1  # of those with elements
+        last = bisect_left(before, before[end]) - 1  # neighbour that has elements
         start = max(0, min(last, bisect_left(before, before[end] - most)))
         if alone is not None and start <= alone < end:
             start = alone if end == alone + 1 else alone + 1

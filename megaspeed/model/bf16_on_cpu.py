@@ -18,7 +18,7 @@ _SLOW = 2.0
 def bf16_warning(config: RunConfig, device: str) -> Iterator[str]:
     """Yield a warning with the measured factor and a fix if a run in bf16 is slow on this CPU.
 
-    ``device`` is "cpu", or a GPU, on which nothing is measured, as in fp32.
+    Nothing is measured if the run is not in bf16, or if ``device`` (a type or a name) is not "cpu".
     """
     if not config.bf16.enabled or device != "cpu":
         return
@@ -30,14 +30,14 @@ def bf16_warning(config: RunConfig, device: str) -> Iterator[str]:
         torch.set_num_threads(threads)
     if slowdown > _SLOW:
         yield (
-            "bf16.enabled is true, but this CPU has no instructions for bf16, so matrix products "
-            f"take {slowdown:.0f} times as long as in fp32 (measured with one thread); to train in "
-            "fp32, --set bf16.enabled=false"
+            f"bf16.enabled is true, but matrix products in bf16 take {slowdown:.0f} times as long "
+            "as in fp32 on this CPU (measured with one thread); to train in fp32, "
+            "--set bf16.enabled=false"
         )
 
 
 def _product_seconds(dtype: torch.dtype) -> float:
-    """Return the CPU seconds of the products of a linear layer's forward and backward."""
+    """Return the fewest processor seconds of a linear layer's forward and backward."""
     x, weight = torch.ones(2, _WIDTH, _WIDTH, dtype=dtype)
     times = []
     for _ in range(_ROUNDS):

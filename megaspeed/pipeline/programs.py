@@ -42,7 +42,8 @@ from megaspeed.pipeline.visits import holds_by_index
 
 
 class Ticks(NamedTuple):
-    """When a computation ends, and when the message that it needs was computed; None if none."""
+    """The tick at which a computation ends, and the one at which its input was computed on another
+    stage; None if it needs no message."""
 
     end: int
     arrived: int | None

@@ -438,8 +438,8 @@ def what_if(
     tasks = partial(_at_degrees, training, cluster)
     results: Iterator[tuple[list[Layout], list[_TooLarge]]] = map(tasks, degrees)
     if executor is not None:
-        # Not ``map``: if it is left by an exception, it cancels futures, on which the executor then
-        # fails.
+        # Not ``executor.map``: after an exception it cancels its futures, and a broken executor
+        # fails on cancelled futures.
         futures = [executor.submit(tasks, each) for each in degrees]
         results = (future.result() for future in futures)
     for done, (fitting, others) in enumerate(results, 1):
@@ -524,7 +524,7 @@ def _with_replicas(
     if settings.zero_stage == 0 or step.total - step.dp >= _MUCH_FASTER * step.total:
         return
     work, seconds = workload_of(layout.run, cluster.device_type), {}
-    for count in counts:  # It changes only these two terms.
+    for count in counts:  # The number of replicas changes only two terms.
         rates = Rates(replace(work, grid=replace(work.grid, replicate=count)), cluster)
         dp = cluster.calibration * rates.network.dp(step.stage, block.forward, block.backward)
         optimizer = cluster.calibration * rates.optimizer(step.stage)

@@ -252,7 +252,7 @@ Path(sys.argv[1]).write_text(str(max(peak(), of_a_worker)))
 
 
 def test_4480_ranks_take_seconds_and_less_than_a_gigabyte(tmp_path: Path) -> None:
-    """These are processor seconds. A what-if predicts thousands of variants.
+    """The limits are in processor seconds. A what-if predicts thousands of variants.
 
     An earlier what-if chose by least memory and least traffic. It found pp 56 x dp 40 x tp 2 the
     best, whose bubble is half the step.
@@ -296,7 +296,7 @@ import os, signal, sys
 from megaspeed.cli import main, plan
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-plan.usable_processors = lambda: 12  # more than there are layouts of one rank at a time
+plan.usable_processors = lambda: 12
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -68,13 +68,13 @@ class Program(Forked):
         self._wait_until((folder / "started").exists)
 
     def wait_for_beats(self, kind: Literal["patient", "impatient"]) -> None:
-        """Wait for two more of these."""
+        """Wait until the program has written two more beats of this kind."""
         letter, beats = kind[0].upper(), self.folder / "beats"
         number = beats.read_text().count(letter)
         self._wait_until(lambda: beats.read_text().count(letter) >= number + 2)
 
     def lock(self, seconds: int) -> None:
-        """Hold the GIL."""
+        """Let the program hold Python's GIL for this many seconds."""
         (self.folder / "lock.new").write_text(str(seconds))
         (self.folder / "lock.new").rename(self.folder / "lock")
         self._wait_until((self.folder / "locked").exists)

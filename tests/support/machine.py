@@ -1,8 +1,8 @@
 """How slow this machine is: the factor by which limits of time in tests are multiplied.
 
-    product = seconds of a product / those at factor 1
-    start   = seconds of a process start / those at factor 1
-    busy    = the same in processor seconds x (1 + other processes / processes of a test run)
+    product = seconds of 64 matrix products / 0.1 s
+    start   = seconds to start and end Python with numpy / 0.08 s
+    busy    = processor seconds of both / 0.18 s x (1 + waiting processes per processor / 4)
     factor  = the largest of 1, product, start, busy, but at most 20
 
 Product and start contain whatever slows this machine now: its processors, the limit of a container,
@@ -10,8 +10,8 @@ other processes. Busy contains the other processes of the last minute. The proce
 measures once. Its workers and their ranks get the factor in an environment variable. A factor above
 20 would make the tests that wait for a limit take hours.
 
-At factor 1, the complete suite takes 16 minutes on two processors. Two idle processors of an AMD
-EPYC (Zen 3, 2.4 GHz) have a factor of about 2.5, and the suite takes 45 minutes.
+At factor 1, the complete suite takes 16 minutes on two processors. Two processors of an AMD EPYC
+(Zen 3, 2.4 GHz) that are shared with other programs have a factor of about 2.5 if they are idle.
 """
 
 import os
@@ -60,8 +60,8 @@ def factor_of(turns: Sequence[tuple[float, float]], used: float, load: float) ->
     """Return the factor, by the formulas above.
 
     Args:
-        turns: the seconds of a product and of a process start. The fastest of each counts, because
-            the first start reads files.
+        turns: the seconds of the products and of a process start. The fastest of each counts,
+            because the first start reads files.
         used: processor seconds of a turn.
         load: other processes that want to run, for each processor.
     """
@@ -82,7 +82,7 @@ def _measure() -> float:
 
 
 def _take_turn() -> tuple[float, float]:
-    """Return the seconds of a product on one thread, and of the start of the process it runs in."""
+    """Return the seconds of 64 products on one thread, and of the start and end of the process."""
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     begin = time.perf_counter()
     command = [sys.executable, "-c", _PROGRAM]

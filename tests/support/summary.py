@@ -3,9 +3,9 @@
     == 3 tests skipped ==
     needs a GPU: 2 in tests/data/test_loader.py, 1 in tests/paper_gpu/test_varlen.py
     == 1 test failed ==
-    Send us this output from here to its end, and the file that this writes:
+    Send us the complete output, and the file that this command writes:
         .venv/bin/python -m megaspeed.cli doctor --config ds_configs/base.json --json doctor.json
-    megaspeed 0.9.0, torch 2.13.0, deepspeed 0.19.8, Python 3.11.9, Linux, 2 processors, factor 2.50
+    megaspeed 0.9.0, torch 2.13.0, deepspeed 0.19.8, Python 3.11.9, Linux x86_64, ...
 
 pytest prints the names of the failed tests after it.
 """
@@ -33,7 +33,7 @@ def print_summary(terminal: Any) -> None:
             terminal.line(line)
     if failed:
         terminal.section(f"{_tests(len(failed))} failed")
-        terminal.line("Send us this output from here to its end, and the file that this writes:")
+        terminal.line("Send us the complete output, and the file that this command writes:")
         terminal.line(f"    {sys.executable} {_DOCTOR}")
         terminal.line(f"{versions()}, factor {factor():.2f}")
 

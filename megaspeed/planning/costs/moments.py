@@ -45,7 +45,7 @@ def moments_of(
 ) -> tuple[tuple[Moment, ...], ...]:
     """Return the moments of which one is the peak, for any sizes of chunks and messages.
 
-    Moments that differ only in the numbers in flight are together.
+    Each inner tuple has the moments that differ only in ``in_flight`` and ``messages``.
 
     Args:
         pipeline: with several chunks.

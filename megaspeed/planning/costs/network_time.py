@@ -74,7 +74,7 @@ class Network:
 
     @cached_property
     def tp(self) -> tuple[float, float]:
-        """Return the seconds in a block's forward and backward: two all-reduces of (tokens, D).
+        """Seconds of a block's forward and of its backward: two all-reduces of (tokens, D).
 
         (Shoeybi et al. 2019, section 3.) With sequence parallelism, each all-reduce becomes a
         reduce-scatter and an all-gather. The backward also gathers two inputs again, while it
@@ -97,7 +97,7 @@ class Network:
 
     @cached_property
     def cp(self) -> tuple[float, float]:
-        """Return the seconds in a block's forward and backward over the context axis.
+        """Seconds of a block's forward and of its backward over the context axis.
 
         Ulysses has two all-to-alls in each pass, as ``tensor_parallel.context`` describes. If keys
         and values are gathered, the backward gathers them again, unless it repeats the forward, and
@@ -118,7 +118,7 @@ class Network:
 
     @cached_property
     def tp_of_ends(self) -> tuple[float, float]:
-        """Return the seconds in the embedding and in the head with its loss, of both passes.
+        """Seconds in the embedding, and in the head with its loss, of both passes.
 
         The embedding's output is summed, and so is the gradient of the head's input. The loss has
         three all-reduces of a number for each token (Shoeybi et al. 2019, section 3).
@@ -136,7 +136,7 @@ class Network:
 
     @cached_property
     def message(self) -> float:
-        """Return the seconds of a message between two stages: the activations of a micro-batch.
+        """Seconds of a message between two stages: the activations of a micro-batch.
 
         With sequence parallelism, a tensor rank sends only its part. A message to another node uses
         the network of one GPU.
@@ -233,7 +233,7 @@ class Network:
 
     @cached_property
     def collectives(self) -> tuple[list[float], list[float]]:
-        """Return ZeRO-3's seconds of a gather of each virtual stage, and of the reductions of a
+        """ZeRO-3's seconds of a gather of each virtual stage, and of the reductions of a
         visit. Both are empty if chunks are not gathered, or nothing runs beside computation.
         """
         work = self.work

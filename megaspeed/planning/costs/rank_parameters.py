@@ -59,8 +59,8 @@ class RunKey:
 
 
 _Value = TypeVar("_Value")
-Runs = Sequence[tuple[int, _Value]]
-"""Equal values that follow each other: how many, and the value."""
+Alike = Sequence[tuple[int, _Value]]
+"""Pairs (count, value): the value occurs this many times in a row."""
 
 
 def local_parameters(run: Run, pipeline_stage: int) -> "LocalParameters":
@@ -90,10 +90,11 @@ class LocalLayer(NamedTuple):
 
 
 class LocalParameters(tuple[LocalParameter, ...]):
-    """The parameters of a rank, and what is the same at all ZeRO stages."""
+    """The parameters of a rank, by layer and by optimizer group, which no ZeRO stage changes."""
 
     @cached_property
     def head(self) -> LocalParameter | None:
+        """The weight of the head, which may be the embedding's; None if there is no head."""
         if all(parameter.layer != "head" for parameter in self):
             return None
         named = {parameter.name: parameter for parameter in self}

@@ -34,7 +34,7 @@ from megaspeed.planning.costs.activations import (
 )
 from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.moments import Moment, moments_of
-from megaspeed.planning.costs.rank_parameters import Runs
+from megaspeed.planning.costs.rank_parameters import Alike
 from megaspeed.planning.costs.stage_states import LayerStates, states_of
 
 
@@ -85,8 +85,8 @@ class StageMemory:
 
     @cached_property
     def least_bytes(self) -> int:
-        """A lower bound of the peak, which is known much sooner: the bytes before the first two
-        backwards.
+        """A lower bound of the peak, which is computed much faster: the larger of the bytes held
+        when the first and the second backward begin.
         """
         kept, most, backward = 0, 0, None
         for compute in order_of(self._pipeline, self._stage):
@@ -169,7 +169,7 @@ class StageMemory:
         if moment.summed is not None:
             gradients += states.visits[moment.summed]
         buffers += sum(states.gathered[each] for each in moment.gathered)
-        own: Runs[_LayerActivations]
+        own: Alike[_LayerActivations]
         if moment.direction == "forward":
             activations += self._input[chunk]
             own = [
@@ -186,9 +186,9 @@ class StageMemory:
 
 
 def _peak(
-    start: _Held, states: Runs[LayerStates], activations_of_layers: Runs[_LayerActivations]
+    start: _Held, states: Alike[LayerStates], activations_of_layers: Alike[_LayerActivations]
 ) -> _Held:
-    """Return what is held at the peak of a pass over layers, at the first one if several are.
+    """Return what is held at the peak of a pass over layers, at the first one if several are equal.
 
     A layer may have two peaks: while it computes, and while its gradients are added and reduced.
     """
@@ -219,8 +219,8 @@ _First = TypeVar("_First")
 _Second = TypeVar("_Second")
 
 
-def _together(one: Runs[_First], other: Runs[_Second]) -> Iterator[tuple[int, _First, _Second]]:
-    """Yield the runs in which both values stay the same."""
+def _together(one: Alike[_First], other: Alike[_Second]) -> Iterator[tuple[int, _First, _Second]]:
+    """Yield (count, first, second): how often both values stay the same in a row."""
     others = iter(other)
     left, second = next(others)
     for count, first in one:
@@ -232,13 +232,15 @@ def _together(one: Runs[_First], other: Runs[_Second]) -> Iterator[tuple[int, _F
             count, left = count - both, left - both
 
 
-def _chunks(run: Run, pipeline_stage: int, activations: Activations) -> Iterator[Runs[LayerMemory]]:
-    """Yield the layers of each chunk of the pipeline stage, as runs of equal ones."""
+def _chunks(
+    run: Run, pipeline_stage: int, activations: Activations
+) -> Iterator[Alike[LayerMemory]]:
+    """Yield the layers of each chunk of the pipeline stage, equal neighbours counted together."""
     head, done = layer_count(run.config.model) - 1, 0
     recomputed = run.config.parallel.recomputed_blocks or head
     for chunk in chunks_of_stages(run)[pipeline_stage]:
         end = done + min(chunk.stop, head) - max(chunk.start, 1)
-        # Of the blocks: the first one, those that are recomputed like the first ones, the others.
+        # The first block of the chunk, its other recomputed blocks, and those that are not.
         bounds = sorted({done, min(done + 1, end), min(max(done, recomputed), end), end})
         runs = [(1, activations.embedding())] if chunk.start == 0 else []
         for start, stop in pairwise(bounds):

@@ -6,7 +6,7 @@
 
 None of this depends on activations. So it is computed once for all variants of a training that
 differ in micro-batch, schedule or recomputation. All blocks are alike, but buckets and gathers may
-end within a block, so layers are compared. Equal ones that follow each other are one run.
+end within a block, so layers are compared. Equal neighbours are counted together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,9 +30,9 @@ from megaspeed.planning.costs.memory import (
 from megaspeed.planning.costs.moments import Moment
 from megaspeed.planning.costs.rank_parameters import (
     BYTES_OF,
+    Alike,
     LocalLayer,
     RunKey,
-    Runs,
     elements_of,
     head_weight,
     local_parameters,
@@ -40,7 +40,7 @@ from megaspeed.planning.costs.rank_parameters import (
 
 
 class LayerStates(NamedTuple):
-    """Bytes of gradients and communication buffers in the pass of one layer, beside those before.
+    """Bytes of gradients and communication buffers in the pass of a layer, beside those before it.
 
     After a backward has computed the layer, the gradients of its parameters are added to sums, and
     complete buckets are reduced.
@@ -78,7 +78,7 @@ class StageStates:
         self._run, self._gathers_layers, self._on_host = key.run, gathers_layers, on_host
         self._parameters = local_parameters(key.run, pipeline_stage)
         self._head = head_weight(self._parameters)
-        self._runs: dict[tuple[object, ...], Runs[LayerStates]] = {}
+        self._runs: dict[tuple[object, ...], Alike[LayerStates]] = {}
 
     @cached_property
     def between(self) -> MemoryBytes:
@@ -119,13 +119,13 @@ class StageStates:
 
     @cached_property
     def gathered(self) -> dict[tuple[int, bool], int]:
-        """Bytes of buffers with a gathered chunk, and whether it is gathered for a forward."""
+        """(chunk, whether it is gathered for a forward) -> bytes of the buffers that hold it."""
         chunks = range(len(self._parameters.layers))
         size = partial(gathered_chunk_bytes, self._run, self._parameters, on_host=self._on_host)
         return {each: size(each[0], forward=each[1]) for each in product(chunks, (False, True))}
 
-    def layers_of(self, moment: Moment) -> Runs[LayerStates]:
-        """Return the layers of a pass in its order, as runs of equal ones."""
+    def layers_of(self, moment: Moment) -> Alike[LayerStates]:
+        """Return the layers of a pass in its order, with equal neighbours counted together."""
         following = moment.following if self._gathers_layers else None
         key: tuple[object, ...] = (moment.chunk, following, moment.has_head_sum)
         if moment.direction == "backward":
@@ -168,7 +168,7 @@ class StageStates:
             gradients = buffers = most_gradients = most_buffers = 0
             for parameter in reversed(layer.parameters) if self._buckets else ():
                 is_head = parameter is head
-                # An earlier backward may have reduced what this micro-batch adds to the head's.
+                # An earlier backward may have reduced what this micro-batch adds to its gradient.
                 if is_head and is_partial and not moment.has_head_sum:
                     continue
                 if is_partial and not is_head and not sums:

@@ -139,7 +139,7 @@ class StepTime:
     """Seconds of one step on the rank that determines it. The terms add up to ``total``."""
 
     layers: Layers
-    stage: int  # of the pipeline, whose rank it is
+    stage: int  # pipeline stage of that rank, from 0
     products: float  # of blocks
     attention: float
     pointwise: float

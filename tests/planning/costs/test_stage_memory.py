@@ -18,7 +18,7 @@ from tests.planning.costs.layer_walk import walked_peak
 from tests.planning.tiny_runs import tiny
 
 CONFIGURATIONS, NEIGHBOURS = 20, 8
-"""Of each seed. 6,000 configurations were compared when the runs of layers were introduced."""
+"""For each seed: random configurations, and variants of each."""
 
 
 Values = tuple[dict[str, Any], int, str]
@@ -26,9 +26,9 @@ Values = tuple[dict[str, Any], int, str]
 
 
 def random_runs(random: Random, count: int) -> Iterator[tuple[Run, str]]:
-    """Yield runs with random settings, and after each the same run with one other setting, often.
-
-    What a cache keeps of a run is then wrong for the next one, if the key lacks that setting.
+    """Yield random runs. Up to ``NEIGHBOURS`` variants follow each one, and each variant differs
+    from it in one setting. If the key of a cache lacks it, the cached result is wrong for the
+    variant.
     """
     while count:
         values = _random_values(random)
@@ -174,7 +174,7 @@ def test_the_peak_is_that_of_a_walk(seed: int) -> None:
 
 
 def calls_of_a_prediction(blocks: int) -> int:
-    """Return the calls that predict a run if one with another micro-batch was predicted before."""
+    """Return the number of Python calls of a prediction, after one with another micro-batch."""
 
     def run_of(size: int) -> Run:
         sizes = (f"model.num_hidden_layers={blocks}", f"train_micro_batch_size_per_gpu={size}")
