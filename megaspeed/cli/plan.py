@@ -133,9 +133,8 @@ def run_plan(options: argparse.Namespace) -> int:
             _write_config(options.write, options.config, changes)
             say(f"written: {options.write}")
         elif options.write:
-            say(
-                f"{options.write} is not written: no variant fits {cluster.device.name}", error=True
-            )
+            reason = f"no variant fits {cluster.device.name}"
+            say(f"{options.write} is not written: {reason}", error=True)
             code = EXIT_FAILED
     if cluster is not None and options.longest_sequence:
         text = "searching for the longest sequence of each layout"

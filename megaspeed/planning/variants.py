@@ -133,12 +133,7 @@ _KEYS = {
 }
 """Field of ``Settings`` -> key of the JSON."""
 
-_MAY_BE_AUTO = (
-    "context_method",
-    "sequence_parallel",
-    "micro_batch_groups",
-    "gradient_reduction",
-)
+_MAY_BE_AUTO = ("context_method", "sequence_parallel", "micro_batch_groups", "gradient_reduction")
 """Fields whose "auto" is resolved for each variant. All others are those of the resolved run."""
 
 
@@ -446,7 +441,7 @@ def what_if(
         layouts += fitting
         refused += others
         show(done / len(degrees))
-    layouts.sort(key=lambda layout: (layout.seconds, layout.peak_bytes))
+    layouts.sort(key=attrgetter("seconds", "peak_bytes"))
     least: float = min((layout.peak_bytes for layout in layouts), default=inf)
     for too_large in sorted(refused, key=attrgetter("at_least")):
         if too_large.at_least < least:
@@ -521,10 +516,10 @@ def _with_replicas(
     """
     step, block = layout.forecast.step, layout.forecast.step.layers.block
     counts = [count for count in divisors(settings.dp)[1:] if count < settings.dp * settings.cp]
-    if settings.zero_stage == 0 or step.total - step.dp >= _MUCH_FASTER * step.total:
+    if not (settings.zero_stage and counts) or step.total - step.dp >= _MUCH_FASTER * step.total:
         return
     work, seconds = workload_of(layout.run, cluster.device_type), {}
-    for count in counts:  # The number of replicas changes only two terms.
+    for count in counts:  # A count changes only two terms.
         rates = Rates(replace(work, grid=replace(work.grid, replicate=count)), cluster)
         dp = cluster.calibration * rates.network.dp(step.stage, block.forward, block.backward)
         optimizer = cluster.calibration * rates.optimizer(step.stage)
@@ -591,10 +586,7 @@ def _chunked(training: Training, layout: Layout) -> Iterator[Settings]:
         for count in groups:
             if chunks != own.virtual_stages or count != own.micro_batch_groups:
                 yield replace(
-                    s,
-                    virtual_stages=chunks,
-                    micro_batch_groups=count,
-                    gradient_reduction=reduction,
+                    s, virtual_stages=chunks, micro_batch_groups=count, gradient_reduction=reduction
                 )
 
 
@@ -669,9 +661,7 @@ def _variants(training: Training, pp: int, dp: int, cp: int, tp: int) -> Iterato
     samples, rest = divmod(training.run.batch.train_batch_size, dp)
     if rest or not (cp in (1, own.cp) or length >= _LEAST_TOKENS * cp):
         return
-    sizes = [
-        size for size in divisors(samples) if size.bit_count() == 1 or size == own.micro_batch_size
-    ]
+    sizes = [n for n in divisors(samples) if n.bit_count() == 1 or n == own.micro_batch_size]
     schedules = tuple(SCHEDULES) if pp > 1 else (own.schedule,)
     at_degrees = replace(own, pp=pp, dp=dp, cp=cp, tp=tp)
     reductions = list(_reductions(own))

@@ -19,12 +19,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megaspeed.pipeline.simulation import Durations
-from megaspeed.planning.costs.network_time import (
-    Network,
-    closed_form,
-    pipeline_seconds,
-    simulated,
-)
+from megaspeed.planning.costs.network_time import Network, closed_form, pipeline_seconds, simulated
 from megaspeed.planning.costs.workload import (
     Cluster,
     Product,

@@ -17,8 +17,8 @@ from megaspeed.planning.costs.stage_memory import StageMemory
 from tests.planning.costs.layer_walk import walked_peak
 from tests.planning.tiny_runs import tiny
 
-CONFIGURATIONS, NEIGHBOURS = 20, 8
-"""For each seed: random configurations, and variants of each."""
+CONFIGURATIONS = 10
+"""Random ones of each seed, without their variants."""
 
 
 Values = tuple[dict[str, Any], int, str]
@@ -26,20 +26,21 @@ Values = tuple[dict[str, Any], int, str]
 
 
 def random_runs(random: Random, count: int) -> Iterator[tuple[Run, str]]:
-    """Yield random runs. Up to ``NEIGHBOURS`` variants follow each one, and each variant differs
-    from it in one setting. If the key of a cache lacks it, the cached result is wrong for the
-    variant.
+    """Yield random runs. Variants follow each one, which differ from it in one setting.
+
+    If the key of a cache lacks this setting, the cached result is wrong for the variant.
     """
+    others = Random(0)
     while count:
         values = _random_values(random)
         if (run := _resolved(*values)) is None:
             continue
         count -= 1
         yield run, values[2]
-        for _ in range(NEIGHBOURS):
-            neighbour = _with_another_setting(random, *values)
-            if (run := _resolved(*neighbour)) is not None:
-                yield run, neighbour[2]
+        for key in (*OTHERS, "device"):
+            variant = _with_another(key, others, *values)
+            if (other := _resolved(*variant)) is not None:
+                yield other, variant[2]
 
 
 def _resolved(values: dict[str, Any], world_size: int, device_type: str) -> Run | None:
@@ -54,6 +55,8 @@ OTHERS: dict[str, list[Any]] = {
     "model.hidden_size": [32, 64],
     "model.tie_word_embeddings": [True, False],
     "model.residual_dropout": [0.0, 0.1],
+    "parallel.context": [1, 2, 4],
+    "parallel.tensor": [1, 2, 4],
     "parallel.schedule": ["1f1b", "gpipe"],
     "parallel.activation_checkpointing": ["none", "selective", "full", "full_offloaded"],
     "parallel.recomputed_blocks": [1, 2],
@@ -73,20 +76,24 @@ OTHERS: dict[str, list[Any]] = {
     "data_types.grad_accum_dtype": ["fp32", "bf16"],
     "communication_data_type": ["fp32", "bf16"],
     "gradient_accumulation_steps": [1, 2, 8],
+    "train_micro_batch_size_per_gpu": [1, 2, 4],
 }
 
 
-def _with_another_setting(
-    random: Random, values: dict[str, Any], world_size: int, device_type: str
+def _with_another(
+    key: str, random: Random, values: dict[str, Any], world_size: int, device_type: str
 ) -> Values:
-    key = random.choice([*OTHERS, "device"])
     if key == "device":
         return values, world_size, "cpu" if device_type == "cuda" else "cuda"
-    changed, value = deepcopy(values), random.choice(OTHERS[key])
-    if key == "gradient_accumulation_steps":
-        changed["train_batch_size"] = changed["train_batch_size"] // changed[key] * value
+    changed = deepcopy(values)
     *section, name = key.split(".")
-    (changed.setdefault(section[0], {}) if section else changed)[name] = value
+    place = changed.setdefault(section[0], {}) if section else changed
+    value = random.choice([each for each in OTHERS[key] if each != place.get(name)])
+    if name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+        changed["train_batch_size"] = changed["train_batch_size"] // changed[name] * value
+    if name in ("context", "tensor"):
+        world_size = world_size // place[name] * value
+    place[name] = value
     return changed, world_size, device_type
 
 
@@ -162,8 +169,8 @@ def _random_values(random: Random) -> Values:
     return values, pp * dp * cp * tp, device_type
 
 
-# In runs of seed 108, the peak is at the last of several equal layers.
-@pytest.mark.parametrize("seed", [0, 1, 2, 108])
+# With seed 25, a peak is at the last of several equal layers.
+@pytest.mark.parametrize("seed", [0, 1, 2, 25])
 def test_the_peak_is_that_of_a_walk(seed: int) -> None:
     """What is kept from one prediction to the next never gives another result."""
     for run, device_type in random_runs(Random(seed), CONFIGURATIONS):
@@ -178,7 +185,9 @@ def calls_of_a_prediction(blocks: int) -> int:
 
     def run_of(size: int) -> Run:
         sizes = (f"model.num_hidden_layers={blocks}", f"train_micro_batch_size_per_gpu={size}")
-        return tiny("zero_optimization.stage=3", *sizes, world_size=2).run
+        # No other test has this vocabulary, so nothing of these runs is in a cache.
+        own = ("zero_optimization.stage=3", "model.vocab_size=302")
+        return tiny(*own, *sizes, world_size=2).run
 
     calls = []
 
