@@ -44,6 +44,7 @@ def percentages(pattern: str, page: str) -> list[float]:
     return [float(each) / 100 for each in found.groups()]
 
 
+@pytest.mark.slow
 def test_an_unseen_source_has_the_error_and_the_coverage_that_are_stated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -116,6 +116,7 @@ def poll(is_true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("moment", ["server", "ranks"])
 def test_ranks_end_if_the_process_that_started_them_is_killed(

@@ -139,6 +139,7 @@ def test_a_first_shard_is_enough_to_begin(hub: Hub, data: DataConfig, tmp_path: 
     assert loader._following((0, 3)) == (8, 0)
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_reported_and_its_shards_are_continued(
     hub: Hub, data: DataConfig, tmp_path: Path
 ) -> None:

@@ -1,6 +1,6 @@
-"""On a CPU without instructions for bf16, a run in bf16 is warned of, with the measured factor.
+"""If a CPU is slow in bf16, a run in bf16 prints a warning with the measured factor.
 
-A CPU that has them computes without them, too, if torch does not use oneDNN.
+The tests disable oneDNN, so torch is slow on every CPU.
 """
 
 import re

@@ -137,6 +137,7 @@ def test_the_last_of_several_reports_counts(program: Program) -> None:
     assert program.wait(30) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everything", [True, False])
 def test_a_suspended_process_continues(program: Program, everything: bool) -> None:
     """A run may be suspended with all its processes. A debugger may suspend one rank alone."""
