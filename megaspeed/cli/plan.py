@@ -75,9 +75,6 @@ def add_to(commands: Any) -> None:
     add_values(parser, ("--picture", _picture, "FILE", None, "draw it, as .png, .svg or .pdf"))
 
 
-_Found = TypeVar("_Found")
-
-
 def _picture(text: str) -> Path:
     """Return a file on the command line to which a picture can be written."""
     file = new_file(text)
@@ -143,6 +140,9 @@ def run_plan(options: argparse.Namespace) -> int:
         show(longest_report(longest, training.run.config.model))
     write_json(options, figures)
     return code
+
+
+_Found = TypeVar("_Found")
 
 
 def _searched(find: Callable[..., _Found], text: str, *arguments: Any) -> _Found:

@@ -9,11 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def held() -> int:
-    """Return the memory that is held now."""
-    return _counted("VmRSS")
-
-
 def peak() -> int:
     """Return the largest memory since the start of the program, or since ``added`` began."""
     return _counted("VmHWM")
@@ -23,7 +18,7 @@ def added(action: Callable[[], object]) -> int:
     """Return the largest growth of the memory during ``action``."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is held now
-    before = held()
+    before = _counted("VmRSS")
     action()
     return peak() - before
 
