@@ -377,7 +377,7 @@ def test_a_spare_rank_that_is_stopped_does_not_keep_a_run_that_ends(
 
 
 def test_a_spare_rank_that_is_stopped_is_missed_during_the_run(tmp_path: Path) -> None:
-    fault = "slow rank=0 step=4 work=Forward seconds=2"
+    fault = "slow rank=0 step=* seconds=0.5"  # so the others do not use the processors meanwhile
     job = Job(tmp_path, "agent", "parallel.spare_ranks=true", fault=fault, ranks=3)
     job.wait_until_training()
     job.launcher.ranks()[2].suspend()
@@ -508,9 +508,9 @@ def test_a_slow_run_that_makes_progress_continues(tmp_path: Path) -> None:
 def test_a_run_that_was_suspended_continues_until_its_launcher_is_ended(tmp_path: Path) -> None:
     """Slurm's suspend, Ctrl-Z and fg, or a machine that sleeps suspend a run in this way.
 
-    After it continues, each of its micro-batches takes two seconds.
+    Each of its micro-batches takes a fifth of a second.
     """
-    fault = "slow rank=0 step=4 work=Forward seconds=2"
+    fault = "slow rank=0 step=* work=Forward seconds=0.2"
     job = Job(tmp_path, "megaspeed", "train_micro_batch_size_per_gpu=1", fault=fault)
     job.wait_until_training()
     processes = job.processes()

@@ -80,13 +80,14 @@ def mpirun() -> list[str | Path]:
 
 
 LAUNCHES: dict[str, tuple[Command, list[str]]] = {
-    "python": (python, []),
+    "python": (python, ["--set", "zero_optimization.stage=1"]),
     "deepspeed": (deepspeed, []),
-    "torchrun": (torchrun, ["--set", "parallel.pipeline=2"]),
-    "megaspeed": (megaspeed, ["--set", "parallel.tensor=2"]),
-    "mpirun": (mpirun, ["--set", "parallel.tensor=2"]),
+    "torchrun": (torchrun, ["--set", "parallel.pipeline=2", "zero_optimization.stage=2"]),
+    "megaspeed": (megaspeed, ["--set", "parallel.tensor=2", "zero_optimization.stage=1"]),
+    "mpirun": (mpirun, ["--set", "parallel.tensor=2", "zero_optimization.stage=1"]),
 }
-"""The command that starts each run, and its changes: 1 rank, dp 2, pp 2, tp 2."""
+"""The command that starts each run, and its changes: 1 rank, dp 2, pp 2, tp 2. Without a data
+axis, ZeRO-3 would only import more."""
 
 
 def configuration(folder: Path) -> Path:

@@ -49,7 +49,7 @@ def started(folder: Path, hub: Hub, tokenizer: Path, *changes: str, **source: An
     stream = {"dataset": "us/words", "revision": COMMIT, "streaming": True, "tokens": TOKENS}
     data = [f"data.train={json.dumps([{**stream, **source}])}", f"data.tokenizer={tokenizer}"]
     variables: Any = hub.environment
-    return Job(folder, "megaspeed", *data, *changes, **variables)
+    return Job(folder, "forked", *data, *changes, **variables)
 
 
 def losses(job: Job) -> list[float]:
@@ -92,9 +92,11 @@ def test_a_stream_that_is_too_short_ends_the_run_with_its_number_of_tokens(
     tmp_path: Path, hub: Hub, tokenizer: Path
 ) -> None:
     ended = started(tmp_path / "short", hub, tokenizer, tokens=10**6).ended()
-    assert ended.code in (1, 2)  # 2 if a rank itself waited for the shard that cannot be made
     assert ended.err.count('of 1,000,000; write "tokens": ') >= 1, ended.err
-    assert "the process that tokenizes us/words must run" in ended.err
+    if ended.code == 1:  # otherwise a rank itself waited for the shard that cannot be made
+        assert "the process that tokenizes us/words must run" in ended.err
+    else:
+        assert ended.code == 2
     assert "no progress" not in ended.err
 
 

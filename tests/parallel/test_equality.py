@@ -149,7 +149,7 @@ def test_every_family_is_one_process_at_every_layout(
 ) -> None:
     pp, dp, tp = layout
     model = {**LLAMA, "num_hidden_layers": 3, **family}
-    run = tiny_run(documents, pp=pp, dp=dp, tp=tp, model=model, **FAMILY_LAYOUTS[layout])
+    run = small_run(documents, pp=pp, dp=dp, tp=tp, model=model, **FAMILY_LAYOUTS[layout])
     comparison = train_and_compare(pool, references, run, FEW_STEPS)
     assert comparison.weights_bitwise_equal
     assert comparison.equal, comparison.largest
@@ -168,7 +168,7 @@ def test_every_family_is_one_process_at_every_layout(
 def test_bf16_stays_within_its_bound(
     zero_stage: int, gradient_reduction: str, pool: RankPool, references: References
 ) -> None:
-    run = tiny_run(
+    run = small_run(
         TEXT,
         pp=2,
         dp=2,
@@ -197,7 +197,7 @@ def test_fp16_with_a_constant_loss_scale_stays_within_its_bound(
     fp16 = {"enabled": True, "loss_scale": 1024}
     zero = {"stage": zero_stage}
     layout = {"pp": 2, "dp": 2, "tp": 2}
-    run = tiny_run(TEXT, **layout, device_type="cuda", fp16=fp16, zero_optimization=zero)
+    run = small_run(TEXT, **layout, device_type="cuda", fp16=fp16, zero_optimization=zero)
     comparison = train_and_compare(pool, references, run, FEW_STEPS, train_rank_in_fp16)
     assert comparison.equal, comparison.largest
 
@@ -216,7 +216,7 @@ def test_logits_in_chunks_change_nothing(
     layout: tuple[int, int, int], pool: RankPool, references: References
 ) -> None:
     pp, dp, tp = layout
-    run = tiny_run(
+    run = small_run(
         TEXT,
         pp=pp,
         dp=dp,
@@ -243,7 +243,7 @@ def test_messages_of_the_default_sizes_hold_the_complete_model(
     """All matrices are in one bucket, all blocks in one gather. Other tests use small messages."""
     pp, dp, tp = layout
     defaults = {"reduce_bucket_size": None, "stage3_prefetch_bucket_size": None}
-    run = tiny_run(
+    run = small_run(
         TEXT,
         pp=pp,
         dp=dp,

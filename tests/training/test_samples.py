@@ -77,20 +77,26 @@ class Runs:
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool, self._folder = pool, folder
         self._text = short_documents(TEXT, folder)
-        self._number = 0
+        self._known: dict[str, list[Samples]] = {}
 
     def trained(self, prompts: list[str] | None = None, **changes: Any) -> list[Samples]:
         """Return the records of all ranks, with these prompts or all of them."""
-        self._number += 1
+        key = repr((prompts, changes))
+        if key not in self._known:
+            self._known[key] = self._train(prompts, changes)
+        return self._known[key]
+
+    def _train(self, prompts: list[str] | None, changes: dict[str, Any]) -> list[Samples]:
         training = {
             "steps": 4,
             "eval_interval": 2,
             "save_interval": 0,
             "sample_prompts": PROMPTS if prompts is None else prompts,
             "sample_tokens": TOKENS,
-            "run_dir": str(self._folder / f"run-{self._number}"),
+            "run_dir": str(self._folder / f"run-{len(self._known)}"),
         }
         base = {"model": {**GPT2, **LARGE}, "data": {"validation_fraction": 0.1}}
+        base |= {"gradient_accumulation_steps": 2}
         run = tiny_run(self._text, **merge(merge(base, {"training": training}), changes))
         corpus = tiny_corpus(run, self._folder / "cache")
         return self._pool.run(run.grid.world_size, train, run, corpus)
@@ -144,7 +150,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pp": 2,
         "dp": 4,
         "parallel": {"replicate": 2},
-        "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": 3},
     },
 }
@@ -180,8 +185,7 @@ def test_samples_change_no_bit_of_the_training(changes: dict[str, Any], runs: Ru
 def test_compiled_blocks_are_not_compiled_again(
     runs: Runs, serial: dict[bool, list[SampleMetrics]]
 ) -> None:
-    changes: dict[str, Any] = {"tp": 2, "data": {"reset_at_documents": True}}
-    changes["training"] = {"compile": True}
+    changes = {"data": {"reset_at_documents": True}, "training": {"compile": True}}
     sampled, alone = runs.trained(**changes), runs.trained(prompts=[], **changes)
     assert sampled[0].samples == serial[True]
     assert sampled[0].graphs == alone[0].graphs > 0
