@@ -12,8 +12,9 @@
 
 ``step=*`` is every step. ``work`` is the beginning of an instruction, such as Forward or
 Backward(micro_batch=2). If it is omitted, the fault is injected at the beginning of the phase. All
-kinds but ``slow`` are injected once. ``parameter`` is a part of the name of the parameter to corrupt. If it is omitted, the first
-parameter of the rank is corrupted. ``attempt`` is the number of restarts before; if omitted, any.
+kinds but ``slow`` are injected once. ``parameter`` is a part of the name of the parameter to
+corrupt. If it is omitted, the first parameter of the rank is corrupted. ``attempt`` is the number
+of restarts before; if omitted, any.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Tiny plain models."""
+"""Tiny plain models, and rows of documents for them."""
 
 from typing import Any
 
@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.model.documents import Documents
 from megaspeed.model.gpt import GPT
 from megaspeed.model.initialization import initialize
 from tests.support.tiny import GPT2, LLAMA
 
 DROPOUTS = {"embedding_dropout": 0.1, "attention_dropout": 0.2, "residual_dropout": 0.3}
+# The lengths of the documents in each row of 24 tokens. One has a single token, one fills a row.
+LENGTHS = ((5, 1, 10, 8), (24,), (1, 1, 22))
 
 
 def gpt2(**changes: Any) -> ModelConfig:
@@ -36,6 +39,14 @@ def random_tokens(config: ModelConfig, batch: int, sequence: int) -> Tensor:
     """Return random token ids (B, S)."""
     generator = torch.Generator().manual_seed(11)
     return torch.randint(config.vocab_size, (batch, sequence), generator=generator)
+
+
+def packed(lengths: tuple[tuple[int, ...], ...]) -> Documents:
+    """Return documents with these lengths. There is one tuple of lengths for each row."""
+    begins = torch.zeros(len(lengths), sum(lengths[0]), dtype=torch.bool)
+    for row, of_row in zip(begins, lengths, strict=True):
+        row[torch.tensor((0, *of_row[:-1])).cumsum(0)] = True
+    return Documents.beginning_at(begins)
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:

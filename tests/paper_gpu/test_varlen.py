@@ -40,8 +40,7 @@ from megaspeed.model.sequence_part import WHOLE, SequencePart
 from megaspeed.topology.activity import Activity
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.compilation import Compilation
-from tests.model.documents.packed_rows import LENGTHS, packed
-from tests.model.tiny_gpt import gpt2, gradients, initialized, llama
+from tests.model.tiny_gpt import LENGTHS, gpt2, gradients, initialized, llama, packed
 from tests.paper_gpu.fake_world import LLAMA
 from tests.paper_gpu.paper_step import PaperStep, step_of
 from tests.paper_gpu.test_attention import every_model

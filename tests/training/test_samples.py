@@ -17,7 +17,6 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.errors import DataError
 from megaspeed.data.loader import LoaderShape
-from megaspeed.hugging_face.text_model import Sampling, continue_prompt, load_text_model
 from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 from megaspeed.supervision.process_end import StopSignal
 from megaspeed.tensor_parallel.collectives import TensorAxis
@@ -185,7 +184,8 @@ def test_samples_change_no_bit_of_the_training(changes: dict[str, Any], runs: Ru
 def test_compiled_blocks_are_not_compiled_again(
     runs: Runs, serial: dict[bool, list[SampleMetrics]]
 ) -> None:
-    changes = {"data": {"reset_at_documents": True}, "training": {"compile": True}}
+    changes: dict[str, Any] = {"data": {"reset_at_documents": True}}
+    changes["training"] = {"compile": True}
     sampled, alone = runs.trained(**changes), runs.trained(prompts=[], **changes)
     assert sampled[0].samples == serial[True]
     assert sampled[0].graphs == alone[0].graphs > 0
@@ -203,6 +203,9 @@ def test_samples_are_what_generate_writes_from_the_checkpoint(
         zero_optimization={"stage": 3},
     )
     record, _ = pool.run(2, train, run, tiny_corpus(run, tmp_path / "cache"))
+    # Imported here, because every rank imports this file, and transformers takes a second.
+    from megaspeed.hugging_face.text_model import Sampling, continue_prompt, load_text_model
+
     model = load_text_model(tmp_path / "run", tokenizer=None, precision="float32")
     (samples,) = (metrics.samples for metrics in record.samples)
     assert list(samples) == PROMPTS

@@ -40,13 +40,13 @@ INT8 = {"parallel": {"gradient_compression": {"type": "int8"}}}
 POWER_SGD = {"parallel": {"gradient_compression": {"type": "powersgd", "start_step": 1}}}
 SELECTIVE = {"parallel": {"activation_checkpointing": "selective"}}
 # Rows are so long that the masks are a large part of the activations.
-RESET = {
+RESET: dict[str, Any] = {
     "model": {**WIDE, "vocab_size": 301, "max_position_embeddings": 512},
     "data": {"sequence_length": 512, "reset_at_documents": True},
     "train_batch_size": 8,
 }
 # One mask of a sliding window exists, for any number of micro-batches in flight.
-WINDOW = {
+WINDOW: dict[str, Any] = {
     "model": {**LLAMA, **WIDE, "vocab_size": 301, "max_position_embeddings": 512}
     | {"sliding_window": 40},
     "data": {"sequence_length": 512},
@@ -263,15 +263,17 @@ WEIGHTS: dict[str, Any] = {
 }
 
 
+# chunks, ZeRO stage, groups: every two values of two of them
+EVERY_TWO = [(2, 1, 1), (2, 2, "auto"), (2, 3, 1), (3, 1, "auto"), (3, 2, 1), (3, 3, "auto")]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("pp", "chunks", "groups", "micro_batches", "changes"),
     [
-        # Every two of chunks, groups and stage.
         *(
             (2, chunks, groups, 7, {**SEVEN_BLOCKS, "zero_optimization": {"stage": stage}})
-            for chunks in (2, 3)
-            for stage, groups in enumerate((1, "auto", 1) if chunks == 2 else ("auto", 1, "auto"), 1)
+            for chunks, stage, groups in EVERY_TWO
         ),
         (3, 2, "auto", 7, {**SEVEN_BLOCKS, "zero_optimization": {"stage": 3}}),
         *((2, 2, groups, 8, MESSAGES) for groups in (1, "auto")),

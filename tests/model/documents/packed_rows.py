@@ -1,4 +1,4 @@
-"""Rows of documents packed end to end, and a model in which every weight affects the result."""
+"""Models of transformers for rows of documents. In each, every weight affects the result."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.model.documents import Documents
 from megaspeed.model.gpt import GPT
 from tests.model.test_transformers_equality import (
     Weights,
@@ -16,23 +15,13 @@ from tests.model.test_transformers_equality import (
     stock_gpt2,
     stock_llama,
 )
-from tests.model.tiny_gpt import gpt2, llama, random_tokens
+from tests.model.tiny_gpt import LENGTHS, gpt2, llama, packed, random_tokens
 
-# The lengths of the documents in each row of 24 tokens. One has a single token, one fills a row.
-LENGTHS = ((5, 1, 10, 8), (24,), (1, 1, 22))
 SHAPES = {
     "gpt2": gpt2(),
     "llama": llama(),
     "llama without groups": llama(num_key_value_heads=4),
 }
-
-
-def packed(lengths: tuple[tuple[int, ...], ...]) -> Documents:
-    """Return documents with these lengths. There is one tuple of lengths for each row."""
-    begins = torch.zeros(len(lengths), sum(lengths[0]), dtype=torch.bool)
-    for row, of_row in zip(begins, lengths, strict=True):
-        row[torch.tensor((0, *of_row[:-1])).cumsum(0)] = True
-    return Documents.beginning_at(begins)
 
 
 def pieces(x: Tensor) -> list[Tensor]:

@@ -20,12 +20,11 @@ from tests.model.documents.packed_rows import (
     DOCUMENTS,
     difference,
     ours,
-    packed,
     pieces,
     stock_of,
     tokens_of,
 )
-from tests.model.tiny_gpt import gpt2, gradients, llama, random_tokens
+from tests.model.tiny_gpt import gpt2, gradients, llama, packed, random_tokens
 
 ROUNDING = 1e-5  # relative to the largest logit or gradient
 PLAINLY_WRONG = 1e-2
