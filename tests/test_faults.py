@@ -377,7 +377,7 @@ def test_a_spare_rank_that_is_stopped_does_not_keep_a_run_that_ends(
 
 
 def test_a_spare_rank_that_is_stopped_is_missed_during_the_run(tmp_path: Path) -> None:
-    fault = "slow rank=0 step=* seconds=0.5"  # so the others do not use the processors meanwhile
+    fault = "slow rank=0 step=* work=Forward seconds=0.25"  # so that the ranks mostly sleep
     job = Job(tmp_path, "agent", "parallel.spare_ranks=true", fault=fault, ranks=3)
     job.wait_until_training()
     job.launcher.ranks()[2].suspend()
@@ -385,6 +385,8 @@ def test_a_spare_rank_that_is_stopped_is_missed_during_the_run(tmp_path: Path) -
     assert ended.code != 0 and ended.seconds < HANG_SECONDS + SECONDS_TO_END
     assert re.search(r"^no progress for \d+ s: rank 2 did not answer", ended.err), ended.err
     assert f"[{HOST}, rank 2 (spare), last known phase: " in ended.err
+    records = (ended.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert min(json.loads(record)["step_time_seconds"] for record in records) >= 0.5
 
 
 def test_a_run_whose_folder_was_renamed_ends_before_it_writes_to_another(tmp_path: Path) -> None:
@@ -508,7 +510,7 @@ def test_a_slow_run_that_makes_progress_continues(tmp_path: Path) -> None:
 def test_a_run_that_was_suspended_continues_until_its_launcher_is_ended(tmp_path: Path) -> None:
     """Slurm's suspend, Ctrl-Z and fg, or a machine that sleeps suspend a run in this way.
 
-    Each of its micro-batches takes a fifth of a second.
+    Rank 0 sleeps in each micro-batch, so the run needs little processor time.
     """
     fault = "slow rank=0 step=* work=Forward seconds=0.2"
     job = Job(tmp_path, "megaspeed", "train_micro_batch_size_per_gpu=1", fault=fault)

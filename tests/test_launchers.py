@@ -87,7 +87,7 @@ LAUNCHES: dict[str, tuple[Command, list[str]]] = {
     "mpirun": (mpirun, ["--set", "parallel.tensor=2", "zero_optimization.stage=1"]),
 }
 """The command that starts each run, and its changes: 1 rank, dp 2, pp 2, tp 2. Without a data
-axis, ZeRO-3 would only import more."""
+axis, ZeRO-3 would only import more. Stage 2 determines a value that is checked."""
 
 
 def configuration(folder: Path) -> Path:

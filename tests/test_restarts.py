@@ -164,7 +164,7 @@ def test_wrong_input_is_not_tried_again(tmp_path: Path, launcher: Launcher) -> N
 AUTO = "train_micro_batch_size_per_gpu=auto"
 
 
-@pytest.mark.parametrize("launcher", ["forked", "megaspeed"])
+@pytest.mark.parametrize("launcher", ["deepspeed", "megaspeed"])
 def test_a_first_step_without_memory_is_repeated_with_smaller_micro_batches(
     tmp_path: Path, launcher: Launcher, undisturbed: dict[int, float]
 ) -> None:

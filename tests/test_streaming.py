@@ -18,7 +18,7 @@ from tests.data.words import WORDS
 from tests.data.written_formats import json_lines
 from tests.support.hub import COMMIT, Hub
 from tests.support.machine import limit
-from tests.test_faults import Job
+from tests.test_faults import Job, Launcher
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -45,11 +45,18 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
-def started(folder: Path, hub: Hub, tokenizer: Path, *changes: str, **source: Any) -> Job:
+def started(
+    folder: Path,
+    hub: Hub,
+    tokenizer: Path,
+    *changes: str,
+    launcher: Launcher = "forked",
+    **source: Any,
+) -> Job:
     stream = {"dataset": "us/words", "revision": COMMIT, "streaming": True, "tokens": TOKENS}
     data = [f"data.train={json.dumps([{**stream, **source}])}", f"data.tokenizer={tokenizer}"]
     variables: Any = hub.environment
-    return Job(folder, "forked", *data, *changes, **variables)
+    return Job(folder, launcher, *data, *changes, **variables)
 
 
 def losses(job: Job) -> list[float]:
@@ -78,7 +85,7 @@ def test_no_process_is_left_if_the_rank_that_started_it_was_killed(
     tmp_path: Path, hub: Hub, tokenizer: Path
 ) -> None:
     hub.held.add("train-1.jsonl")
-    job = started(tmp_path / "orphan", hub, tokenizer)
+    job = started(tmp_path / "orphan", hub, tokenizer, launcher="megaspeed")
     job.wait_until_training()
     (process,) = [one for one in job.processes() if "spawn_main" in " ".join(one.cmdline())]
     parent = process.parent()
@@ -91,7 +98,8 @@ def test_no_process_is_left_if_the_rank_that_started_it_was_killed(
 def test_a_stream_that_is_too_short_ends_the_run_with_its_number_of_tokens(
     tmp_path: Path, hub: Hub, tokenizer: Path
 ) -> None:
-    ended = started(tmp_path / "short", hub, tokenizer, tokens=10**6).ended()
+    job = started(tmp_path / "short", hub, tokenizer, launcher="megaspeed", tokens=10**6)
+    ended = job.ended()
     assert ended.err.count('of 1,000,000; write "tokens": ') >= 1, ended.err
     if ended.code == 1:  # otherwise a rank itself waited for the shard that cannot be made
         assert "the process that tokenizes us/words must run" in ended.err

@@ -10,7 +10,7 @@
     lock      as hang, with Python's GIL held
     disk      no file of the process may grow past 32 KiB, so a save fails as on a full disk
 
-``step=*`` is every step. ``work`` is the beginning of an instruction, such as Forward or
+``step=*`` is any step. ``work`` is the beginning of an instruction, such as Forward or
 Backward(micro_batch=2). If it is omitted, the fault is injected at the beginning of the phase. All
 kinds but ``slow`` are injected once. ``parameter`` is a part of the name of the parameter to
 corrupt. If it is omitted, the first parameter of the rank is corrupted. ``attempt`` is the number
@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -60,7 +59,10 @@ class _Fault:
         """Let ``activity`` call ``cause`` when this rank reaches the phase and the instruction."""
 
         def on_begin(phase: str, work: object) -> None:
-            is_here = fnmatchcase(phase, self.phase or f"step {self.step}")
+            if self.step == "*":
+                is_here = phase.startswith("step ")
+            else:
+                is_here = phase == (self.phase or f"step {self.step}")
             is_here = is_here and bool(self.work) == (work is not None)
             is_here = is_here and (not self.work or repr(work).startswith(self.work))
             if is_here and (not self.was_injected or self.kind == "slow"):

@@ -139,18 +139,24 @@ def train_traced(
 
 
 @pytest.mark.parametrize(
-    ("method", "recomputation", "documents"),
+    ("method", "tp", "recomputation", "documents"),
     [
-        ("ulysses", "full_offloaded", False),
-        ("all_gather", "selective", True),
+        ("ulysses", 1, "full_offloaded", False),
+        ("all_gather", 2, "selective", True),
     ],
 )
 def test_compiled_blocks_share_sequences(
-    pool: RankPool, references: References, method: str, recomputation: str, documents: bool
+    pool: RankPool,
+    references: References,
+    method: str,
+    tp: int,
+    recomputation: str,
+    documents: bool,
 ) -> None:
     run = tiny_run(
         TEXT,
         cp=2,
+        tp=tp,
         train_batch_size=8,
         gradient_accumulation_steps=2,
         model={**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 2},

@@ -176,8 +176,9 @@ def test_peak_in_flight_and_bubble(stages: int, micro_batches: int) -> None:
 CHUNKED = [
     shape("1f1b", stages, micro_batches, chunks, groups)
     for stages, chunks in product(range(2, 9), range(2, 5))
-    for micro_batches in range(stages, 3 * stages + 3)
-    for groups in range(1, micro_batches // stages + 1)
+    for micro_batches in range(stages, 4 * stages + 3)
+    for most in [micro_batches // stages]
+    for groups in sorted({1, min(2, most), most})
 ]
 
 

@@ -29,7 +29,6 @@ IMPORTED_ONCE = [
     # DeepSpeed imports these at its first engine.
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
     # These are small, but without this line every rank of every test imports them.
     "deepspeed.comm.mori",
     "encodings.idna",

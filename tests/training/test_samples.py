@@ -4,6 +4,7 @@ Weights are large, so the likeliest token is clear, whatever the rounding.
 """
 
 import functools
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,7 @@ class Runs:
             "save_interval": 0,
             "sample_prompts": PROMPTS if prompts is None else prompts,
             "sample_tokens": TOKENS,
-            "run_dir": str(self._folder / f"run-{len(self._known)}"),
+            "run_dir": tempfile.mkdtemp(dir=self._folder),
         }
         base = {"model": {**GPT2, **LARGE}, "data": {"validation_fraction": 0.1}}
         base |= {"gradient_accumulation_steps": 2}
@@ -184,7 +185,7 @@ def test_samples_change_no_bit_of_the_training(changes: dict[str, Any], runs: Ru
 def test_compiled_blocks_are_not_compiled_again(
     runs: Runs, serial: dict[bool, list[SampleMetrics]]
 ) -> None:
-    changes: dict[str, Any] = {"data": {"reset_at_documents": True}}
+    changes: dict[str, Any] = {"tp": 2, "data": {"reset_at_documents": True}}
     changes["training"] = {"compile": True}
     sampled, alone = runs.trained(**changes), runs.trained(prompts=[], **changes)
     assert sampled[0].samples == serial[True]

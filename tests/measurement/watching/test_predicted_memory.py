@@ -263,7 +263,7 @@ WEIGHTS: dict[str, Any] = {
 }
 
 
-# chunks, ZeRO stage, groups: every two values of two of them
+# (chunks, ZeRO stage, groups): every pair of values of two of these
 EVERY_TWO = [(2, 1, 1), (2, 2, "auto"), (2, 3, 1), (3, 1, "auto"), (3, 2, 1), (3, 3, "auto")]
 
 

@@ -1,4 +1,4 @@
-"""Models of transformers for rows of documents. In each, every weight affects the result."""
+"""The library's models for rows of documents, and ours with their weights."""
 
 from typing import Any
 

@@ -119,7 +119,7 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     x.grad = None
     log = AllocationLog(x.device)
     log.claim("parameters", [*block.parameters(), x, gradient])
-    if model.residual_dropout:  # it has constants; finding them takes a second in a full heap
+    if model.residual_dropout:  # it has constants, which take a second to find
         log.claim_everything_else_alive("parameters")
     for parameter in block.parameters():
         parameter.register_hook(lambda g: log.claim("gradients", [g]))
