@@ -100,11 +100,9 @@ def test_a_stream_that_is_too_short_ends_the_run_with_its_number_of_tokens(
 ) -> None:
     job = started(tmp_path / "short", hub, tokenizer, launcher="megaspeed", tokens=10**6)
     ended = job.ended()
+    assert ended.code in (1, 2)  # 2 if a rank itself waited for the shard that cannot be made
     assert ended.err.count('of 1,000,000; write "tokens": ') >= 1, ended.err
-    if ended.code == 1:  # otherwise a rank itself waited for the shard that cannot be made
-        assert "the process that tokenizes us/words must run" in ended.err
-    else:
-        assert ended.code == 2
+    assert "the process that tokenizes us/words must run" in ended.err
     assert "no progress" not in ended.err
 
 

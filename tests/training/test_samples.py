@@ -95,8 +95,11 @@ class Runs:
             "sample_tokens": TOKENS,
             "run_dir": tempfile.mkdtemp(dir=self._folder),
         }
-        base = {"model": {**GPT2, **LARGE}, "data": {"validation_fraction": 0.1}}
-        base |= {"gradient_accumulation_steps": 2}
+        base: dict[str, Any] = {
+            "model": {**GPT2, **LARGE},
+            "data": {"validation_fraction": 0.1},
+            "gradient_accumulation_steps": 2,
+        }
         run = tiny_run(self._text, **merge(merge(base, {"training": training}), changes))
         corpus = tiny_corpus(run, self._folder / "cache")
         return self._pool.run(run.grid.world_size, train, run, corpus)
