@@ -27,11 +27,12 @@ class MicroBatch:
     """Attention and positions stay within each of them; None if each row is one document."""
 
     def to(self, device: torch.device) -> Self:
-        """A copy on ``device``. The host does not wait for a copy from pinned memory."""
-        return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
+        """A copy on ``device``. A GPU copies from pinned memory, so the host does not wait."""
+        pinned = self.pin_memory() if device.type == "cuda" else self
+        return pinned._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Self:
-        """A copy in page-locked memory."""
+        """A copy in page-locked memory; tensors that are there already are not copied."""
         return self._moved(lambda tensor: tensor.pin_memory())
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
+from megaspeed.topology.process_settings import use_device
+
 _DIRECTIONS = {dist.isend: "send of {} to", dist.irecv: "receive of {} from"}
 
 
@@ -159,6 +161,7 @@ class Links:
         may call this method.
         """
         on_gpu = self._device.type != "cpu"
+        use_device(self._device)
         if all(work.is_completed() for work in self._works) if on_gpu else not self._is_waiting:
             return []
         return self._in_flight

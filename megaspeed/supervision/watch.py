@@ -29,6 +29,7 @@ import traceback as tracebacks
 from collections.abc import Sequence
 from typing import Self
 
+from megaspeed.supervision.answers import describe
 from megaspeed.supervision.failure import (
     SECONDS_FOR_OTHER_REPORTS,
     Failures,
@@ -354,7 +355,12 @@ class Watch:
 
     def _report_hang(self) -> None:
         """Write this rank's state to the store. The rank that has claimed the hang reports all."""
-        calls = [*pending_collectives(), *self._activity.pending()]
+        calls = pending_collectives()
+        try:
+            calls += self._activity.pending()
+        except Exception as error:  # after an error of CUDA, each call of it raises
+            reason = describe(error).splitlines()[0]
+            calls.append(f"messages of the pipeline, which are unknown: {reason}")
         # A rank sees the claim after one period, and then polls once more.
         seconds = min(_SECONDS_TO_ANSWER, 2 + self._hang_timeout / 4) + 2 * self._period
         try:

@@ -38,6 +38,7 @@ from megaspeed.topology.activity import COMPILATION_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
 
 _MOST_RANKS_NAMED = 4
+_MOST_GRAPHS = 64
 _OLDEST_TRITON_GPU = (7, 0)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -71,10 +72,15 @@ class Compilation:
         self._phase: AbstractContextManager[None] | None = None
         self._start = 0.0
         # These imports take two seconds.
+        import torch._dynamo.config as dynamo_config
         import torch._functorch.config as autograd_config
         import torch._inductor.config as inductor_config
         from torch._dynamo.callback import callback_handler
 
+        # By default a function may have 8 graphs, and one more ends the run (``fullgraph``). Blocks
+        # with and without rotation, recomputed or not, in training and evaluation, make 8 already.
+        # (torch 2.11 has no parameter for this.)
+        dynamo_config.recompile_limit = _MOST_GRAPHS
         # What a backward computes again (a gathered input, a dropout mask) must not be kept by the
         # forward. With elimination of common subexpressions, torch would keep it.
         autograd_config.cse = False

@@ -175,16 +175,20 @@ class Profile:
             self._context.timeline.annotate = record_function
 
     def _gather_step(self) -> PipelineStep | None:
-        """Gather the last step from the first rank of each pipeline stage. Returns it on rank 0."""
-        context, own = self._context, None
-        if context.coordinates[1:] == (0, 0, 0):
-            if context.device.type == "cuda":
-                torch.cuda.synchronize()  # its last events are after the last read of the host
-            own = StageTimes.of(context.timeline.intervals())
-        ranks = [own] * context.grid.world_size if context.rank == 0 else None
-        dist.gather_object(own, ranks, dst=0, group=context.world_group)
-        stages = [stage for stage in ranks or () if stage is not None]
-        return PipelineStep(pipeline_of(self._run), stages) if stages else None
+        """Gather the last step from the first rank of each pipeline stage. Returns it on rank 0.
+
+        These ranks are a pipeline, so they use its group. Over NCCL, a gather to one of all ranks
+        would open a connection from each of them.
+        """
+        context = self._context
+        if context.coordinates[1:] != (0, 0, 0):
+            return None
+        if context.device.type == "cuda":
+            torch.cuda.synchronize()  # its last events are after the last read of the host
+        own = StageTimes.of(context.timeline.intervals())
+        stages = [own] * context.grid.pp
+        dist.all_gather_object(stages, own, context.pp_group)
+        return PipelineStep(pipeline_of(self._run), stages) if context.rank == 0 else None
 
     def _export(self) -> bool:
         """End the recording and write the trace of this rank. Returns whether there is one."""

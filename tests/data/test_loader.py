@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megaspeed.data import sampler as rows
 from megaspeed.data.corpus import PreparedCorpus
@@ -359,3 +360,25 @@ def test_the_thread_works_for_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     ahead.get(0)
     ahead.close()
     assert taken == [("prefetch_0", torch.device("cuda", 3))]
+
+
+def test_evaluations_and_samples_are_copied_to_a_gpu_from_pinned_memory(
+    corpus: PreparedCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from other memory makes the host wait. An earlier version pinned only in training."""
+    pinned: set[int] = set()
+
+    def pin(tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        pinned.add(copy.data_ptr())
+        return copy
+
+    def copy_to(tensor: Tensor, device: torch.device, *, non_blocking: bool) -> Tensor:
+        assert device.type == "cuda" and non_blocking and tensor.data_ptr() in pinned
+        return tensor.clone()
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Tensor, "to", copy_to)
+    for each in ValidationLoader(corpus, shape(0, 1, 4), eval_batches=1, device="cuda"):
+        assert each.tokens.shape == (4, S)
+    assert len(pinned) > 0

@@ -161,3 +161,20 @@ def a_sender_changes_its_mind(launch: LaunchEnvironment) -> None:
 
 def test_a_later_tensor_of_another_shape_is_refused_before_it_is_sent(pool: RankPool) -> None:
     pool.run(2, a_sender_changes_its_mind)
+
+
+def gpu_that_the_watch_asks(launch: LaunchEnvironment) -> torch.device:
+    """Return the GPU that another thread makes its own before it asks about messages."""
+    taken: list[torch.device] = []
+    with pipeline(launch) as context, pytest.MonkeyPatch.context() as patch:
+        links = connect(context)
+        links._device = torch.device("cuda", 3)
+        patch.setattr(torch.cuda, "set_device", taken.append)
+        assert links.pending() == []
+    (device,) = taken
+    return device
+
+
+def test_the_watch_asks_about_messages_on_the_ranks_gpu(pool: RankPool) -> None:
+    """A new thread would use GPU 0, and open a context there."""
+    assert pool.run(2, gpu_that_the_watch_asks) == [torch.device("cuda", 3)] * 2

@@ -5,6 +5,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -199,3 +201,28 @@ def test_a_user_sees_the_stacks_with_sigquit(program: Program) -> None:
     program.send_signal(signal.SIGQUIT)
     assert program.wait(30) == 3
     assert "program.py" in program.stacks and "in beat" in program.stacks
+
+
+def report_of_a_hang(launch: LaunchEnvironment, folder: Path) -> str:
+    """Return the report of a rank on which each call of CUDA raises an error."""
+    activity = Activity()
+
+    def is_completed() -> list[str]:
+        raise RuntimeError("CUDA error: an illegal memory access\nCUDA kernel errors might be ...")
+
+    activity.pending = is_completed
+    with StopSignal() as stop, RankLog(folder, 0) as log, redirect_stderr(StringIO()) as printed:
+        log.open()
+        meeting = check_in(launch, {}, limit(5))
+        patience: dict[str, Any] = {"launchers": [], "hang_timeout_seconds": limit(1)}
+        watching = watch.Watch(meeting, Grid(pp=1, dp=1, tp=1), activity, stop, log, **patience)
+        watching.failures.claim(is_hang=True)
+        watching._report_hang()
+        return printed.getvalue()
+
+
+def test_a_hang_is_reported_although_calls_of_cuda_raise(pool: RankPool, tmp_path: Path) -> None:
+    """An earlier version's thread ended with the error, and nothing was reported."""
+    (report,) = pool.run(1, report_of_a_hang, tmp_path)
+    assert "no progress for " in report
+    assert "messages of the pipeline, which are unknown: CUDA error: an illegal" in report

@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.verify import ParallelRun, train_rank
+from megaspeed.topology.activity import Activity
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain
-from megaspeed.training.compilation import agree_to_compile, missing_compiler
+from megaspeed.training.compilation import Compilation, agree_to_compile, missing_compiler
 from tests.model.tiny_gpt import DROPOUTS
 from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
@@ -180,3 +182,12 @@ def test_a_gpu_needs_triton(
         lambda name: (object() if triton else None) if name == "triton" else find(name),
     )
     assert missing_compiler(torch.device("cuda:0")) == problem
+
+
+def test_a_function_may_have_more_than_eight_graphs() -> None:
+    """torch allows 8 by default. Layers without positions that are recomputed in part, with an
+    evaluation, make 8 graphs of a block, so any further one ended the run.
+    """
+    compiled = Compilation(Activity()).compiled(Tensor.t)
+    for columns in range(1, 20):
+        assert compiled(torch.ones(2, columns)).shape == (columns, 2)

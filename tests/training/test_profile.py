@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.pipeline.programs import stage_program
 from megaspeed.topology.activity import PARTS
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain
-from megaspeed.training.profile import describe_times, profiled_ranks
+from megaspeed.training.profile import Profile, describe_times, profiled_ranks
 from tests.pipeline.test_schedules import shape
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, tiny_corpus, tiny_run
@@ -206,3 +208,42 @@ def test_the_table_names_the_slowest_rank_and_what_it_is_slow_in() -> None:
         "slowest: rank 1 (pp 1, dp 0, tp 0) worked 65.0 ms, median 55.0 ms;",
         "  most of the difference: compute, +10.0 ms to the median",
     ]
+
+
+class Collectives(TorchDispatchMode):
+    """Keeps the names of the collectives that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace == "c10d":
+            self.names.add(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+def collectives_of_a_profile(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> set[str]:
+    """Return the collectives with which a rank writes its profile."""
+    write, collectives = Profile.write, Collectives()
+
+    def watched(profile: Profile, last: int) -> str:
+        with collectives:
+            return write(profile, last)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Profile, "write", watched)
+        train(launch, run, corpus)
+    return collectives.names
+
+
+def test_no_rank_opens_new_connections_for_a_profile(pool: RankPool, tmp_path: Path) -> None:
+    """Over NCCL, a gather to rank 0 would connect it with each rank, in the middle of a run."""
+    run = profiled_run(tmp_path / "run", pp=2, dp=2)
+    named = pool.run(4, collectives_of_a_profile, run, tiny_corpus(run, tmp_path))
+    assert named == [{"c10d::allgather_"}] * 4
+    assert (tmp_path / "run/profile/steps-3-4.png").exists()
