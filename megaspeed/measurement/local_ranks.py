@@ -26,6 +26,7 @@ import torch.multiprocessing as mp
 from megaspeed.files.durable import write_file
 from megaspeed.supervision.process_end import end_process, end_with_starter, ended_on_termination
 from megaspeed.topology.launch import LaunchEnvironment, free_port
+from megaspeed.topology.process_settings import ranks_of_a_gpu
 
 _RANKS_PER_PROCESSOR = 16
 
@@ -247,10 +248,12 @@ def too_many_ranks(
 ) -> list[str]:
     """Return the problem if this machine cannot run that many ranks.
 
-    All ranks run on this machine. Each needs its own GPU; ranks can share a processor.
+    All ranks run on this machine. Each needs its own GPU, unless NCCL lets several share one. They
+    can share a processor.
     """
     if device_type == "cuda":
-        most, have = torch.cuda.device_count(), f"{torch.cuda.device_count()} GPUs"
+        gpus = torch.cuda.device_count()
+        most, have = gpus * ranks_of_a_gpu(os.environ), f"{gpus} GPUs"
     else:
         processors = os.cpu_count() or 1
         most, have = processors * _RANKS_PER_PROCESSOR, f"{processors} processors"

@@ -50,6 +50,7 @@ from megaspeed.topology.process_settings import (
     allow_open_files,
     compiler_threads,
     gloo_interface,
+    ranks_of_a_gpu,
     set_defaults,
 )
 from megaspeed.topology.store import GroupError, open_store
@@ -377,8 +378,10 @@ def _prepare_process(grid: Grid, launch: LaunchEnvironment) -> torch.device:
     if not on_gpu:
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    # If one GPU is visible, the launcher gave each process its own. (NCCL refuses to share one.)
+    # If one GPU is visible, the launcher gave each process its own, or all ranks share it.
     index = 0 if visible == 1 else launch.local_rank
+    if index >= visible and ranks_of_a_gpu(os.environ) > 1:
+        index %= visible
     if index >= visible:
         raise TopologyError(
             f"each rank needs its own GPU, but local rank {launch.local_rank} finds only "

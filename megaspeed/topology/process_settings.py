@@ -42,6 +42,9 @@ _SETTINGS = (
     ("TORCH_GLOO_LAZY_INIT", "1", False, ()),
 )
 
+_NCCL_THAT_SHARES = (2, 30)
+_RANKS_OF_A_GPU = 16  # each has a CUDA context of half a gigabyte
+
 _WANTED_FILES = 65_536
 _FILES_OF_A_RANK = 512
 """An allowance for data, checkpoints, libraries and connections to neighbours."""
@@ -90,6 +93,16 @@ def use_device(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def ranks_of_a_gpu(environ: Mapping[str, str]) -> int:
+    """The number of ranks that may use one GPU, usually 1.
+
+    NCCL refuses more. From 2.30 on it allows them if NCCL_MULTI_RANK_GPU_ENABLE is 1. They take
+    turns on the GPU, so this is slow, but it tries a layout without more GPUs.
+    """
+    allows = environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return _RANKS_OF_A_GPU if allows and torch.cuda.nccl.version() >= _NCCL_THAT_SHARES else 1
 
 
 def allow_open_files(rank: int, world_size: int) -> None:

@@ -104,7 +104,9 @@ def _raise(fault: _Fault) -> None:
 
 _OF_THE_PROCESS: dict[str, Callable[[_Fault], object]] = {
     "raise": _raise,
-    "memory": lambda fault: torch.empty(_TOO_MANY_BYTES, dtype=torch.uint8),
+    "memory": lambda fault: torch.empty(
+        _TOO_MANY_BYTES, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu"
+    ),
     "hang": lambda fault: threading.Event().wait(),
     "lock": lambda fault: ctypes.PyDLL(None).sleep(_MANY_SECONDS),
     "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),

@@ -1,21 +1,23 @@
-"""One process as any rank of any grid, over torch's ``fake`` process groups.
+"""One process as any rank of any grid, over torch's ``fake`` process groups, on a CPU or a GPU.
 
     with fake_rank(run, rank) as worker:        the real worker, the real DeepSpeed engine
         worker.train_step(batches(run), 1e-3)
 
-A fake collective returns at once, with only this rank's own part. So the numbers mean nothing. Only
-the order of the calls is meaningful.
+A fake collective returns at once, with only this rank's own part, and a message from another stage
+is zeros. So the numbers mean nothing, except that they are finite. Only the order of the calls is
+meaningful.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
@@ -28,9 +30,9 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import Worker
-from tests.support.machine import limit
 from tests.support.tiny import merge
 
+CPU = torch.device("cpu")
 GPT2 = {
     "architecture": "gpt2",
     "vocab_size": 64,
@@ -68,7 +70,7 @@ def paper_run(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, **changes: 
     return resolve_run(config, World(pp * dp * cp * tp, "test"), name="paper")
 
 
-def batches(run: Run) -> Callable[[int], MicroBatch]:
+def batches(run: Run, device: torch.device = CPU) -> Callable[[int], MicroBatch]:
     """Return micro-batches of fixed tokens, already on the device.
 
     If attention restarts at each document, the documents have 6, 10 and 16 tokens. With a context
@@ -83,7 +85,7 @@ def batches(run: Run) -> Callable[[int], MicroBatch]:
         begins = torch.zeros(shape, dtype=torch.bool)
         begins[0, 6] = True
         documents = Documents.beginning_at(begins, part.attention)
-    batch = MicroBatch(tokens, tokens.clone(), torch.arange(shape[0]), documents)
+    batch = MicroBatch(tokens, tokens.clone(), torch.arange(shape[0]), documents).to(device)
     return lambda micro_batch: batch
 
 
@@ -97,20 +99,32 @@ def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
         local_world_size=1,
         source="the fake world",
     )
-    new_group = dist.new_group
+    new_group, exchange = dist.new_group, dist.batch_isend_irecv
 
     def fake_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
         group: dist.ProcessGroup = new_group(ranks, **(options | {"backend": "fake"}))
         return group
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context, "start_default_group", _start_fake_group)
-        patch.setattr(context, "check_group", lambda *args: None)  # no other rank answers
-        patch.setattr(dist, "new_group", fake_group)
-        with ParallelContext.create(
-            grid, launch, timeout_seconds=limit(60), store=dist.HashStore()
-        ) as made:
-            yield made
+    def split_group(split_ranks: list[list[int]], **options: Any) -> dist.ProcessGroup:
+        return fake_group(next(ranks for ranks in split_ranks if rank in ranks), **options)
+
+    def receive_zeros(messages: list[dist.P2POp]) -> list[dist.Work]:
+        with _disable_current_modes():  # nobody records this as a part of the step
+            for message in messages:
+                if message.op is dist.irecv:
+                    message.tensor.zero_()
+        works: list[dist.Work] = exchange(messages)
+        return works
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(context, "start_default_group", _start_fake_group))
+        # No other rank answers.
+        stack.enter_context(patch.object(context, "check_group", lambda *args: None))
+        stack.enter_context(patch.object(dist, "new_group", fake_group))
+        stack.enter_context(patch.object(dist, "split_group", split_group))
+        stack.enter_context(patch.object(dist, "batch_isend_irecv", receive_zeros))
+        made = ParallelContext.create(grid, launch, timeout_seconds=60, store=dist.HashStore())
+        yield stack.enter_context(made)
 
 
 @contextmanager

@@ -60,12 +60,12 @@ def _races(launch: LaunchEnvironment, changes: dict[str, Any]) -> list[tuple[str
     with paper_accelerator() as accelerator, fake_rank(run, rank) as worker:
         with RaceFinder(accelerator) as finder:
             for _ in range(2):
-                worker.train_step(batches(run), 1e-3)
+                assert not worker.train_step(batches(run), 1e-3).skipped
             worker.evaluate(batches(run), 2, 1)
             for fragment in worker.engine.state_fragments():
                 fragment.weights.mul_(1.0)
             worker.engine.load_state(2)
-            worker.train_step(batches(run), 1e-3)
+            assert not worker.train_step(batches(run), 1e-3).skipped
         return list(finder.races)
 
 

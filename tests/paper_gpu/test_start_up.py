@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megaspeed.measurement.local_ranks import too_many_ranks
 from megaspeed.topology import context
 from megaspeed.topology.grid import Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
@@ -169,6 +170,36 @@ def test_the_ranks_of_a_machine_share_its_processors_to_compile(
         expected = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
         assert compiler_threads(launch, {}) == expected
         assert compiler_threads(launch, {"TORCHINDUCTOR_COMPILE_THREADS": "4"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("variable", "nccl", "shares"),
+    [("1", (2, 30, 3), True), ("1", (2, 28, 9), False), ("0", (2, 32, 3), False)],
+)
+def test_ranks_share_gpus_if_nccl_lets_them(
+    variable: str, nccl: tuple[int, int, int], shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus: list[torch.device] = []
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", variable)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", gpus.append)
+    monkeypatch.setattr(context, "set_defaults", lambda: None)
+    monkeypatch.setattr(context, "compiler_threads", lambda *_: {})
+    grid = Grid(pp=1, dp=4, tp=1)
+    launch = LaunchEnvironment(
+        rank=3, world_size=4, local_rank=3, local_world_size=4, source="test"
+    )
+    if shares:
+        assert too_many_ranks(4, "cuda") == []
+        assert context._prepare_process(grid, launch) == torch.device("cuda", 1)
+    else:
+        (problem,) = too_many_ranks(4, "cuda")
+        assert "--world-size 4 is more than the 2 ranks that this machine with 2 GPUs" in problem
+        with pytest.raises(TopologyError, match="local rank 3 finds only 2 on this machine"):
+            context._prepare_process(grid, launch)
+    assert gpus == [torch.device("cuda", 1)] * shares
 
 
 def test_torch_reads_the_allocators_variable_after_it_is_imported() -> None:
