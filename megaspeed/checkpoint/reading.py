@@ -15,12 +15,15 @@ module only when it saves or loads, and only on the ranks that need the index.
 """
 
 import pickle
+import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from enum import EnumType
 from io import FileIO
+from mmap import ACCESS_READ, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 import torch.distributed as dist
@@ -35,7 +38,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import INDEX
@@ -45,7 +47,7 @@ from megaspeed.model.gpt import GPT
 from megaspeed.supervision.answers import describe, gather
 from megaspeed.tensor_parallel.parallelize import materialize
 
-_ELEMENTS = "data/0"
+_ELEMENTS = "/data/0"
 """The record of an archive with the elements of its only tensor, uncompressed."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -205,17 +207,29 @@ def _overlaps(
     return [(item, pieces[item.dest_index.index or 0]) for item in items]
 
 
+def _find_elements(stream: FileIO, offset: int, length: int) -> tuple[int, int]:
+    """Return where the elements of an archive begin in the file, and their number of bytes.
+
+    Raises BadZipFile, ValueError or struct.error if there is no such archive.
+    """
+    begin = offset - offset % ALLOCATIONGRANULARITY  # a zip archive may have bytes before it
+    size = offset + length - begin
+    view: Any = mmap(stream.fileno(), size, offset=begin, access=ACCESS_READ)
+    with view:
+        with ZipFile(view) as archive:
+            (entry,) = (one for one in archive.infolist() if one.filename.endswith(_ELEMENTS))
+        sizes = struct.unpack_from("<HH", view, entry.header_offset + 26)  # of the name, and extra
+        return begin + entry.header_offset + 30 + sum(sizes), entry.file_size
+
+
 def _read_overlap(
     stream: FileIO, offset: int, length: int, sizes: torch.Size, item: ReadItem, piece: Piece
 ) -> None:
     """Fill a part of ``piece`` from a saved box of ``sizes``. Read complete rows of the box."""
     target = _part(piece.values.detach(), item.dest_offsets, item.lengths)
-    view: Any = _create_file_view(stream, offset, length)
     try:
-        archive: Any = torch._C.PyTorchFileReader(view)
-        start = offset + archive.get_record_offset(_ELEMENTS)  # as torch.load(mmap=True) does
-        found_bytes = archive.get_record_size(_ELEMENTS)
-    except RuntimeError as error:
+        start, found_bytes = _find_elements(stream, offset, length)
+    except (BadZipFile, ValueError, struct.error) as error:
         raise CheckpointError(f"{stream.name} has no tensor at byte {offset:,}") from error
     if found_bytes != sizes.numel() * BYTES_PER_ELEMENT:
         raise CheckpointError(

@@ -177,15 +177,18 @@ def attends_without_mask(config: ModelConfig, device: torch.device, dtype: torch
     """``ModelConfig.attends_without_mask``, if this GPU and this torch support it."""
     if not config.attends_without_mask(device.type, dtype.itemsize):
         return False
-    return device.type != "cuda" or _has_flash_attention(device)
+    shares_heads = config.num_key_value_heads < config.num_attention_heads
+    return device.type != "cuda" or _has_flash_attention(device, shares_heads)
 
 
 @cache
-def _has_flash_attention(device: torch.device) -> bool:
+def _has_flash_attention(device: torch.device, shares_heads: bool) -> bool:
+    if torch.cuda.get_device_capability(device) < _OLDEST_FLASH_GPU:
+        return False
     from torch.nn.attention.varlen import varlen_attn
 
-    shares_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13 has it
-    return shares_heads and torch.cuda.get_device_capability(device) >= _OLDEST_FLASH_GPU
+    # torch 2.11 supports no shared heads here.
+    return not shares_heads or "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @lru_cache(maxsize=1)
@@ -228,6 +231,7 @@ def varlen_attention(
         # Imported here because it imports torch's compiler, which takes two seconds.
         from torch.nn.attention.varlen import varlen_attn
 
+        sharing: Any = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
         mixed = varlen_attn(
             *packed,
             segments.cu_seqlens,
@@ -236,7 +240,7 @@ def varlen_attention(
             longest_keys,
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q.shape[2] != k.shape[2],
+            **sharing,
         )
     return mixed.view(*q.shape[:2], -1)
 

@@ -111,7 +111,9 @@ class _Drop(torch.autograd.Function):
         # Attributes, not save_for_backward: they are inputs without a gradient, and a recomputed
         # forward ends at the last tensor that was saved, so it can stop before the dropout.
         ctx.mask = (key, samples, shard, probability)
-        return _drop(x, *ctx.mask)
+        # A view, because torch 2.11 compiles a result that was written in place as a constant: its
+        # gradient would be zero.
+        return _drop(x, *ctx.mask).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:

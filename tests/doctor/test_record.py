@@ -40,4 +40,5 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem_unless_the_cpu_is_meant(
     problems = own_record(tmp_path).problems
     assert list(problems) == ["device"] * named
     if named:
-        assert f"is built for {torch.version.cuda or 'the CPU only'}" in problems["device"]
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
+        assert f"is built for {build}" in problems["device"]

@@ -5,6 +5,7 @@ written from FlashAttention's documentation. Everything else on a GPU's path is 
 of the operator, its autograd, recomputation, shards and the compiler.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,8 @@ from megaspeed.model.attention import attention_mask
 from megaspeed.model.documents import (
     Documents,
     Segments,
+    _has_flash_attention,
+    attends_without_mask,
     gathered_rows,
     places_in,
     segments_of_rows,
@@ -186,6 +189,31 @@ def test_torchs_own_kernel_agrees_with_the_mask(config: ModelConfig) -> None:
         with path("mask"):
             expected = trained(config, documents, device)
         assert largest_difference(found, expected) < 3e-2
+
+
+def test_torch_2_11_has_the_kernel_unless_heads_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, calls = varlen.varlen_attn, []
+
+    def of_torch_2_11(
+        *arguments: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)
+    ) -> Any:
+        calls.append(window_size)
+        return attend(*arguments, scale=scale, window_size=window_size)
+
+    gpu, decide = torch.device("cuda"), attends_without_mask
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(varlen, "varlen_attn", of_torch_2_11)
+    monkeypatch.setattr(
+        "megaspeed.model.documents._has_flash_attention", _has_flash_attention.__wrapped__
+    )
+    assert [decide(each, gpu, torch.bfloat16) for each in (gpt2(), llama())] == [True, False]
+    assert not decide(gpt2(), gpu, torch.float32)
+    with path("gpu"):
+        trained(gpt2(), ROWS)
+    assert calls == [(-1, 0)] * 2, "one for each block"
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    supported = "enable_gqa" in inspect.signature(attend).parameters
+    assert decide(llama(), gpu, torch.bfloat16) == supported
 
 
 def test_a_window_in_rows_of_one_document_needs_no_mask() -> None:
