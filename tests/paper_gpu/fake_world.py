@@ -8,16 +8,20 @@ is zeros. So the numbers mean nothing, except that they are finite. Only the ord
 meaningful.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from itertools import product
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
@@ -33,6 +37,11 @@ from megaspeed.training.worker import Worker
 from tests.support.tiny import merge
 
 CPU = torch.device("cpu")
+_ARRIVING = (
+    *("recv_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_base_"),
+)
+"""Operators with what arrives as their first argument."""
+
 GPT2 = {
     "architecture": "gpt2",
     "vocab_size": 64,
@@ -49,7 +58,15 @@ LLAMA = {
 }
 
 
-def paper_run(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, **changes: Any) -> Run:
+def paper_run(
+    *,
+    pp: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    device_type: Literal["cpu", "cuda"] = "cpu",
+    **changes: Any,
+) -> Run:
     """Return a tiny bf16 run: 2 blocks, 2 micro-batches a step. ``changes`` are JSON keys."""
     values = {
         "model": GPT2,
@@ -67,7 +84,7 @@ def paper_run(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, **changes: 
         },
     }
     config = parse_config(merge(values, changes))
-    return resolve_run(config, World(pp * dp * cp * tp, "test"), name="paper")
+    return resolve_run(config, World(pp * dp * cp * tp, "test", device_type), name="paper")
 
 
 def batches(run: Run, device: torch.device = CPU) -> Callable[[int], MicroBatch]:
@@ -99,7 +116,7 @@ def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
         local_world_size=1,
         source="the fake world",
     )
-    new_group, exchange = dist.new_group, dist.batch_isend_irecv
+    new_group = dist.new_group
 
     def fake_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
         group: dist.ProcessGroup = new_group(ranks, **(options | {"backend": "fake"}))
@@ -108,23 +125,50 @@ def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
     def split_group(split_ranks: list[list[int]], **options: Any) -> dist.ProcessGroup:
         return fake_group(next(ranks for ranks in split_ranks if rank in ranks), **options)
 
-    def receive_zeros(messages: list[dist.P2POp]) -> list[dist.Work]:
-        with _disable_current_modes():  # nobody records this as a part of the step
-            for message in messages:
-                if message.op is dist.irecv:
-                    message.tensor.zero_()
-        works: list[dist.Work] = exchange(messages)
-        return works
-
     with ExitStack() as stack:
         stack.enter_context(patch.object(context, "start_default_group", _start_fake_group))
         # No other rank answers.
         stack.enter_context(patch.object(context, "check_group", lambda *args: None))
         stack.enter_context(patch.object(dist, "new_group", fake_group))
         stack.enter_context(patch.object(dist, "split_group", split_group))
-        stack.enter_context(patch.object(dist, "batch_isend_irecv", receive_zeros))
+        stack.enter_context(_zeros_arrive())
         made = ParallelContext.create(grid, launch, timeout_seconds=60, store=dist.HashStore())
         yield stack.enter_context(made)
+
+
+@contextmanager
+def _zeros_arrive() -> Iterator[None]:
+    """Let fake messages be zeros, because torch's fake groups may not write what arrives.
+
+    torch 2.13 leaves what a rank receives from another stage, torch 2.11 also the results of
+    reduce-scatters and all-to-alls. As new memory, they would often be NaN. A result that is a part
+    of what is sent stays this rank's own part.
+    """
+
+    def arrive(results: Any, *arguments: Any) -> torch.ScriptObject:
+        sent = {one.untyped_storage()._cdata for one in tree_leaves(arguments) if _is_tensor(one)}
+        with _disable_current_modes():  # nobody records this as a part of the step
+            for one in filter(_is_tensor, tree_leaves(results)):
+                if one.untyped_storage()._cdata not in sent:
+                    one.detach().zero_()
+        return FakeWork().boxed()
+
+    def arrive_and_return(result: Any, *arguments: Any) -> tuple[Any, torch.ScriptObject]:
+        return result, arrive(result, *arguments)
+
+    library = torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings(action="ignore"):  # that torch's own operators are replaced
+        for name, key in product(_ARRIVING, ("CPU", "CUDA")):
+            returns = name == "_reduce_scatter_base_"
+            library.impl(name, arrive_and_return if returns else arrive, key, allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 @contextmanager

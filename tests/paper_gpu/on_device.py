@@ -1,0 +1,192 @@
+"""Train each feature once on the real device: the cheapest way to find a crash.
+
+    python -m tests.paper_gpu.on_device RESULTS
+
+    for each case:  one rank of a fake world -> two steps -> an evaluation -> the likeliest tokens
+    on a GPU also:  torch's FlashAttention within documents and windows, beside a mask
+
+RESULTS gets two lines of JSON for each case: when it begins, and when it has ended. Cases that are
+in the file already are not run. After some errors of CUDA, every other call of the process fails
+too. Then it ends with ``UNUSABLE``. Start it again for the other cases.
+"""
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megaspeed.model.micro_batch import NOT_COUNTED
+from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
+from tests.support.tiny import merge
+
+UNUSABLE = 3
+_STEPS = 2
+_DEVICE: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+_CPU = {"device": "cpu"}
+_LLAMA = {"model": LLAMA}
+_FOUR_BLOCKS = {"model": {**LLAMA, "num_hidden_layers": 4}}
+_DOCUMENTS = {"data": {"reset_at_documents": True}}
+_DROPOUT = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "residual_dropout": 0.1}
+_CHUNKS = {"parallel": {"virtual_stages": 2, "micro_batch_groups": 2}, "pp": 2, "dp": 2}
+_OFFLOADED = {"parallel": {"activation_checkpointing": "full_offloaded"}}
+_FP16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "loss_scale": 1024}}
+_MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 8.0,
+}
+_COMPILED = {"training": {"compile": True}}
+
+
+def _family(name: str, **model: Any) -> dict[str, Any]:
+    return {"model": {**LLAMA, "architecture": name, **model}}
+
+
+CASES: Mapping[str, tuple[dict[str, Any], ...]] = {
+    "2 chunks on 2 stages, ZeRO-3, first": (
+        _zero(3, stage3_param_persistence_threshold=0) | {"gradient_accumulation_steps": 4},
+        *(_FOUR_BLOCKS, _CHUNKS, {"rank": 0}),
+    ),
+    "2 chunks on 2 stages, ZeRO-3, last": (
+        _zero(3) | {"gradient_accumulation_steps": 4},
+        *(_FOUR_BLOCKS, _CHUNKS, {"rank": 3}),
+    ),
+    "3 chunks on 2 stages, gathered ahead": (
+        _zero(3, stage3_param_persistence_threshold=0) | {"gradient_accumulation_steps": 4},
+        _family("llama", num_hidden_layers=6),
+        merge(_CHUNKS, {"parallel": {"virtual_stages": 3}}),
+        {"rank": 2},
+    ),
+    "replicas, ZeRO-3": ({"dp": 4, "parallel": {"replicate": 2}}, _zero(3), _LLAMA),
+    "replicas, ZeRO-1": ({"dp": 4, "parallel": {"replicate": 2}}, _zero(1), _LLAMA),
+    "ulysses": (
+        {"cp": 2, "dp": 2, "parallel": {"context_method": "ulysses"}},
+        *(_zero(3), _LLAMA),
+    ),
+    "all_gather, documents": (
+        {"cp": 2, "dp": 2, "parallel": {"context_method": "all_gather"}, "rank": 3},
+        *(_zero(2), _LLAMA, _DOCUMENTS),
+    ),
+    "tensor, sequence parallel": (
+        {"tp": 2, "dp": 2, "parallel": {"sequence_parallel": True}},
+        *(_zero(2), _LLAMA),
+    ),
+    "pipeline, tensor, data, last": ({"pp": 2, "dp": 2, "tp": 2, "rank": 7}, _zero(3)),
+    "norms after, over all heads": ({"tp": 2, "dp": 2}, _zero(1), _family("olmo2")),
+    "parallel residual, partial rotary": (
+        _zero(1),
+        _family("gpt_neox", partial_rotary_factor=0.5, num_key_value_heads=4),
+    ),
+    "multipliers": (_zero(1), _family("granite", **_MULTIPLIERS)),
+    "dropout": ({"dp": 2, "model": {**GPT2, **_DROPOUT}}, _zero(2)),
+    "documents": ({"dp": 2}, _zero(3), _LLAMA, _DOCUMENTS),
+    "documents, no shared heads": ({"model": GPT2}, _zero(1), _DOCUMENTS),
+    "window": ({"dp": 2}, _zero(1), _family("mistral", sliding_window=6)),
+    "full_offloaded": ({"dp": 2}, _zero(3), _OFFLOADED, _LLAMA),
+    "offload, ZeRO-2": ({"dp": 2}, _zero(2, offload_optimizer=_CPU)),
+    "offload, ZeRO-3": ({"dp": 2}, _zero(3, offload_optimizer=_CPU, offload_param=_CPU)),
+    "int8": ({"dp": 2, "parallel": {"gradient_compression": {"type": "int8"}}}, _zero(1)),
+    "fp16": ({"dp": 2}, _FP16, _zero(1)),
+    "fp32": ({"bf16": {"enabled": False}}, _zero(1)),
+    "compiled, ZeRO-3, documents": ({"dp": 2}, _zero(3), _LLAMA, _DOCUMENTS, _COMPILED),
+    "compiled, tensor, sequence parallel": (
+        {"tp": 2, "dp": 2, "parallel": {"sequence_parallel": True}},
+        *(_zero(1), _LLAMA, _COMPILED),
+    ),
+    "compiled, dropout": ({"dp": 2, "model": {**GPT2, **_DROPOUT}}, _zero(1), _COMPILED),
+    "compiled, no_rope, partly full_offloaded": (
+        _family("smollm3", num_hidden_layers=4, no_rope_layer_interval=2),
+        merge(_OFFLOADED, {"parallel": {"recomputed_blocks": 2}}),
+        *(_zero(3), _COMPILED),
+    ),
+}
+"""Name -> JSON keys of ``paper_run``, laid over each other, and the rank that is taken."""
+
+
+def train_on_device(changes: dict[str, Any]) -> None:
+    """Train, evaluate and sample. Raises an error if a step is skipped or a loss is not finite."""
+    rank = changes.pop("rank", 0)
+    run = paper_run(device_type=_DEVICE, **changes)
+    micro_batches = run.batch.gradient_accumulation_steps
+    with fake_rank(run, rank) as worker:
+        load = batches(run, worker.context.device)
+        for _ in range(_STEPS):
+            assert not worker.train_step(load, 1e-3).skipped, "the step was skipped"
+        loss = worker.evaluate(load, micro_batches, run.tokens_per_step)
+        assert loss >= 0, f"the loss of the evaluation is {loss}"
+        batch = load(0)
+        targets = torch.full_like(batch.targets, NOT_COUNTED)
+        targets[:, -1] = 0
+        tokens = worker.likeliest_tokens([replace(batch, targets=targets)] * micro_batches)
+        assert len(tokens) == micro_batches * run.batch.micro_batch_size
+
+
+def checks() -> dict[str, Callable[[], None]]:
+    """Return what is checked on this machine, by name."""
+    found: dict[str, Callable[[], None]] = {}
+    if _DEVICE == "cuda":
+        from tests.paper_gpu import test_varlen
+
+        compare = test_varlen.test_torchs_own_kernel_agrees_with_the_mask
+        found = {
+            f"kernel, {name}": partial(compare, each) for name, each in test_varlen.CONFIGS.items()
+        }
+    for case, changes in CASES.items():
+        if case != "fp16" or _DEVICE == "cuda":
+            found[case] = partial(train_on_device, reduce(merge, changes))
+    return found
+
+
+def main(results: Path) -> int:
+    """Run the checks that have no line in ``results``. The exit code is 1 if one of them fails."""
+    known = results.read_text().splitlines() if results.exists() else []
+    done, failed = {json.loads(line)["case"] for line in known}, False
+    with results.open("a") as lines:
+
+        def note(case: str, problem: str | None, seconds: float) -> None:
+            line = {"case": case, "problem": problem, "seconds": round(seconds, 2)}
+            lines.write(json.dumps(line) + "\n")
+            lines.flush()
+
+        for case, check in checks().items():
+            if case in done:
+                continue
+            note(case, "the process has ended within it", 0.0)
+            begin, problem = time.perf_counter(), None
+            try:
+                check()
+            except Exception as error:
+                sys.stderr.write(f"---- {case}\n")
+                traceback.print_exc()
+                problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                failed = True
+            note(case, problem, time.perf_counter() - begin)
+            if problem is not None and not _device_answers():
+                return UNUSABLE
+    return int(failed)
+
+
+def _device_answers() -> bool:
+    try:
+        torch.ones(1, device=_DEVICE).item()
+    except RuntimeError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
