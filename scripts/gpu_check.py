@@ -1,85 +1,87 @@
 """Measure what only a GPU can show, with one command and one Markdown report.
 
-    python scripts/gpu_check.py            # one GPU, less than eight minutes
-    python scripts/gpu_check.py --full     # 1 to 8 GPUs, more layouts, ZeRO-0 to 3; no time limit
-    python scripts/gpu_check.py --tiny     # tiny shapes, ZeRO-3: the default if there is no GPU
-    python scripts/gpu_check.py --dry-run  # the sections and their commands
+    python scripts/gpu_check.py                  one GPU, less than nine minutes
+    python scripts/gpu_check.py --full           also 1 to 8 GPUs, all ZeRO stages; takes hours
+    python scripts/gpu_check.py --sections 3 5   some sections
+    python scripts/gpu_check.py --dry-run        the commands, and the seconds that they may take
 
-    machine --> megaspeed compare     step time, and peak memory predicted and measured
-            --> megaspeed verify      bf16 and fp16 over NCCL, against one process
-            --> megaspeed bench       megaspeed beside Hugging Face's model under plain DeepSpeed
-            --> report.md             written again after each section
+    1 machine       versions, the kernels that torch chooses, the rate of a product
+    2 features      one rank of each layout trains on the device, with messages that are zeros
+    3 ranks         several ranks share the GPU over NCCL; each layout beside one process
+    4 real shapes   GPT-2 1.5B and a Llama of 1.3B: step time, memory, the longest kernels
+    5 faults        resume, out of memory, a killed rank
+    6 layouts       (--full) step time and memory of each layout, and Hugging Face beside it
 
-Each section is a command of its own, the most useful first. If one fails or exceeds its limit, the
-next one still runs. None begins in the last seconds.
+The most useful sections run first. ``report.md`` is written again after each command, and each
+section has a log, so if the machine is taken away, what was measured remains. Without a GPU, all
+sections run with tiny shapes over gloo.
 """
 
 import argparse
-import importlib.metadata
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any
 
 import numpy as np
 import torch
 
-from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import World
-from megaspeed.config.loading import load_run
-from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import training_flops_per_token
-from megaspeed.planning.prediction import predict
+import megaspeed
 from megaspeed.supervision.process_end import ended_on_termination
-from megaspeed.topology.devices import peak_by_name
 from megaspeed.topology.grid import Grid
 from megaspeed.units import GIB, markdown_table, three_digits
 
+Command = list[str | Path]
+
 ROOT = Path(__file__).resolve().parents[1]
-MEGASPEED = Path(sys.executable).with_name("megaspeed")
+PARTS: Command = [sys.executable, ROOT / "scripts" / "gpu_parts.py"]
+FEATURES: Command = [sys.executable, "-m", "tests.paper_gpu.on_device"]
+MEGASPEED: Command = [
+    sys.executable,
+    "-m",
+    "megaspeed.cli",
+]  # also from a checkout that is not installed
 
-SECONDS, SECTION_SECONDS, LEAST_SECONDS = 440.0, 180.0, 80.0
-"""Without --full, on a GPU: the limits of all sections and of one, and the least time for one."""
+SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+"""Lets NCCL put several ranks on a GPU. With few thread blocks, their kernels fit beside each
+other."""
+OLDEST_NCCL_THAT_SHARES = (2, 30)
 
-MICRO_BATCHES = 4  # of each timed step
-MICRO_BATCH_SIZES = (32, 16, 8, 4, 2, 1)
-USABLE_FRACTION = 0.92  # the rest of a GPU is for CUDA, NCCL and holes in the allocator
-TINY_MICRO_BATCH_SIZE = 2
-RANKS_WITHOUT_A_GPU = 2
-TIMED_STEPS = 5
+TOKENS, IDS = 2**20, 512
+"""The number of token ids that a model trains on, and their upper bound."""
 
-LAYOUTS = (
-    Grid(1, 1, 1),
-    *(Grid(2, 1, 1), Grid(1, 1, 2), Grid(1, 2, 1)),
-    *(Grid(1, 4, 1), Grid(1, 4, 1, replicate=2), Grid(2, 2, 1), Grid(1, 2, 2)),
-    *(Grid(1, 8, 1), Grid(4, 2, 1), Grid(1, 1, 8), Grid(2, 4, 1, replicate=2), Grid(2, 2, 2)),
-)
+JSON = dict[str, Any]
 
-TOKENS, IDS = 2**21, 512
-"""The number of random ids that a model trains on, and their upper bound."""
-
-TINY_GPT2: dict[str, Any] = {
-    "model": {"preset": "gpt2-tiny", "vocab_size": IDS, "num_attention_heads": 8},
-    "data": {"sequence_length": 64},
-}
-TINY_LLAMA: dict[str, Any] = {
+ADAMW: JSON = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+TINY: JSON = {
     "model": {"preset": "llama-tiny", "vocab_size": IDS},
-    "data": {"sequence_length": 64},
+    "data": {"sequence_length": 128},
+    "training": {"steps": 1000, "compile": False},
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": ADAMW,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
 }
-GPT2_XL: dict[str, Any] = {
+COMPILED: JSON = {**TINY, "training": {"steps": 1000, "compile": True}}
+GPT2_XL: JSON = {
     "extends": str(ROOT / "ds_configs" / "gpt2_1.5b.json"),
     "data": {"sequence_length": 1024},
 }
-LLAMA_1B: dict[str, Any] = {
+LLAMA_1B: JSON = {
+    **COMPILED,
     "model": {
         "preset": "llama-2-7b",
         "hidden_size": 2048,
@@ -90,43 +92,67 @@ LLAMA_1B: dict[str, Any] = {
     },
     "data": {"sequence_length": 2048},
 }
-SHARED = {
-    "training": {"steps": 1000},
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "weight_decay": 0.1}},
+DOCUMENTS = json.dumps([str(ROOT / "megaspeed" / "**" / "*.py")])
+
+
+def degrees(grid: Grid) -> list[str]:
+    """Return the degrees for ``--set``."""
+    return [
+        f"parallel.pipeline={grid.pp}",
+        f"parallel.tensor={grid.tp}",
+        f"parallel.context={grid.cp}",
+        f"parallel.replicate={grid.replicate}",
+    ]
+
+
+COMPILE, OFFLOAD = "training.compile=true", 'zero_optimization.offload_optimizer={"device":"cpu"}'
+LAYOUTS: Mapping[str, tuple[Grid, int, tuple[str, ...]]] = {
+    "dp 2": (Grid(1, 2, 1), 3, ()),
+    "pp 2": (Grid(2, 1, 1), 1, ()),
+    "tp 2": (Grid(1, 1, 2), 2, ()),
+    "pp 2 x dp 2 x tp 2": (Grid(2, 2, 2), 3, ()),
+    "2 chunks": (Grid(2, 1, 1), 3, ("parallel.virtual_stages=2",)),
+    "cp 2, ulysses": (Grid(1, 1, 1, cp=2), 3, ("parallel.context_method=ulysses",)),
+    "2 replicas": (Grid(1, 4, 1, replicate=2), 3, ()),
+    "compiled, tp 2 x dp 2": (Grid(1, 2, 2), 2, (COMPILE,)),
+    "compiled, dp 2": (Grid(1, 2, 1), 3, (COMPILE,)),
+    "cp 2 x dp 2, all_gather": (Grid(1, 2, 1, cp=2), 1, ("parallel.context_method=all_gather",)),
+    "documents": (Grid(1, 2, 1), 3, ("data.reset_at_documents=true", f"data.train={DOCUMENTS}")),
+    "window": (Grid(2, 1, 1), 2, ("model.sliding_window=64",)),
+    "offload": (Grid(1, 2, 1), 2, (OFFLOAD,)),
+    "full_offloaded": (
+        *(Grid(1, 2, 1), 3),
+        ("parallel.activation_checkpointing=full_offloaded",),
+    ),
+    "fp16": (
+        *(Grid(2, 2, 1), 1),
+        ("bf16.enabled=false", "fp16.enabled=true", "fp16.loss_scale=1024"),  # a dynamic one skips
+    ),
 }
+"""What section 3 compares with one process, the most useful first: ranks, ZeRO stage, settings."""
 
+FULL_GRIDS = (
+    Grid(1, 1, 1),
+    *(Grid(2, 1, 1), Grid(1, 1, 2), Grid(1, 2, 1)),
+    *(Grid(1, 4, 1), Grid(1, 4, 1, replicate=2), Grid(2, 2, 1), Grid(1, 2, 2)),
+    *(Grid(1, 8, 1), Grid(4, 2, 1), Grid(1, 1, 8), Grid(2, 4, 1, replicate=2), Grid(2, 2, 2)),
+)
+FULL_MICRO_BATCH_SIZE, FULL_MICRO_BATCHES = 4, 4
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The machine on which the sections run."""
-
-    gpus: tuple[str, ...]  # the name of each visible GPU
-    memory_bytes: int  # of the smallest GPU; 0 without one
-
-    @property
-    def name(self) -> str:
-        """Such as "8 x NVIDIA H100 80GB HBM3, 79.65 GiB"."""
-        if not self.gpus:
-            return "no GPU"
-        return f"{len(self.gpus)} x {self.gpus[0]}, {GIB.named(self.memory_bytes)}"
-
-
-H100 = Machine(gpus=("NVIDIA H100 80GB HBM3",), memory_bytes=81559 * 2**20)
-"""What a dry run assumes if there is no GPU."""
+LEAST_SECONDS, SECONDS_TO_END = 10.0, 5.0
+"""No command begins later before its end. One that exceeds it has some seconds to end its ranks."""
+LAST_LINES = 40
+"""Of the output of a case that failed, in the report."""
 
 
 @dataclass(kw_only=True)
-class Section:
-    """One command and its outcome."""
+class Case:
+    """A command, and how it ended."""
 
-    kind: Literal["compare", "verify", "bench"]
     title: str  # unique
-    command: Sequence[str | Path]  # a program and its arguments
+    command: Command
     figures_file: Path  # the JSON file that the command writes
-    layout: Grid
-    run: Run | None = None  # what is trained, except by verify
-    file: Path | None = None  # its JSON
+    lets_ranks_share: bool = False
     not_run: str | None = None  # why it did not run; None if it ran
     seconds: float = 0.0
     code: int | None = None  # None if it ran out of time
@@ -138,213 +164,218 @@ class Section:
         return self.not_run is None and self.code != 0
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> JSON:
         """Return what the command wrote; empty if it wrote nothing."""
-        if self.not_run is not None or not self.figures_file.exists():
+        if not self.figures_file.exists():
             return {}
-        figures: dict[str, Any] = json.loads(self.figures_file.read_text())
+        text = self.figures_file.read_text()
+        if self.figures_file.suffix == ".jsonl":  # the last line of each feature counts
+            lines = map(json.loads, text.splitlines())
+            return {line["case"]: line["problem"] or line["seconds"] for line in lines}
+        figures: JSON = json.loads(text)
         return figures
+
+    @property
+    def result(self) -> str:
+        """Return the most important figure, in words."""
+        figures = self.figures
+        if self.figures_file.suffix == ".jsonl":
+            failed = [name for name, value in figures.items() if isinstance(value, str)]
+            names = f"; failed: {', '.join(failed)}" if failed else ""
+            return f"{len(figures) - len(failed)} of {len(figures)} work{names}"
+        if "equal" in figures:
+            return "equal to one process" if figures["equal"] else "DIFFERS from one process"
+        if known := figures.get("result") or figures.get("verdict"):
+            return str(known)
+        lines = self.output.split("\n")[-2:-1] if self.failed else []
+        return lines[0][:120].replace("|", "/") if lines else ""
+
+    @property
+    def ending(self) -> str:
+        """Return how it ended, in words."""
+        if self.not_run is not None:
+            return f"not run: {self.not_run}"
+        code = "out of time" if self.code is None else f"exit code {self.code}"
+        return f"{code}, {self.seconds:.0f} s"
+
+
+@dataclass(kw_only=True)
+class Section:
+    """Cases that show one thing."""
+
+    number: int
+    name: str
+    seconds: float  # for all cases; infinity without a limit
+    cases: Sequence[Case]
+    case_seconds: float = math.inf  # for each case
+    together: bool = False  # whether its cases run side by side
+
+    @property
+    def title(self) -> str:
+        return f"{self.number} {self.name}"
 
 
 def main() -> int:
-    """Run the sections and write the report. The exit code is 1 if a section failed."""
+    """Run the sections and write the report. The exit code is 1 if a case failed."""
     options = parse_arguments()
-    # This needs a process of its own: a CUDA context here would take memory from the ranks.
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        machine = process.submit(describe_machine).result()
-    if options.dry_run and not machine.gpus:
-        machine = H100
-    options.tiny = options.tiny or not machine.gpus
-    options.out.mkdir(parents=True, exist_ok=True)
-    report = options.out / "report.md"
-    end = time.monotonic() + (math.inf if options.full or options.tiny else SECONDS)
+    # It stays, so that the commands of the report can be repeated.
+    work = Path(tempfile.mkdtemp(prefix="megaspeed-gpu-check-"))
+    gpus = torch.cuda.device_count() or int(options.dry_run)
+    sections = [
+        section
+        for section in all_sections(work, gpus, full=options.full)
+        if section.number in options.sections
+    ]
     if options.dry_run:
-        for section in sections(options, machine):
-            print(f"{section.title}: {section.not_run or command_of(section)}")
+        print("\n".join(dry_run_lines(sections)))
         return 0
-    done: list[Section] = []
+    options.out.mkdir(parents=True, exist_ok=True)
     with ended_on_termination():
-        for section in sections(options, machine):
-            print(f"{section.title} ...", flush=True)
-            carry_out(section, end)
-            done.append(section)
-            report.write_text("\n".join(report_lines(done, options, machine)) + "\n")
-            print(f"    {ending(section)}", flush=True)
-    print(f"wrote {report}")
-    return 1 if any(section.failed for section in done) else 0
+        run(sections, options.out)
+    print(f"wrote {options.out / 'report.md'}; run folders and configurations are in {work}")
+    return 1 if any(case.failed for section in sections for case in section.cases) else 0
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    text = "also 1 to 8 GPUs, more layouts, ZeRO-0 to 3; takes hours"
+    parser.add_argument("--full", action="store_true", help=text)
+    text = "the numbers of the sections to run (all)"
+    numbers = range(1, 7)
     parser.add_argument(
-        "--full", action="store_true", help="1 to 8 GPUs, more layouts, ZeRO-0 to 3; takes hours"
+        "--sections", type=int, nargs="+", choices=numbers, default=numbers, metavar="N", help=text
     )
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the script")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the sections and their commands"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/gpu-check"), help="folder (runs/gpu-check)"
-    )
+    text = "print the sections, their commands and their limits"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+    text = "folder for the report and the logs (runs/gpu-check)"
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help=text)
     return parser.parse_args()
 
 
-def describe_machine() -> Machine:
-    """Look at the GPUs. This opens a CUDA context."""
-    gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    memory = min((gpu.total_memory for gpu in gpus), default=0)
-    return Machine(gpus=tuple(gpu.name for gpu in gpus), memory_bytes=memory)
+def all_sections(work: Path, gpus: int, *, full: bool) -> list[Section]:
+    """Return the sections. Their configurations are written to ``work``.
 
-
-def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]:
-    """Yield all sections, the most useful first."""
-    ranks = len(machine.gpus) or RANKS_WITHOUT_A_GPU
-    layouts = [layout for layout in LAYOUTS if layout.world_size <= ranks]
-    stages = range(4) if options.full else (3,) if options.tiny else (1, 3)
-    models = {"GPT-2 1.5B": GPT2_XL, "Llama 1.3B": LLAMA_1B}
-    if options.tiny:
-        models = {"tiny Llama": TINY_LLAMA}
-    compared = [
-        compare_section(
-            name, config, layout, [z for z in stages if has_stage(layout, z)], options, machine
-        )
-        for name, config in models.items()
-        for layout in (layouts if options.full else layouts[:1])
-    ]
-    yield from compared
-    verifications = [
-        section
-        for layout in (layouts if options.full else layouts[-1:])
-        for section in verify_sections(layout, options, machine)
-    ]
-    yield from verifications[:1]
-    for stage in stages:
-        for each in compared:
-            if each.layout.pp * each.layout.tp == 1 and has_stage(each.layout, stage):
-                yield bench_section(each, stage, options)
-        yield from verifications[1:] if stage == stages[0] else ()
-
-
-def verify_sections(
-    layout: Grid, options: argparse.Namespace, machine: Machine
-) -> Iterator[Section]:
-    """Yield bf16 and fp16 of a tiny model at one layout, against one process.
-
-    In a pipeline, two chunks on each stage are verified, too, with ZeRO-3 and two groups. In bf16,
-    attention stays within documents, because a GPU has a separate kernel for this.
+    The seconds are those that a GPU needs, and their sum is the limit of all. Each section begins
+    as soon as the one before has ended.
     """
-    documents = json.dumps([str(ROOT / "megaspeed" / "**" / "*.py")])
-    config = write_config(options.out / "verify.json", {**TINY_GPT2, "train_batch_size": 16})
-    stages = [stage for stage in range(4) if has_stage(layout, stage)]
-    everything = [(precision, stage) for precision in ("bf16", "fp16") for stage in stages]
-    chosen = [(*each, 1) for each in (everything if options.full else [("bf16", 3), ("fp16", 1)])]
-    if layout.pp > 1:
-        chosen.insert(1, ("bf16", 3, 2))
-    for precision, stage, chunks in chosen:
-        settings = [*degrees(layout), f"zero_optimization.stage={stage}"]
-        settings += [f"{precision}.enabled=true", f"train_micro_batch_size_per_gpu={4 // chunks}"]
-        if chunks > 1:
-            settings += [f"parallel.virtual_stages={chunks}", "parallel.micro_batch_groups=2"]
-            settings += [f"model.num_hidden_layers={layout.pp * chunks}", "train_batch_size=32"]
-        # With a dynamic loss scale, the first steps would be skipped.
-        settings += (
-            ["fp16.loss_scale=1024"]
-            if precision == "fp16"
-            else ["data.reset_at_documents=true", f"data.train={documents}"]
+    tiny = write_config(work / "tiny.json", TINY)
+    models = {"GPT-2 1.5B": GPT2_XL, "Llama 1.3B": LLAMA_1B} if gpus else {"tiny Llama": COMPILED}
+    configs = {
+        name: write_config(work / f"{file_name(name)}.json", models[name]) for name in models
+    }
+    limits = (30.0, 85.0, 140.0, 190.0, 55.0) if gpus else (math.inf,) * 5
+    results = work / "features.jsonl"
+    sections = [
+        Section(number=1, name="machine", seconds=limits[0], cases=[part(work, "machine")]),
+        Section(
+            number=2,
+            name="features",
+            seconds=limits[1],
+            cases=[Case(title="features", command=[*FEATURES, results], figures_file=results)],
+        ),
+        Section(
+            number=3,
+            name="ranks",
+            seconds=limits[2],
+            cases=[verify(name, tiny, work, gpus) for name in LAYOUTS],
+            case_seconds=50.0 if gpus else math.inf,
+        ),
+        Section(
+            number=4,
+            name="real shapes",
+            seconds=limits[3],
+            cases=[part(work, "one_rank", name, config) for name, config in configs.items()],
+            case_seconds=115.0 if gpus else math.inf,
+        ),
+        Section(
+            number=5,
+            name="faults",
+            seconds=limits[4],
+            cases=[part(work, name, name, tiny) for name in ("resume", "memory", "killed")],
+            together=True,
+        ),
+    ]
+    killed = sections[-1].cases[-1]
+    killed.lets_ranks_share, killed.not_run = True, why_not(2, gpus)
+    if full:
+        sections.append(
+            Section(
+                number=6,
+                name="layouts",
+                seconds=math.inf,
+                cases=[*full_cases(work, configs, gpus)],
+            )
         )
-        yield section(
-            "verify",
-            f"verify {precision} {layout} ZeRO-{stage}" + (f" {chunks} chunks" * (chunks > 1)),
-            layout,
-            config,
-            ["--device", "cuda" if machine.gpus else "cpu", "--steps", "5"],
-            settings,
-            out=options.out,
-            not_run="fp16 needs a GPU" if precision == "fp16" and not machine.gpus else None,
-        )
+    return sections
 
 
-def compare_section(
-    name: str,
-    config: dict[str, Any],
-    layout: Grid,
-    stages: Sequence[int],
-    options: argparse.Namespace,
-    machine: Machine,
-) -> Section:
-    """Return a comparison of ZeRO stages, at the largest micro-batch that is predicted to fit."""
-    values = {**config, "bf16": {"enabled": True}}
-    file = write_config(options.out / f"{file_name(name)}.json", values)
-    try:
-        size, not_run = micro_batch_size(file, layout, stages, options, machine)
-        run = load(file, batch_settings(layout, size), layout)
-    except ConfigError as error:  # the heads of a model need not divide by every tensor degree
-        size, not_run = 1, " ".join(error.problems)
-        run = load(file, batch_settings(LAYOUTS[0], size), LAYOUTS[0])
-    return section(
-        "compare",
-        f"compare {name} {layout}",
-        layout,
-        file,
-        ["--stages", *map(str, stages), "--turns", "1", "--steps", str(TIMED_STEPS)],
-        batch_settings(layout, size),
-        out=options.out,
-        run=run,
-        not_run=not_run,
-    )
+def part(work: Path, name: str, title: str = "", config: Path | None = None) -> Case:
+    """Return the command of a part of ``gpu_parts.py``."""
+    figures = work / f"{name}-{file_name(title)}.figures.json"
+    command = [*PARTS, name, figures]
+    if config is not None:
+        command += ["--config", config]
+    return Case(title=title or name, command=command, figures_file=figures)
 
 
-def bench_section(compared: Section, stage: int, options: argparse.Namespace) -> Section:
-    """Return megaspeed and Hugging Face + DeepSpeed in turns.
-
-    Hugging Face's model needs more memory, so both train with a quarter of the micro-batch.
-    """
-    run, file, layout = compared.run, compared.file, compared.layout
-    assert run is not None and file is not None
-    size = max(1, run.batch.micro_batch_size // 4)
-    settings = [*batch_settings(layout, size), f"zero_optimization.stage={stage}"]
-    run = load(file, settings, layout)
-    return section(
-        "bench",
-        f"{compared.title.replace('compare', 'bench')} ZeRO-{stage}",
-        layout,
-        file,
-        ["--peers", "hf-deepspeed", "--turns", "1", "--steps", str(TIMED_STEPS)],
-        settings,
-        out=options.out,
-        run=run,
-        not_run=compared.not_run,
-    )
-
-
-def section(
-    kind: Literal["compare", "verify", "bench"],
-    title: str,
-    layout: Grid,
-    file: Path,
-    arguments: Sequence[str],
-    settings: Sequence[str],
-    *,
-    out: Path,
-    not_run: str | None,
-    run: Run | None = None,
-) -> Section:
-    """Return a section whose command writes its figures to ``out``."""
-    figures = out / f"{file_name(title)}.figures.json"
-    figures.unlink(missing_ok=True)
-    command = [MEGASPEED, kind, "--config", file, "--world-size", str(layout.world_size)]
-    if kind != "verify":
-        command += ["--output", out / file_name(title)]
-    return Section(
-        kind=kind,
-        title=title,
-        command=[*command, *arguments, "--json", figures, "--set", *settings],
+def verify(name: str, config: Path, work: Path, gpus: int) -> Case:
+    """Return the comparison of a layout with one process."""
+    grid, zero_stage, settings = LAYOUTS[name]
+    figures = work / f"verify-{file_name(name)}.figures.json"
+    return Case(
+        title=f"{name}, ZeRO-{zero_stage}",
+        command=[
+            *(*MEGASPEED, "verify", "--config", config, "--world-size", str(grid.world_size)),
+            *("--device", "cuda" if gpus else "cpu", "--steps", "3", "--json", figures),
+            *("--set", *degrees(grid), f"zero_optimization.stage={zero_stage}", *settings),
+        ],
         figures_file=figures,
-        layout=layout,
-        run=run,
-        file=file,
-        not_run=not_run,
+        lets_ranks_share=grid.world_size > gpus > 0,
+        not_run=(
+            "fp16 needs a GPU" if name == "fp16" and not gpus else why_not(grid.world_size, gpus)
+        ),
     )
+
+
+def why_not(ranks: int, gpus: int) -> str | None:
+    """Return why NCCL refuses so many ranks on these GPUs; None if it does not."""
+    if ranks <= gpus or gpus == 0 or not torch.cuda.is_available():
+        return None
+    version = torch.cuda.nccl.version()
+    if version >= OLDEST_NCCL_THAT_SHARES:
+        return None
+    found, oldest = (".".join(map(str, each)) for each in (version, OLDEST_NCCL_THAT_SHARES))
+    return f"NCCL {found} refuses several ranks on a GPU; {oldest} or newer allows them"
+
+
+def full_cases(work: Path, configs: Mapping[str, Path], gpus: int) -> Iterator[Case]:
+    """Yield the comparison of ZeRO stages at each layout, and of megaspeed with Hugging Face."""
+    size = FULL_MICRO_BATCH_SIZE if gpus else 1
+    grids = [grid for grid in FULL_GRIDS if grid.world_size <= max(gpus, 1)]
+    for (name, config), grid in product(configs.items(), grids):
+        stages = "0123" if grid.replicate == 1 else "123"
+        arguments = {"compare": ["--stages", *stages], "bench": ["--peers", "hf-deepspeed"]}
+        for kind in ("compare", "bench") if grid.pp * grid.tp == 1 else ("compare",):
+            title = f"{kind} {name} {grid}"
+            figures = work / f"{file_name(title)}.figures.json"
+            ranks = ["--world-size", str(grid.world_size)]
+            command = [*MEGASPEED, kind, "--config", config, *ranks, *arguments[kind]]
+            command += ["--turns", "1", "--output", work / file_name(title), "--json", figures]
+            command += ["--set", *degrees(grid), "zero_optimization.stage=1"]
+            command.append(f"train_micro_batch_size_per_gpu={size}")
+            command.append(f"train_batch_size={size * FULL_MICRO_BATCHES * grid.dp}")
+            yield Case(title=title, command=command, figures_file=figures)
+
+
+def write_config(file: Path, values: JSON) -> Path:
+    """Write a run's JSON. It trains on tokens of which each is near the one before it."""
+    tokens = file.with_name("tokens.bin")  # in nanoGPT's format
+    if not tokens.exists():
+        steps = np.random.default_rng(seed=0).integers(3, size=TOKENS)
+        (np.cumsum(steps) % IDS).astype(np.uint16).tofile(tokens)
+    data = {**values["data"], "train": [str(tokens)], "validation_fraction": 0.0}
+    file.write_text(json.dumps({**values, "data": data}, indent=2) + "\n")
+    return file
 
 
 def file_name(title: str) -> str:
@@ -352,163 +383,167 @@ def file_name(title: str) -> str:
     return re.sub(r"[^\w.]+", "-", title.lower())
 
 
-def write_config(file: Path, values: dict[str, Any]) -> Path:
-    """Write a run's JSON on random tokens. If it has no ``extends``, add the common optimizer."""
-    tokens = file.with_suffix(".bin")  # in nanoGPT's format
-    np.random.default_rng(seed=0).integers(IDS, size=TOKENS, dtype=np.uint16).tofile(tokens)
-    data = {**values["data"], "train": [str(tokens)], "validation_fraction": 0.0}
-    shared = {} if "extends" in values else SHARED
-    file.write_text(json.dumps({**shared, **values, "data": data}, indent=2) + "\n")
-    return file
+def run(sections: Sequence[Section], out: Path) -> None:
+    """Run all sections. After each command, write what is known."""
+    begin, seconds = time.monotonic(), 0.0
+    for section in sections:
+        seconds += section.seconds
+        end, log = begin + seconds, out / f"{section.number}-{file_name(section.name)}.log"
+        log.write_text("")
+        print(f"{section.title} ...", flush=True)
+        for group in [section.cases] if section.together else [[case] for case in section.cases]:
+            carry_out(group, min(end, time.monotonic() + section.case_seconds), log)
+            for case in group:
+                print(f"    {case.title}: {case.ending}; {case.result}", flush=True)
+            write_report(sections, out)
 
 
-def degrees(layout: Grid) -> list[str]:
-    """Return the degrees for ``--set``. Replicas are refused with ZeRO-0, the default."""
-    settings = [f"parallel.pipeline={layout.pp}", f"parallel.tensor={layout.tp}"]
-    if layout.replicate > 1:
-        settings += [f"parallel.replicate={layout.replicate}", "zero_optimization.stage=1"]
-    return settings
+def carry_out(cases: Sequence[Case], end: float, log: Path) -> None:
+    """Run these cases side by side. Those that have not ended at ``end`` are ended then."""
+    left = end - time.monotonic()
+    for case in cases:
+        if case.not_run is None and left < LEAST_SECONDS:
+            case.not_run = f"only {max(0.0, left):.0f} s are left"
+    begin = time.monotonic()
+    running: list[tuple[Case, subprocess.Popen[bytes], IO[bytes]]] = []
+    try:
+        for case in cases:
+            if case.not_run is None:
+                running.append((case, *start(case)))
+        waited = list(running)
+        while waited and time.monotonic() < end:
+            time.sleep(0.05)
+            for case, process, _ in waited:
+                case.code, case.seconds = process.poll(), time.monotonic() - begin
+            waited = [each for each in waited if each[0].code is None]
+    finally:
+        for _, process, _ in running:
+            process.terminate()  # a command of megaspeed then ends its ranks
+        for case, process, output in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_END)
+            process.kill()
+            process.wait()
+            with output, log.open("a") as text:
+                output.seek(0)
+                case.output = output.read().decode(errors="replace")
+                text.write(f"==== {case.title}: {case.ending}\n{shell(case)}\n{case.output}\n")
 
 
-def has_stage(layout: Grid, zero_stage: int) -> bool:
-    """Return whether a layout allows this ZeRO stage. Stage 0 refuses ``parallel.replicate``."""
-    return zero_stage > 0 or layout.replicate == 1
-
-
-def batch_settings(layout: Grid, micro_batch_size: int) -> list[str]:
-    """Return the values of ``--set``: the layout, and ``MICRO_BATCHES`` micro-batches a step."""
-    return [
-        *degrees(layout),
-        f"train_micro_batch_size_per_gpu={micro_batch_size}",
-        f"train_batch_size={micro_batch_size * MICRO_BATCHES * layout.dp}",
-    ]
-
-
-def micro_batch_size(
-    file: Path,
-    layout: Grid,
-    stages: Sequence[int],
-    options: argparse.Namespace,
-    machine: Machine,
-) -> tuple[int, str | None]:
-    """Return the largest micro-batch that is predicted to fit at each of these stages.
-
-    The memory is that of the real GPUs. If none fits, the second value is why.
-    """
-    if options.tiny:
-        return TINY_MICRO_BATCH_SIZE, None
-    usable = USABLE_FRACTION * machine.memory_bytes
-    for size in MICRO_BATCH_SIZES:
-        peak = max(
-            predict(
-                load(file, [*batch_settings(layout, size), f"zero_optimization.stage={z}"], layout)
-            ).fullest.peak_bytes
-            for z in stages
-        )
-        if peak <= usable:
-            return size, None
-    return size, (
-        f"the predicted peak of a micro-batch of {size} is {GIB.named(peak)}, but only "
-        f"{USABLE_FRACTION:.0%} of the GPU's {GIB.named(machine.memory_bytes)} are usable"
+def start(case: Case) -> "tuple[subprocess.Popen[bytes], IO[bytes]]":
+    """Start the command. What it prints goes to a file without a name."""
+    output = tempfile.TemporaryFile()  # noqa: SIM115 (``carry_out`` closes it)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        **(SHARING if case.lets_ranks_share else {}),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    process = subprocess.Popen(
+        list(map(str, case.command)),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        cwd=ROOT,
+        env=environment,
     )
+    return process, output
 
 
-def load(file: Path, settings: list[str], layout: Grid) -> Run:
-    return load_run(file, settings, World(layout.world_size, "--world-size", "cuda"))
+def shell(case: Case) -> str:
+    """Return the command as a user would type it."""
+    variables = [f"{k}={v}" for k, v in SHARING.items()] if case.lets_ranks_share else []
+    return " ".join([*variables, shlex.join(map(str, case.command))])
 
 
-def carry_out(section: Section, end: float) -> None:
-    """Run a section's command until it ends or exceeds its limit. ``end`` is the limit of all."""
-    start = time.monotonic()
-    left = end - start
-    if section.not_run is None and left < LEAST_SECONDS:
-        section.not_run = f"only {left:.0f} of {SECONDS:.0f} s are left"
-    if section.not_run is not None:
-        return
-    limit = None if left == math.inf else min(SECTION_SECONDS, left)
-    log = section.figures_file.with_suffix(".log")
-    section.code = run_command(list(map(str, section.command)), log, limit)
-    section.seconds = time.monotonic() - start
-    section.output = log.read_text(errors="replace")
+def dry_run_lines(sections: Sequence[Section]) -> Iterator[str]:
+    for section in sections:
+        limit = "no limit" if section.seconds == math.inf else f"{section.seconds:.0f} s"
+        yield f"{section.title}: {limit}"
+        for case in section.cases:
+            yield f"    {case.title}: {case.not_run or shell(case)}"
 
 
-def run_command(command: list[str], log: Path, limit: float | None) -> int | None:
-    """Return the exit code; None if the command was ended at its limit. It prints to ``log``."""
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        with process:  # its exit waits
-            try:
-                return process.wait(limit)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                process.terminate()  # a command of megaspeed then ends its ranks
+def write_report(sections: Sequence[Section], out: Path) -> None:
+    """Write the report, and the figures of all cases as JSON."""
+    (out / "report.md").write_text("\n".join(report_lines(sections)) + "\n")
+    figures = {case.title: case.figures for section in sections for case in section.cases}
+    (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def command_of(section: Section) -> str:
-    return shlex.join(map(str, section.command))
-
-
-def ending(section: Section) -> str:
-    """Return how it ended, in words."""
-    if section.not_run is not None:
-        return f"not run: {section.not_run}"
-    code = "out of time" if section.code is None else f"exit code {section.code}"
-    return f"{code}, {section.seconds:.0f} s"
-
-
-def report_lines(
-    done: Sequence[Section], options: argparse.Namespace, machine: Machine
-) -> Iterator[str]:
+def report_lines(sections: Sequence[Section]) -> Iterator[str]:
     """Yield the report in Markdown."""
-    if options.tiny:
-        yield "**These are tiny shapes, whose figures mean nothing for a GPU.**"
-        yield ""
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("megaspeed", "deepspeed")]
-    yield "# GPU check"
-    yield ""
-    yield (
-        f"{machine.name}; {', '.join(versions)}, torch {torch.__version__} (CUDA "
-        f"{torch.version.cuda or 'none'})"
-    )
-    yield ""
-    headings = ("section", "row", "micro-batch", "step ms", "tokens/s", "MFU", "peak GiB")
-    yield from markdown_table(
-        headings, [row for each in done for row in timing_rows(each, machine)]
-    )
-    yield ""
-    yield (
-        f"{MICRO_BATCHES} micro-batches of random tokens a step. MFU counts the matrix products "
-        "of forward and backward, with attention over the full square and without recomputation."
-    )
-    for section in done:
-        yield ""
-        yield f"## {section.title}: {ending(section)}"
-        yield ""
-        yield f"    {command_of(section)}"
-        if section.not_run is None:
-            lines = section.output.splitlines()
-            yield from ("", "```", *(lines[-30:] if section.failed else lines), "```")
+    yield from ("# GPU check", "")
+    versions = f"megaspeed {megaspeed.__version__}, torch {torch.__version__}"
+    yield f"{time.strftime('%Y-%m-%d')}, {versions}"
+    if not torch.cuda.is_available():
+        yield from ("", "**These are tiny shapes on a CPU. They say nothing about a GPU.**")
+    for section in sections:
+        yield from ("", f"## {section.title}", "")
+        rows = [(case.title, case.ending, case.result) for case in section.cases]
+        yield from markdown_table(("case", "ending", "result"), rows)
+        if section.name == "machine":
+            yield from ("", *(f"- {name}: {value}" for name, value in machine_lines(section)))
+        elif section.name == "real shapes":
+            yield from ("", *real_shapes_table(section), "")
+            yield "MFU counts the products of forward and backward, with attention over the full"
+            yield "square and without recomputation. In brackets: what `megaspeed plan` predicts."
+        for case in section.cases:
+            yield from details(case)
 
 
-def timing_rows(section: Section, machine: Machine) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each ZeRO stage, or for each contestant, that the section measured."""
-    run, figures = section.run, section.figures
-    if run is None:
-        return
-    flops = training_flops_per_token(run.config.model, run.config.data.sequence_length)
-    peak = peak_by_name(machine.gpus[0]) if machine.gpus else None
-    for row in figures.get("rows", figures.get("contestants", ())):
-        tokens, size = row["tokens_per_second"], row["peak_bytes"]
-        yield (
-            section.title,
-            row["label"],
-            str(run.batch.micro_batch_size),
-            three_digits(1e3 * run.tokens_per_step / tokens),
-            f"{tokens:,.0f}",
-            "-" if peak is None else f"{tokens * flops / (run.grid.world_size * peak):.1%}",
-            "-" if size is None else GIB.of(size),
+def machine_lines(section: Section) -> Iterator[tuple[str, str]]:
+    for case in section.cases:
+        for name, value in case.figures.items():
+            if name == "result":
+                continue
+            if isinstance(value, dict):
+                yield from ((f"{name}, {key}", ", ".join(each)) for key, each in value.items())
+            else:
+                yield name, str(value)
+
+
+def real_shapes_table(section: Section) -> Iterator[str]:
+    """Yield a row for each model, what was measured beside what was predicted."""
+    headings = ("model", "micro-batch", "step s", "tokens/s", "MFU", "peak GiB", "reserved GiB")
+    rows = []
+    for case in section.cases:
+        found = case.figures
+        if "tokens/s" not in found:
+            continue
+
+        rows.append(
+            (
+                case.title,
+                str(found["micro-batch"]),
+                beside(found, "step seconds", "planned seconds", three_digits),
+                f"{found['tokens/s']:,.0f}",
+                beside(found, "MFU", "planned MFU", "{:.1%}".format),
+                beside(found, "peak", "predicted peak", GIB.of),
+                GIB.of(found["reserved"]) if "reserved" in found else "-",
+            )
         )
+    yield from markdown_table(headings, rows)
+
+
+def beside(figures: JSON, measured: str, predicted: str, text: Callable[[Any], str]) -> str:
+    """Return the measured figure, and the predicted one in brackets."""
+    both = [text(figures[key]) if figures.get(key) else "-" for key in (measured, predicted)]
+    return f"{both[0]} ({both[1]})"
+
+
+def details(case: Case) -> Iterator[str]:
+    """Yield what a reader needs beside the row of a case."""
+    lines = []
+    if "kernels" in case.figures:
+        total = sum(ms for _, _, ms in case.figures["kernels"])
+        lines = [
+            f"{ms:9.2f} ms {ms / total:6.1%} {calls:6} x  {name[:90]}"
+            for name, calls, ms in case.figures["kernels"]
+        ]
+    elif case.failed or (case.not_run is None and case.command[3:4] in (["compare"], ["bench"])):
+        lines = case.output.splitlines()[-LAST_LINES:]
+    if lines:
+        yield from ("", f"### {case.title}", "", f"    {shell(case)}", "", "```", *lines, "```")
 
 
 if __name__ == "__main__":

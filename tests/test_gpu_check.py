@@ -1,27 +1,34 @@
 """The check for GPUs runs to its end here, with tiny shapes on real processes."""
 
-import argparse
 import importlib.util
 import json
+import math
 import os
 import re
+import shlex
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
+import torch
 
 from megaspeed.topology.grid import Grid
+from tests.paper_gpu.on_device import CASES
 from tests.support.forked import Forked
 from tests.support.machine import limit
 
 pytestmark = pytest.mark.ranks
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
+LIMIT_SECONDS = 540
+"""Of all sections, and of what a bare machine needs to install megaspeed."""
+TO_INSTALL = 40
 
 
 def load_script() -> Any:
@@ -36,179 +43,212 @@ def load_script() -> Any:
 gpu_check = load_script()
 
 
-def h100(gpus: int = 1, gibibytes: float = 81559 / 1024) -> Any:
-    """Return what the script would find on a machine with this many GPUs."""
-    memory = int(gibibytes * 2**30)
-    names = ("NVIDIA H100 80GB HBM3",) * gpus
-    return gpu_check.Machine(gpus=names, memory_bytes=memory)
+class Started(Forked):
+    """A command of the check, with all methods of ``subprocess.Popen`` that it calls."""
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
 
-def options(out: Path, *, full: bool = False, tiny: bool = False) -> argparse.Namespace:
-    return argparse.Namespace(out=out, full=full, tiny=tiny)
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Let the check run here: without a GPU, and with processes that start fast."""
+    numbers = iter(range(1000))
+
+    def start(case: Any) -> tuple[Started, IO[bytes]]:
+        program, *words = map(str, case.command)
+        assert program == sys.executable
+        file = tmp_path / f"output-{next(numbers)}"
+        process = Started(words, SCRIPT.parents[1], os.environ, file, file)
+        while not file.exists():
+            time.sleep(0.01)
+        return process, file.open("rb")
+
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.setattr(gpu_check, "start", start)
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(work))
+    for name, value in {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "MEGASPEED_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": str(SCRIPT.parents[1]),
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield tmp_path / "out"
+
+
+def run_check(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+    code: int = gpu_check.main()
+    return code
+
+
+def sections(work: Path, gpus: int = 1, *, full: bool = False) -> list[Any]:
+    work.mkdir(exist_ok=True)
+    made: list[Any] = gpu_check.all_sections(work, gpus, full=full)
+    return made
 
 
 @pytest.mark.timeout(900)
-def test_the_report_of_a_machine_without_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_section_runs_here(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is one test, because the check takes long. None of its figures may look like a GPU's."""
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    variables["MEGASPEED_CACHE"] = str(tmp_path / "cache")
-
-    def run_forked(command: list[str], log: Path, limit: float | None) -> int:
-        assert command[0] == str(gpu_check.MEGASPEED) and gpu_check.MEGASPEED.exists()
-        assert limit is None
-        words = ["-m", "megaspeed.cli", *command[1:]]
-        return Forked(words, tmp_path, variables, log, log).wait(600)
-
-    monkeypatch.setattr(gpu_check, "run_command", run_forked)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.syspath_prepend(SCRIPT.parent)  # for the process that looks for GPUs
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--out", str(tmp_path)])
-    assert gpu_check.main() == 0, (tmp_path / "report.md").read_text()
-    report = (tmp_path / "report.md").read_text()
-    assert "mean nothing for a GPU" in report.splitlines()[0] and "no GPU; megaspeed" in report
-    lines = [line for line in report.split("## compare")[0].splitlines() if line.startswith("| ")]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-    assert [(row[0].split()[0], row[1], row[2]) for row in rows] == [
-        ("compare", "ZeRO-3", "2"),
-        ("bench", "megaspeed", "1"),
-        ("bench", "hf-deepspeed defaults", "1"),
-        ("bench", "hf-deepspeed guide", "1"),
+    """Two of the layouts, and no feature that compiles, because other tests run these."""
+    chosen = ("pp 2", "fp16")
+    layouts = {name: gpu_check.LAYOUTS[name] for name in chosen}
+    monkeypatch.setattr(gpu_check, "LAYOUTS", layouts)
+    done = [{"case": name, "problem": None, "seconds": 0} for name in CASES if "compiled" in name]
+    assert len(done) == 4
+    (tmp_path / "work" / "features.jsonl").write_text("\n".join(map(json.dumps, done)) + "\n")
+    assert run_check(monkeypatch, "--out", out) == 0, (out / "report.md").read_text()
+    report = (out / "report.md").read_text()
+    assert "They say nothing about a GPU" in report
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")]
+        for line in report.splitlines()
+        if line.startswith("| ")
     ]
-    for row in rows:
-        assert all(re.fullmatch(r"[\d,.]+", row[column]) for column in (3, 4, 6)), row
-        assert row[5] == "-", "the peak of a CPU is unknown"
-    sections = re.findall(r"^## (.+?): (.+)\n\n    (.+)$", report, re.MULTILINE)
-    assert len(sections) == 4
-    for title, ending, command in sections:
-        assert re.fullmatch(r"exit code 0, \d+ s|not run: fp16 needs a GPU", ending), title
-        assert "--config " in command and "--json " in command
-    assert "verdict: use ZeRO-3 here" in report and "EQUAL: initial weights" in report
-    verified = json.loads(next(tmp_path.glob("verify-bf16*.figures.json")).read_text())
-    assert verified["equal"]
+    results = {row[0]: row[-1] for row in rows if "exit code 0" in row[1]}
+    features = len(CASES) - 1  # without fp16
+    assert re.fullmatch(r"bf16 product: \S+ TFLOP/s", results.pop("machine"))
+    assert results.pop("features") == f"{features} of {features} work"
+    assert results.pop("pp 2, ZeRO-1") == "equal to one process"
+    assert results.pop("resume") == "the same losses after the resumption"
+    assert results.pop("memory") == "all ranks start again, with micro-batches of 4"
+    assert re.fullmatch(r"named within \d+ s", results.pop("killed"))
+    assert list(results) == ["tiny Llama"]
+    assert "not run: fp16 needs a GPU" in report
+    assert "- attention, documents: aten::_scaled_dot_product_flash_attention_for_cpu" in report
+    kernels = report.partition("### tiny Llama")[2].partition("```\n")[2].partition("```")[0]
+    assert len(kernels.splitlines()) == 25 and "aten::mm" in kernels
+    files = sorted(file.name for file in out.iterdir())
+    logs = ["1-machine.log", "2-features.log", "3-ranks.log", "4-real-shapes.log", "5-faults.log"]
+    assert files == [*logs, "figures.json", "report.md"]
+    assert "EQUAL: initial weights" in (out / "3-ranks.log").read_text()
+    figures = json.loads((out / "figures.json").read_text())
+    assert figures["tiny Llama"]["tokens/s"] > 0 and figures["pp 2, ZeRO-1"]["equal"]
 
 
-def test_on_a_gpu_fp16_is_verified_with_a_constant_loss_scale(tmp_path: Path) -> None:
-    verified = [
-        list(map(str, section.command))
-        for section in gpu_check.sections(options(tmp_path), h100())
-        if section.kind == "verify" and section.not_run is None
-    ]
-    assert [command[command.index("--device") + 1] for command in verified] == ["cuda", "cuda"]
-    assert {"bf16.enabled=true", "data.reset_at_documents=true"} <= set(verified[0])
-    assert {"fp16.enabled=true", "fp16.loss_scale=1024"} <= set(verified[1])
-
-
-@pytest.mark.parametrize(("gibibytes", "size"), [(81559 / 1024, 16), (40536 / 1024, 2), (30, None)])
-def test_the_micro_batch_follows_from_the_gpus_own_memory(
-    gibibytes: float, size: int | None, tmp_path: Path
+def test_a_dry_run_prints_the_sections_with_their_commands_and_limits(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The model is GPT-2 1.5B: 28 GiB of model states, and the activations of a micro-batch."""
-    timed = [
-        section
-        for section in gpu_check.sections(options(tmp_path), h100(1, gibibytes))
-        if "GPT-2 1.5B" in section.title
+    assert run_check(monkeypatch, "--dry-run", "--out", out) == 0
+    text = capsys.readouterr().out
+    titles = re.findall(r"^(\d) (.+): (\d+) s$", text, re.MULTILINE)
+    assert [name for _, name, _ in titles] == [
+        *("machine", "features", "ranks", "real shapes", "faults")
     ]
-    assert len(timed) == 3
-    for section, share in zip(timed, (1, 4, 4), strict=True):
-        if size is None:
-            assert "predicted peak of a micro-batch of 1 is" in section.not_run
-        else:
-            assert section.not_run is None
-            assert f"train_micro_batch_size_per_gpu={max(1, size // share)}" in section.command
+    assert sum(int(seconds) for *_, seconds in titles) <= LIMIT_SECONDS - TO_INSTALL
+    commands = re.findall(r"^    (.+?): (.+)$", text, re.MULTILINE)
+    assert [name for name, _ in commands][2:9] == [
+        *("dp 2, ZeRO-3", "pp 2, ZeRO-1", "tp 2, ZeRO-2", "pp 2 x dp 2 x tp 2, ZeRO-3"),
+        *("2 chunks, ZeRO-3", "cp 2, ulysses, ZeRO-3", "2 replicas, ZeRO-3"),
+    ]
+    shared = [name for name, command in commands if "NCCL_MULTI_RANK_GPU_ENABLE=1 " in command]
+    assert shared == [*(name for name, _ in commands if ", ZeRO-" in name), "killed"]
+    for _, command in commands:
+        words = shlex.split(command)
+        program = words.index(sys.executable)
+        files = [word for word in words[program + 1 :] if word.endswith((".py", ".json"))]
+        assert all(Path(file).exists() for file in files if ".figures." not in file)
+    assert not out.exists()
 
 
-@pytest.mark.parametrize(("gpus", "layout"), [(4, Grid(1, 2, 2)), (8, Grid(2, 2, 2))])
-def test_the_tensor_axis_is_verified_without_full(gpus: int, layout: Grid, tmp_path: Path) -> None:
-    sections = gpu_check.sections(options(tmp_path), h100(gpus))
-    assert {section.layout for section in sections if section.kind == "verify"} == {layout}
+@pytest.mark.parametrize(
+    ("nccl", "gpus", "refused"), [((2, 28, 9), 1, 16), ((2, 28, 9), 4, 1), ((2, 30, 7), 1, 0)]
+)
+def test_ranks_share_a_gpu_only_if_nccl_lets_them(
+    nccl: tuple[int, int, int],
+    gpus: int,
+    refused: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    cases = [case for section in sections(tmp_path / "work", gpus) for case in section.cases]
+    reasons = [case.not_run for case in cases if case.not_run is not None]
+    assert len(reasons) == refused
+    assert set(reasons) <= {"NCCL 2.28.9 refuses several ranks on a GPU; 2.30 or newer allows them"}
+
+
+def test_the_models_of_real_size_are_those_of_the_plan(tmp_path: Path) -> None:
+    section = next(one for one in sections(tmp_path / "work") if one.name == "real shapes")
+    xl, llama = (json.loads(Path(case.command[-1]).read_text()) for case in section.cases)
+    assert xl["extends"].endswith("gpt2_1.5b.json") and xl["data"]["sequence_length"] == 1024
+    assert llama["training"]["compile"] and llama["zero_optimization"]["stage"] == 1
+    assert section.case_seconds < section.seconds, "one model leaves time for the other"
 
 
 def test_full_covers_every_layout_of_eight_gpus(tmp_path: Path) -> None:
-    sections = list(gpu_check.sections(options(tmp_path, full=True), h100(8)))
-    layouts = {section.layout for section in sections}
-    assert layouts == set(gpu_check.LAYOUTS)
-    assert {layout.world_size for layout in layouts} == {1, 2, 4, 8}
-    assert len({section.title for section in sections}) == len(sections)
-    replicas = [section for section in sections if section.layout.replicate > 1]
-    assert {section.kind for section in replicas} == {"compare", "verify", "bench"}
-    assert all("parallel.replicate=2" in section.command for section in replicas)
-    assert not any("ZeRO-0" in section.title for section in replicas)
-    refused = {str(s.layout): s.not_run for s in sections if s.not_run is not None}
-    assert set(refused) == {"pp 1 x dp 1 x tp 2", "pp 1 x dp 2 x tp 2"} | {
-        "pp 1 x dp 1 x tp 8",
-        "pp 2 x dp 2 x tp 2",
-    }
-    assert all("num_attention_heads 25" in reason for reason in refused.values())
+    *_, layouts = sections(tmp_path / "work", gpus=8, full=True)
+    titles = [case.title for case in layouts.cases]
+    assert len(set(titles)) == len(titles) and layouts.seconds == math.inf
+    for grid in gpu_check.FULL_GRIDS:
+        named = {title.split()[0] for title in titles if title.endswith(f"GPT-2 1.5B {grid}")}
+        assert named == ({"compare", "bench"} if grid.pp * grid.tp == 1 else {"compare"})
+    replicas = [case for case in layouts.cases if "parallel.replicate=2" in case.command]
+    assert replicas and not any("0" in case.command for case in replicas if "compare" in case.title)
+    assert Grid(2, 2, 2) in gpu_check.FULL_GRIDS
 
 
-def a_section(out: Path, program: str) -> Any:
-    return gpu_check.Section(
-        kind="verify",
-        title="one",
+def one_case(folder: Path, title: str, program: str) -> Any:
+    return gpu_check.Case(
+        title=title,
         command=[sys.executable, "-c", program],
-        figures_file=out / "one.json",
-        layout=gpu_check.LAYOUTS[0],
+        figures_file=folder / f"{title}.json",
     )
 
 
-def test_a_command_that_fails_is_reported_with_what_it_printed(tmp_path: Path) -> None:
-    section = a_section(tmp_path, "raise SystemExit('CUDA out of memory')")
-    gpu_check.carry_out(section, float("inf"))
-    assert section.failed
-    report = "\n".join(gpu_check.report_lines([section], options(tmp_path), h100()))
-    assert "## one: exit code 1, " in report
-    assert "```\nCUDA out of memory\n```" in report
-
-
-def test_a_command_that_takes_too_long_is_ended(
+def test_a_command_that_fails_or_takes_too_long_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = a_section(tmp_path, "raise SystemExit(0)")
-    gpu_check.carry_out(late, time.monotonic() + 50.5)
-    assert not late.failed and gpu_check.ending(late) == "not run: only 50 of 440 s are left"
-    monkeypatch.setattr(gpu_check, "SECTION_SECONDS", 0.5)
-    section = a_section(tmp_path, "import time; time.sleep(10**6)")
-    start = time.monotonic()
-    gpu_check.carry_out(section, start + 400)
-    assert time.monotonic() - start < limit(60)
-    assert section.failed and gpu_check.ending(section).startswith("out of time")
+    monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 0.1)
+    failing = one_case(tmp_path, "failing", "raise SystemExit('CUDA out of memory')")
+    endless = one_case(tmp_path, "endless", "import time; print('x', flush=True); time.sleep(1e6)")
+    late, good = (one_case(tmp_path, title, "print('done')") for title in ("late", "good"))
+    programs = [
+        gpu_check.Section(number=1, name="a", seconds=1e6, cases=[failing]),
+        gpu_check.Section(
+            number=2, name="b", seconds=1e6, cases=[endless, good], case_seconds=limit(2)
+        ),
+        gpu_check.Section(number=3, name="c", seconds=-3e6, cases=[late]),
+    ]
+    begin = time.monotonic()
+    gpu_check.run(programs, tmp_path)
+    assert time.monotonic() - begin < limit(60)
+    assert [case.failed for case in (failing, endless, good, late)] == [True, True, False, False]
+    assert endless.ending.startswith("out of time") and "x" in endless.output
+    assert late.ending == "not run: only 0 s are left" and good.code == 0
+    report = (tmp_path / "report.md").read_text()
+    assert "| failing | exit code 1" in report and "```\nCUDA out of memory\n```" in report
+    assert "==== endless: out of time" in (tmp_path / "2-b.log").read_text()
 
 
-def test_a_dry_run_prints_the_most_useful_commands_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(SCRIPT.parent)  # for the process that looks for GPUs
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--dry-run", "--out", str(tmp_path)])
-    assert gpu_check.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    kinds = [line.split()[0] for line in lines]
-    assert kinds[:5] == ["compare", "compare", "verify", "bench", "bench"]
-    assert all(
-        f": {gpu_check.MEGASPEED} {kind} --config " in line
-        for kind, line in zip(kinds, lines, strict=True)
-    )
-    assert not (tmp_path / "report.md").exists()
+def test_a_check_that_is_ended_ends_its_command_and_keeps_the_log(tmp_path: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
 
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import gpu_check as g
 
-def test_a_check_that_is_ended_ends_its_command(tmp_path: Path) -> None:
-    program = (
-        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu_check as g\n"
-        "from pathlib import Path\n"
-        "command = [sys.executable, '-c', 'import time; time.sleep(10**6)']\n"
-        "with g.ended_on_termination():\n"
-        f"    g.run_command(command, Path({str(tmp_path)!r}, 'log'), None)\n"
-    )
+command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(10**6)"]
+case = g.Case(title="one", command=command, figures_file=Path("none"))
+with g.ended_on_termination():
+    g.run([g.Section(number=1, name="a", seconds=1e6, cases=[case])], Path({str(tmp_path)!r}))
+"""
     (tmp_path / "program.py").write_text(program)
-    out = tmp_path / "out"
-    check = Forked([tmp_path / "program.py"], tmp_path, os.environ, out, out)
+    printed = tmp_path / "printed"
+    check = Forked([tmp_path / "program.py"], tmp_path, os.environ, printed, printed)
     children = wait_for(lambda: psutil.Process(check.pid).children())
+    time.sleep(limit(1))  # until it prints
     check.send_signal(signal.SIGTERM)
     assert check.wait(60) != 0
     psutil.wait_procs(children, timeout=limit(10))
     assert not any(child.is_running() for child in children)
+    assert "begun" in (tmp_path / "1-a.log").read_text()
 
 
 def wait_for(look: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:

@@ -7,14 +7,15 @@
 
 RESULTS gets two lines of JSON for each case: when it begins, and when it has ended. Cases that are
 in the file already are not run. After some errors of CUDA, every other call of the process fails
-too. Then it ends with ``UNUSABLE``. Start it again for the other cases.
+too, and some end the process. So the cases run in a child, which is started again for the others.
 """
 
 import json
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -23,10 +24,10 @@ from typing import Any, Literal
 import torch
 
 from megaspeed.model.micro_batch import NOT_COUNTED
+from megaspeed.supervision.process_end import ended_on_termination
 from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
 from tests.support.tiny import merge
 
-UNUSABLE = 3
 _STEPS = 2
 _DEVICE: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -151,10 +152,32 @@ def checks() -> dict[str, Callable[[], None]]:
     return found
 
 
-def main(results: Path) -> int:
-    """Run the checks that have no line in ``results``. The exit code is 1 if one of them fails."""
-    known = results.read_text().splitlines() if results.exists() else []
-    done, failed = {json.loads(line)["case"] for line in known}, False
+_CHILD = (sys.executable, "-m", "tests.paper_gpu.on_device")
+
+
+def main(results: Path, child: Sequence[str] = _CHILD) -> int:
+    """Run all checks in children. The exit code is 1 if one of them fails."""
+    results.touch()
+    known = -1
+    with ended_on_termination():
+        while known < (known := len(read(results))):
+            with subprocess.Popen([*child, str(results), "child"]) as process:
+                try:
+                    process.wait()
+                finally:
+                    process.kill()
+    problems = {line["case"]: line["problem"] for line in read(results)}
+    return int(any(problems.values()) or not problems)
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    """Return the lines of the file."""
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def run_checks(results: Path) -> None:
+    """Run the checks that have no line in ``results``, as long as the device answers."""
+    done = {line["case"] for line in read(results)}
     with results.open("a") as lines:
 
         def note(case: str, problem: str | None, seconds: float) -> None:
@@ -173,11 +196,9 @@ def main(results: Path) -> int:
                 sys.stderr.write(f"---- {case}\n")
                 traceback.print_exc()
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                failed = True
             note(case, problem, time.perf_counter() - begin)
             if problem is not None and not _device_answers():
-                return UNUSABLE
-    return int(failed)
+                return
 
 
 def _device_answers() -> bool:
@@ -189,4 +210,7 @@ def _device_answers() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    if sys.argv[2:] == ["child"]:
+        run_checks(Path(sys.argv[1]))
+    else:
+        sys.exit(main(Path(sys.argv[1])))
