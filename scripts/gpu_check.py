@@ -137,7 +137,7 @@ FULL_GRIDS = (
     *(Grid(1, 4, 1), Grid(1, 4, 1, replicate=2), Grid(2, 2, 1), Grid(1, 2, 2)),
     *(Grid(1, 8, 1), Grid(4, 2, 1), Grid(1, 1, 8), Grid(2, 4, 1, replicate=2), Grid(2, 2, 2)),
 )
-FULL_MICRO_BATCH_SIZE, FULL_MICRO_BATCHES = 4, 4
+FULL_STAGES, FULL_MICRO_BATCH_SIZE, FULL_MICRO_BATCHES = "0123", 4, 4
 
 LEAST_SECONDS, SECONDS_TO_END = 10.0, 5.0
 """No command begins later before its end. One that exceeds it has some seconds to end its ranks."""
@@ -353,7 +353,8 @@ def full_cases(work: Path, configs: Mapping[str, Path], gpus: int) -> Iterator[C
     size = FULL_MICRO_BATCH_SIZE if gpus else 1
     grids = [grid for grid in FULL_GRIDS if grid.world_size <= max(gpus, 1)]
     for (name, config), grid in product(configs.items(), grids):
-        stages = "0123" if grid.replicate == 1 else "123"
+        # Replicas are refused with ZeRO-0.
+        stages = FULL_STAGES if grid.replicate == 1 else FULL_STAGES.replace("0", "")
         arguments = {"compare": ["--stages", *stages], "bench": ["--peers", "hf-deepspeed"]}
         for kind in ("compare", "bench") if grid.pp * grid.tp == 1 else ("compare",):
             title = f"{kind} {name} {grid}"

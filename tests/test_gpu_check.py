@@ -130,6 +130,24 @@ def test_every_section_runs_here(
     assert figures["tiny Llama"]["tokens/s"] > 0 and figures["pp 2, ZeRO-1"]["equal"]
 
 
+@pytest.mark.timeout(600)
+def test_full_compares_zero_stages_and_another_library(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "FULL_STAGES", "3")
+    assert run_check(monkeypatch, "--full", "--sections", 6, "--out", out) == 0
+    report = (out / "report.md").read_text()
+    assert "## 6 layouts" in report and "use ZeRO-3 here" in report
+    for title, row in (("compare", "ZeRO-3"), ("bench", "hf-deepspeed guide")):
+        printed = report.partition(f"### {title} tiny Llama {Grid(1, 1, 1)}")[2]
+        assert row in printed.partition("### ")[0]
+    figures = json.loads((out / "figures.json").read_text())
+    (bench,) = (found for title, found in figures.items() if title.startswith("bench"))
+    labels = ["megaspeed", "hf-deepspeed defaults", "hf-deepspeed guide"]
+    assert [row["label"] for row in bench["contestants"]] == labels
+    assert all(row["tokens_per_second"] > 0 for row in bench["contestants"])
+
+
 def test_a_dry_run_prints_the_sections_with_their_commands_and_limits(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
