@@ -12,9 +12,9 @@
     5 faults        resume, out of memory, a killed rank
     6 layouts       (--full) step time and memory of each layout, and Hugging Face beside it
 
-The most useful sections run first. ``report.md`` is written again after each command, and each
-section has a log, so if the machine is taken away, what was measured remains. Without a GPU, all
-sections run with tiny shapes over gloo.
+The most useful sections run first. ``report.md`` and the log of the section are updated after each
+command, so if the check is interrupted, the results of finished commands are kept. Without a GPU,
+all sections run with tiny shapes over gloo.
 """
 
 import argparse
@@ -47,15 +47,11 @@ Command = list[str | Path]
 ROOT = Path(__file__).resolve().parents[1]
 PARTS: Command = [sys.executable, ROOT / "scripts" / "gpu_parts.py"]
 FEATURES: Command = [sys.executable, "-m", "tests.paper_gpu.on_device"]
-MEGASPEED: Command = [
-    sys.executable,
-    "-m",
-    "megaspeed.cli",
-]  # also from a checkout that is not installed
+MEGASPEED: Command = [sys.executable, "-m", "megaspeed.cli"]  # needs no installation
 
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
-"""Lets NCCL put several ranks on a GPU. With few thread blocks, their kernels fit beside each
-other."""
+"""Lets NCCL put several ranks on a GPU, with kernels that are small enough to run beside each
+other, and without NVLink multicast (NVLS), which needs a GPU for each rank."""
 OLDEST_NCCL_THAT_SHARES = (2, 30)
 
 TOKENS, IDS = 2**20, 512
@@ -140,9 +136,10 @@ FULL_GRIDS = (
 FULL_STAGES, FULL_MICRO_BATCH_SIZE, FULL_MICRO_BATCHES = "0123", 4, 4
 
 LEAST_SECONDS, SECONDS_TO_END = 10.0, 5.0
-"""No command begins later before its end. One that exceeds it has some seconds to end its ranks."""
+"""The time that must be left for a command to begin, and the time to end its ranks after it ran out
+of time."""
 LAST_LINES = 40
-"""Of the output of a case that failed, in the report."""
+"""The number of last lines of output in the report, for a case that failed, compare and bench."""
 
 
 @dataclass(kw_only=True)
@@ -153,7 +150,8 @@ class Case:
     command: Command
     figures_file: Path  # the JSON file that the command writes
     lets_ranks_share: bool = False
-    not_run: str | None = None  # why it did not run; None if it ran
+    not_run: str | None = None  # why it does not run; None if it runs
+    begun: bool = False
     seconds: float = 0.0
     code: int | None = None  # None if it ran out of time
     output: str = ""
@@ -161,18 +159,18 @@ class Case:
     @property
     def failed(self) -> bool:
         """Return whether it ran and did not end well."""
-        return self.not_run is None and self.code != 0
+        return self.begun and self.code != 0
 
     @property
     def figures(self) -> JSON:
         """Return what the command wrote; empty if it wrote nothing."""
-        if not self.figures_file.exists():
-            return {}
-        text = self.figures_file.read_text()
-        if self.figures_file.suffix == ".jsonl":  # the last line of each feature counts
-            lines = map(json.loads, text.splitlines())
-            return {line["case"]: line["problem"] or line["seconds"] for line in lines}
-        figures: JSON = json.loads(text)
+        text = self.figures_file.read_text() if self.figures_file.exists() else ""
+        figures: JSON = {}
+        with suppress(ValueError):  # the command may have been ended while it wrote
+            if self.figures_file.suffix != ".jsonl":
+                return json.loads(text) if text else figures
+            for line in map(json.loads, text.splitlines()):  # the last line of a feature counts
+                figures[line["case"]] = line["problem"] or line["seconds"]
         return figures
 
     @property
@@ -195,6 +193,8 @@ class Case:
         """Return how it ended, in words."""
         if self.not_run is not None:
             return f"not run: {self.not_run}"
+        if not self.begun:
+            return "not yet"
         code = "out of time" if self.code is None else f"exit code {self.code}"
         return f"{code}, {self.seconds:.0f} s"
 
@@ -240,7 +240,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     text = "also 1 to 8 GPUs, more layouts, ZeRO-0 to 3; takes hours"
     parser.add_argument("--full", action="store_true", help=text)
-    text = "the numbers of the sections to run (all)"
+    text = "the numbers of the sections to run (all; 6 needs --full)"
     numbers = range(1, 7)
     parser.add_argument(
         "--sections", type=int, nargs="+", choices=numbers, default=numbers, metavar="N", help=text
@@ -249,14 +249,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "folder for the report and the logs (runs/gpu-check)"
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help=text)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.full and {*options.sections} == {6}:
+        parser.error("section 6 needs --full")
+    return options
 
 
 def all_sections(work: Path, gpus: int, *, full: bool) -> list[Section]:
     """Return the sections. Their configurations are written to ``work``.
 
-    The seconds are those that a GPU needs, and their sum is the limit of all. Each section begins
-    as soon as the one before has ended.
+    A section may use its own seconds and those that earlier sections have left. Without a GPU there
+    is no limit.
     """
     tiny = write_config(work / "tiny.json", TINY)
     models = {"GPT-2 1.5B": GPT2_XL, "Llama 1.3B": LLAMA_1B} if gpus else {"tiny Llama": COMPILED}
@@ -411,6 +414,7 @@ def carry_out(cases: Sequence[Case], end: float, log: Path) -> None:
         for case in cases:
             if case.not_run is None:
                 running.append((case, *start(case)))
+                case.begun = True
         waited = list(running)
         while waited and time.monotonic() < end:
             time.sleep(0.05)

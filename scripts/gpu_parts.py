@@ -2,15 +2,16 @@
 
     python scripts/gpu_parts.py machine FIGURES
     python scripts/gpu_parts.py one_rank FIGURES --config FILE     a model of real size
-    python scripts/gpu_parts.py resume FIGURES --config FILE       a run that fails, and goes on
-    python scripts/gpu_parts.py memory FIGURES --config FILE       the first step has no memory
+    python scripts/gpu_parts.py resume FIGURES --config FILE       a run that fails, and resumes
+    python scripts/gpu_parts.py memory FIGURES --config FILE       the first step runs out of memory
     python scripts/gpu_parts.py killed FIGURES --config FILE       one of two ranks is killed
 
-The exit code is 1 if something is not as it must be, and the last line says what.
+The exit code is 1 if a result is wrong; the last line states which.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -57,7 +58,8 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 USABLE = 0.8
-"""Of the GPU's memory; the predictions are not yet known to be right."""
+"""The share of the GPU's memory that is used. The rest is a margin, because no prediction has been
+measured yet."""
 MICRO_BATCH_SIZES = (64, 32, 16, 8, 4, 2, 1) if ON_GPU else (2,)
 MICRO_BATCHES = 4  # of a step
 WARM_UP_STEPS, TIMED_STEPS = 2, 4  # the first one also compiles
@@ -70,7 +72,7 @@ Figures = dict[str, Any]
 
 
 class WrongOutcome(Exception):
-    """A part ended otherwise than it must."""
+    """A part did not give the expected result."""
 
 
 def main() -> int:
@@ -284,7 +286,7 @@ def random_batches(run: Run) -> Callable[[int], MicroBatch]:
 
 
 def resume(figures: Figures, config: Path | None) -> None:
-    """A run that fails goes on from its checkpoint, with the same losses."""
+    """A run that fails resumes from its checkpoint, with the same losses."""
     folder, settings = settings_for("resume", config)
     settings += ["training.save_interval=3"]
     code, _ = train(settings, fault="raise rank=0 step=6")
@@ -301,7 +303,7 @@ def resume(figures: Figures, config: Path | None) -> None:
 
 
 def memory(figures: Figures, config: Path | None) -> None:
-    """A first step without memory is repeated with smaller micro-batches."""
+    """A first step that runs out of memory is repeated with smaller micro-batches."""
     _, settings = settings_for("memory", config)
     settings += ["train_micro_batch_size_per_gpu=auto"]
     code, lines = train(settings, fault="memory rank=0 step=1 work=Backward attempt=0")
@@ -327,7 +329,7 @@ def killed(figures: Figures, config: Path | None) -> None:
     expect(code == 1, f"the run ended with exit code {code}, not 1")
     expect("rank 1" in named, f"another rank is named: {named}")
     expect(seconds < SECONDS_TO_NAME, f"it was named after {seconds:.0f} s")
-    figures["result"] = f"named within {seconds:.0f} s"
+    figures["result"] = f"named within {math.ceil(seconds)} s"
 
 
 def settings_for(name: str, config: Path | None) -> tuple[Path, list[str]]:

@@ -26,9 +26,9 @@ from tests.support.machine import limit
 pytestmark = pytest.mark.ranks
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
-LIMIT_SECONDS = 540
-"""Of all sections, and of what a bare machine needs to install megaspeed."""
-TO_INSTALL = 40
+MOST_SECONDS = 500
+"""The sum of the sections' limits. With the start and the end of commands, this is less than nine
+minutes, as docs/gpu.md states."""
 
 
 def load_script() -> Any:
@@ -135,7 +135,7 @@ def test_full_compares_zero_stages_and_another_library(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_check, "FULL_STAGES", "3")
-    assert run_check(monkeypatch, "--full", "--sections", 6, "--out", out) == 0
+    assert run_check(monkeypatch, "--full", "--sections", "6", "--out", out) == 0
     report = (out / "report.md").read_text()
     assert "## 6 layouts" in report and "use ZeRO-3 here" in report
     for title, row in (("compare", "ZeRO-3"), ("bench", "hf-deepspeed guide")):
@@ -157,7 +157,7 @@ def test_a_dry_run_prints_the_sections_with_their_commands_and_limits(
     assert [name for _, name, _ in titles] == [
         *("machine", "features", "ranks", "real shapes", "faults")
     ]
-    assert sum(int(seconds) for *_, seconds in titles) <= LIMIT_SECONDS - TO_INSTALL
+    assert sum(int(seconds) for *_, seconds in titles) <= MOST_SECONDS
     commands = re.findall(r"^    (.+?): (.+)$", text, re.MULTILINE)
     assert [name for name, _ in commands][2:9] == [
         *("dp 2, ZeRO-3", "pp 2, ZeRO-1", "tp 2, ZeRO-2", "pp 2 x dp 2 x tp 2, ZeRO-3"),
@@ -191,7 +191,7 @@ def test_ranks_share_a_gpu_only_if_nccl_lets_them(
     assert set(reasons) <= {"NCCL 2.28.9 refuses several ranks on a GPU; 2.30 or newer allows them"}
 
 
-def test_the_models_of_real_size_are_those_of_the_plan(tmp_path: Path) -> None:
+def test_the_models_of_real_size_are_gpt2_xl_and_a_compiled_llama_at_zero_1(tmp_path: Path) -> None:
     section = next(one for one in sections(tmp_path / "work") if one.name == "real shapes")
     xl, llama = (json.loads(Path(case.command[-1]).read_text()) for case in section.cases)
     assert xl["extends"].endswith("gpt2_1.5b.json") and xl["data"]["sequence_length"] == 1024

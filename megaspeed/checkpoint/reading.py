@@ -48,7 +48,7 @@ from megaspeed.supervision.answers import describe, gather
 from megaspeed.tensor_parallel.parallelize import materialize
 
 _ELEMENTS = "/data/0"
-"""The record of an archive with the elements of its only tensor, uncompressed."""
+"""The end of the name of an archive's entry with the elements of its only tensor, uncompressed."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PARTS_OF_AN_INDEX = {
@@ -210,7 +210,9 @@ def _overlaps(
 def _find_elements(stream: FileIO, offset: int, length: int) -> tuple[int, int]:
     """Return where the elements of an archive begin in the file, and their number of bytes.
 
-    Raises BadZipFile, ValueError or struct.error if there is no such archive.
+    The reader of torch 2.11 does not know the number of bytes. The local header of an entry has 30
+    bytes; the lengths of the two fields that follow it, name and extra, are at byte 26. Raises
+    BadZipFile, ValueError or struct.error if there is no such archive.
     """
     begin = offset - offset % ALLOCATIONGRANULARITY  # a zip archive may have bytes before it
     size = offset + length - begin
@@ -218,7 +220,7 @@ def _find_elements(stream: FileIO, offset: int, length: int) -> tuple[int, int]:
     with view:
         with ZipFile(view) as archive:
             (entry,) = (one for one in archive.infolist() if one.filename.endswith(_ELEMENTS))
-        sizes = struct.unpack_from("<HH", view, entry.header_offset + 26)  # of the name, and extra
+        sizes = struct.unpack_from("<HH", view, entry.header_offset + 26)
         return begin + entry.header_offset + 30 + sum(sizes), entry.file_size
 
 

@@ -21,7 +21,7 @@ def add_to(commands: Any) -> None:
     """Add the command and its options."""
     parser = add_command(commands, "verify", run, "compare a layout with one plain process")
     parser.add_argument("--steps", type=positive, default=10, help="optimizer steps (10)")
-    text = "where to train: cpu (the default), or cuda with one GPU for each rank"
+    text = "where to train: cpu (default), or cuda, a GPU for each rank unless NCCL lets them share"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=text)
 
 

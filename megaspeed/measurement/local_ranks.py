@@ -68,7 +68,7 @@ def run_on_ranks(
         function: a function of a module. ``launch`` is the ``LaunchEnvironment`` of its rank.
         arguments: anything that can be pickled.
         world_size: the number of ranks.
-        device_type: "cpu", or "cuda" with a GPU for each rank.
+        device_type: "cpu", or "cuda". ``too_many_ranks`` states how many ranks a GPU may have.
         log: the file for what the ranks print; if omitted, they print to this process's streams.
         timeout_seconds: the time limit; if omitted, there is none.
 

@@ -187,7 +187,7 @@ def _has_flash_attention(device: torch.device, shares_heads: bool) -> bool:
         return False
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 supports no shared heads here.
+    # Before torch 2.13 it does not support shared key/value heads.
     return not shares_heads or "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 

@@ -358,9 +358,9 @@ class Watch:
         calls = pending_collectives()
         try:
             calls += self._activity.pending()
-        except Exception as error:  # after an error of CUDA, each call of it raises
+        except Exception as error:  # after some CUDA errors, every CUDA call raises
             reason = describe(error).splitlines()[0]
-            calls.append(f"messages of the pipeline, which are unknown: {reason}")
+            calls.append(f"unknown messages of the pipeline (asking failed: {reason})")
         # A rank sees the claim after one period, and then polls once more.
         seconds = min(_SECONDS_TO_ANSWER, 2 + self._hang_timeout / 4) + 2 * self._period
         try:

@@ -385,8 +385,9 @@ def _prepare_process(grid: Grid, launch: LaunchEnvironment) -> torch.device:
     if index >= visible:
         raise TopologyError(
             f"each rank needs its own GPU, but local rank {launch.local_rank} finds only "
-            f"{visible} on this machine: start at most {visible} ranks here, or set "
-            'CUDA_VISIBLE_DEVICES="" to run on the CPU'
+            f"{visible} on this machine: start at most {visible} ranks here, set "
+            'CUDA_VISIBLE_DEVICES="" to run on the CPU, or let ranks share a GPU (slow): NCCL 2.30 '
+            "or newer allows it with NCCL_MULTI_RANK_GPU_ENABLE=1"
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)

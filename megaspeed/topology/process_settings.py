@@ -98,8 +98,8 @@ def use_device(device: torch.device) -> None:
 def ranks_of_a_gpu(environ: Mapping[str, str]) -> int:
     """The number of ranks that may use one GPU, usually 1.
 
-    NCCL refuses more. From 2.30 on it allows them if NCCL_MULTI_RANK_GPU_ENABLE is 1. They take
-    turns on the GPU, so this is slow, but it tries a layout without more GPUs.
+    By default, NCCL refuses more. From 2.30 on it allows them if NCCL_MULTI_RANK_GPU_ENABLE is 1.
+    The ranks take turns on the GPU, so this is slow. It is meant for trying a layout.
     """
     allows = environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     return _RANKS_OF_A_GPU if allows and torch.cuda.nccl.version() >= _NCCL_THAT_SHARES else 1

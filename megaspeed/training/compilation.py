@@ -5,7 +5,8 @@
 
 All blocks of a rank have the same code and shapes. Their parameters, sample indices and dropout
 keys are inputs of the graph. So one graph is compiled for training (its forward and its backward),
-one for evaluation, and no other one later: ``fullgraph`` and ``dynamic=False`` make a change of
+one for evaluation, and no other one later. If only some blocks have rotary embeddings, or only some
+are recomputed, each kind has its own graphs. ``fullgraph`` and ``dynamic=False`` make a change of
 shape or an operation that cannot be traced an error, not a slow step.
 
 Numbers are those of an uncompiled run up to rounding: in fp32 the loss is within 1e-6, because a
@@ -78,8 +79,8 @@ class Compilation:
         from torch._dynamo.callback import callback_handler
 
         # By default a function may have 8 graphs, and one more ends the run (``fullgraph``). Blocks
-        # with and without rotation, recomputed or not, in training and evaluation, make 8 already.
-        # (torch 2.11 has no parameter for this.)
+        # with and without rotary embeddings, recomputed or not, need 8 with an evaluation. (torch
+        # 2.11 has no parameter for this.)
         dynamo_config.recompile_limit = _MOST_GRAPHS
         # What a backward computes again (a gathered input, a dropout mask) must not be kept by the
         # forward. With elimination of common subexpressions, torch would keep it.

@@ -36,7 +36,7 @@ from megaspeed.topology.activity import Activity
 from megaspeed.zero.engine import ZeroEngine
 
 VARIABLE = "MEGASPEED_FAULT"
-_TOO_MANY_BYTES = 1 << 50  # more memory than any machine has
+_TOO_MANY_BYTES = 1 << 61  # over 1 EB: torch refuses this at once, also on a GPU
 _MANY_SECONDS = 1 << 30
 _LARGEST_FILE_BYTES = 32 << 10  # enough for the log and the metrics of a few steps
 

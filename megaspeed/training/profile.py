@@ -177,8 +177,8 @@ class Profile:
     def _gather_step(self) -> PipelineStep | None:
         """Gather the last step from the first rank of each pipeline stage. Returns it on rank 0.
 
-        These ranks are a pipeline, so they use its group. Over NCCL, a gather to one of all ranks
-        would open a connection from each of them.
+        These ranks are a pipeline, so they use its group. Over NCCL, a gather from all ranks to
+        rank 0 would open a connection from each rank to rank 0.
         """
         context = self._context
         if context.coordinates[1:] != (0, 0, 0):

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 _ARRIVING = (
     *("recv_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_base_"),
 )
-"""Operators with what arrives as their first argument."""
+"""Operators whose first argument is what the rank receives."""
 
 GPT2 = {
     "architecture": "gpt2",
@@ -138,11 +138,11 @@ def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
 
 @contextmanager
 def _zeros_arrive() -> Iterator[None]:
-    """Let fake messages be zeros, because torch's fake groups may not write what arrives.
+    """Let fake messages be zeros, because torch's fake groups do not write all that arrives.
 
-    torch 2.13 leaves what a rank receives from another stage, torch 2.11 also the results of
-    reduce-scatters and all-to-alls. As new memory, they would often be NaN. A result that is a part
-    of what is sent stays this rank's own part.
+    They do not write what a rank receives from another stage (torch 2.13), nor the results of
+    reduce-scatters and all-to-alls (torch 2.11). Such memory often contains NaN, so it is set to
+    zero. A result that shares memory with what was sent is kept.
     """
 
     def arrive(results: Any, *arguments: Any) -> torch.ScriptObject:

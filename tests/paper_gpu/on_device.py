@@ -6,11 +6,13 @@
     on a GPU also:  torch's FlashAttention within documents and windows, beside a mask
 
 RESULTS gets two lines of JSON for each case: when it begins, and when it has ended. Cases that are
-in the file already are not run. After some errors of CUDA, every other call of the process fails
-too, and some end the process. So the cases run in a child, which is started again for the others.
+in the file already are not run. After some CUDA errors, every later CUDA call in the process fails.
+Others end the process. So the cases run in a child process. If it ends early, a new child runs the
+remaining cases.
 """
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -115,11 +117,11 @@ CASES: Mapping[str, tuple[dict[str, Any], ...]] = {
         *(_zero(3), _COMPILED),
     ),
 }
-"""Name -> JSON keys of ``paper_run``, laid over each other, and the rank that is taken."""
+"""Name -> JSON keys of ``paper_run``, merged in this order; ``rank`` is the rank it acts as."""
 
 
 def train_on_device(changes: dict[str, Any]) -> None:
-    """Train, evaluate and sample. Raises an error if a step is skipped or a loss is not finite."""
+    """Train, evaluate and sample. Raises AssertionError if a step or the loss is not finite."""
     rank = changes.pop("rank", 0)
     run = paper_run(device_type=_DEVICE, **changes)
     micro_batches = run.batch.gradient_accumulation_steps
@@ -128,7 +130,7 @@ def train_on_device(changes: dict[str, Any]) -> None:
         for _ in range(_STEPS):
             assert not worker.train_step(load, 1e-3).skipped, "the step was skipped"
         loss = worker.evaluate(load, micro_batches, run.tokens_per_step)
-        assert loss >= 0, f"the loss of the evaluation is {loss}"
+        assert math.isfinite(loss), f"the loss of the evaluation is {loss}"
         batch = load(0)
         targets = torch.full_like(batch.targets, NOT_COUNTED)
         targets[:, -1] = 0
@@ -156,7 +158,7 @@ _CHILD = (sys.executable, "-m", "tests.paper_gpu.on_device")
 
 
 def main(results: Path, child: Sequence[str] = _CHILD) -> int:
-    """Run all checks in children. The exit code is 1 if one of them fails."""
+    """Run all checks in children. Return 1 if a check has failed, or if none has run."""
     results.touch()
     known = -1
     with ended_on_termination():
@@ -188,7 +190,7 @@ def run_checks(results: Path) -> None:
         for case, check in checks().items():
             if case in done:
                 continue
-            note(case, "the process has ended within it", 0.0)
+            note(case, "the process ended during this case", 0.0)
             begin, problem = time.perf_counter(), None
             try:
                 check()

@@ -20,7 +20,7 @@ def ranks_of_a_split_group(launch: LaunchEnvironment) -> int:
 
 
 def test_the_groups_of_a_gpu_are_fake_too(pool: RankPool) -> None:
-    """On a GPU, groups are split from the world's communicator, which the fake one has not."""
+    """On a GPU, groups are split from the world's communicator. A fake world has none."""
     assert pool.run(1, ranks_of_a_split_group) == [2]
 
 

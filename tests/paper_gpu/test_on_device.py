@@ -40,7 +40,7 @@ def test_each_case_has_its_own_outcome(tmp_path: Path, monkeypatch: pytest.Monke
     assert main(results, [sys.executable, "-c", CHILD]) == 1
     assert {line["case"]: line["problem"] for line in read(results)} == {
         "fails": "ZeroDivisionError: division by zero",
-        "crashes": "the process has ended within it",
+        "crashes": "the process ended during this case",
         "loses the device": "RuntimeError: CUDA error: an illegal memory access was encountered",
         "works": None,
     }

@@ -225,4 +225,4 @@ def test_a_hang_is_reported_although_calls_of_cuda_raise(pool: RankPool, tmp_pat
     """An earlier version's thread ended with the error, and nothing was reported."""
     (report,) = pool.run(1, report_of_a_hang, tmp_path)
     assert "no progress for " in report
-    assert "messages of the pipeline, which are unknown: CUDA error: an illegal" in report
+    assert "unknown messages of the pipeline (asking failed: CUDA error: an illegal" in report

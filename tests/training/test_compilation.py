@@ -185,8 +185,8 @@ def test_a_gpu_needs_triton(
 
 
 def test_a_function_may_have_more_than_eight_graphs() -> None:
-    """torch allows 8 by default. Layers without positions that are recomputed in part, with an
-    evaluation, make 8 graphs of a block, so any further one ended the run.
+    """torch allows 8 by default. Blocks with and without rotary embeddings, some of which are
+    recomputed, need 8 with an evaluation, and one more ended the run.
     """
     compiled = Compilation(Activity()).compiled(Tensor.t)
     for columns in range(1, 20):
