@@ -38,8 +38,12 @@ import numpy as np
 import torch
 
 import megaspeed
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
+from megaspeed.config.loading import load_run
 from megaspeed.supervision.process_end import ended_on_termination
 from megaspeed.topology.grid import Grid
+from megaspeed.topology.process_settings import nccl_version, ranks_of_a_gpu
 from megaspeed.units import GIB, markdown_table, three_digits
 
 Command = list[str | Path]
@@ -52,7 +56,6 @@ MEGASPEED: Command = [sys.executable, "-m", "megaspeed.cli"]  # needs no install
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 """Lets NCCL put several ranks on a GPU, with kernels that are small enough to run beside each
 other, and without NVLink multicast (NVLS), which needs a GPU for each rank."""
-OLDEST_NCCL_THAT_SHARES = (2, 30)
 
 TOKENS, IDS = 2**20, 512
 """The number of token ids that a model trains on, and their upper bound."""
@@ -135,9 +138,8 @@ FULL_GRIDS = (
 )
 FULL_STAGES, FULL_MICRO_BATCH_SIZE, FULL_MICRO_BATCHES = "0123", 4, 4
 
-LEAST_SECONDS, SECONDS_TO_END = 10.0, 5.0
-"""The time that must be left for a command to begin, and the time to end its ranks after it ran out
-of time."""
+SECONDS_TO_END = 5.0
+"""The time that commands have to end their ranks, after they ran out of time."""
 LAST_LINES = 40
 """The number of last lines of output in the report, for a case that failed, compare and bench."""
 
@@ -159,7 +161,7 @@ class Case:
     @property
     def failed(self) -> bool:
         """Return whether it ran and did not end well."""
-        return self.begun and self.code != 0
+        return self.begun and self.not_run is None and self.code != 0
 
     @property
     def figures(self) -> JSON:
@@ -179,7 +181,7 @@ class Case:
         figures = self.figures
         if self.figures_file.suffix == ".jsonl":
             failed = [name for name, value in figures.items() if isinstance(value, str)]
-            names = f"; failed: {', '.join(failed)}" if failed else ""
+            names = f"; not: {', '.join(failed)}" if failed else ""
             return f"{len(figures) - len(failed)} of {len(figures)} work{names}"
         if "equal" in figures:
             return "equal to one process" if figures["equal"] else "DIFFERS from one process"
@@ -208,6 +210,8 @@ class Section:
     seconds: float  # for all cases; infinity without a limit
     cases: Sequence[Case]
     case_seconds: float = math.inf  # for each case
+    least_seconds: float = 10.0  # that must be left for a case to begin
+    as_many_as_fit: bool = False  # whether a case that the section's end stops has not failed
     together: bool = False  # whether its cases run side by side
 
     @property
@@ -266,7 +270,7 @@ def all_sections(work: Path, gpus: int, *, full: bool) -> list[Section]:
     configs = {
         name: write_config(work / f"{file_name(name)}.json", models[name]) for name in models
     }
-    limits = (30.0, 85.0, 140.0, 190.0, 55.0) if gpus else (math.inf,) * 5
+    limits = (25.0, 80.0, 135.0, 190.0, 50.0) if gpus else (math.inf,) * 5
     results = work / "features.jsonl"
     sections = [
         Section(number=1, name="machine", seconds=limits[0], cases=[part(work, "machine")]),
@@ -282,6 +286,8 @@ def all_sections(work: Path, gpus: int, *, full: bool) -> list[Section]:
             seconds=limits[2],
             cases=[verify(name, tiny, work, gpus) for name in LAYOUTS],
             case_seconds=50.0 if gpus else math.inf,
+            least_seconds=30.0,
+            as_many_as_fit=True,
         ),
         Section(
             number=4,
@@ -342,13 +348,12 @@ def verify(name: str, config: Path, work: Path, gpus: int) -> Case:
 
 def why_not(ranks: int, gpus: int) -> str | None:
     """Return why NCCL refuses so many ranks on these GPUs; None if it does not."""
-    if ranks <= gpus or gpus == 0 or not torch.cuda.is_available():
+    if ranks <= gpus or not torch.cuda.is_available():
         return None
-    version = torch.cuda.nccl.version()
-    if version >= OLDEST_NCCL_THAT_SHARES:
+    if ranks <= gpus * ranks_of_a_gpu({**os.environ, **SHARING}):
         return None
-    found, oldest = (".".join(map(str, each)) for each in (version, OLDEST_NCCL_THAT_SHARES))
-    return f"NCCL {found} refuses several ranks on a GPU; {oldest} or newer allows them"
+    version = ".".join(map(str, nccl_version()))
+    return f"NCCL {version} refuses several ranks on a GPU; 2.30 or newer allows them"
 
 
 def full_cases(work: Path, configs: Mapping[str, Path], gpus: int) -> Iterator[Case]:
@@ -365,10 +370,15 @@ def full_cases(work: Path, configs: Mapping[str, Path], gpus: int) -> Iterator[C
             ranks = ["--world-size", str(grid.world_size)]
             command = [*MEGASPEED, kind, "--config", config, *ranks, *arguments[kind]]
             command += ["--turns", "1", "--output", work / file_name(title), "--json", figures]
-            command += ["--set", *degrees(grid), "zero_optimization.stage=1"]
-            command.append(f"train_micro_batch_size_per_gpu={size}")
-            command.append(f"train_batch_size={size * FULL_MICRO_BATCHES * grid.dp}")
-            yield Case(title=title, command=command, figures_file=figures)
+            settings = [*degrees(grid), "zero_optimization.stage=1"]
+            settings.append(f"train_micro_batch_size_per_gpu={size}")
+            settings.append(f"train_batch_size={size * FULL_MICRO_BATCHES * grid.dp}")
+            case = Case(title=title, command=[*command, "--set", *settings], figures_file=figures)
+            try:
+                load_run(config, settings, World(grid.world_size, "--world-size", "cuda"))
+            except ConfigError as error:  # such as 25 heads, which 2 tensor ranks cannot share
+                case.not_run = " ".join(error.problems)
+            yield case
 
 
 def write_config(file: Path, values: JSON) -> Path:
@@ -396,7 +406,14 @@ def run(sections: Sequence[Section], out: Path) -> None:
         log.write_text("")
         print(f"{section.title} ...", flush=True)
         for group in [section.cases] if section.together else [[case] for case in section.cases]:
-            carry_out(group, min(end, time.monotonic() + section.case_seconds), log)
+            if end - time.monotonic() < section.least_seconds:
+                for case in group:
+                    case.not_run = case.not_run or "no time is left"
+            own_end = time.monotonic() + section.case_seconds
+            carry_out(group, min(end, own_end), log)
+            for case in group:
+                if section.as_many_as_fit and case.begun and case.code is None and end < own_end:
+                    case.not_run = "not finished when the time of the section was over"
             for case in group:
                 print(f"    {case.title}: {case.ending}; {case.result}", flush=True)
             write_report(sections, out)
@@ -404,10 +421,6 @@ def run(sections: Sequence[Section], out: Path) -> None:
 
 def carry_out(cases: Sequence[Case], end: float, log: Path) -> None:
     """Run these cases side by side. Those that have not ended at ``end`` are ended then."""
-    left = end - time.monotonic()
-    for case in cases:
-        if case.not_run is None and left < LEAST_SECONDS:
-            case.not_run = f"only {max(0.0, left):.0f} s are left"
     begin = time.monotonic()
     running: list[tuple[Case, subprocess.Popen[bytes], IO[bytes]]] = []
     try:
@@ -424,9 +437,10 @@ def carry_out(cases: Sequence[Case], end: float, log: Path) -> None:
     finally:
         for _, process, _ in running:
             process.terminate()  # a command of megaspeed then ends its ranks
+        last = time.monotonic() + SECONDS_TO_END
         for case, process, output in running:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(SECONDS_TO_END)
+                process.wait(max(0.1, last - time.monotonic()))
             process.kill()
             process.wait()
             with output, log.open("a") as text:
@@ -540,7 +554,7 @@ def details(case: Case) -> Iterator[str]:
     """Yield what a reader needs beside the row of a case."""
     lines = []
     if "kernels" in case.figures:
-        total = sum(ms for _, _, ms in case.figures["kernels"])
+        total = case.figures["ms of all"]
         lines = [
             f"{ms:9.2f} ms {ms / total:6.1%} {calls:6} x  {name[:90]}"
             for name, calls, ms in case.figures["kernels"]

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,7 +48,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.devices import device_by_name
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.process_settings import set_defaults
+from megaspeed.topology.process_settings import nccl_version, set_defaults
 from megaspeed.training.rank_model import set_matmul_precision
 from megaspeed.training.worker import Worker, peak_memory
 
@@ -67,6 +68,8 @@ KERNELS = 25
 
 SECONDS_TO_NAME = 30.0
 """A rank that was killed must be named within this time."""
+
+SECONDS_TO_END = 3.0  # of a run that is ended; fewer than ``gpu_check`` waits
 
 Figures = dict[str, Any]
 
@@ -120,7 +123,7 @@ def versions() -> Figures:
             "capability": torch.cuda.get_device_capability(DEVICE),
             "CUDA": torch.version.cuda,
             "cuDNN": torch.backends.cudnn.version(),
-            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "NCCL": ".".join(map(str, nccl_version())),
         }
         if shutil.which(query[0]):
             found["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.split()
@@ -187,7 +190,7 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
-def kernels_of(work: Callable[[], object], most: int = 1000) -> list[tuple[str, int, float]]:
+def kernels_of(work: Callable[[], object]) -> list[tuple[str, int, float]]:
     """Return the kernels of ``work``: name, calls, ms; those that take longest come first.
 
     On a CPU these are torch's operators.
@@ -201,9 +204,10 @@ def kernels_of(work: Callable[[], object], most: int = 1000) -> list[tuple[str, 
     rows = [
         (each.key, each.count, getattr(each, time_of) / 1e3)
         for each in profiler.key_averages()
-        if str(each.device_type).endswith("CUDA") == ON_GPU
+        # An annotation is a range of kernels, which would count twice.
+        if str(each.device_type).endswith("CUDA") == ON_GPU and not each.is_user_annotation
     ]
-    return sorted(rows, key=lambda row: -row[2])[:most]
+    return sorted(rows, key=lambda row: -row[2])
 
 
 def one_rank(figures: Figures, config: Path | None) -> None:
@@ -255,7 +259,8 @@ def one_rank(figures: Figures, config: Path | None) -> None:
         show(figures)
         if result.skipped:
             raise WrongOutcome(f"the last step was skipped: its loss is {result.loss}")
-        figures["kernels"] = kernels_of(lambda: worker.train_step(load, 1e-4), KERNELS)
+        kernels = kernels_of(lambda: worker.train_step(load, 1e-4))
+    figures |= {"kernels": kernels[:KERNELS], "ms of all": sum(ms for *_, ms in kernels)}
     for name, calls, ms in figures["kernels"]:
         print(f"{ms:10.2f} ms {calls:6} x  {name[:120]}")
 
@@ -289,13 +294,14 @@ def resume(figures: Figures, config: Path | None) -> None:
     """A run that fails resumes from its checkpoint, with the same losses."""
     folder, settings = settings_for("resume", config)
     settings += ["training.save_interval=3"]
-    code, _ = train(settings, fault="raise rank=0 step=6")
+    code, _ = train(settings, "--world-size", "1", fault="raise rank=0 step=6")
     expect(code == 1, f"the run that must fail ended with exit code {code}")
     before = losses(folder)
-    code, _ = train(settings)
+    code, lines = train(settings, "--world-size", "1")
     after = losses(folder)
     figures |= {"losses before": before, "losses after": after}
     expect(code == 0, f"the resumed run ended with exit code {code}")
+    expect(any("resumed at step 4" in line for line in lines), "the run began again at step 1")
     expect(sorted(after) == list(range(1, 7)), f"the steps are {sorted(after)}, not 1 to 6")
     differ = [step for step, loss in before.items() if after[step] != loss]
     expect(not differ, f"the losses of steps {differ} differ after the resumption")
@@ -306,7 +312,8 @@ def memory(figures: Figures, config: Path | None) -> None:
     """A first step that runs out of memory is repeated with smaller micro-batches."""
     _, settings = settings_for("memory", config)
     settings += ["train_micro_batch_size_per_gpu=auto"]
-    code, lines = train(settings, fault="memory rank=0 step=1 work=Backward attempt=0")
+    fault = "memory rank=0 step=1 work=Backward attempt=0"
+    code, lines = train(settings, "--world-size", "1", fault=fault)
     expect(code == 0, f"the run ended with exit code {code}")
     said = [line for line in lines if "start again, with micro-batches of" in line]
     expect(len(said) == 1, "the run has not started again")
@@ -367,6 +374,9 @@ def train(
                 lines.append(line.strip())
         except KeyboardInterrupt:
             process.terminate()  # it ends its ranks
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_END)
+            process.kill()
             raise
     return process.returncode, lines
 

@@ -50,6 +50,8 @@ from megaspeed.tensor_parallel.parallelize import materialize
 _ELEMENTS = "/data/0"
 """The end of the name of an archive's entry with the elements of its only tensor, uncompressed."""
 
+_NO_ARCHIVE = (BadZipFile, NotImplementedError, OverflowError, ValueError, struct.error)
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PARTS_OF_AN_INDEX = {
     (_METADATA, "Metadata"),
@@ -211,8 +213,9 @@ def _find_elements(stream: FileIO, offset: int, length: int) -> tuple[int, int]:
     """Return where the elements of an archive begin in the file, and their number of bytes.
 
     The reader of torch 2.11 does not know the number of bytes. The local header of an entry has 30
-    bytes; the lengths of the two fields that follow it, name and extra, are at byte 26. Raises
-    BadZipFile, ValueError or struct.error if there is no such archive.
+    bytes; the lengths of the two fields that follow it, name and extra, are at byte 26.
+
+    Raises one of ``_NO_ARCHIVE`` if there is no such archive.
     """
     begin = offset - offset % ALLOCATIONGRANULARITY  # a zip archive may have bytes before it
     size = offset + length - begin
@@ -231,7 +234,7 @@ def _read_overlap(
     target = _part(piece.values.detach(), item.dest_offsets, item.lengths)
     try:
         start, found_bytes = _find_elements(stream, offset, length)
-    except (BadZipFile, ValueError, struct.error) as error:
+    except _NO_ARCHIVE as error:
         raise CheckpointError(f"{stream.name} has no tensor at byte {offset:,}") from error
     if found_bytes != sizes.numel() * BYTES_PER_ELEMENT:
         raise CheckpointError(

@@ -25,6 +25,7 @@ from megaspeed.files.json_values import leaves
 from megaspeed.supervision.meeting import software
 from megaspeed.topology.grid import AXES
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.process_settings import nccl_version
 from megaspeed.units import GIB
 
 Result = TypeVar("Result")
@@ -142,7 +143,7 @@ def _versions() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         found["CUDA"] = str(torch.version.cuda)
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["NCCL"] = ".".join(map(str, nccl_version()))
     return found
 
 

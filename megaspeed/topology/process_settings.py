@@ -9,11 +9,13 @@ NCCL's flight recorder writes after a timeout to the file ``comm_lib_trace_rank_
 the rank. ``torchfrtrace`` reads the files of all ranks and names the collective that did not match.
 """
 
+import ctypes
 import ipaddress
 import os
 import resource
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Literal
 
 import psutil
@@ -102,7 +104,19 @@ def ranks_of_a_gpu(environ: Mapping[str, str]) -> int:
     The ranks take turns on the GPU, so this is slow. It is meant for trying a layout.
     """
     allows = environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return _RANKS_OF_A_GPU if allows and torch.cuda.nccl.version() >= _NCCL_THAT_SHARES else 1
+    return _RANKS_OF_A_GPU if allows and nccl_version() >= _NCCL_THAT_SHARES else 1
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that is loaded, such as (2, 30, 3); () if there is none.
+
+    ``torch.cuda.nccl.version`` is the one that torch was built with.
+    """
+    number = ctypes.c_int()
+    with suppress(OSError):
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    major, rest = divmod(number.value, 10_000)
+    return (major, *divmod(rest, 100)) if major else ()
 
 
 def allow_open_files(rank: int, world_size: int) -> None:

@@ -72,7 +72,7 @@ def paper_run(
         "model": GPT2,
         "parallel": {"pipeline": pp, "context": cp, "tensor": tp},
         "data": {"train": ["never read"], "sequence_length": 16},
-        "training": {"steps": 10},
+        "training": {"steps": 10, "compile": False},
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "bf16": {"enabled": True},

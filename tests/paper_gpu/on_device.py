@@ -5,10 +5,10 @@
     for each case:  one rank of a fake world -> two steps -> an evaluation -> the likeliest tokens
     on a GPU also:  torch's FlashAttention within documents and windows, beside a mask
 
-RESULTS gets two lines of JSON for each case: when it begins, and when it has ended. Cases that are
-in the file already are not run. After some CUDA errors, every later CUDA call in the process fails.
-Others end the process. So the cases run in a child process. If it ends early, a new child runs the
-remaining cases.
+RESULTS gets lines of JSON for each case: at the start of all, when it begins, and when it has
+ended. The last line counts. Cases that have begun already are not run. After some CUDA errors,
+every later CUDA call in the process fails. Others end the process. So the cases run in a child
+process. If it ends early, a new child runs the remaining cases.
 """
 
 import json
@@ -25,7 +25,9 @@ from typing import Any, Literal
 
 import torch
 
+from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.micro_batch import NOT_COUNTED
+from megaspeed.supervision.answers import describe
 from megaspeed.supervision.process_end import ended_on_termination
 from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
 from tests.support.tiny import merge
@@ -138,16 +140,26 @@ def train_on_device(changes: dict[str, Any]) -> None:
         assert len(tokens) == micro_batches * run.batch.micro_batch_size
 
 
+def compare_attention() -> None:
+    """Compare torch's FlashAttention within documents and windows with a mask."""
+    from tests.paper_gpu import test_varlen
+
+    device = torch.device(_DEVICE)
+    kernel = [
+        config
+        for config in test_varlen.CONFIGS.values()
+        if attends_without_mask(config, device, torch.bfloat16)
+    ]
+    assert kernel, "no configuration uses the kernel"
+    for config in kernel:
+        test_varlen.test_torchs_own_kernel_agrees_with_the_mask(config)
+
+
 def checks() -> dict[str, Callable[[], None]]:
     """Return what is checked on this machine, by name."""
     found: dict[str, Callable[[], None]] = {}
     if _DEVICE == "cuda":
-        from tests.paper_gpu import test_varlen
-
-        compare = test_varlen.test_torchs_own_kernel_agrees_with_the_mask
-        found = {
-            f"kernel, {name}": partial(compare, each) for name, each in test_varlen.CONFIGS.items()
-        }
+        found["attention within documents"] = compare_attention
     for case, changes in CASES.items():
         if case != "fp16" or _DEVICE == "cuda":
             found[case] = partial(train_on_device, reduce(merge, changes))
@@ -155,17 +167,19 @@ def checks() -> dict[str, Callable[[], None]]:
 
 
 _CHILD = (sys.executable, "-m", "tests.paper_gpu.on_device")
+_NOT_REACHED = "not reached"
 
 
 def main(results: Path, child: Sequence[str] = _CHILD) -> int:
     """Run all checks in children. Return 1 if a check has failed, or if none has run."""
     results.touch()
-    known = -1
+    known, code = -1, -1
     with ended_on_termination():
-        while known < (known := len(read(results))):
+        # A child that adds no line would do so again.
+        while code != 0 and known < (known := len(read(results))):
             with subprocess.Popen([*child, str(results), "child"]) as process:
                 try:
-                    process.wait()
+                    code = process.wait()
                 finally:
                     process.kill()
     problems = {line["case"]: line["problem"] for line in read(results)}
@@ -177,30 +191,34 @@ def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-def run_checks(results: Path) -> None:
-    """Run the checks that have no line in ``results``, as long as the device answers."""
-    done = {line["case"] for line in read(results)}
+def run_checks(results: Path) -> int:
+    """Run the checks that have not begun according to ``results``. Return 0 if none is left."""
+    known, found = read(results), checks()
+    begun = {line["case"] for line in known if line["problem"] != _NOT_REACHED}
     with results.open("a") as lines:
 
-        def note(case: str, problem: str | None, seconds: float) -> None:
+        def note(case: str, problem: str | None, seconds: float = 0.0) -> None:
             line = {"case": case, "problem": problem, "seconds": round(seconds, 2)}
             lines.write(json.dumps(line) + "\n")
             lines.flush()
 
-        for case, check in checks().items():
-            if case in done:
+        for case in found.keys() - {line["case"] for line in known}:
+            note(case, _NOT_REACHED)
+        for case, check in found.items():
+            if case in begun:
                 continue
-            note(case, "the process ended during this case", 0.0)
+            note(case, "the process ended during this case")
             begin, problem = time.perf_counter(), None
             try:
                 check()
             except Exception as error:
                 sys.stderr.write(f"---- {case}\n")
                 traceback.print_exc()
-                problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                problem = f"{type(error).__name__}: {describe(error).splitlines()[0]}"
             note(case, problem, time.perf_counter() - begin)
             if problem is not None and not _device_answers():
-                return
+                return 1
+    return 0
 
 
 def _device_answers() -> bool:
@@ -212,7 +230,5 @@ def _device_answers() -> bool:
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["child"]:
-        run_checks(Path(sys.argv[1]))
-    else:
-        sys.exit(main(Path(sys.argv[1])))
+    function = run_checks if sys.argv[2:] == ["child"] else main
+    sys.exit(function(Path(sys.argv[1])))

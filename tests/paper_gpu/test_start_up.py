@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megaspeed.measurement.local_ranks import too_many_ranks
-from megaspeed.topology import context
+from megaspeed.topology import context, process_settings
 from megaspeed.topology.grid import Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import (
@@ -181,7 +181,7 @@ def test_ranks_share_gpus_if_nccl_lets_them(
 ) -> None:
     gpus: list[torch.device] = []
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", variable)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setattr(process_settings, "nccl_version", lambda: nccl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", gpus.append)
@@ -200,6 +200,28 @@ def test_ranks_share_gpus_if_nccl_lets_them(
         with pytest.raises(TopologyError, match="local rank 3 finds only 2 on this machine"):
             context._prepare_process(grid, launch)
     assert gpus == [torch.device("cuda", 1)] * shares
+
+
+def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(
+    tmp_path: Path,
+) -> None:
+    """torch's own function returns the version that torch was built with. Another library may have
+    been loaded before.
+    """
+    source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+    source.write_text("int ncclGetVersion(int *version) { *version = 23003; return 0; }\n")
+    options = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"]
+    subprocess.run(["cc", *options, source, "-o", library], check=True)
+    code = (
+        "import torch\n"
+        "from megaspeed.topology.process_settings import nccl_version, ranks_of_a_gpu\n"
+        "print(nccl_version(), ranks_of_a_gpu({'NCCL_MULTI_RANK_GPU_ENABLE': '1'}))\n"
+    )
+    variables = {**os.environ, "LD_PRELOAD": str(library)}
+    read = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables
+    )
+    assert read.stdout.strip() == "(2, 30, 3) 16"
 
 
 def test_torch_reads_the_allocators_variable_after_it_is_imported() -> None:
