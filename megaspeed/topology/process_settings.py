@@ -108,15 +108,16 @@ def ranks_of_a_gpu(environ: Mapping[str, str]) -> int:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that is loaded, such as (2, 30, 3); () if there is none.
+    """The version of the NCCL that is loaded, such as (2, 30, 3).
 
-    ``torch.cuda.nccl.version`` is the one that torch was built with.
+    ``torch.cuda.nccl.version`` is the one that torch was built with. It is returned if NCCL is not
+    a library of its own.
     """
     number = ctypes.c_int()
     with suppress(OSError):
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     major, rest = divmod(number.value, 10_000)
-    return (major, *divmod(rest, 100)) if major else ()
+    return (major, *divmod(rest, 100)) if major else tuple(torch.cuda.nccl.version())
 
 
 def allow_open_files(rank: int, world_size: int) -> None:
