@@ -49,7 +49,6 @@ from megaspeed.topology.devices import device_by_name
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import nccl_version, set_defaults
-from megaspeed.training.rank_model import set_matmul_precision
 from megaspeed.training.worker import Worker, peak_memory
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -231,7 +230,6 @@ def one_rank(figures: Figures, config: Path | None) -> None:
             Grid(1, 1, 1), launch, timeout_seconds=300, store=dist.HashStore()
         ) as context,
     ):
-        set_matmul_precision(run.config.training, DEVICE)
         worker = Worker(run, context)
         load = random_batches(run)
         figures["seconds to build"] = seconds_since(begin)
