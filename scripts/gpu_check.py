@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 import torch
@@ -105,6 +105,8 @@ def degrees(grid: Grid) -> list[str]:
 
 
 COMPILE, OFFLOAD = "training.compile=true", 'zero_optimization.offload_optimizer={"device":"cpu"}'
+OFFLOAD_INPUTS = "parallel.activation_checkpointing=full_offloaded"
+FP16 = ("bf16.enabled=false", "fp16.enabled=true", "fp16.loss_scale=1024")  # a dynamic one skips
 LAYOUTS: Mapping[str, tuple[Grid, int, tuple[str, ...]]] = {
     "dp 2": (Grid(1, 2, 1), 3, ()),
     "pp 2": (Grid(2, 1, 1), 1, ()),
@@ -119,14 +121,8 @@ LAYOUTS: Mapping[str, tuple[Grid, int, tuple[str, ...]]] = {
     "documents": (Grid(1, 2, 1), 3, ("data.reset_at_documents=true", f"data.train={DOCUMENTS}")),
     "window": (Grid(2, 1, 1), 2, ("model.sliding_window=64",)),
     "offload": (Grid(1, 2, 1), 2, (OFFLOAD,)),
-    "full_offloaded": (
-        *(Grid(1, 2, 1), 3),
-        ("parallel.activation_checkpointing=full_offloaded",),
-    ),
-    "fp16": (
-        *(Grid(2, 2, 1), 1),
-        ("bf16.enabled=false", "fp16.enabled=true", "fp16.loss_scale=1024"),  # a dynamic one skips
-    ),
+    "full_offloaded": (Grid(1, 2, 1), 3, (OFFLOAD_INPUTS,)),
+    "fp16": (Grid(2, 2, 1), 1, FP16),
 }
 """What section 3 compares with one process, the most useful first: ranks, ZeRO stage, settings."""
 
@@ -152,11 +148,17 @@ class Case:
     command: Command
     figures_file: Path  # the JSON file that the command writes
     lets_ranks_share: bool = False
+    has_tables: bool = False  # whether the report has what it prints
     not_run: str | None = None  # why it does not run; None if it runs
     begun: bool = False
     seconds: float = 0.0
     code: int | None = None  # None if it ran out of time
     output: str = ""
+
+    def of_ranks(self, ranks: int, gpus: int) -> Self:
+        """Return the case, for so many ranks: they share GPUs, or NCCL refuses them."""
+        self.lets_ranks_share, self.not_run = ranks > gpus > 0, why_not(ranks, gpus)
+        return self
 
     @property
     def failed(self) -> bool:
@@ -300,12 +302,14 @@ def all_sections(work: Path, gpus: int, *, full: bool) -> list[Section]:
             number=5,
             name="faults",
             seconds=limits[4],
-            cases=[part(work, name, name, tiny) for name in ("resume", "memory", "killed")],
+            cases=[
+                part(work, "resume", "resume", tiny),
+                part(work, "memory", "memory", tiny),
+                part(work, "killed", "killed", tiny).of_ranks(2, gpus),
+            ],
             together=True,
         ),
     ]
-    killed = sections[-1].cases[-1]
-    killed.lets_ranks_share, killed.not_run = True, why_not(2, gpus)
     if full:
         sections.append(
             Section(
@@ -331,7 +335,7 @@ def verify(name: str, config: Path, work: Path, gpus: int) -> Case:
     """Return the comparison of a layout with one process."""
     grid, zero_stage, settings = LAYOUTS[name]
     figures = work / f"verify-{file_name(name)}.figures.json"
-    return Case(
+    case = Case(
         title=f"{name}, ZeRO-{zero_stage}",
         command=[
             *(*MEGASPEED, "verify", "--config", config, "--world-size", str(grid.world_size)),
@@ -339,11 +343,10 @@ def verify(name: str, config: Path, work: Path, gpus: int) -> Case:
             *("--set", *degrees(grid), f"zero_optimization.stage={zero_stage}", *settings),
         ],
         figures_file=figures,
-        lets_ranks_share=grid.world_size > gpus > 0,
-        not_run=(
-            "fp16 needs a GPU" if name == "fp16" and not gpus else why_not(grid.world_size, gpus)
-        ),
-    )
+    ).of_ranks(grid.world_size, gpus)
+    if name == "fp16" and not gpus:
+        case.not_run = "fp16 needs a GPU"
+    return case
 
 
 def why_not(ranks: int, gpus: int) -> str | None:
@@ -373,7 +376,8 @@ def full_cases(work: Path, configs: Mapping[str, Path], gpus: int) -> Iterator[C
             settings = [*degrees(grid), "zero_optimization.stage=1"]
             settings.append(f"train_micro_batch_size_per_gpu={size}")
             settings.append(f"train_batch_size={size * FULL_MICRO_BATCHES * grid.dp}")
-            case = Case(title=title, command=[*command, "--set", *settings], figures_file=figures)
+            command += ["--set", *settings]
+            case = Case(title=title, command=command, figures_file=figures, has_tables=True)
             try:
                 load_run(config, settings, World(grid.world_size, "--world-size", "cuda"))
             except ConfigError as error:  # such as 25 heads, which 2 tensor ranks cannot share
@@ -559,7 +563,7 @@ def details(case: Case) -> Iterator[str]:
             f"{ms:9.2f} ms {ms / total:6.1%} {calls:6} x  {name[:90]}"
             for name, calls, ms in case.figures["kernels"]
         ]
-    elif case.failed or (case.not_run is None and case.command[3:4] in (["compare"], ["bench"])):
+    elif case.failed or (case.has_tables and case.begun):
         lines = case.output.splitlines()[-LAST_LINES:]
     if lines:
         yield from ("", f"### {case.title}", "", f"    {shell(case)}", "", "```", *lines, "```")

@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -24,17 +23,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-import megaspeed
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
+from megaspeed.doctor.record import versions
 from megaspeed.model import initialization
 from megaspeed.model.documents import Documents
 from megaspeed.model.gpt import GPT
@@ -48,7 +46,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.devices import device_by_name
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.process_settings import nccl_version, set_defaults
+from megaspeed.topology.process_settings import set_defaults
 from megaspeed.training.worker import Worker, peak_memory
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +96,7 @@ def main() -> int:
 
 def machine(figures: Figures, _: Path | None) -> None:
     """Versions, the kernels that torch chooses for attention, and the rate of a large product."""
-    figures.update(versions())
+    figures.update(describe_machine())
     show(figures)
     figures["attention"] = {name: attention_kernels(*each) for name, each in ATTENTION.items()}
     show(figures["attention"])
@@ -106,12 +104,9 @@ def machine(figures: Figures, _: Path | None) -> None:
     print(figures["result"])
 
 
-def versions() -> Figures:
+def describe_machine() -> Figures:
     found: Figures = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "megaspeed": megaspeed.__version__,
+        **versions(),
         "processors": os.cpu_count(),
         "GPUs": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
     }
@@ -120,9 +115,7 @@ def versions() -> Figures:
         found |= {
             "memory": torch.cuda.get_device_properties(DEVICE).total_memory,
             "capability": torch.cuda.get_device_capability(DEVICE),
-            "CUDA": torch.version.cuda,
             "cuDNN": torch.backends.cudnn.version(),
-            "NCCL": ".".join(map(str, nccl_version())),
         }
         if shutil.which(query[0]):
             found["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.split()

@@ -85,7 +85,7 @@ def take_record(
         world_size=launch.world_size,
         host=socket.gethostname(),
         device=torch.cuda.get_device_name() if on_gpu else "cpu",
-        versions=_versions(),
+        versions=versions(),
     )
     if (problem := _device_problem()) is not None:
         record.problems["device"] = problem
@@ -135,7 +135,8 @@ def call_with_timeout(seconds: float, function: Callable[[], Result]) -> Result:
     return future.result(timeout=seconds)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the version of each library that can change a result or a time."""
     found = {
         "python": platform.python_version(),
         **software(),

@@ -38,7 +38,10 @@ from tests.support.tiny import merge
 
 CPU = torch.device("cpu")
 _ARRIVING = (
-    *("recv_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_base_"),
+    "recv_",
+    "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_",
+    "alltoall_base_",
 )
 """Operators whose first argument is what the rank receives."""
 
