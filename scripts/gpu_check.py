@@ -41,6 +41,7 @@ import megaspeed
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
+from megaspeed.files.paths import folder_problem
 from megaspeed.supervision.process_end import ended_on_termination
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.process_settings import nccl_version, ranks_of_a_gpu
@@ -258,6 +259,9 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if not options.full and {*options.sections} == {6}:
         parser.error("section 6 needs --full")
+    problem = folder_problem("--out", options.out)
+    if problem is not None:
+        parser.error(problem)
     return options
 
 

@@ -81,6 +81,8 @@ def main() -> int:
     parser.add_argument("figures", type=Path)
     parser.add_argument("--config", type=Path)
     options = parser.parse_args()
+    if options.part != "machine" and options.config is None:
+        parser.error(f"{options.part} needs --config")
     figures: Figures = {}
     set_defaults()  # before CUDA is initialised
     try:
