@@ -11,7 +11,7 @@ import torch
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.verify import ParallelRun, train_rank
-from megaspeed.measurement.watched_step import RankMeasurement, measure
+from megaspeed.measurement.watched_step import RankMeasurement
 from megaspeed.model.documents import places_in
 from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 from megaspeed.model.sequence_part import SequencePart
@@ -238,25 +238,21 @@ def test_features_of_families_together(
 # --- what a rank sends and holds ------------------------------------------------------------------
 
 
-def one_measured_step(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
-) -> RankMeasurement:
+def measured_steps(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> RankMeasurement:
     with one_rank(launch, run, corpus) as rank:
 
-        def first(micro_batch: int) -> MicroBatch:
-            batch = rank.loader.micro_batch(0, micro_batch)
-            if run.grid.pp > 1:  # messages have one shape
+        def load(step: int, index: int) -> MicroBatch:
+            batch = rank.loader.micro_batch(step * run.batch.train_batch_size, index)
+            if step > 0 or run.grid.pp > 1:  # messages have one shape
                 return batch
             return replace(batch, tokens=batch.tokens[:, :64], targets=batch.targets[:, :64])
 
-        rank.worker.train_step(first, LEARNING_RATE)  # makes the states of the optimizer
-        load = partial(rank.loader.micro_batch, run.batch.train_batch_size)
-        return measure(rank.worker, load, LEARNING_RATE)[1]
+        return rank.measured_steps(load)
 
 
 def measured(pool: RankPool, folder: Path, **changes: Any) -> tuple[Run, list[RankMeasurement]]:
     run = tiny_run(TEXT, **changes)
-    return run, pool.run(run.grid.world_size, one_measured_step, run, tiny_corpus(run, folder))
+    return run, pool.run(run.grid.world_size, measured_steps, run, tiny_corpus(run, folder))
 
 
 ON_ALL_AXES = {"pp": 2, "cp": 2, "tp": 2}

@@ -5,7 +5,6 @@ shard     0 1 0 1       neighbours hold one complete set of partitions
 replica   0 0 1 1       they sum the same partition once a step
 """
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.watched_step import RankMeasurement, measure
+from megaspeed.measurement.watched_step import RankMeasurement
 from megaspeed.planning.costs.rank_parameters import local_parameters, own_elements
 from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import by_axis, predict_traffic
@@ -22,7 +21,7 @@ from tests.parallel.covering import HYBRID, Row, pairs_of, possible_pairs, rows_
 from tests.parallel.references import FEW_STEPS, TEXT, References, train_and_compare
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, merge, tiny_corpus, tiny_run
-from tests.zero.one_rank import LEARNING_RATE, one_rank
+from tests.zero.one_rank import one_rank
 
 ROWS = rows_of(HYBRID)
 INT8 = {"parallel": {"gradient_compression": {"type": "int8"}}}
@@ -75,13 +74,9 @@ def test_shards_and_replicas_equal_one_process(
 # --- what a rank sends and holds ------------------------------------------------------------------
 
 
-def one_measured_step(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
-) -> RankMeasurement:
+def measured_steps(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> RankMeasurement:
     with one_rank(launch, run, corpus) as rank:
-        rank.train_step(0)
-        load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
-        return measure(rank.worker, load, LEARNING_RATE)[1]
+        return rank.measured_steps()
 
 
 @pytest.mark.parametrize(("zero_stage", "micro_batches"), [(1, 4), (2, 1), (3, 1), (3, 4)])
@@ -101,7 +96,7 @@ def test_replicas_send_their_partition_once_a_step(
     alone = tiny_run(TEXT, dp=2, train_batch_size=8, **shape)
     assert hybrid.batch.micro_batch_size == alone.batch.micro_batch_size
     sent, of_shards = (
-        [by_axis(rank.traffic) for rank in pool.run(run.grid.dp, one_measured_step, run, corpus)]
+        [by_axis(rank.traffic) for rank in pool.run(run.grid.dp, measured_steps, run, corpus)]
         for run in (hybrid, alone)
         for corpus in [tiny_corpus(run, tmp_path)]
     )
@@ -138,7 +133,7 @@ def test_traffic_and_memory_are_the_predicted_ones(
             changes,
         ),
     )
-    ranks = pool.run(4, one_measured_step, run, tiny_corpus(run, tmp_path))
+    ranks = pool.run(4, measured_steps, run, tiny_corpus(run, tmp_path))
     predicted = StageMemory(run, 0, device_type="cpu")
     assert ranks[0].traffic == predict_traffic(run, 0, "cpu")
     for rank in ranks:

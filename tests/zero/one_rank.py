@@ -1,7 +1,7 @@
 """One rank of a tiny run, which a job of the rank pool steps by hand."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,8 @@ from torch import Tensor
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import LoaderShape, TrainingLoader
+from megaspeed.measurement.watched_step import RankMeasurement, measure
+from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.rank_model import context_axis
@@ -52,6 +54,26 @@ class OneRank:
         samples_consumed = step * self.worker.run.batch.train_batch_size
         load = functools.partial(self.loader.micro_batch, samples_consumed)
         return self.worker.train_step(load, rate)
+
+    def measured_steps(
+        self, load: Callable[[int, int], MicroBatch] | None = None
+    ) -> RankMeasurement:
+        """Train one step, which creates the optimizer's states, and two that are measured. Return
+        the one with the smaller peak.
+
+        A thread of gloo may hold a message for a moment after it has arrived, so a peak can be one
+        message too high.
+
+        Args:
+            load: (step, micro-batch) -> the samples, if they are not those of the run.
+        """
+        size = self.worker.run.batch.train_batch_size
+        load = load or (lambda step, index: self.loader.micro_batch(step * size, index))
+        self.worker.train_step(functools.partial(load, 0), LEARNING_RATE)
+        measured = [
+            measure(self.worker, functools.partial(load, step), LEARNING_RATE)[1] for step in (1, 2)
+        ]
+        return min(measured, key=lambda step: step.peak.total)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights with which the rank computes, by full parameter name."""

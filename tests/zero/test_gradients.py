@@ -1,7 +1,6 @@
 """Gradients are exact for any accumulation and reduction, and exist once in memory."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from pathlib import Path
@@ -13,13 +12,12 @@ from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.watched_step import measure
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero.buckets import Bucket, Reducer
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import tiny_corpus
-from tests.zero.one_rank import LEARNING_RATE, OFFLOAD, one_rank, small_run
+from tests.zero.one_rank import OFFLOAD, one_rank, small_run
 from tests.zero.test_workarounds import BF16_IN_FP32, are_equal, first_step, reference_of
 
 
@@ -205,11 +203,8 @@ def most_gradient_bytes_per_element(
 ) -> float:
     """Return the step's highest number of gradient bytes, divided by the elements of the model."""
     with one_rank(launch, run, corpus) as rank:
-        rank.train_step(0)
-        load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
-        _, measured = measure(rank.worker, load, LEARNING_RATE)
         elements = sum(p.numel() for p in rank.engine.module.parameters())
-        return measured.peak.gradients / elements
+        return rank.measured_steps().peak.gradients / elements
 
 
 @pytest.mark.parametrize("precision", [{}, BF16_IN_FP32])

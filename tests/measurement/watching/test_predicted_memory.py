@@ -3,7 +3,6 @@
 States agree within 2 %, and the peak of a step within 10 %.
 """
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ import pytest
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.watched_step import RankMeasurement, measure
+from megaspeed.measurement.watched_step import RankMeasurement
 from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import LLAMA, merge, tiny_corpus, tiny_run
-from tests.zero.one_rank import LEARNING_RATE, one_rank
+from tests.zero.one_rank import one_rank
 
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 1003}
 LONG = {"model": {**WIDE, "max_position_embeddings": 64}, "data": {"sequence_length": 64}}
@@ -66,19 +65,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def one_measured_step(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
-) -> RankMeasurement:
-    """Train a first step, which creates the optimizer's states, and measure a second step."""
+def measured_steps(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> RankMeasurement:
     with one_rank(launch, run, corpus) as rank:
-        rank.train_step(0)
-        load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
-        return measure(rank.worker, load, LEARNING_RATE)[1]
+        return rank.measured_steps()
 
 
 def measured_by_stage(pool: RankPool, run: Run, cache: Path) -> list[list[RankMeasurement]]:
     """Return the measurements of the ranks of each pipeline stage."""
-    ranks = pool.run(run.grid.world_size, one_measured_step, run, tiny_corpus(run, cache))
+    ranks = pool.run(run.grid.world_size, measured_steps, run, tiny_corpus(run, cache))
     return [[m for m in ranks if m.pipeline_stage == stage] for stage in range(run.grid.pp)]
 
 
