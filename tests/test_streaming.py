@@ -64,6 +64,10 @@ def losses(job: Job) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
+def saved_steps(job: Job) -> list[int]:
+    return [int(path.name[-8:]) for path in (job.run_dir / "checkpoints").glob("step-*")]
+
+
 def test_training_begins_before_the_stream_has_ended_and_waits_longer_than_a_hang(
     tmp_path: Path, hub: Hub, tokenizer: Path
 ) -> None:
@@ -95,15 +99,43 @@ def test_no_process_is_left_if_the_rank_that_started_it_was_killed(
     assert has_ended(process.pid)
 
 
-def test_a_stream_that_is_too_short_ends_the_run_with_its_number_of_tokens(
+@pytest.mark.parametrize("defect", ["too short", "broken line"])
+def test_a_stream_that_ends_early_is_trained_on_and_saved_up_to_there(
+    tmp_path: Path, hub: Hub, tokenizer: Path, defect: str
+) -> None:
+    """The reason is the last line. The same command ends in the same way again."""
+    tokens, reason = 60_000, 'has 32,340 of 60,000; write "tokens": 32340'
+    if defect == "broken line":
+        path = tmp_path / "hub" / "data" / "train-1.jsonl"
+        lines = path.read_bytes().splitlines()
+        path.write_bytes(b"\n".join([*lines[:300], b'{"text": "', *lines[301:]]))
+        tokens, reason = TOKENS, "state a revision that can be read, or fewer tokens"
+    launcher: Launcher = "megaspeed" if defect == "too short" else "forked"
+    for _ in range(2):
+        job = started(tmp_path / "run", hub, tokenizer, launcher=launcher, tokens=tokens)
+        ended = job.ended()
+        assert ended.code == 2, ended.err
+        last = ended.out.strip().splitlines()[-1]
+        assert last.startswith("training stopped:") and last.endswith(reason), ended.out
+        assert "Traceback" not in ended.err and "no progress" not in ended.err
+        complete = len([*tmp_path.glob("run/cache/streams/*/*.json")])
+        steps = complete * ((-(-tokens // 64) - 1) // 16) // 12
+        assert len(losses(job)) == steps > 24
+        assert saved_steps(job) == [steps]
+
+
+def test_a_signal_ends_a_run_that_waits_for_tokens(
     tmp_path: Path, hub: Hub, tokenizer: Path
 ) -> None:
-    job = started(tmp_path / "short", hub, tokenizer, launcher="megaspeed", tokens=10**6)
+    hub.held.add("train-1.jsonl")
+    job = started(tmp_path / "waits", hub, tokenizer)
+    job.wait_until_training()
+    job.wait_until_said("waiting for tokens: shard 3")  # one of the second file
+    for process in job.processes():
+        process.send_signal(signal.SIGTERM)
     ended = job.ended()
-    assert ended.code in (1, 2)  # 2 if a rank itself waited for the shard that cannot be made
-    assert ended.err.count('of 1,000,000; write "tokens": ') >= 1, ended.err
-    assert "the process that tokenizes us/words must run" in ended.err
-    assert "no progress" not in ended.err
+    assert ended.code == 0, ended.err
+    assert saved_steps(job) == [len(losses(job))]
 
 
 def test_a_run_whose_tokenizing_process_was_killed_gives_the_same_losses_when_started_again(

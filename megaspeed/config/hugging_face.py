@@ -188,7 +188,8 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
     if _INTERVAL in family.keys:
         # transformers requires a number for the interval, but only uses the list.
         keys[_INTERVAL] = interval = model.no_rope_layer_interval or 0
-        keys["no_rope_layers"] = _rotations(model.num_hidden_layers, interval)
+        blocks = range(1, model.num_hidden_layers + 1)
+        keys["no_rope_layers"] = [_rotates(block, interval) for block in blocks]
     if model.positions == "rotary":
         scaling = model.rope_scaling
         keys.setdefault("rope_theta", model.rope_theta)
@@ -213,23 +214,35 @@ def _written(model: ModelConfig, field: str, key: Key) -> Any:
     return next((theirs for theirs, ours in key.values.items() if ours == value), key.default)
 
 
-def _rotations(layers: int, interval: int | None) -> list[int]:
-    """Return 1 for each block whose queries and keys are rotated, and 0 for the others."""
-    return [int(not interval or block % interval != 0) for block in range(1, layers + 1)]
+def _rotates(block: int, interval: int | None) -> int:
+    """Return 1 if the queries and keys of a block, counted from 1, are rotated; 0 if not."""
+    return int(not interval or block % interval != 0)
 
 
 def _other_rotations(keys: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem if the list of blocks without rotation does not match the interval."""
+    """Yield a problem if the list of blocks without rotation does not match the interval.
+
+    Only the blocks of the list are looked at, because the number of layers is not checked yet.
+    """
     interval, layers = fields[_INTERVAL], fields["num_hidden_layers"]
     listed = keys.get("no_rope_layers")
     if listed is None or not isinstance(interval, int | None) or not isinstance(layers, int):
         return
-    expected = _rotations(layers, interval)
-    if not isinstance(listed, list) or listed[:layers] != expected:
-        yield (
-            f"no_rope_layers must be {json.dumps(expected)}, with a 0 for each multiple of "
-            f"{_INTERVAL} {interval or 0}, but it is {describe_value(listed)}"
-        )
+    if not isinstance(listed, list):
+        found = f"it is {describe_value(listed)}"
+    elif len(listed) < layers:
+        found = f"it has {len(listed)} numbers"
+    else:
+        own = enumerate(listed[: max(layers, 0)], start=1)
+        differing = ((block, n) for block, n in own if n != _rotates(block, interval))
+        block, number = next(differing, (0, None))
+        if not block:
+            return
+        found = f"that of block {block} is {describe_value(number)}"
+    yield (
+        f"no_rope_layers must have a number for each of {layers} blocks, 0 at the multiples of "
+        f"{_INTERVAL} {interval or 0} and 1 elsewhere, but {found}"
+    )
 
 
 def _config_file(place: str) -> Path:

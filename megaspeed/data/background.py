@@ -3,51 +3,64 @@
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
 from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
-from threading import Event, Thread
+from multiprocessing.connection import Connection
+from typing import Self
 
-from megaspeed.data.errors import DataError
+from megaspeed.data.errors import DataError, StreamEnded, StreamInterrupted
 from megaspeed.data.token_stream import TokenStream
-from megaspeed.supervision.process_end import STOP_SIGNALS, end_with_starter
+from megaspeed.supervision.answers import RankFailed, describe
+from megaspeed.supervision.process_end import EXIT_FAILED, STOP_SIGNALS, end_with_starter
 
 
-@contextmanager
-def tokenized_meanwhile(
-    streams: Iterable[TokenStream], on_failure: Callable[[str], None]
-) -> Iterator[None]:
-    """Make the shards of each stream in another process, until the block or this process ends.
+class Tokenization:
+    """Makes the shards of each stream in another process, until the block or this process ends."""
 
-    If a stream cannot be tokenized, its process prints the reason and ends. If it ends early for
-    any reason, ``on_failure`` is called from another thread.
-    """
-    closing = Event()
+    def __init__(self, streams: Sequence[TokenStream]) -> None:
+        self._streams = streams
+        self._failure: Exception | None = None
 
-    def watch(process: BaseProcess, stream: TokenStream) -> None:
-        process.join()
-        if process.exitcode and not closing.is_set():
-            on_failure(
-                f"the process that tokenizes {stream.source} must run until it is done, but ended "
-                f"with exit code {process.exitcode} (unless it was killed, it printed the reason); "
-                "start again: complete shards are kept"
-            )
+    def __enter__(self) -> Self:
+        spawn = get_context("spawn")
+        pipes = [spawn.Pipe(duplex=False) for _ in self._streams]
+        self._errors = [receiving for receiving, _ in pipes]
+        self._processes = [
+            spawn.Process(target=_make_all, args=(stream, sending))
+            for stream, (_, sending) in zip(self._streams, pipes, strict=True)
+        ]
+        for process, (_, sending) in zip(self._processes, pipes, strict=True):
+            process.start()
+            sending.close()  # so that the end of the process closes the pipe
+        return self
 
-    processes: list[BaseProcess] = []
-    try:
-        for stream in streams:
-            processes.append(get_context("spawn").Process(target=_make_all, args=(stream,)))
-            processes[-1].start()
-            Thread(target=watch, args=(processes[-1], stream), daemon=True).start()
-        yield
-    finally:
-        closing.set()
-        for process in processes:
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
             process.kill()
 
+    def failure(self) -> Exception | None:
+        """Return why a stream gets no more shards; None if all get them, or are complete.
 
-def _make_all(stream: TokenStream) -> None:
+        It is a StreamEnded if the data, or what the run states about them, must be changed. After
+        a RankFailed, the same command may succeed.
+        """
+        all_of_each = zip(self._streams, self._processes, self._errors, strict=True)
+        for stream, process, errors in all_of_each if self._failure is None else ():
+            if not process.exitcode:  # it runs, or has made all shards
+                continue
+            try:
+                self._failure = errors.recv()
+            except EOFError:
+                how = f"ended with exit code {process.exitcode}"
+                self._failure = RankFailed(
+                    f"the process that tokenizes {stream.source} must run until it is done, but "
+                    f"{how}; start again: complete shards are kept"
+                )
+        return self._failure
+
+
+def _make_all(stream: TokenStream, errors: Connection) -> None:
     for number in STOP_SIGNALS:  # a rank that saves after a signal may need a shard
         signal.signal(number, signal.SIG_IGN)
     end_with_starter()
@@ -55,4 +68,8 @@ def _make_all(stream: TokenStream) -> None:
     try:
         stream.make(wait_seconds=math.inf)
     except (DataError, OSError) as error:
-        raise SystemExit(str(error)) from error  # prints it
+        reason = describe(error)
+        is_lasting = isinstance(error, DataError) and not isinstance(error, StreamInterrupted)
+        errors.send(StreamEnded(reason) if is_lasting else RankFailed(reason))
+        sys.stderr.write(f"{reason}\nThe run trains on the shards that are complete, and saves.\n")
+        sys.exit(EXIT_FAILED)

@@ -27,6 +27,14 @@ class DataError(ValueError):
         return "\n".join(shortened(numbers, MOST_LISTED))
 
 
+class StreamInterrupted(DataError):
+    """A stream cannot be read now. The same command may succeed later."""
+
+
+class StreamEnded(DataError):
+    """A stream gets no more shards, because of its data. All ranks raise this together."""
+
+
 def raise_any(problems: Iterable[str | None]) -> None:
     """Raise DataError if there is a problem; None means no problem."""
     found = [problem for problem in problems if problem is not None]

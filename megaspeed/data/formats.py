@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaspeed.data.errors import DataError
+from megaspeed.data.errors import DataError, StreamInterrupted
 from megaspeed.data.pieces import (
     COPY_AGAIN,
     CORRECT_IT,
@@ -355,7 +355,8 @@ class NamedDataset(TextFormat):
         """Yield batches of the rows of a stream: (the place of the first row, pieces of all rows).
 
         Begin at ``place``, which an earlier call has yielded. If it is empty, begin at row 0.
-        Raises DataError if a record is bad, or the stream cannot be read.
+        Raises DataError if a record is bad, or the stream cannot be read; StreamInterrupted if it
+        may be readable later.
         """
         dataset = self._ask(path, "load_dataset", split=self.split, streaming=True)
         row, column = place.get("row", 0), self.text_field
@@ -372,10 +373,15 @@ class NamedDataset(TextFormat):
         except DataError:
             raise
         except Exception as error:  # of datasets, the hub's client, the network
-            raise DataError(
+            problem = (
                 f"a stream must be readable to its end, but {path}{self.part()} cannot be read "
-                f"after row {row:,} ({error}); start again: complete shards are kept"
-            ) from error
+                f"after row {row:,} ({error})"
+            )
+            if isinstance(error, ValueError):  # also pyarrow's, of a damaged file
+                mend = "state a revision that can be read, or fewer tokens"
+                raise DataError(f"{problem}; {mend}") from error
+            mend = "start again: complete shards are kept"
+            raise StreamInterrupted(f"{problem}; {mend}") from error
 
     def state(self, path: Path) -> FileState:
         """Return what identifies the dataset's files: names, sizes, times or the hub's hashes."""

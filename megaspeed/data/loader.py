@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.mixture import Mixture
 from megaspeed.data.sampler import Rows, TrainingOrder, ValidationOrder
-from megaspeed.data.token_file import TokenFile
+from megaspeed.data.token_stream import StreamShard
 from megaspeed.model.documents import Documents, take
 from megaspeed.model.micro_batch import NOT_COUNTED, PADDING_SAMPLE, MicroBatch
 from megaspeed.model.sequence_part import WHOLE, SequencePart
@@ -186,17 +186,18 @@ class TrainingLoader:
         if self._device.type == "cuda":
             self._ahead = OneAhead(self._read_pinned, self._following, self._device)
 
-    def missing(self, samples_consumed: int) -> set[TokenFile]:
-        """Return the shards of streams that a step needs and that do not exist.
-
-        They are those of all ranks, so no rank waits in a collective for one without its shard.
-        """
+    def shards(self, samples_consumed: int) -> set[StreamShard]:
+        """Return the shards of streams that a step needs, on any rank."""
         if not any(self._order.in_order):
             return set()
         samples = range(samples_consumed, samples_consumed + self._shape.train_batch_size)
         numbers = set(map(self._order.file_of, samples))
         files = (self._components[component].files[file] for component, file in numbers)
-        return {file for file in files if file.is_missing}
+        return {file for file in files if isinstance(file, StreamShard)}
+
+    def missing(self, samples_consumed: int) -> set[StreamShard]:
+        """Return the shards that a step needs, on any rank, and that do not exist here."""
+        return {shard for shard in self.shards(samples_consumed) if shard.is_missing}
 
     def micro_batch(self, samples_consumed: int, micro_batch: int) -> MicroBatch:
         """Read a micro-batch of the step that starts after ``samples_consumed`` samples."""

@@ -71,9 +71,7 @@ class TokenStream:
 
     def arrive(self, shard: int) -> str:
         """Return the sha256 of a shard. If the shard is missing or damaged, wait or make it."""
-        if self.reports_waits and self.is_missing(shard):
-            which = f"shard {shard + 1} of {len(self.spans)} of {self.source}"
-            sys.stderr.write(f"waiting for tokens: {which} is not complete yet\n")
+        self.report_wait(shard)
         while self.is_missing(shard):
             try:
                 self.make(shard + 1)
@@ -84,6 +82,12 @@ class TokenStream:
             self.path(shard).unlink(missing_ok=True)
             return self.arrive(shard)
         return found
+
+    def report_wait(self, shard: int) -> None:
+        """Report that this process waits for a shard, if it is missing."""
+        if self.reports_waits and self.is_missing(shard):
+            which = f"shard {shard + 1} of {len(self.spans)} of {self.source}"
+            sys.stderr.write(f"waiting for tokens: {which} is not complete yet\n")
 
     def make(self, stop: int | None = None, wait_seconds: float = 0.0) -> None:
         """Make the missing shards before number ``stop``; all if it is omitted.
@@ -142,6 +146,9 @@ class StreamShard(TokenFile):
     @property
     def is_missing(self) -> bool:
         return self.stream.is_missing(self.number)
+
+    def report_wait(self) -> None:
+        self.stream.report_wait(self.number)
 
     def map(self) -> NDArray[np.integer]:
         """Return the ids. If the shard is missing, wait for it, or make it."""

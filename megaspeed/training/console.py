@@ -3,7 +3,6 @@
 The line of a step ends with the time since the first step began and the time that is left.
 """
 
-import signal
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -337,10 +336,10 @@ class ConsoleObserver(Observer):
             shown = line.encode(self.console.encoding, "backslashreplace")
             self._print(escape(shown.decode(self.console.encoding)))
 
-    def stopping(self, stopped_by: signal.Signals, step: int) -> None:
+    def stopping(self, stopped_by: str, step: int) -> None:
         """Print why the run ends early."""
         steps = self.run.steps
-        self._print(f"step {step:>6}  stopped by {stopped_by.name} after {step} of {steps} steps")
+        self._print(f"step {step:>6}  stopped by {stopped_by} after {step} of {steps} steps")
 
     def saving(self) -> None:
         """Check the run folder, as before each record."""

@@ -8,7 +8,6 @@ Earlier files in the run folder are moved only after the checkpoint, if any, has
 
 import dataclasses
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,18 +24,18 @@ from rich.text import Text
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import NOT_STATED, Progress
 from megaspeed.config.resolve import Run
-from megaspeed.data.background import tokenized_meanwhile
+from megaspeed.data.background import Tokenization
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.data.errors import StreamEnded
 from megaspeed.planning.micro_batch import Choice, choose_micro_batch
 from megaspeed.supervision.answers import RankFailed, broadcast, gather
-from megaspeed.supervision.failure import RankLog, write_error_file
+from megaspeed.supervision.failure import RankLog
 from megaspeed.supervision.meeting import Meeting, RanksDisagree
 from megaspeed.supervision.process_end import StopSignal
 from megaspeed.supervision.watch import Watch
 from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.devices import Device, device_by_name
-from megaspeed.topology.store import print_error
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.compilation import CannotCompile
 from megaspeed.training.console import (
@@ -71,7 +70,7 @@ from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, Trai
 from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import ZeroEngine
 
-STOPPED = (RanksDisagree, CannotCompile, TrainingDiverged, ReplicasDiffer)
+STOPPED = (RanksDisagree, CannotCompile, TrainingDiverged, ReplicasDiffer, StreamEnded)
 """Exceptions that all ranks raise, with a message for the user."""
 
 EXPECTED = (*STOPPED, RankFailed, RunFolderLost, OSError)
@@ -154,6 +153,7 @@ class Job:
     explain_memory: ExplainMemory | None = None  # called if memory runs out
     log: RankLog = field(init=False)  # this rank's log file
     watch: Watch = field(init=False)  # watches the other ranks
+    tokenization: Tokenization = field(init=False)  # of streams, while this rank trains
     choice: Choice | None = None  # of the micro-batch, if its size is "auto"
 
     def __post_init__(self) -> None:
@@ -196,20 +196,23 @@ class Job:
                 store=self.meeting.store,
                 activity=self.activity,
             )
-        streams = corpus.streams if self.meeting.launch.local_rank == 0 else ()
-        tokenized = tokenized_meanwhile(streams, self._tokenization_failed)
-        with context, self.watch.failures.reported(expected=EXPECTED), tokenized:
+        kind = context.device.type
+        streams = [*corpus.streams] if self.meeting.launch.local_rank == 0 else []
+        with (
+            context,
+            self.watch.failures.reported(expected=EXPECTED),
+            Tokenization(streams) as self.tokenization,
+        ):
             summary = self._train_in(context, corpus)
+            if summary is not None and summary.failure is not None:
+                with during("the loss curve", timeouts=math.inf):
+                    # The others wait for rank 0, because launchers end all ranks if one fails.
+                    broadcast(context.checkpoint_group, lambda: self._print_summary(summary, kind))
+                raise summary.failure
         if summary is not None and context.rank == 0:
             with during("the loss curve", timeouts=math.inf):
-                self._print_summary(summary, context.device.type)
+                self._print_summary(summary, kind)
         return summary
-
-    def _tokenization_failed(self, why: str) -> None:
-        """Report it from another thread. Ranks may wait for tokens, so the watch ends them."""
-        if self.watch.failures.claim():
-            print_error(why)
-            write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), why)
 
     def _train_in(self, context: ParallelContext, corpus: PreparedCorpus) -> TrainingSummary | None:
         restarts = Restarts(self.meeting)
@@ -321,9 +324,14 @@ class Job:
         checkpointing: Checkpointing,
         check_folder: Callable[[], object],
     ) -> TrainingSummary:
-        run, stop = self.run, self.stop
+        run = self.run
+
+        def make_trainer(observer: Observer) -> Trainer:
+            failed = self.tokenization.failure
+            return Trainer(worker, corpus, checkpointing, self.stop, observer, failed)
+
         if worker.context.rank != 0:
-            return Trainer(worker, corpus, checkpointing, stop, Observer()).train(begin)
+            return make_trainer(Observer()).train(begin)
         crowded = crowding(worker.context.device.type, self.meeting.launch.local_world_size)
         with (
             Reporting(run, begin.step, partial(print_warning, self.console)) as reporting,
@@ -334,7 +342,7 @@ class Job:
             observer = ConsoleObserver(
                 run, self.console, records, parts.write, begin, crowded, check_folder
             )
-            return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
+            return make_trainer(observer).train(begin)
 
     def _print_summary(self, summary: TrainingSummary, device_type: str) -> None:
         """Draw the loss curve, and print the last figures."""

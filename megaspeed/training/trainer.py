@@ -2,7 +2,7 @@
 
     for each step:  learning rate(steps taken), micro-batches(samples) -> worker -> metrics
                     at intervals and at the end: validation, samples
-                    at intervals, at the end, after a stop signal: checkpoint
+                    at intervals, at the end, before an early stop: checkpoint
 
 Every rank runs the same loop. The worker returns the same loss, gradient norm and stop signal on
 every rank, so all ranks make the same decisions. Rank 0's observer reports.
@@ -12,8 +12,9 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from megaspeed.checkpoint.run_state import Progress
@@ -35,7 +36,7 @@ from megaspeed.training.metrics import (
 from megaspeed.training.profile import Profile
 from megaspeed.training.replicas import Replicas
 from megaspeed.training.samples import read_prompts, write_samples
-from megaspeed.training.worker import StepInputs, StepResult, Worker
+from megaspeed.training.worker import StepInputs, StepResult, StopReason, Worker
 
 _MOST_RANKS_NAMED = 4
 _MOST_SAMPLES_NAMED = 16
@@ -66,8 +67,8 @@ class Observer:
     def sampled(self, metrics: SampleMetrics) -> None:
         """Called after the model has continued ``training.sample_prompts``."""
 
-    def stopping(self, stopped_by: signal.Signals, step: int) -> None:
-        """Called if the run stops early, after this step."""
+    def stopping(self, stopped_by: str, step: int) -> None:
+        """Called if the run stops early, after this step: by a signal, or without more tokens."""
 
     def saving(self) -> None:
         """Called before each save. An exception ends the run."""
@@ -87,12 +88,16 @@ class TrainingSummary:
     tokens: int  # predicted tokens since this start
     seconds: float  # training time since this start
     last_save: SaveReport  # the report of the last save
+    failure: Exception | None = None  # why a stream has no tokens for the next step
     # rank 0's: where the time of the profiled steps went; None if this start has profiled none
     profile: str | None = None
 
 
 class Trainer:
-    """Trains a run to its last step, or until a stop signal."""
+    """Trains a run to its last step, or until a stop signal or the end of the tokens.
+
+    ``tokens_failed`` returns why a stream gets no more shards; None if it gets them.
+    """
 
     def __init__(
         self,
@@ -101,12 +106,14 @@ class Trainer:
         checkpointing: Checkpointing,
         stop: StopSignal,
         observer: Observer,
+        tokens_failed: Callable[[], Exception | None] = lambda: None,
     ) -> None:
         run, context = worker.run, worker.context
         self._run = run
         self._checkpointing = checkpointing
         self._stop = stop
         self._observer = observer
+        self._tokens_failed = tokens_failed
         self.worker = worker
         self._inputs = StepInputs(run, corpus, context)
         self._validation = ValidationLoader(
@@ -129,35 +136,40 @@ class Trainer:
         Raises:
             TrainingDiverged: too many steps in a row were skipped. The run saves nothing.
             ReplicasDiffer: copies that must be equal differ. The run saves nothing.
+            StreamEnded, RankFailed: a stream has no tokens for the first step. If it has none for
+                a later step, the run saves, and the summary has the error.
         """
         config, activity = self._run.config.training, self.worker.context.activity
         assert begin.step < self._run.steps, "nothing is left to train"
         self._stop.can_save = True
         start = time.perf_counter()
         validation: ValidationMetrics | None = None
-        stopped_by: signal.Signals | None = None
-        progress, replicas = begin, Replicas(self.worker, begin.step)
+        stopped_by: StopReason | None = None
+        progress, replicas, saves = begin, Replicas(self.worker, begin.step), True
         while progress.step < self._run.steps and stopped_by is None:
             timeouts = START_UP_TIMEOUTS if progress is begin else 1.0
-            step = progress.step + 1
+            step, start_of_step = progress.step + 1, time.perf_counter()
+            if self._is_timed(step):
+                self.worker.context.timeline.begin(step)
+            why_not = partial(self._why_not, can_stop=progress is not begin)
+            stopped_by = self._inputs.wait_for_tokens(progress.samples, why_not)
+            if stopped_by is not None:
+                break
             with activity.during(f"step {step}", timeouts=timeouts), self._profile.step(step):
-                progress, metrics, stopped_by = self._train_step(progress)
+                progress, metrics, stopped_by = self._train_step(progress, start_of_step)
             activity.steps = step
-            if self._profile.ends_with(step, stops=stopped_by is not None):
-                with activity.during(f"writing the profile of step {step}", timeouts=SAVE_TIMEOUTS):
-                    self._observer.profiled(step, self._profile.write(step))
+            self._end_profile(step)
             if step == begin.step + 1 and self.worker.compilation is not None:
                 self._observer.compiled(self.worker.compilation.seconds)
-            saves = stopped_by is not None or self._is_due(config.save_interval, step)
+            saves = self._is_due(config.save_interval, step)
             interval = config.check_replicas_interval
             # Copies are also compared before each save, so every checkpoint has equal copies.
             if interval > 0 and (saves or step % interval == 0):
                 with activity.during(f"comparing copies after step {step}"):
                     replicas.check(step)
             validates = len(self._validation) > 0 and self._is_due(config.eval_interval, step)
-            if (saves or validates) and self._is_timed(step):  # so that its times are shown first
-                with activity.during(f"exchanging the times of step {step}"):
-                    self._observe(self.worker.timelines_of_last_step())
+            if saves or validates:
+                self._show_times(step)
             if validates:
                 with activity.during(f"validation after step {step}"):
                     validation = self._validate(step)
@@ -166,14 +178,25 @@ class Trainer:
                     shape = self._inputs.shape
                     samples = write_samples(self.worker, self._corpus, shape, self._prompts)
                     self._observer.sampled(SampleMetrics(step=step, samples=samples))
-            with activity.during(f"saving after step {step}", timeouts=SAVE_TIMEOUTS):
-                if stopped_by is not None:
-                    self._observer.stopping(stopped_by, step)
-                if saves:
-                    self._observer.saving()
-                    self._checkpointing.save(progress)
-                self._report(self._checkpointing.finished())
+            if saves:
+                self._save(progress)
+            self._report(self._checkpointing.finished())
         self._inputs.close()
+        failure = stopped_by if isinstance(stopped_by, Exception) else None
+        if failure is not None and progress is begin:
+            raise failure
+        if stopped_by is not None:
+            self._end_profile(progress.step, stops=True)
+            if not saves and config.check_replicas_interval > 0:
+                with activity.during(f"comparing copies after step {progress.step}"):
+                    replicas.check(progress.step)
+            self._show_times(progress.step)
+            name = "the end of the tokens"
+            if isinstance(stopped_by, signal.Signals):
+                name = stopped_by.name
+            self._observer.stopping(name, progress.step)
+            if not saves:
+                self._save(progress)
         with activity.during("waiting for the last save", timeouts=SAVE_TIMEOUTS):
             self._report(self._checkpointing.close())
         assert self._last_save is not None, "the last step is always saved"
@@ -184,19 +207,22 @@ class Trainer:
             tokens=progress.tokens - begin.tokens,
             seconds=time.perf_counter() - start,
             last_save=self._last_save,
+            failure=failure,
             profile=self._profile.table(),
         )
 
-    def _train_step(self, before: Progress) -> tuple[Progress, StepMetrics, signal.Signals | None]:
-        start = time.perf_counter()
+    def _why_not(self, *, can_stop: bool) -> StopReason | None:
+        """Why this rank need not wait for tokens any longer; None if it must."""
+        return self._tokens_failed() or (self._stop.received if can_stop else None)
+
+    def _train_step(
+        self, before: Progress, start: float
+    ) -> tuple[Progress, StepMetrics, signal.Signals | None]:
         rate = self._inputs.learning_rate(before.steps_taken)
-        timeline = self.worker.context.timeline
-        if self._is_timed(before.step + 1):
-            timeline.begin(before.step + 1)
         result = self.worker.train_step(
             self._inputs.load(before.samples), rate, lambda: self._stop.received or 0
         )
-        timeline.end()
+        self.worker.context.timeline.end()
         progress = Progress(
             step=before.step + 1,
             steps_taken=before.steps_taken + (not result.skipped),
@@ -211,6 +237,24 @@ class Trainer:
         if progress.skipped_in_a_row >= self._run.config.training.max_skipped_steps:
             self._give_up(metrics, progress)
         return progress, metrics, signal.Signals(result.stop_signal) if result.stop_signal else None
+
+    def _end_profile(self, step: int, *, stops: bool = False) -> None:
+        if self._profile.ends_with(step, stops=stops):
+            during = self.worker.context.activity.during
+            with during(f"writing the profile of step {step}", timeouts=SAVE_TIMEOUTS):
+                self._observer.profiled(step, self._profile.write(step))
+
+    def _show_times(self, step: int) -> None:
+        """Show the times of this step now, before what follows it."""
+        if self._is_timed(step):
+            with self.worker.context.activity.during(f"exchanging the times of step {step}"):
+                self._observe(self.worker.timelines_of_last_step())
+
+    def _save(self, progress: Progress) -> None:
+        during = self.worker.context.activity.during
+        with during(f"saving after step {progress.step}", timeouts=SAVE_TIMEOUTS):
+            self._observer.saving()
+            self._checkpointing.save(progress)
 
     def _observe(self, timelines: Sequence[Sequence[float]]) -> None:
         parts = PartMetrics.of(timelines)

@@ -8,6 +8,8 @@ The worker computes one step or one evaluation. The trainer decides when, and on
 
 import math
 import resource
+import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +21,7 @@ from torch import Tensor
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import LoaderShape, TrainingLoader
+from megaspeed.data.token_stream import StreamShard
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
@@ -47,6 +50,10 @@ from megaspeed.zero.build import build_engine
 from megaspeed.zero.reductions import all_gather_numbers
 
 Load = Callable[[int], MicroBatch]
+StopReason = signal.Signals | Exception
+"""Why a run ends early: a signal, or why a stream has no tokens for the next step."""
+
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 class StepInputs:
@@ -70,19 +77,53 @@ class StepInputs:
         )
         """How the samples of a step are divided."""
         self._loader = TrainingLoader(corpus, self.shape, context.device)
+        self._arrived: set[StreamShard] = set()  # the shards for which all ranks have waited
 
     def load(self, samples: int) -> Load:
         """Return a function that maps a micro-batch index to the micro-batch.
 
-        The step is the one after ``samples`` samples, including those of skipped steps. Wait for
-        the shards of streams that it needs first.
+        The step is the one after ``samples`` samples, including those of skipped steps. First make
+        the shards of streams that it needs, unless another process makes them.
         """
-        if missing := self._loader.missing(samples):
-            part = self._context.timeline.part("data_loading")
-            with self._context.activity.during("waiting for tokens", timeouts=math.inf), part:
-                for shard in missing:
-                    shard.map()
+        for shard in self._loader.missing(samples):
+            shard.map()
         return partial(self._loader.micro_batch, samples)
+
+    def wait_for_tokens(
+        self, samples: int, why_not: Callable[[], StopReason | None]
+    ) -> StopReason | None:
+        """Wait until every rank has the shards of streams that the step after ``samples`` needs.
+
+        A rank that began the step without the others would wait for them in a collective. So all
+        ranks call this together, and return the same.
+
+        Args:
+            samples: that were consumed before.
+            why_not: returns why this rank need not wait any longer.
+
+        Returns:
+            What ``why_not`` has returned on a rank, if the step cannot begin.
+        """
+        new = self._loader.shards(samples) - self._arrived
+        self._arrived |= new
+        if not new:
+            return None
+        context = self._context
+        part, group = context.timeline.part("data_loading"), context.world_group
+        with context.activity.during("waiting for tokens", timeouts=math.inf), part:
+            for shard in new:
+                shard.report_wait()
+            while True:
+                why = why_not()  # first: a shard may have become complete before the reason arose
+                own = (any(shard.is_missing for shard in new), why is not None)
+                missing, ends = zip(*all_gather_numbers(own, group, context.device), strict=True)
+                if not any(missing):
+                    return None
+                if any(ends):
+                    reasons: list[StopReason | None] = [why]
+                    dist.broadcast_object_list(reasons, group=group, group_src=ends.index(1))
+                    return reasons[0]
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def learning_rate(self, steps_taken: int) -> float:
         """The rate of the step after ``steps_taken`` others; a skipped step is not counted."""

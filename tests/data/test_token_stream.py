@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import psutil
 import pytest
 
 from megaspeed.config.run import DataConfig
-from megaspeed.data.background import tokenized_meanwhile
+from megaspeed.data.background import Tokenization
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
-from megaspeed.data.errors import DataError
+from megaspeed.data.errors import DataError, StreamEnded, StreamInterrupted
 from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.supervision.answers import RankFailed
 from tests.data.words import WORDS
 from tests.data.written_formats import json_lines, write_table
 from tests.support.command import figures
@@ -147,20 +149,22 @@ def test_a_killed_process_is_reported_and_its_shards_are_continued(
     corpus = prepare(data, tmp_path / "cache")
     (stream,) = corpus.streams
     hub.held.add("train-1.jsonl")
-    reports: list[str] = []
-    with tokenized_meanwhile([stream], reports.append):
+    with Tokenization([stream]) as tokenization:
         process = the_spawned_process()
         wait_until(lambda: not stream.is_missing(5))
         process.send_signal(signal.SIGTERM)  # of a scheduler, to all processes
+        assert tokenization.failure() is None
         process.kill()
-        wait_until(lambda: bool(reports))
-    assert "us/words" in reports[0] and "-9" in reports[0] and "start again" in reports[0]
+        wait_until(lambda: tokenization.failure() is not None)
+    failure = tokenization.failure()
+    assert isinstance(failure, RankFailed)
+    assert all(words in str(failure) for words in ("us/words", "-9", "start again"))
     assert stream.is_missing(63)
     hub.held.clear()
     hub.answered.clear()
-    with tokenized_meanwhile([stream], reports.append):
+    with Tokenization([stream]) as tokenization:
         wait_until(lambda: not stream.is_missing(63))
-    assert len(reports) == 1
+    assert tokenization.failure() is None
     (other,) = prepare(data, tmp_path / "other").streams
     other.make()
     for shard in range(64):
@@ -187,11 +191,9 @@ def wait_until(condition: Any) -> None:
 def test_the_end_of_the_block_ends_the_process(hub: Hub, data: DataConfig, tmp_path: Path) -> None:
     serve(tmp_path / "hub" / "data")
     hub.held.add("train-1.jsonl")
-    streams, reports = prepare(data, tmp_path / "cache").streams, list[str]()
-    with tokenized_meanwhile(streams, reports.append):
+    with Tokenization([*prepare(data, tmp_path / "cache").streams]):
         process = the_spawned_process()
     process.wait(limit(10))
-    assert not reports
 
 
 def test_a_stream_with_fewer_tokens_is_refused_with_their_number(
@@ -216,6 +218,24 @@ def test_a_bad_record_of_a_stream_is_named_by_its_row(
     for _ in range(2):  # from the beginning, and continued
         with pytest.raises(DataError, match=r"us/words, row 700 .* but is null"):
             stream.make()
+
+
+def test_only_a_stream_that_may_be_readable_later_is_worth_a_restart(
+    hub: Hub, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(tmp_path / "hub" / "data")
+    (stream,) = prepare(data, tmp_path / "cache").streams
+    monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)
+    second = tmp_path / "hub" / "data" / "train-1.jsonl"
+    content = second.read_bytes()
+    second.unlink()
+    with pytest.raises(StreamInterrupted, match="start again"):
+        stream.make()
+    second.write_bytes(content[:-3])
+    with Tokenization([stream]) as tokenization:
+        wait_until(lambda: tokenization.failure() is not None)
+    assert isinstance(tokenization.failure(), StreamEnded)
+    assert "fewer tokens" in str(tokenization.failure())
 
 
 def test_another_commit_or_another_text_is_another_corpus(

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import signal
 from io import StringIO
 from pathlib import Path
 
@@ -236,7 +235,7 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one()
     observer = observed(run, Console(file=output, width=200), begin=begin)
     for step in (7, 8):
         observer.step(step_metrics(step=step))
-    observer.stopping(signal.SIGTERM, 8)
+    observer.stopping("SIGTERM", 8)
     observer.saved(SAVE)
     said = [line.strip() for line in output.getvalue().splitlines() if "step" in line]
     assert said == [

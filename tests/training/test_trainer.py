@@ -70,8 +70,8 @@ class Record(Observer):
         self.validations.append(metrics)
         self.events.append(("validation", metrics.step))
 
-    def stopping(self, stopped_by: signal.Signals, step: int) -> None:
-        self.events.append((stopped_by.name, step))
+    def stopping(self, stopped_by: str, step: int) -> None:
+        self.events.append((stopped_by, step))
 
     def saved(self, report: SaveReport) -> None:
         self.saves.append(report)
