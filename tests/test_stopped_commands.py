@@ -5,6 +5,7 @@ The tests start them as users do, because a fork server that all tests share wou
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -162,3 +163,43 @@ def test_ctrl_c_prints_one_line(moment: str, config: Path) -> None:
     name = "megaspeed check" if moment == "run" else "megaspeed"
     assert done.stderr == f"{name}: stopped\n"
     assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "")
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_ctrl_c_while_text_is_prepared_ends_at_once_and_leaves_no_run_folder(
+    config: Path, tmp_path: Path
+) -> None:
+    """Rank 0 prepares the text and shows the bytes that are done. Other ranks print nothing."""
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"{number:x}" for number in range(4_000_000)))
+    terminal, end = pty.openpty()
+    train = [sys.executable, "-m", "megaspeed.cli", "train", "--world-size", "2"]
+    changes = [f'data.train=["{text}"]', f"training.run_dir={tmp_path}/runs/run"]
+    process = subprocess.Popen(
+        [*train, "--config", str(config), "--set", *changes],
+        env={**os.environ, "MEGASPEED_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+    )
+    os.close(end)
+    shown = b""
+
+    def has_shown(words: bytes) -> bool:
+        nonlocal shown
+        shown += os.read(terminal, 2**16)
+        return words in shown
+
+    poll(lambda: has_shown(b"tokenizing the text, 0.00 of 26.88 MB"))
+    holder = int((tmp_path / "cache" / "write.lock").read_text().split()[1])
+    assert psutil.Process(holder).environ()["RANK"] == "0"
+    stopped = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(_SECONDS_AT_MOST) == 128 + signal.SIGINT
+    assert time.monotonic() - stopped < limit(1)
+    rest = os.read(terminal, 2**16)
+    assert rest.count(b"SIGINT before training began: there is nothing to save") == 1
+    assert b"another process" not in shown + rest
+    assert not (tmp_path / "runs").exists()

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaspeed.bar_or_lines import BarOrLines
 from megaspeed.checked_run import load_checked_run
-from megaspeed.cli.bar_or_lines import BarOrLines
 from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,

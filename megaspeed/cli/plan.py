@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -148,7 +149,7 @@ _Found = TypeVar("_Found")
 def _searched(find: Callable[..., _Found], text: str, *arguments: Any) -> _Found:
     """Return what a search finds, and show its progress."""
     # Imported here, because a plan without a search starts faster without it.
-    from megaspeed.cli.bar_or_lines import BarOrLines
+    from megaspeed.bar_or_lines import BarOrLines
 
     with BarOrLines(1, text) as bar:
         return find(*arguments, show=bar.show)
@@ -266,7 +267,7 @@ def run_schedule(options: argparse.Namespace) -> int:
     run = load(options)
     pipeline = pipeline_of(run)
     check_schedule(pipeline)
-    say(format_grid(pipeline))
+    say(format_grid(pipeline, shutil.get_terminal_size().columns))
     bubble = pipeline.ideal_bubble
     times = {2: "twice", 3: "three times"}[pipeline.backward_ticks]
     say(f"ideal bubble: {bubble:.1%} of the step (a backward takes {times} a forward's time)")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from megaspeed.cli.bar_or_lines import BarOrLines
+from megaspeed.bar_or_lines import BarOrLines
 from megaspeed.cli.hugging_face import add_precision, add_tokenizer, exit_code
 from megaspeed.cli.options import (
     add_parser,

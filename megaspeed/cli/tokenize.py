@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from megaspeed.cli.bar_or_lines import BarOrLines
+from megaspeed.bar_or_lines import BarOrLines
 from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,

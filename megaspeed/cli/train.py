@@ -25,7 +25,12 @@ from typing import Any, NoReturn
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, load, world_size
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
-from megaspeed.supervision.process_end import STOP_SIGNALS, end_with_parent, launcher_processes
+from megaspeed.supervision.process_end import (
+    STOP_SIGNALS,
+    end_process,
+    end_with_parent,
+    launcher_processes,
+)
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchError, read_launch_environment
 
@@ -70,7 +75,9 @@ def run(options: argparse.Namespace) -> int:
         import torch
 
         ranks = max(1, torch.cuda.device_count())
-    return train_rank(arguments, as_command=True) if ranks == 1 else _start(arguments, ranks)
+    if ranks == 1:
+        return train_rank(arguments, as_command=True)
+    end_process(_start(arguments, ranks))  # the interpreter would take a second to shut torch down
 
 
 def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = False) -> NoReturn:
@@ -87,7 +94,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
         end_with_parent(int(starter))
     gc.disable()  # the objects that imports make live as long as the process
     launchers = launcher_processes()  # one that ends while torch is loaded would not be found later
-    from megaspeed.supervision.process_end import end_process, keep_output_open
+    from megaspeed.supervision.process_end import keep_output_open
     from megaspeed.training.supervisor import run_supervised
 
     def train() -> int:

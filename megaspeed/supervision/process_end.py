@@ -47,6 +47,7 @@ SUPERVISOR = "MEGASPEED_SUPERVISOR"
 _SECONDS_FOR_EXIT_FUNCTIONS = 60.0
 _SECONDS_TO_FLUSH = 5.0
 _STANDARD_ERROR = 2
+_END_BAR = b"\r\x1b[2K\x1b[?25h"  # erases its line, and shows the cursor
 _PR_SET_PDEATHSIG = 1
 _READER_GONE = (errno.EPIPE, errno.EIO)
 _LAUNCHER_PROGRAMS = {"deepspeed", "torchrun", "megaspeed"}
@@ -155,6 +156,9 @@ def exit_now(code: int) -> NoReturn:
     """End at once, from any thread. Only flushes the output."""
     # A stream blocks if its reader does not read, or if a blocked thread holds its lock.
     faulthandler.dump_traceback_later(_SECONDS_TO_FLUSH, exit=True, file=_STANDARD_ERROR)
+    if os.isatty(_STANDARD_ERROR):
+        with contextlib.suppress(OSError):
+            os.write(_STANDARD_ERROR, _END_BAR)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # its reader has ended
             stream.flush()

@@ -63,6 +63,9 @@ from megaspeed.topology.store import agent_keeps_the_store, print_error, wait_fo
 
 _PERIOD_SECONDS = 1.0
 _SECONDS_BETWEEN_CTRL_C = 1.0  # one Ctrl-C may arrive twice: from the terminal and the launcher
+_SECONDS_FOR_RANK_0 = 0.3
+"""If all ranks get a stop signal before training, rank 0 has this time to report it, as the rank
+whose bar is on the terminal."""
 _SECONDS_FOR_THE_MAIN_THREAD = 12.0
 """The main thread has this time to end after another rank failed. A save may take 10 s of it."""
 _SECONDS_TO_ANSWER = 6.0  # for each rank to report what it waits for, after a hang was detected
@@ -267,6 +270,8 @@ class Watch:
                 self._end_before_training(signal.Signals(number).name, 128 + number)
 
     def _end_before_training(self, reason: str, code: int = EXIT_FAILED) -> None:
+        if self._rank != 0:
+            self._closing.wait(_SECONDS_FOR_RANK_0)
         if self.failures.claim():
             print_error(f"{reason} before training began: there is nothing to save")
         exit_now(code)

@@ -4,7 +4,9 @@ The line of a step ends with the time since the first step began and the time th
 """
 
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,10 +16,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from megaspeed.bar_or_lines import BarOrLines
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run, describe_recomputation, dropout_warning
+from megaspeed.data.cache import Preparation, ignored
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.gpt import DTYPES
@@ -37,11 +41,12 @@ from megaspeed.training.metrics import (
 )
 from megaspeed.training.resume import MOST_CHANGES, Start
 from megaspeed.training.trainer import Observer, TrainingSummary
-from megaspeed.units import counted
+from megaspeed.units import counted, traffic_unit
 
 SLOW = 1.5
 """A rank is reported as slow if it works this many times as long as the median rank."""
 
+_SECONDS_BETWEEN_UPDATES = 0.1
 COLUMNS = 80
 """Lines that describe a run have at most this many columns."""
 
@@ -60,6 +65,32 @@ def print_folded(console: Console, text: str) -> None:
     """Print text in 80 columns. A longer word, such as a path, stays in one piece."""
     fold = textwrap.TextWrapper(COLUMNS, subsequent_indent="  ", break_long_words=False).fill
     print_line(console, Text(fold(text)))
+
+
+@contextmanager
+def preparation_bar(console: Console) -> Iterator[Preparation]:
+    """Show how far the preparation of the corpus is: yields a function to call with its progress.
+
+    Nothing is shown if ``console`` is quiet.
+    """
+    if console.quiet:
+        yield ignored
+        return
+    now, shown = "", 0.0  # the phase, and when it was shown
+
+    def show(phase: str, done: int, total: int) -> None:
+        nonlocal now, shown
+        if phase == now and time.monotonic() - shown < _SECONDS_BETWEEN_UPDATES:
+            return  # text of millions of documents is read in a few seconds
+        if phase != now:
+            bar.begin(total, phase)
+        now, shown = phase, time.monotonic()
+        unit = traffic_unit([total])
+        bar.show(done, f"{phase}, {unit.of(done)} of {unit.named(total)}" if total else phase)
+
+    with BarOrLines(0) as bar:
+        bar.begin(0, "preparing the corpus")
+        yield show
 
 
 def banner(run: Run, device: torch.device) -> Iterator[str]:

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from datetime import timedelta
+from functools import cache, partial
 
 import psutil
 import torch
@@ -45,6 +46,7 @@ from megaspeed.training.console import (
     describe_corpus,
     describe_save,
     describe_start,
+    preparation_bar,
     print_folded,
     print_line,
     print_warning,
@@ -90,6 +92,8 @@ _SECONDS_TO_WAIT_FOR_LOCK = 120.0
 
 A network file system may keep the lock of a dead host for 90 s.
 """
+
+_WITHOUT_LIMIT = timedelta(days=100)
 
 _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED")
 
@@ -177,12 +181,7 @@ class Job:
         run, during = self.run, self.activity.during
         with during("preparing the corpus", timeouts=math.inf):
             start = time.perf_counter()
-            with self.console.status("preparing the corpus"):
-                corpus = prepare_corpus(
-                    run.config.data,
-                    run.config.model.vocab_size,
-                    reports_waits=self.meeting.launch.local_rank == 0,
-                )
+            corpus = self._prepare_corpus()
             print_folded(self.console, describe_corpus(corpus, time.perf_counter() - start))
             read_prompts(run.config.training, corpus)  # only to raise its errors early
         with during("creating the process groups", timeouts=START_UP_TIMEOUTS):
@@ -213,6 +212,45 @@ class Job:
             with during("the loss curve", timeouts=math.inf):
                 self._print_summary(summary, kind)
         return summary
+
+    def _prepare_corpus(self) -> PreparedCorpus:
+        """Prepare the corpus, once in each cache.
+
+        Rank 0 begins. Then the first rank of each other host does, because it may have another
+        cache. The other ranks wait for the first rank of their host.
+        """
+        launch, config, partner = self.meeting.launch, self.run.config, None
+        is_first, begun = launch.local_rank == 0, "rank 0 prepares the corpus"
+        ready = f"the corpus of rank {launch.rank - launch.local_rank} is ready"
+        with suppress(RuntimeError):  # the store may be gone
+            if launch.rank != 0:
+                self.meeting.store.wait([begun if is_first else ready], _WITHOUT_LIMIT)
+                partner = self.meeting.process_of(0)
+
+        @cache
+        def tell(key: str) -> None:
+            with suppress(RuntimeError):
+                self.meeting.store.set(key, "")
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if launch.rank == 0:
+                tell(begun)  # now that it holds the lock of the cache
+            show(phase, done, total)
+
+        try:
+            with preparation_bar(self.console) as show:
+                return prepare_corpus(
+                    config.data,
+                    config.model.vocab_size,
+                    reports_waits=is_first,
+                    partner=partner,
+                    progress=progress,
+                )
+        finally:  # also after an error: the others find the same one
+            if launch.rank == 0:
+                tell(begun)
+            if is_first:
+                tell(ready)
 
     def _train_in(self, context: ParallelContext, corpus: PreparedCorpus) -> TrainingSummary | None:
         restarts = Restarts(self.meeting)

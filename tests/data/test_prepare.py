@@ -314,3 +314,23 @@ def test_a_corpus_shorter_than_a_sequence_names_both_lengths(tmp_path: Path) -> 
     assert "= 101 tokens, but has" in train
     assert validation.startswith("data.validation")
     assert "raise data.validation_fraction" in validation
+
+
+def test_the_progress_of_each_phase_goes_from_none_to_all_bytes(tmp_path: Path) -> None:
+    """The sizes are those of the files. Both sides of the validation split are tokenized."""
+    shown: dict[str, list[tuple[int, int]]] = {}
+
+    def progress(phase: str, done: int, total: int) -> None:
+        shown.setdefault(phase, []).append((done, total))
+
+    files = {"a": "a b c d\n" * 500, "b": "e f g h\n" * 300}
+    data = config(train=write_texts(tmp_path, **files), validation_fraction=0.2)
+    for _ in range(2):
+        prepare_corpus(data, 512, cache_dir=tmp_path / "cache", progress=progress)
+    assert list(shown) == ["reading the text", "training the tokenizer", "tokenizing the text"]
+    assert shown.pop("training the tokenizer") == [(0, 0)]
+    size = sum(map(len, files.values()))
+    for calls in shown.values():
+        done, (total, *others) = [each for each, _ in calls], [total for _, total in calls]
+        assert done == sorted(done) and done[-1] == total and set(others) <= {total}
+    assert shown["reading the text"][-1] == (size, size)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaspeed.cli import main
-from megaspeed.cli.bar_or_lines import BarOrLines
+from megaspeed.bar_or_lines import BarOrLines
 from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
 from tests.support.command import Ended
 

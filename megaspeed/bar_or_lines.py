@@ -1,4 +1,4 @@
-"""The progress of a long command: a bar on a terminal, otherwise a line every few seconds."""
+"""The progress of what takes long: a bar on a terminal, otherwise a line every few seconds."""
 
 import time
 from datetime import timedelta
@@ -14,13 +14,13 @@ class BarOrLines:
     """Shows on standard error how much of a total is done, and a text.
 
     Args:
-        total: the total, in any unit; 0 if it is not known.
+        total: the total, in any unit; 0 if it is not known yet.
         start: a line that is printed first if there is no terminal.
         seconds_between_lines: time between two lines if there is no terminal.
     """
 
     def __init__(
-        self, total: int, start: str = "", seconds_between_lines: float = _SECONDS_BETWEEN_LINES
+        self, total: float, start: str = "", seconds_between_lines: float = _SECONDS_BETWEEN_LINES
     ) -> None:
         self._total = total
         self._seconds_between_lines = seconds_between_lines
@@ -45,6 +45,11 @@ class BarOrLines:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._bar.stop()
+
+    def begin(self, total: float, text: str) -> None:
+        """Begin again at 0, with another total; 0 if it is not known."""
+        self._total = total
+        self._bar.reset(self._task, total=total or None, description=text)
 
     def show(self, done: float, text: str = "") -> None:
         """Show that ``done`` of the total is done, and a text about it."""
