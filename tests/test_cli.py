@@ -210,8 +210,12 @@ def test_a_path_that_cannot_be_used_is_refused_before_anything_is_done(
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_schedule_prints_the_grid_and_writes_the_bubble(
-    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    schedule: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     config, figures = tmp_path / "pipeline.json", tmp_path / "schedule.json"
     values = {
         "model": {"preset": "gpt2-tiny"},
@@ -231,6 +235,11 @@ def test_schedule_prints_the_grid_and_writes_the_bubble(
     bubble = 3 / (4 + 3)
     assert f"ideal bubble: {bubble:.1%} of the step" in out
     assert json.loads(figures.read_text()) == {"bubble_fraction": bubble}
+    many = ["train_batch_size=128", "gradient_accumulation_steps=64"]
+    assert main(["schedule", *options, "--set", *many]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(format_grid(shape(schedule, 4, 64), 80))
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_check_reports_bf16_on_a_cpu_without_its_instructions(

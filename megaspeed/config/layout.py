@@ -221,8 +221,10 @@ def degrees_fit_world(config: RunConfig, world: World) -> Iterator[str]:
             axes = "parallel.pipeline x parallel.tensor"
             axes += " x parallel.context" if parallel.context > 1 else ""
             mends.append(f"choose {axes} = {listed(products)}")
-    batch = "" if mends else explain_batch(stated, dp, f"This is for parallel.data {dp}")
-    yield f"{law}; {', or '.join(mends) or batch}"
+    least = "at least " if parallel.spare_ranks else ""
+    yield f"{law}; {', or '.join(mends) or f'start {least}{dp * group} processes'}"
+    if not mends:
+        yield explain_batch(stated, dp, f"This is for parallel.data {dp}")
 
 
 def replicas_divide_data(config: RunConfig, world: World) -> Iterator[str]:

@@ -267,6 +267,10 @@ def _wanted(detail: ErrorDetails) -> str:
         return str(context["error"])
     if kind == "missing":
         return f"a list of {int(detail['loc'][-1]) + 1}"
+    if kind == "tuple_type" and isinstance(given := detail["input"], str):
+        form = describe_value([given]).removesuffix(" (a list)")
+        has_numbers = re.fullmatch(r"[\d.]+(, *[\d.]+)+", given)
+        return "a list: " + (form.replace('"', "") if has_numbers else form)
     template = _WANTED.get(kind)
     return template.format(**context) if template else detail["msg"]
 

@@ -174,9 +174,10 @@ def simulate(pipeline: Pipeline, durations: Durations | None = None) -> Timeline
     return Timeline(spans, [axis.spans for axis in axes])
 
 
-def format_grid(pipeline: Pipeline) -> str:
+def format_grid(pipeline: Pipeline, width: int | None = None) -> str:
     """Draw a schedule: a row for each pipeline stage, a column for each tick.
 
+    If a row has more than ``width`` characters, it continues in a block below, after an empty line.
     ``F3`` is the forward of micro-batch 3, ``B3`` is its backward, and a dot is a tick in which the
     stage waits. With several chunks, ``F3.1`` is the forward of chunk 1. 1f1b with two stages and
     three micro-batches:
@@ -200,10 +201,14 @@ def format_grid(pipeline: Pipeline) -> str:
 
     label_width = max(len(label) for label, _ in rows)
     cell_width = max(len(cell) for _, cells in rows for cell in cells)
-    return "\n".join(
-        f"{label:<{label_width}}  {' '.join(f'{cell:<{cell_width}}' for cell in cells)}".rstrip()
-        for label, cells in rows
-    )
+    count = ticks if width is None else max(1, (width - label_width - 1) // (cell_width + 1))
+    lines: list[str] = []
+    for first in range(0, ticks, count):
+        lines += [""] * bool(lines)
+        for label, cells in rows:
+            shown = " ".join(f"{cell:<{cell_width}}" for cell in cells[first : first + count])
+            lines.append(f"{label:<{label_width}}  {shown}".rstrip())
+    return "\n".join(lines)
 
 
 # --- checks ---------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ def page(records: Sequence[RunRecord]) -> str:
     return jinja2.Template(template, autoescape=True, trim_blocks=True).render(
         runs=runs,
         colours=COLOURS,
+        restarts=restarts,
         summary=[(name, *(column[name] for column in figures)) for name in figures[0]],
         charts=[(chart.title, draw(chart, lines, restarts)) for chart, lines in drawn if lines],
         differences=[(key, *values) for key, values in config_differences(records)],

@@ -4,6 +4,8 @@
     curves, by name                       loss: steps [..., 7], values [..., 3.2]
                                           peak_memory_bytes/0: steps [..., 7], values [..., 5.0]
 
+If a run was resumed with another pipeline degree, only the peaks of its last stages are kept.
+
 A line that cannot be read is skipped and counted. A run that was killed or is still training may
 have left an incomplete line.
 """
@@ -104,7 +106,14 @@ def read_run(folder: Path) -> RunRecord:
     config: dict[str, Any] = {}
     points: dict[str, tuple[array[int], array[float]]]
     points = defaultdict(lambda: (array("q"), array("d")))
+    stages = 0
     for step, record in _records(file, notes):
+        peaks = record.get("peak_memory_bytes")
+        if isinstance(peaks, list) and peaks and len(peaks) != stages:
+            # Resumed with another pipeline degree: the peaks so far are those of other stages.
+            for stage in range(stages):
+                points.pop(f"peak_memory_bytes/{stage}", None)
+            stages = len(peaks)
         for name, value in _values(record):
             points[name][0].append(step)
             points[name][1].append(_number(value))

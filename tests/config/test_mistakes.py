@@ -179,11 +179,25 @@ def test_every_change_that_a_message_proposes_is_valid(
         degrees = (f"parallel.pipeline={pp}", f"parallel.tensor={tp}", f"parallel.data={data}")
         stated = (f"gradient_accumulation_steps={accumulation}",) * bool(accumulation)
         run = (*batch, *stated, *degrees, f"parallel.spare_ranks={str(spare).lower()}")
-        for message in problems(*run, world_size=world):
+        found = problems(*run, world_size=world)
+        # If the batch does not fit either, it is a problem of its own, which remains.
+        batches = ["Nearest: " in message for message in found]
+        for message in found:
             if "x parallel.tensor" in message:
                 left = list(mended(message, run, world))
-                assert left or "Nearest: " in message
-                assert not any(left), (message, left)
+                assert left, message
+                for each in left:
+                    assert ["Nearest: " in one for one in each] == [True] * sum(batches), found
+
+
+@pytest.mark.parametrize("spare", ["false", "true"])
+def test_a_world_and_a_batch_that_do_not_fit_are_two_problems(spare: str) -> None:
+    run = ("parallel.data=2", "parallel.tensor=4", f"parallel.spare_ranks={spare}")
+    of_world, of_batch = problems(*run, "train_batch_size=31", world_size=7)
+    assert "world size 7" in of_world and of_world.endswith("8 processes")
+    assert of_batch.startswith("train_batch_size 31 is not") and "Nearest: 32" in of_batch
+    assert problems(*run, "train_batch_size=31", world_size=8)[0].startswith("train_batch_size 31")
+    assert problems(*run, "train_batch_size=32", world_size=8) == []
 
 
 def test_only_a_key_that_is_wrong_itself_lets_a_rule_be_skipped(

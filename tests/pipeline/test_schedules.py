@@ -112,6 +112,22 @@ def test_interleaved_1f1b_runs_one_chunk_after_the_other() -> None:
     """)
 
 
+def test_a_row_that_is_too_wide_continues_in_a_block_below() -> None:
+    one_row = shape("1f1b", 2, 3)
+    assert format_grid(one_row, 37) == drawn("""
+        tick              0  1  2  3  4  5
+        pipeline stage 0  F0 F1 .  .  B0 B0
+        pipeline stage 1  .  F0 B0 B0 F1 B1
+
+        tick              6  7  8  9  10 11
+        pipeline stage 0  F2 B1 B1 .  B2 B2
+        pipeline stage 1  B1 F2 B2 B2 .  .
+    """)
+    assert format_grid(one_row, 53) == format_grid(one_row)
+    assert max(map(len, format_grid(one_row, 52).splitlines())) == 50
+    assert format_grid(one_row, 1).count("tick") == 12, "a block has at least one tick"
+
+
 def test_instructions_of_the_middle_stage() -> None:
     assert stage_program(shape("1f1b", 3, 2), 1) == [
         Transfer((ReceiveActivation(0),)),

@@ -113,6 +113,7 @@ def test_a_legend_names_the_lines_of_one_run(tmp_path: Path) -> None:
     assert main(["report", str(run), "--output", str(file)]) == 0
     drawn = set(re.findall(r"<text[^>]*>([a-z0-9_ ]+)</text>", file.read_text()))
     assert {"loss", "validation_loss", "stage 0", "stage 1"} <= drawn
+    assert "dashed" not in file.read_text(), "the run was not resumed"
 
 
 def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from megaspeed.reports.run_record import RunFolderError, read_run
-from tests.reports.written_runs import loss_at, written_run
+from megaspeed.training.metrics import MetricsFile
+from megaspeed.training.run_folder import METRICS, continue_run_folder
+from tests.reports.written_runs import TEXT, loss_at, written_run
+from tests.support.tiny import tiny_run
+from tests.training.metrics_of_steps import step_metrics
 
 
 def test_a_finished_run_is_read_completely(tmp_path: Path) -> None:
@@ -23,6 +27,20 @@ def test_a_finished_run_is_read_completely(tmp_path: Path) -> None:
         (30, 2, 1),
     ]
     assert (run.last_step, run.settings["training.steps"], run.notes) == (60, 60, [])
+
+
+def test_peaks_are_those_of_the_last_number_of_pipeline_stages(tmp_path: Path) -> None:
+    """The report of an earlier version showed the peak of a stage that no longer existed."""
+    folder = written_run(tmp_path / "run", steps=5)
+    continue_run_folder(tiny_run(TEXT, pp=1, dp=2, training={"run_dir": str(folder)}), 3, "cpu")
+    with MetricsFile(folder / METRICS) as file:
+        for step in (4, 5):
+            file.write(step_metrics(step=step, peak_memory_bytes=[7 * 2**20]))
+    run = read_run(folder)
+    assert run.steps.tolist() == [1, 2, 3, 4, 5]
+    assert run.names_of("peak_memory_bytes") == ["peak_memory_bytes/0"]
+    peaks = run.curves["peak_memory_bytes/0"]
+    assert (peaks.steps.tolist(), peaks.values.tolist()) == ([4, 5], [7 * 2**20] * 2)
 
 
 def test_half_a_line_of_a_running_run_is_skipped(tmp_path: Path) -> None:
