@@ -33,6 +33,9 @@ from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.run import RunConfig
 from megaspeed.config.section import Section
 
+_OF_HUGGING_FACE: Mapping[str, str] = {"warmup_ratio": "warmup_num_steps"}
+"""A key of Hugging Face's trainer -> what has its effect here."""
+
 _WANTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -206,8 +209,10 @@ def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
         if kind == "extra_forbidden":
             unknown += 1
             # Finding the nearest known key takes a millisecond, and only the first are printed.
-            known = keys_at(path[:-1]) if unknown <= MOST_LISTED else []
+            known = keys_at(path[:-1], values) if unknown <= MOST_LISTED else []
             problems.append(_unknown_key(path, known))
+        elif kind == "missing" and (required := _required_in(path, values)):
+            problems += [Problem(inner, _missing_key(inner)) for inner in required]
         else:
             problems.append(Problem(path, _message(path, details)))
     missing = {path for path, details in by_path.items() if details[0]["type"] == "missing"}
@@ -286,6 +291,10 @@ def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
     if name in all_key_paths():
         message = f"{name} belongs to another type of {dotted(path[:-1])} than this one; remove it"
         return Problem(path, message)
+    section, last = dotted(path[:-1]), str(path[-1])
+    if (meant := _OF_HUGGING_FACE.get(last)) in siblings:
+        message = f"{name} is an unknown key; write {section}.{meant}, a number of steps"
+        return Problem(path, message, meant=(*path[:-1], meant))
     nearest = _nearest(path, siblings)
     if nearest is not None:
         message = f"{name} is an unknown key; the nearest known key is {nearest}"
@@ -293,14 +302,40 @@ def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
     if len(path) == 1:
         return Problem(path, f"{name} is an unknown key; docs/configuration.md lists every key")
     known = ", ".join(sorted(siblings))
-    return Problem(path, f"{name} is an unknown key; the keys of {dotted(path[:-1])} are {known}")
+    return Problem(path, f"{name} is an unknown key; the keys of {section} are {known}")
 
 
-def keys_at(path: KeyPath) -> list[str]:
-    """Return the known keys of the section at ``path``; those of all types, if it has several."""
-    section = dotted(tuple(part for part in path if isinstance(part, str)))
-    found = (key.rpartition(".") for key in all_key_paths())
-    return sorted(name for parent, _, name in found if parent == section)
+def keys_at(path: KeyPath, values: Any = None) -> list[str]:
+    """Return the known keys of the section at ``path``. If it has several types, those of the type
+    that ``values``, the complete JSON, states; those of all types, if it states none.
+    """
+    return sorted({name for section in _sections_at(path, values) for name in section.model_fields})
+
+
+def _sections_at(path: KeyPath, values: Any) -> list[type[BaseModel]]:
+    sections: list[type[BaseModel]] = [RunConfig]
+    for part in path:
+        if isinstance(part, int):
+            values = None  # no entry of a list has a type
+            continue
+        fields = (section.model_fields.get(part) for section in sections)
+        sections = [inner for field in fields if field for inner in _sections_in(field.annotation)]
+        values = values.get(part) if isinstance(values, Mapping) else None
+        stated = values.get("type") if isinstance(values, Mapping) else None
+        sections = [each for each in sections if _is_of_type(each, stated)] or sections
+    return sections
+
+
+def _is_of_type(section: type[BaseModel], stated: Any) -> bool:
+    field = section.model_fields.get("type")
+    return field is not None and stated in get_args(field.annotation)
+
+
+def _required_in(path: KeyPath, values: Any) -> list[KeyPath]:
+    """Return the keys without a default in a section that is missing, if it has one type."""
+    sections = _sections_at(path, values)
+    fields = sections[0].model_fields if len(sections) == 1 and path != ("model",) else {}
+    return [(*path, name) for name, field in fields.items() if field.is_required()]
 
 
 @cache
@@ -311,8 +346,14 @@ def all_key_paths() -> tuple[str, ...]:
 
 def _nearest(path: KeyPath, siblings: list[str]) -> str | None:
     """Return the key of this name elsewhere; otherwise the nearest of the section, or of all."""
-    name = str(path[-1])
-    leaves = {known.rpartition(".")[2]: known for known in reversed(all_key_paths())}
+    name, section = str(path[-1]), dotted(path[:-1])
+    every = (known.rpartition(".") for known in reversed(all_key_paths()))
+    # A key of another type of this section is not meant.
+    leaves = {
+        last: ".".join(filter(None, (parent, last)))
+        for parent, _, last in every
+        if parent != section or last in siblings
+    }
     if name not in leaves and (close := difflib.get_close_matches(name, siblings, n=1)):
         return dotted((*path[:-1], close[0]))
     far = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)

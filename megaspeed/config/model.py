@@ -212,22 +212,26 @@ class ModelConfig(Section):
         is_rotary = self.positions == "rotary"
         return int(self.head_dim * self.partial_rotary_factor) if is_rotary else 0
 
-    def attends_without_mask(self, device_type: str, element_bytes: int) -> bool:
-        """Return whether attention within documents or a window needs no mask.
-
-        Attention with dropout uses no fused kernel, so it needs a mask. torch's FlashAttention for
-        CPUs supports no window. Its FlashAttention for GPUs supports 16-bit numbers, and head sizes
-        that are multiples of 8 up to 256.
+    def why_mask(self, device_type: str, element_bytes: int) -> str | None:
+        """Return why attention within documents, within a window, or to gathered keys needs a mask.
 
         Args:
             device_type: "cpu" or "cuda".
             element_bytes: of queries, keys and values.
+
+        Returns:
+            What the kernel without a mask does not support; None if it supports this attention.
         """
         if self.attention_dropout > 0.0:
-            return False
+            return "no fused kernel has dropout that is the same at every layout"
         if device_type == "cpu":
-            return self.sliding_window is None
-        return element_bytes == 2 and self.head_dim <= 256 and self.head_dim % 8 == 0
+            window = self.sliding_window
+            return None if window is None else "torch's FlashAttention for CPUs has no window"
+        if element_bytes != 2:
+            return "torch's FlashAttention for GPUs needs 16-bit numbers"
+        if self.head_dim > 256 or self.head_dim % 8 != 0:
+            return "torch's FlashAttention needs a head size that is a multiple of 8 up to 256"
+        return None
 
     def local_heads(self, tp: int) -> tuple[int, int]:
         """Return the query and the key/value heads of one of ``tp`` tensor ranks."""

@@ -234,7 +234,7 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         "parallel.data": grid.dp,
-        "parallel.context_method": _context_method(config),
+        "parallel.context_method": _context_method(config, world.device_type),
         "parallel.gradient_reduction": _gradient_reduction(config),
         "parallel.micro_batch_groups": _micro_batch_groups(config, batch),
         "parallel.sequence_parallel": _splits_sequence(config, world.device_type),
@@ -263,10 +263,12 @@ def _gradient_reduction(config: RunConfig) -> GradientReduction:
     return "per_visit" if config.parallel.virtual_stages > 1 else "per_micro_batch"
 
 
-def _context_method(config: RunConfig) -> Literal["auto"] | ContextMethod:
+def _context_method(config: RunConfig, device_type: str) -> Literal["auto"] | ContextMethod:
     """auto: what sends less for a token of a rank, in all passes of a step. ulysses sends
     (cp - 1) / cp of its features in each pass. all_gather sends its features to cp - 1 ranks three
     times: in the forward, before the backward, and their gradients.
+
+    But all_gather is not taken if only all_gather would need a mask of own tokens x all tokens.
     """
     model, parallel = config.model, config.parallel
     cp, tp = parallel.context, parallel.tensor
@@ -277,8 +279,13 @@ def _context_method(config: RunConfig) -> Literal["auto"] | ContextMethod:
     passes = 3 if parallel.recomputes_fully else 2
     exchanged = passes * sum(model.exchanged_features("ulysses", cp=cp, tp=tp)) / cp
     gathered = 3 * sum(model.exchanged_features("all_gather", cp=cp, tp=tp))
-    has_halves = config.data.sequence_length % (2 * cp) == 0  # as all_gather needs them
-    return "all_gather" if has_halves and exchanged > gathered else "ulysses"
+    length, window = config.data.sequence_length, model.sliding_window
+    element_bytes = 2 if config.bf16.enabled or config.fp16.enabled else 4
+    masks = model.why_mask(device_type, element_bytes) is not None
+    both_mask = config.data.reset_at_documents or (window is not None and window < length)
+    has_halves = length % (2 * cp) == 0  # as all_gather needs them
+    gathers = has_halves and exchanged > gathered and (both_mask or not masks)
+    return "all_gather" if gathers else "ulysses"
 
 
 def _micro_batch_groups(config: RunConfig, batch: Batch) -> int:

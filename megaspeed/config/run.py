@@ -71,8 +71,9 @@ class ParallelConfig(Section):
     context_method: Literal["auto"] | ContextMethod = "auto"
     """How attention sees the complete sequence. ulysses: an all-to-all gives each rank all tokens
     of some heads, and another one brings the result back. all_gather: keys and values are gathered,
-    in the backward once more. auto: all_gather if the heads cannot be divided, or if it sends less
-    and context divides half of data.sequence_length; otherwise ulysses."""
+    in the backward once more. auto: all_gather if the heads cannot be divided, or if it sends less,
+    context divides half of data.sequence_length and no mask is needed for it alone; otherwise
+    ulysses."""
     replicate: int = Field(default=1, gt=0, le=LARGEST_WORLD)
     """Number of data ranks that hold the same partition of ZeRO 1, 2 or 3. It must divide data.
     ZeRO partitions over (data / replicate) x context neighbours, and the replicas sum their

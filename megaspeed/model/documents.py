@@ -174,8 +174,8 @@ class Documents:
 
 
 def attends_without_mask(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """``ModelConfig.attends_without_mask``, if this GPU and this torch support it."""
-    if not config.attends_without_mask(device.type, dtype.itemsize):
+    """Whether ``ModelConfig.why_mask`` has no reason, and this GPU and this torch have none."""
+    if config.why_mask(device.type, dtype.itemsize) is not None:
         return False
     shares_heads = config.num_key_value_heads < config.num_attention_heads
     return device.type != "cuda" or _has_flash_attention(device, shares_heads)

@@ -16,6 +16,7 @@ from megaspeed.files.json_values import json_value, picked
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
 from megaspeed.pipeline.schedules import peak_in_flight, pipeline_of
 from megaspeed.pipeline.visits import holds_of
+from megaspeed.planning.costs.activations import activations_of
 from megaspeed.planning.costs.placement import GPUS_PER_NODE, Placement
 from megaspeed.planning.costs.rank_parameters import elements_of, local_parameters
 from megaspeed.planning.costs.reserved_memory import (
@@ -121,6 +122,11 @@ class Plan:
         return sum(stage.parameters for stage in self.stages)
 
     @property
+    def mask_bytes(self) -> int:
+        """Size of the mask of attention on a rank, which is among the activations; 0 without it."""
+        return activations_of(self.run, self.prediction.fullest.device_type).mask
+
+    @property
     def verdict(self) -> Verdict | None:
         """Whether the run as configured fits the device; None if no device was named."""
         return self.zero_stages[self.run.zero_stage].verdict
@@ -136,7 +142,7 @@ class Plan:
             **picked(run, "name", "zero_stage", "precision", "batch"),
             "world_size": run.grid.world_size,
             "degrees": json_value(run.grid),
-            **picked(self, "parameters", "verdict"),
+            **picked(self, "parameters", "mask_bytes", "verdict"),
             "device": None if cluster is None else json_value(cluster.device),
             "network_bytes_per_second": speed,
             "rank_map": self.ranks.as_json(),

@@ -8,6 +8,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import GradientReduction, describe_recomputation, dropout_warning
 from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.planning.costs.placement import AxisPlacement, Placement
+from megaspeed.planning.costs.rank_parameters import BYTES_OF
 from megaspeed.planning.costs.traffic import axis_totals
 from megaspeed.planning.forecast import Forecast, TrainingTime
 from megaspeed.planning.plan import Plan, PlannedStage, PlannedZero
@@ -102,6 +103,10 @@ def summary(plan: Plan) -> Iterator[str]:
             f"context: {run.context_method}; a rank has "
             f"{run.config.data.sequence_length // run.grid.cp:,} tokens of each sample"
         )
+    if plan.mask_bytes:
+        why = model.why_mask(plan.prediction.fullest.device_type, BYTES_OF[run.precision])
+        each = " of each micro-batch" if run.config.data.reset_at_documents else ""
+        yield f"attention mask: {readable_memory(plan.mask_bytes)}{each}, because {why}"
     yield from dropout_warning(run)
     if run.grid.pp > 1:
         shape = pipeline_of(run)

@@ -261,3 +261,28 @@ def test_a_config_cannot_be_changed() -> None:
     config = parse_config(small())
     with pytest.raises(ValueError, match="frozen"):
         config.model.hidden_size = 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "device_type", "method"),
+    [
+        ("bf16.enabled=true", "cuda", "all_gather"),
+        ("", "cuda", "ulysses"),  # fp32
+        ("", "cpu", "all_gather"),
+        ("model.attention_dropout=0.1", "cpu", "ulysses"),
+        ("bf16.enabled=true model.attention_dropout=0.1", "cuda", "ulysses"),
+        ("bf16.enabled=true model.sliding_window=8", "cuda", "all_gather"),
+        # Both methods need a mask, and that of all_gather is smaller.
+        ("model.sliding_window=8", "cpu", "all_gather"),
+        ("data.reset_at_documents=true", "cuda", "all_gather"),
+        # The heads cannot be divided.
+        ("parallel.context=8", "cuda", "all_gather"),
+    ],
+)
+def test_keys_are_not_gathered_if_only_this_would_need_a_mask(
+    settings: str, device_type: str, method: str
+) -> None:
+    """One key/value head is copied for each rank of ulysses, so all_gather sends less."""
+    shared = ("model.architecture=llama", "model.num_key_value_heads=1", "parallel.context=4")
+    values = (*shared, "model.intermediate_size=384", *settings.split())
+    assert resolve(*values, world_size=8, device_type=device_type).context_method == method

@@ -95,3 +95,26 @@ def test_fewer_steps_of_longer_sequences_are_no_mistake() -> None:
     own = training(8, "training.tokens=100M", "parallel.context=8", *warmup)
     longest = longest_sequences(own, cluster(8))
     assert longest[0].tokens > 10**6
+
+
+IN_FP32 = ("bf16.enabled=false", "data_types.grad_accum_dtype=fp32")
+FEW_KEYS = ("model.num_key_value_heads=2", "parallel.context=8")
+
+
+def test_a_mask_that_grows_with_the_square_of_the_length_is_named_and_avoided(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """FlashAttention has no fp32, so queries of gathered keys need a mask. "auto" gathered them,
+    because this sends less, and the longest sequence had a seventh of the tokens.
+    """
+    lengths, masks = {}, {}
+    for method in ("auto", "all_gather"):
+        changes = (*FEW_KEYS, *IN_FP32, f"parallel.context_method={method}")
+        found = longest_sequences(training(8, *changes), cluster(8))
+        lengths[method] = max(each.tokens for each in found if each.settings.cp == 8)
+        options = ("--world-size", "8", "--device", "h100-80gb", "--set", *changes)
+        main(["plan", "--config", str(FILE), *options])
+        masks[method] = re.findall("attention mask: .*", capsys.readouterr().out)
+    assert lengths["auto"] > 7 * lengths["all_gather"]
+    reason = "torch's FlashAttention for GPUs needs 16-bit numbers"
+    assert masks == {"auto": [], "all_gather": [f"attention mask: 128.00 GiB, because {reason}"]}

@@ -149,8 +149,19 @@ class Activations:
         if model.residual_dropout > 0.0:
             self._residual_hashing = self._m * model.hidden_size * _HASHING
         self._has_documents = run.config.data.reset_at_documents
-        self._needs_mask = not model.attends_without_mask(device_type, self._a)
         self._context, self._method = run.grid.cp, run.context_method
+        sequence, window = run.config.data.sequence_length, model.sliding_window
+        # Rows of the mask (B or 1, 1, t, S): own tokens if keys are gathered, else all tokens.
+        self._queries = self._n if self._has_documents else sequence // self._context
+        gathers = self._method == "all_gather"
+        self._queries *= 1 if gathers else self._context
+        is_partial = window is not None and window < sequence
+        is_masked = self._has_documents or gathers or is_partial
+        if model.why_mask(device_type, self._a) is None:
+            is_masked = False
+        self.mask = self._queries * sequence * self._a if is_masked else 0
+        """Bytes of the mask of attention, which all blocks share. If attention stays within a
+        document, each micro-batch has its own."""
         self._exchanged: tuple[int, ...] = ()
         if self._method is not None:
             self._exchanged = model.exchanged_features(self._method, cp=self._context, tp=tp)
@@ -285,17 +296,12 @@ class Activations:
         if not self._has_documents:
             return block
         tokens = self._n * self._context  # of complete sequences
-        queries = self._n if self._method == "all_gather" else tokens
-        positions = tokens * _INT32 + self._angles(queries)
-        if not self._needs_mask:
-            return replace(block, kept=block.kept + positions)
-        pairs = queries * self._run.config.data.sequence_length
         return replace(
             block,
-            kept=block.kept + pairs * self._a + positions,
-            # Before the block runs: one byte for each pair of tokens, true if both are in one
-            # document.
-            forward_working=max(block.forward_working, pairs - block.kept),
+            kept=block.kept + self.mask + tokens * _INT32 + self._angles(self._queries),
+            # Before the block runs: one byte for each element of the mask, true if both tokens are
+            # in one document.
+            forward_working=max(block.forward_working, self.mask // self._a - block.kept),
         )
 
     def shared(self) -> int:
@@ -303,13 +309,7 @@ class Activations:
 
         If attention stays within a document, each micro-batch has its own angles and mask.
         """
-        sequence, window = self._run.config.data.sequence_length, self._model.sliding_window
-        gathers = self._method == "all_gather"
-        if self._has_documents:
-            return 0
-        queries = sequence // self._context if gathers else sequence
-        is_masked = self._needs_mask and (gathers or (window is not None and window < sequence))
-        return self._angles(queries) + (queries * sequence * self._a if is_masked else 0)
+        return 0 if self._has_documents else self._angles(self._queries) + self.mask
 
     def head(self) -> LayerMemory:
         """The final norm and the loss (``tensor_parallel/loss.py``).
