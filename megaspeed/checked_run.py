@@ -15,7 +15,9 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import check_document, load_run
 from megaspeed.config.resolve import Run
-from megaspeed.config.run import DataConfig, RunConfig
+from megaspeed.config.run import DataConfig, RunConfig, TrainingConfig
+from megaspeed.data.errors import DataError
+from megaspeed.data.prompts import find_prompts
 from megaspeed.data.selection import find_problems
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ def find_data_problems(correct: RunConfig) -> list[str]:
     Args:
         correct: the config, without keys that are wrong.
     """
-    data, model = vars(correct).get("data"), vars(correct).get("model")
+    data, model, training = (vars(correct).get(name) for name in ("data", "model", "training"))
     if data is None or vars(data).keys() != DataConfig.model_fields.keys():
         return []
     # No tokenizer exceeds the size that stands for one which is not known.
@@ -57,6 +59,10 @@ def find_data_problems(correct: RunConfig) -> list[str]:
     def find() -> None:
         try:
             problems.extend(find_problems(data, vocab_size))
+            if training is not None and vars(training).keys() == TrainingConfig.model_fields.keys():
+                find_prompts(training, data)
+        except DataError as error:
+            problems.extend(problem for problem in error.problems if problem not in problems)
         except OSError as error:  # would end only this thread
             path, why = error.filename or "a file", error.strerror or error
             problems.append(f"data: {path} cannot be read: {why}; name what this user may read")

@@ -97,6 +97,19 @@ def test_a_tokenizer_is_compared_with_the_model_of_from_hf(tmp_path: Path) -> No
     assert problems_in_file(tmp_path, model={"from_hf": "/no/such/folder"}, data=data) == []
 
 
+def test_a_prompt_that_is_too_long_is_found_without_the_corpus(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    train_tokenizer(read_documents([SourceFile("a.txt", tmp_path / "a.txt")]), 257).save(tmp_path)
+    data = {"sequence_length": 16, "tokenizer": str(tmp_path)}
+    sampled = {"steps": 1, "sample_prompts": ["abc", "abc"], "sample_tokens": 13}
+    (first, second) = problems_in_file(tmp_path, data=data, training=sampled)
+    assert first.startswith("training.sample_prompts[0] has 4 tokens")
+    assert second.startswith("training.sample_prompts[1] has 4 tokens")
+    data["tokenizer"] = "/no/such/folder"
+    (problem,) = problems_in_file(tmp_path, data=data, training=sampled)
+    assert problem.startswith("data.tokenizer is a path")
+
+
 def test_a_glob_that_takes_long_is_stopped_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -361,7 +361,7 @@ class ConsoleObserver(Observer):
     def sampled(self, metrics: SampleMetrics) -> None:
         """Record the samples, and print a line for each."""
         self._write(metrics)
-        for prompt, text in metrics.samples.items():
+        for prompt, text in metrics.samples:
             line = f"step {metrics.step:>6}  sample {prompt!r}: {text!r}"
             # Not every terminal can show every character.
             shown = line.encode(self.console.encoding, "backslashreplace")

@@ -22,12 +22,15 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
+from megaspeed.checked_run import find_data_problems
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import NOT_STATED, Progress
+from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.data.background import Tokenization
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
-from megaspeed.data.errors import StreamEnded
+from megaspeed.data.errors import DataError, StreamEnded
+from megaspeed.data.prompts import find_prompts, read_prompts
 from megaspeed.planning.micro_batch import Choice, choose_micro_batch
 from megaspeed.supervision.answers import RankFailed, broadcast, gather
 from megaspeed.supervision.failure import RankLog
@@ -67,7 +70,6 @@ from megaspeed.training.run_folder import (
     run_lock,
     start_run_folder,
 )
-from megaspeed.training.samples import read_prompts
 from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import ZeroEngine
@@ -94,6 +96,7 @@ A network file system may keep the lock of a dead host for 90 s.
 """
 
 _WITHOUT_LIMIT = timedelta(days=100)
+_SECONDS_FOR_RANK_0 = 1.0
 
 _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED")
 
@@ -148,6 +151,7 @@ class Job:
     """One rank's part of a run."""
 
     run: Run  # the resolved configuration
+    config_file: str  # its path
     options: ResumeOptions  # the options of the command line about resuming
     meeting: Meeting  # the ranks of this run
     activity: Activity  # what this rank is doing, for the watch
@@ -183,7 +187,6 @@ class Job:
             start = time.perf_counter()
             corpus = self._prepare_corpus()
             print_folded(self.console, describe_corpus(corpus, time.perf_counter() - start))
-            read_prompts(run.config.training, corpus)  # only to raise its errors early
         with during("creating the process groups", timeouts=START_UP_TIMEOUTS):
             hang_timeout = run.config.training.hang_timeout_seconds
             context = ParallelContext.create(
@@ -238,14 +241,22 @@ class Job:
             show(phase, done, total)
 
         try:
+            find_prompts(config.training, config.data)  # the preparation may take long
             with preparation_bar(self.console) as show:
-                return prepare_corpus(
+                corpus = prepare_corpus(
                     config.data,
                     config.model.vocab_size,
                     reports_waits=is_first,
                     partner=partner,
                     progress=progress,
                 )
+            read_prompts(config.training, corpus.tokenizer, corpus.sequence_length)
+            return corpus
+        except DataError as error:
+            if launch.rank != 0:  # rank 0 probably has the same error, and reports it first
+                time.sleep(_SECONDS_FOR_RANK_0)
+            problems = [*find_data_problems(config), *error.problems]
+            raise ConfigError([*dict.fromkeys(problems)], self.config_file) from error
         finally:  # also after an error: the others find the same one
             if launch.rank == 0:
                 tell(begun)

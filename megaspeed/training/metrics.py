@@ -64,7 +64,7 @@ class SampleMetrics:
     """What the model writes after each of ``training.sample_prompts``, and after which step."""
 
     step: int
-    samples: dict[str, str]  # prompt -> continuation
+    samples: list[tuple[str, str]]  # each prompt with its continuation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,6 +111,7 @@ def main(
             print_line(console, describe_spare_ranks(run))
         job = Job(
             run=run,
+            config_file=str(options.config),
             options=resume,
             meeting=meeting,
             activity=activity,

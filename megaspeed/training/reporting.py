@@ -145,7 +145,7 @@ class Reporting:
         if self._senders and not isinstance(metrics, PartMetrics):
             values: dict[str, float | str] = dict(_numbers(dataclasses.asdict(metrics)))
             if isinstance(metrics, SampleMetrics):
-                texts = (html.escape(prompt + text) for prompt, text in metrics.samples.items())
+                texts = (html.escape(prompt + text) for prompt, text in metrics.samples)
                 values = {f"samples/{n}": f"<pre>{text}</pre>" for n, text in enumerate(texts)}
             for name, (thread, rows) in self._senders.items():
                 if rows.full() and thread.is_alive():  # a service that failed has a warning already

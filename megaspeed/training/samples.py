@@ -9,48 +9,18 @@ micro-batches on all data ranks, so messages and compiled blocks have no new sha
 
 import torch
 
-from megaspeed.config.run import TrainingConfig
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.data.errors import DataError, raise_any
 from megaspeed.data.loader import LoaderShape
-from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.data.prompts import Prompts
 from megaspeed.model.documents import Documents, take
 from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 from megaspeed.training.worker import Worker
 
-Prompts = tuple[TextTokenizer, list[list[int]]]
-"""The run's tokenizer, and the ids of each prompt."""
-
-
-def read_prompts(training: TrainingConfig, corpus: PreparedCorpus) -> Prompts | None:
-    """Encode the prompts; None if there are none.
-
-    Raises DataError if there is no tokenizer, or a prompt and its continuation do not fit.
-    """
-    prompts, more, most = training.sample_prompts, training.sample_tokens, corpus.sequence_length
-    if not prompts:
-        return None
-    if corpus.tokenizer is None:
-        raise DataError(
-            "training.sample_prompts are texts, but the data are token ids without a tokenizer; "
-            "name it in data.tokenizer, or remove training.sample_prompts"
-        )
-    tokenizer = load_tokenizer(str(corpus.tokenizer))
-    rows = [[tokenizer.end_of_text, *ids] for ids in tokenizer.encode(prompts)]
-    raise_any(
-        f"training.sample_prompts[{number}] has {len(row)} tokens with the end-of-text before it. "
-        f"{len(row)} + training.sample_tokens {more} must be at most data.sequence_length {most}; "
-        "shorten the prompt, or lower training.sample_tokens"
-        for number, row in enumerate(rows)
-        if len(row) + more > most
-    )
-    return tokenizer, rows
-
 
 def write_samples(
     worker: Worker, corpus: PreparedCorpus, shape: LoaderShape, prompts: Prompts
-) -> dict[str, str]:
-    """Return prompt -> continuation. All ranks call this together.
+) -> list[tuple[str, str]]:
+    """Return each prompt with its continuation. All ranks call this together.
 
     A continuation ends with the document, or after ``training.sample_tokens`` tokens.
     """
@@ -65,10 +35,11 @@ def write_samples(
             more += [token] * (tokenizer.end_of_text not in more)
         if all(tokenizer.end_of_text in more for more in new):
             break
-    return {
-        prompt: tokenizer.text_after(ids, [id for id in more if id != tokenizer.end_of_text])
-        for prompt, ids, more in zip(training.sample_prompts, rows, new, strict=True)
-    }
+    continuations = (
+        tokenizer.text_after(ids, [id for id in more if id != tokenizer.end_of_text])
+        for ids, more in zip(rows, new, strict=True)
+    )
+    return [*zip(training.sample_prompts, continuations, strict=True)]
 
 
 def _micro_batch(rows: list[list[int]], corpus: PreparedCorpus, shape: LoaderShape) -> MicroBatch:

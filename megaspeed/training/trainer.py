@@ -22,6 +22,7 @@ from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.errors import shortened
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import ValidationLoader
+from megaspeed.data.prompts import read_prompts
 from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.supervision.process_end import StopSignal
 from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS
@@ -35,7 +36,7 @@ from megaspeed.training.metrics import (
 )
 from megaspeed.training.profile import Profile
 from megaspeed.training.replicas import Replicas
-from megaspeed.training.samples import read_prompts, write_samples
+from megaspeed.training.samples import write_samples
 from megaspeed.training.worker import StepInputs, StepResult, StopReason, Worker
 
 _MOST_RANKS_NAMED = 4
@@ -122,7 +123,8 @@ class Trainer:
             eval_batches=run.config.training.eval_batches,
             device=context.device,
         )
-        self._corpus, self._prompts = corpus, read_prompts(run.config.training, corpus)
+        training, length = run.config.training, corpus.sequence_length
+        self._corpus, self._prompts = corpus, read_prompts(training, corpus.tokenizer, length)
         self._flops_per_token = training_flops_per_token(
             run.config.model, run.config.data.sequence_length
         )

@@ -31,6 +31,7 @@ from megaspeed.zero.workarounds import (
     always_the_zero_optimizer,
     declare_no_compiled_ops,
     hide_announced_renames,
+    hide_skipped_steps,
     import_muon_uncompiled,
     name_the_local_rank,
     without_gradient_hooks,
@@ -167,6 +168,7 @@ def build_engine(
 
 def _prepare_deepspeed(context: ParallelContext) -> None:
     hide_announced_renames()
+    hide_skipped_steps()
     name_the_local_rank(context.device, context.local_rank)
     declare_no_compiled_ops()
     import_muon_uncompiled()

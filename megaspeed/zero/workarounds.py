@@ -4,6 +4,7 @@ Each has a test that fails if the work-around is omitted, or if DeepSpeed no lon
 """
 
 import importlib
+import logging
 import math
 import os
 import warnings
@@ -17,6 +18,7 @@ from deepspeed.runtime import compiler
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import logger
 
 from megaspeed.zero.model_states import partitions_parameters
 
@@ -39,6 +41,19 @@ def hide_announced_renames() -> None:
     would print a warning.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*")
+
+
+def hide_skipped_steps() -> None:
+    """Hide DeepSpeed's lines about skipped steps: the console has a line for each of them.
+
+    runtime/fp16/loss_scaler.py:153, 263-273: rank 0 would also log "[deepspeed] OVERFLOW! Skipping
+    step", in every number type, even if it is the loss that is not finite.
+    """
+    logger.addFilter(_is_no_skipped_step)
+
+
+def _is_no_skipped_step(record: logging.LogRecord) -> bool:
+    return "OVERFLOW! " not in record.getMessage()
 
 
 def import_muon_uncompiled() -> None:

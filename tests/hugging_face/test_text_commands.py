@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.cli import main
 from megaspeed.bar_or_lines import BarOrLines
+from megaspeed.cli import main
 from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
 from tests.support.command import Ended
 

@@ -180,7 +180,7 @@ def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) ->
         for step in range(1, 11):
             observer.step(step_metrics(step=step, skipped=step == 7))
         observer.validation(ValidationMetrics.of(10, 2.0))
-        observer.sampled(SampleMetrics(step=10, samples={"[a]": "\n[b]"}))
+        observer.sampled(SampleMetrics(step=10, samples=[("[a]", "\n[b]")]))
     lines = [line.split()[:2] for line in output.getvalue().splitlines()]
     assert lines == [["step", str(step)] for step in (1, 4, 7, 8, 10, 10)]
     assert not set(output.getvalue()) & {"\x1b", "\r", "\b"}, "a pipe gets no control characters"
@@ -188,7 +188,7 @@ def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) ->
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [*range(1, 11), 10, 10]
     assert "step     10  sample '[a]': '\\n[b]'\n" in output.getvalue()
-    assert records[-1] == {"step": 10, "samples": {"[a]": "\n[b]"}}
+    assert records[-1] == {"step": 10, "samples": [["[a]", "\n[b]"]]}
 
 
 def test_a_log_has_the_elapsed_and_the_remaining_time_in_each_step() -> None:

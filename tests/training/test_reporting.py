@@ -69,7 +69,7 @@ def test_both_services_show_each_sample_as_text(
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = reporting_run(tmp_path, "tensorboard", "wandb")
     with Reporting(run, 0, pytest.fail) as report:
-        report.write(SampleMetrics(step=2, samples={"a <": "b> *c*", "": "d"}))
+        report.write(SampleMetrics(step=2, samples=[("a <", "b> *c*"), ("", "d")]))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (text,) = events.Tensors("samples/0/text_summary")

@@ -18,6 +18,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.errors import DataError
 from megaspeed.data.loader import LoaderShape
+from megaspeed.data.prompts import read_prompts
 from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 from megaspeed.supervision.process_end import StopSignal
 from megaspeed.tensor_parallel.collectives import TensorAxis
@@ -26,7 +27,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import SampleMetrics
-from megaspeed.training.samples import read_prompts, write_samples
+from megaspeed.training.samples import write_samples
 from megaspeed.training.trainer import Trainer
 from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import gather_parameters
@@ -164,8 +165,9 @@ def test_samples_are_those_of_one_process_on_all_ranks(
 ) -> None:
     expected = serial["data" in changes]
     assert [metrics.step for metrics in expected] == [2, 4], "as for validations"
-    written = {text for metrics in expected for text in metrics.samples.values()}
-    assert list(expected[0].samples) == PROMPTS and len(written) > 5, "they differ"
+    written = {text for metrics in expected for _, text in metrics.samples}
+    assert [prompt for prompt, _ in expected[0].samples] == PROMPTS
+    assert len(written) > 5, "they differ"
     for record in runs.trained(**changes):
         assert record.samples == expected
 
@@ -212,16 +214,16 @@ def test_samples_are_what_generate_writes_from_the_checkpoint(
 
     model = load_text_model(tmp_path / "run", tokenizer=None, precision="float32")
     (samples,) = (metrics.samples for metrics in record.samples)
-    assert list(samples) == PROMPTS
-    for prompt, text in samples.items():
+    assert [prompt for prompt, _ in samples] == PROMPTS
+    for prompt, text in samples:
         greedy = Sampling(temperature=0, max_tokens=TOKENS)
         assert text == continue_prompt(model, prompt, 1, greedy).text
 
 
 def test_a_document_that_the_model_ends_is_not_continued(tmp_path: Path) -> None:
-    run = tiny_run(TEXT, training={"sample_prompts": ["a", "b"], "sample_tokens": 9})
+    run = tiny_run(TEXT, training={"sample_prompts": ["a", "a"], "sample_tokens": 9})
     corpus = tiny_corpus(run, tmp_path)
-    read = read_prompts(run.config.training, corpus)
+    read = read_prompts(run.config.training, corpus.tokenizer, corpus.sequence_length)
     assert read is not None
     tokenizer, rows = read
     (first,), (second,) = tokenizer.encode(["x"]), tokenizer.encode(["y"])
@@ -238,8 +240,9 @@ def test_a_document_that_the_model_ends_is_not_continued(tmp_path: Path) -> None
         context=SimpleNamespace(device=torch.device("cpu")),
         likeliest_tokens=likeliest_tokens,
     )
-    assert write_samples(worker, corpus, LoaderShape(2, 1, 0, 1), read) == {"a": "x", "b": "yy"}
-    assert rows == [[0, *ids] for ids in tokenizer.encode(["a", "b"])], "the prompts are kept"
+    samples = write_samples(worker, corpus, LoaderShape(2, 1, 0, 1), read)
+    assert samples == [("a", "x"), ("a", "yy")], "equal prompts have a sample each"
+    assert rows == [[0, *ids] for ids in tokenizer.encode(["a", "a"])], "the prompts are kept"
     assert seen == [[1, 1], [2, 2], [3, 3]], "it stops when all documents have ended"
 
 
@@ -260,7 +263,7 @@ def test_prompts_that_do_not_fit_are_refused_with_their_numbers(tmp_path: Path) 
     run = tiny_run(TEXT, training={"sample_prompts": ["a", "aQbQcQdQ"], "sample_tokens": 9})
     corpus = tiny_corpus(run, tmp_path)
     with pytest.raises(DataError) as caught:
-        read_prompts(run.config.training, corpus)
+        read_prompts(run.config.training, corpus.tokenizer, corpus.sequence_length)
     assert str(caught.value) == (
         "training.sample_prompts[1] has 9 tokens with the end-of-text before it. 9 + "
         "training.sample_tokens 9 must be at most data.sequence_length 16; shorten the prompt, or "
@@ -269,8 +272,7 @@ def test_prompts_that_do_not_fit_are_refused_with_their_numbers(tmp_path: Path) 
 
 
 def test_prompts_need_a_tokenizer() -> None:
-    corpus: Any = SimpleNamespace(tokenizer=None, sequence_length=16)
     samples = {"sample_prompts": ["a"], "sample_tokens": 4}
     training = tiny_run(TEXT, training=samples).config.training
     with pytest.raises(DataError, match=r"without a tokenizer; name it in data\.tokenizer"):
-        read_prompts(training, corpus)
+        read_prompts(training, None, 16)

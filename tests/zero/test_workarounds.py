@@ -6,6 +6,7 @@ If a test of a "without" fails, DeepSpeed may no longer need that work-around.
 import functools
 import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero import utils as zero_functions
+from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from megaspeed import zero
@@ -47,6 +49,7 @@ from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import LLAMA, tiny_corpus
 from tests.zero.held import is_gathered
 from tests.zero.one_rank import OneRank, one_rank, small_run
+from tests.zero.test_non_finite import put_an_infinity
 
 # A call that takes this long hangs.
 HANG_SECONDS = limit(4)
@@ -419,6 +422,43 @@ def test_without_hiding_them_torch_announces_the_renames_of_collectives(
     announced = pool.run(2, future_warnings, run, corpus, False)[0]
     assert any("torch.distributed" in message for message in announced)
     assert pool.run(2, future_warnings, run, corpus, True) == [[], []]
+
+
+# --- skipped_steps --------------------------------------------------------------------------------
+
+
+def lines_about_a_skipped_step(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, hidden: bool
+) -> list[str]:
+    """Return what DeepSpeed logs during a step with an infinite gradient."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logger, "filters", [])
+        patch.setattr(logger, "handlers", [handler])
+        with (
+            nullcontext() if hidden else left_out("hide_skipped_steps"),
+            one_rank(launch, run, corpus) as rank,
+        ):
+            logged.clear()
+
+            def spoil() -> None:
+                put_an_infinity(rank)
+
+            rank.engine.before_step = spoil
+            assert rank.train_step(0).skipped
+    return logged
+
+
+def test_without_hiding_them_deepspeed_logs_each_skipped_step_too(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = small_run(text, zero_optimization={"stage": 3})
+    corpus = tiny_corpus(run, cache)
+    ((line,),) = pool.run(1, lines_about_a_skipped_step, run, corpus, False)
+    assert "OVERFLOW! Skipping step" in line
+    assert pool.run(1, lines_about_a_skipped_step, run, corpus, True) == [[]]
 
 
 # --- process_environment --------------------------------------------------------------------------
