@@ -17,15 +17,22 @@ class BarOrLines:
         total: the total, in any unit; 0 if it is not known yet.
         start: a line that is printed first if there is no terminal.
         seconds_between_lines: time between two lines if there is no terminal.
+        quiet: whether nothing is shown.
     """
 
     def __init__(
-        self, total: float, start: str = "", seconds_between_lines: float = _SECONDS_BETWEEN_LINES
+        self,
+        total: float,
+        start: str = "",
+        seconds_between_lines: float = _SECONDS_BETWEEN_LINES,
+        quiet: bool = False,
     ) -> None:
         self._total = total
         self._seconds_between_lines = seconds_between_lines
         self._line_at = time.monotonic()
-        self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._console = Console(
+            stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True
+        )
         self._bar = Progress(
             BarColumn(),
             TaskProgressColumn(),
@@ -33,7 +40,7 @@ class BarOrLines:
             TextColumn("{task.description}", markup=False),
             console=self._console,
             transient=True,
-            disable=not self._console.is_terminal,
+            disable=quiet or not self._console.is_terminal,
         )
         if start and not self._console.is_terminal:
             self._console.print(start)
@@ -46,13 +53,11 @@ class BarOrLines:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._bar.stop()
 
-    def begin(self, total: float, text: str) -> None:
-        """Begin again at 0, with another total; 0 if it is not known."""
-        self._total = total
-        self._bar.reset(self._task, total=total or None, description=text)
-
-    def show(self, done: float, text: str = "") -> None:
-        """Show that ``done`` of the total is done, and a text about it."""
+    def show(self, done: float, text: str = "", total: float | None = None) -> None:
+        """Show that ``done`` of the total is done, and a text about it. The total may change."""
+        if total is not None and total != self._total:
+            self._total = total
+            self._bar.reset(self._task, total=total or None)
         self._bar.update(self._task, completed=done, description=text)
         now = time.monotonic()
         if not self._console.is_terminal and now - self._line_at >= self._seconds_between_lines:

@@ -17,8 +17,10 @@ from megaspeed.config.loading import check_document, load_run
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import DataConfig, RunConfig, TrainingConfig
 from megaspeed.data.errors import DataError
-from megaspeed.data.prompts import find_prompts
+from megaspeed.data.prompts import read_prompts
 from megaspeed.data.selection import find_problems
+from megaspeed.data.tokenizer import TRAIN
+from megaspeed.files.paths import expand_home
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +61,9 @@ def find_data_problems(correct: RunConfig) -> list[str]:
     def find() -> None:
         try:
             problems.extend(find_problems(data, vocab_size))
-            if training is not None and vars(training).keys() == TrainingConfig.model_fields.keys():
-                find_prompts(training, data)
+            is_known = vars(training or correct).keys() == TrainingConfig.model_fields.keys()
+            if training is not None and is_known and data.tokenizer != TRAIN:
+                read_prompts(training, expand_home(data.tokenizer), data.sequence_length)
         except DataError as error:
             problems.extend(problem for problem in error.problems if problem not in problems)
         except OSError as error:  # would end only this thread

@@ -228,17 +228,15 @@ def _other_rotations(keys: Mapping[str, Any], fields: Mapping[str, Any]) -> Iter
     listed = keys.get("no_rope_layers")
     if listed is None or not isinstance(interval, int | None) or not isinstance(layers, int):
         return
-    if not isinstance(listed, list):
-        found = f"it is {describe_value(listed)}"
-    elif len(listed) < layers:
-        found = f"it has {len(listed)} numbers"
+    numbers = listed[: max(layers, 0)] if isinstance(listed, list) else []
+    blocks = enumerate(numbers, start=1)
+    wrong = next((block for block, number in blocks if number != _rotates(block, interval)), None)
+    if wrong is not None:
+        found = f"that of block {wrong} is {json.dumps(numbers[wrong - 1])}"
+    elif isinstance(listed, list) and len(listed) >= layers:
+        return
     else:
-        own = enumerate(listed[: max(layers, 0)], start=1)
-        differing = ((block, n) for block, n in own if n != _rotates(block, interval))
-        block, number = next(differing, (0, None))
-        if not block:
-            return
-        found = f"that of block {block} is {describe_value(number)}"
+        found = f"it is {describe_value(listed)}"
     yield (
         f"no_rope_layers must have a number for each of {layers} blocks, 0 at the multiples of "
         f"{_INTERVAL} {interval or 0} and 1 elsewhere, but {found}"

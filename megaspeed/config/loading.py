@@ -347,13 +347,9 @@ def all_key_paths() -> tuple[str, ...]:
 def _nearest(path: KeyPath, siblings: list[str]) -> str | None:
     """Return the key of this name elsewhere; otherwise the nearest of the section, or of all."""
     name, section = str(path[-1]), dotted(path[:-1])
-    every = (known.rpartition(".") for known in reversed(all_key_paths()))
-    # A key of another type of this section is not meant.
-    leaves = {
-        last: ".".join(filter(None, (parent, last)))
-        for parent, _, last in every
-        if parent != section or last in siblings
-    }
+    # The other keys of this section are of other types.
+    others = (known for known in reversed(all_key_paths()) if known.rpartition(".")[0] != section)
+    leaves = {known.rpartition(".")[2]: known for known in others}
     if name not in leaves and (close := difflib.get_close_matches(name, siblings, n=1)):
         return dotted((*path[:-1], close[0]))
     far = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)

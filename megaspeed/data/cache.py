@@ -47,11 +47,7 @@ def cache_key(*parts: Any) -> str:
 
 
 Preparation = Callable[[str, int, int], None]
-"""Called with a phase of the preparation, the bytes of it that are done, and all its bytes."""
-
-
-def ignored(phase: str, done: int, total: int) -> None:
-    """A ``Preparation`` that nobody looks at."""
+"""Called with a phase of the preparation, the bytes of it that are done, and all; 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +57,12 @@ class Cache:
     Attributes:
         root: the folder.
         reports_waits: whether to report on standard error that another process holds the lock.
-        partner: a process of the same run, as ``process_on`` names it, which is not reported.
         progress: called while text is prepared.
     """
 
     root: Path
     reports_waits: bool = True
-    partner: str | None = None
-    progress: Preparation = ignored
+    progress: Preparation = lambda *_: None
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -92,7 +86,7 @@ class Cache:
             yield
 
     def _report_wait(self, holder: str | None) -> None:
-        if not self.reports_waits or (holder and holder == self.partner):
+        if not self.reports_waits:
             return
         sys.stderr.write(
             f"another process{f' ({holder})' if holder else ''} is preparing data in {self.root}; "

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from megaspeed.config.run import DataConfig
-from megaspeed.data.cache import Cache, Preparation, default_cache_dir, ignored
+from megaspeed.data.cache import Cache, Preparation, default_cache_dir
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.hold_out import hold_out_start, hold_out_tokens
 from megaspeed.data.mixture import Component, Mixture
@@ -129,8 +129,7 @@ def prepare_corpus(
     *,
     cache_dir: Path | None = None,
     reports_waits: bool = True,
-    partner: str | None = None,
-    progress: Preparation = ignored,
+    progress: Preparation = lambda *_: None,
 ) -> PreparedCorpus:
     """Prepare the corpus. Tokenize text only if this machine has not done so before.
 
@@ -142,14 +141,13 @@ def prepare_corpus(
         cache_dir: folder for prepared data. If None: $MEGASPEED_CACHE, or ~/.cache/megaspeed.
         reports_waits: whether to report on standard error that this process waits for another one
             that prepares data.
-        partner: a process of the same run, as ``process_on`` names it, which is not reported.
-        progress: called often while text is read and tokenized, by the process that does it.
+        progress: called while text is tokenized, by the process that does it.
 
     Raises:
         DataError: with every problem found.
     """
     root = (cache_dir or default_cache_dir(os.environ)).absolute()
-    cache = Cache(root, reports_waits, partner, progress)
+    cache = Cache(root, reports_waits, progress)
     try:
         selection = select_files(data)
     except DataError as error:

@@ -8,7 +8,7 @@ No text is kept in memory. A document that changed after it was hashed is refuse
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -50,26 +50,13 @@ def hashed(file: SourceFile, on_bad: OnBad = refuse) -> Iterator[tuple[Piece, Do
         yield piece, document
 
 
-def read_documents(
-    files: Sequence[SourceFile], seen: Callable[[Path, int], object] = lambda path, read_bytes: None
-) -> list[Document]:
+def read_documents(files: Sequence[SourceFile]) -> list[Document]:
     """Return every document with at least one byte, in the order of the files.
-
-    ``seen`` is called with the path of a file, and how many of its bytes have been read.
 
     Raises:
         DataError: bad records (the first of each file, all files at once), or there is no text.
     """
-
-    def documents_of(file: SourceFile) -> list[Document]:
-        found = []
-        for piece, document in hashed(file):
-            seen(file.path, piece.read_bytes)
-            if document is not None:
-                found.append(document)
-        return found
-
-    by_file = for_each(files, documents_of)
+    by_file = for_each(files, lambda file: [found for _, found in hashed(file) if found])
     documents = list(chain(*by_file))
     if not documents:
         raise no_text(files)

@@ -195,10 +195,6 @@ class TrainingLoader:
         files = (self._components[component].files[file] for component, file in numbers)
         return {file for file in files if isinstance(file, StreamShard)}
 
-    def missing(self, samples_consumed: int) -> set[StreamShard]:
-        """Return the shards that a step needs, on any rank, and that do not exist here."""
-        return {shard for shard in self.shards(samples_consumed) if shard.is_missing}
-
     def micro_batch(self, samples_consumed: int, micro_batch: int) -> MicroBatch:
         """Read a micro-batch of the step that starts after ``samples_consumed`` samples."""
         key = (samples_consumed, micro_batch)
@@ -224,7 +220,8 @@ class TrainingLoader:
         if micro_batch + 1 < self._shape.gradient_accumulation_steps:
             return samples_consumed, micro_batch + 1
         following = samples_consumed + self._shape.train_batch_size
-        return None if self.missing(following) else (following, 0)
+        arrived = not any(shard.is_missing for shard in self.shards(following))
+        return (following, 0) if arrived else None
 
 
 class ValidationLoader:

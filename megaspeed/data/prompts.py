@@ -2,35 +2,20 @@
 
 from pathlib import Path
 
-from megaspeed.config.run import DataConfig, TrainingConfig
+from megaspeed.config.run import TrainingConfig
 from megaspeed.data.errors import DataError, raise_any
-from megaspeed.data.tokenizer import TRAIN, TextTokenizer, load_tokenizer
-from megaspeed.files.paths import expand_home
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
 
 Prompts = tuple[TextTokenizer, list[list[int]]]
 """The run's tokenizer, and the ids of each prompt."""
 
 
-def find_prompts(training: TrainingConfig, data: DataConfig) -> None:
-    """Raise the errors of ``read_prompts`` before there is a corpus, unless a tokenizer is trained
-    on it.
-    """
-    if data.tokenizer != TRAIN:
-        read_prompts(training, expand_home(data.tokenizer), data.sequence_length)
-
-
 def read_prompts(
     training: TrainingConfig, tokenizer: Path | str | None, sequence_length: int
 ) -> Prompts | None:
-    """Encode the prompts; None if there are none.
+    """Encode the prompts; None if there are none. ``tokenizer`` is the path of the run's.
 
-    Args:
-        training: states the prompts, and how many tokens continue them.
-        tokenizer: that of the run, or its folder's path; None if the run has none.
-        sequence_length: S, tokens.
-
-    Raises:
-        DataError: there is no tokenizer, or a prompt and its continuation do not fit.
+    Raises DataError if there is no tokenizer, or a prompt and its continuation do not fit.
     """
     prompts, more = training.sample_prompts, training.sample_tokens
     if not prompts:

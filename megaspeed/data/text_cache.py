@@ -36,10 +36,9 @@ from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.hold_out import Cut, Groups, document_span, hold_out_spans, split_documents
 from megaspeed.data.pieces import CUT_RULE
 from megaspeed.data.selection import Selection, Share
-from megaspeed.data.sources import SourceFile
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_sources import open_token_folder, token_files
-from megaspeed.data.tokenize import Progress, tokenize
+from megaspeed.data.tokenize import tokenize
 from megaspeed.data.tokenizer import (
     TextTokenizer,
     check_vocabulary,
@@ -101,9 +100,8 @@ def build_text(
             the model does not have, or a cache that cannot be written.
     """
     logger.info("preparing the corpus in %s", cache.root)
-    files = [file for share in selection.shares for file in share.files]
-    reading = _Phase(cache, "reading the text", files)
-    training, validating, cuts = _read_split(data, selection, reading)
+    cache.progress("reading the text", 0, 0)
+    training, validating, cuts = _read_split(data, selection)
     entry = _entry(cache, data, vocab_size, selection)
     try:
         if entry.is_dir() and not entry.is_symlink():
@@ -119,16 +117,14 @@ def build_text(
             if tokenizer is not None:
                 tokenizer.save(folder / _TOKENIZER)
             sides = [*training, *(() if selection.validation else validating)]
-            chosen = chosen_files(chain(*training, *validating))
-            tokenizing = _Phase(cache, "tokenizing the text", chosen)
             facts: Facts = {
                 "tokenizer": None if tokenizer is None else tokenizer.identity,
                 "train": [
-                    _tokenize(part, tokenizer, folder / f"{share}-train", tokenizing, cut)
+                    _tokenize(part, tokenizer, folder / f"{share}-train", cache, cut)
                     for share, (part, cut) in enumerate(zip(training, cuts, strict=True))
                 ],
                 "validation": [
-                    _tokenize(part, tokenizer, folder / f"{share}-validation", tokenizing)
+                    _tokenize(part, tokenizer, folder / f"{share}-validation", cache)
                     for share, part in enumerate(validating)
                 ],
                 "documents": sum(map(len, sides)),
@@ -179,32 +175,13 @@ def _open(cache: Cache, entry: Path, facts: Facts) -> TokenizedText:
     return TokenizedText(train, validation, folder, facts["documents"])
 
 
-class _Phase:
-    """Reports how many bytes of some files have been read, from none to all."""
-
-    def __init__(self, cache: Cache, name: str, files: Sequence[SourceFile]) -> None:
-        self._report = partial(cache.progress, name)
-        self._total = sum(file.state()[1] for file in files)
-        self._done, self._of_each = 0, dict[Path, int]()
-
-    def seen(self, path: Path, read_bytes: int) -> None:
-        """Report the bytes of a file, or of what is written to a folder, that have been read."""
-        self._done += read_bytes - self._of_each.get(path, 0)
-        self._of_each[path] = read_bytes
-        self._report(self._done, self._total)
-
-
 def _read_split(
-    data: DataConfig, selection: Selection, reading: _Phase
+    data: DataConfig, selection: Selection
 ) -> tuple[Groups, Groups, Sequence[Cut | None]]:
     """Return training documents, validation documents, and the document to be cut, by share."""
-
-    def read(share: Share) -> list[Document]:
-        return read_documents(share.files, reading.seen) if share.files else []
-
-    groups = for_each(selection.train, read)
+    groups = for_each(selection.train, _read_share)
     if selection.validation is not None:
-        return groups, for_each(selection.validation, read), [None for _ in groups]
+        return groups, for_each(selection.validation, _read_share), [None for _ in groups]
     training, held_out, cuts = split_documents(groups, data.validation_fraction, data.seed)
     raise_any(
         f"data.train: every source must keep text to train on, but all {len(held)} documents of "
@@ -216,6 +193,10 @@ def _read_split(
         if held and not left
     )
     return training, held_out, cuts
+
+
+def _read_share(share: Share) -> list[Document]:
+    return read_documents(share.files) if share.files else []
 
 
 def _provide_tokenizer(
@@ -237,7 +218,7 @@ def _tokenize(
     documents: Sequence[Document],
     tokenizer: TextTokenizer | None,
     folder: Path,
-    phase: _Phase,
+    cache: Cache,
     cut: Cut | None = None,
 ) -> tuple[int, int] | tuple[()] | None:
     """Write the token folder of some documents, in one shard.
@@ -251,11 +232,11 @@ def _tokenize(
     assert tokenizer is not None, "text has a tokenizer"
     logger.info("tokenizing %d documents", len(documents))
     files = chosen_files(documents)
-
-    def report(progress: Progress) -> None:
-        phase.seen(folder, progress.read_bytes)
-
-    index = tokenize(files, tokenizer, folder, report, shard_tokens=sys.maxsize)
+    show = partial(cache.progress, "tokenizing the text")
+    total = sum(file.state()[1] for file in files)
+    index = tokenize(
+        files, tokenizer, folder, lambda now: show(now.read_bytes, total), shard_tokens=sys.maxsize
+    )
     if index.corpus_fingerprint != corpus_fingerprint(documents):
         raise changed_while_read(described_files(documents))
     if cut is None:

@@ -147,9 +147,6 @@ class StreamShard(TokenFile):
     def is_missing(self) -> bool:
         return self.stream.is_missing(self.number)
 
-    def report_wait(self) -> None:
-        self.stream.report_wait(self.number)
-
     def map(self) -> NDArray[np.integer]:
         """Return the ids. If the shard is missing, wait for it, or make it."""
         self.stream.arrive(self.number)

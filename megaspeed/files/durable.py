@@ -176,9 +176,4 @@ def _holder(path: Path) -> str | None:
         host, process = path.read_text(errors="replace").split()
     except (OSError, ValueError):
         return None
-    return process_on(host, process) if process.isdigit() else None
-
-
-def process_on(host: str, process: str | int) -> str:
-    """Name a process as ``Locked.holder`` does."""
-    return f"process {process} on {host}"
+    return f"process {process} on {host}" if process.isdigit() else None

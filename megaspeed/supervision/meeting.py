@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 
 from megaspeed import __version__
-from megaspeed.files.durable import process_on
 from megaspeed.files.json_values import leaves
 from megaspeed.supervision.process_end import SUPERVISOR
 from megaspeed.topology.launch import LaunchEnvironment
@@ -98,11 +97,6 @@ class Meeting:
         """Another connection to the store. One connection serves one call at a time."""
         connection: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # not in stubs
         return connection
-
-    def process_of(self, rank: int) -> str:
-        """Return "process 4711 on node3". Raises RuntimeError without a store."""
-        record = json.loads(self.store.get(f"rank {rank}"))
-        return process_on(record["host"], LocalRank(*record["local_rank"]).process)
 
     def report_end(self, store: dist.Store, seconds: float, dead: set[int]) -> None:
         """Inform the other ranks that this rank has ended. If the store ends with this process,

@@ -4,9 +4,7 @@ The line of a step ends with the time since the first step began and the time th
 """
 
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,7 +19,6 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run, describe_recomputation, dropout_warning
-from megaspeed.data.cache import Preparation, ignored
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.gpt import DTYPES
@@ -46,7 +43,6 @@ from megaspeed.units import counted, traffic_unit
 SLOW = 1.5
 """A rank is reported as slow if it works this many times as long as the median rank."""
 
-_SECONDS_BETWEEN_UPDATES = 0.1
 COLUMNS = 80
 """Lines that describe a run have at most this many columns."""
 
@@ -67,30 +63,10 @@ def print_folded(console: Console, text: str) -> None:
     print_line(console, Text(fold(text)))
 
 
-@contextmanager
-def preparation_bar(console: Console) -> Iterator[Preparation]:
-    """Show how far the preparation of the corpus is: yields a function to call with its progress.
-
-    Nothing is shown if ``console`` is quiet.
-    """
-    if console.quiet:
-        yield ignored
-        return
-    now, shown = "", 0.0  # the phase, and when it was shown
-
-    def show(phase: str, done: int, total: int) -> None:
-        nonlocal now, shown
-        if phase == now and time.monotonic() - shown < _SECONDS_BETWEEN_UPDATES:
-            return  # text of millions of documents is read in a few seconds
-        if phase != now:
-            bar.begin(total, phase)
-        now, shown = phase, time.monotonic()
-        unit = traffic_unit([total])
-        bar.show(done, f"{phase}, {unit.of(done)} of {unit.named(total)}" if total else phase)
-
-    with BarOrLines(0) as bar:
-        bar.begin(0, "preparing the corpus")
-        yield show
+def show_preparation(bar: BarOrLines, phase: str, done: int, total: int) -> None:
+    """Show how many bytes of a phase of the preparation are done; ``total`` is 0 if not known."""
+    unit = traffic_unit([total])
+    bar.show(done, f"{phase}, {unit.of(done)} of {unit.named(total)}" if total else phase, total)
 
 
 def banner(run: Run, device: torch.device) -> Iterator[str]:

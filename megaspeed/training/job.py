@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 
 import psutil
 import torch
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
+from megaspeed.bar_or_lines import BarOrLines
 from megaspeed.checked_run import find_data_problems
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import NOT_STATED, Progress
@@ -29,8 +30,8 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.data.background import Tokenization
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
-from megaspeed.data.errors import DataError, StreamEnded
-from megaspeed.data.prompts import find_prompts, read_prompts
+from megaspeed.data.errors import DataError, StreamEnded, raise_any
+from megaspeed.data.prompts import read_prompts
 from megaspeed.planning.micro_batch import Choice, choose_micro_batch
 from megaspeed.supervision.answers import RankFailed, broadcast, gather
 from megaspeed.supervision.failure import RankLog
@@ -49,10 +50,10 @@ from megaspeed.training.console import (
     describe_corpus,
     describe_save,
     describe_start,
-    preparation_bar,
     print_folded,
     print_line,
     print_warning,
+    show_preparation,
     summary_table,
 )
 from megaspeed.training.metrics import MetricsFile, device_name
@@ -217,38 +218,25 @@ class Job:
         return summary
 
     def _prepare_corpus(self) -> PreparedCorpus:
-        """Prepare the corpus, once in each cache.
-
-        Rank 0 begins. Then the first rank of each other host does, because it may have another
-        cache. The other ranks wait for the first rank of their host.
+        """Prepare the corpus: first rank 0, then the first rank of each other host, which may have
+        another cache, then all others.
         """
-        launch, config, partner = self.meeting.launch, self.run.config, None
-        is_first, begun = launch.local_rank == 0, "rank 0 prepares the corpus"
-        ready = f"the corpus of rank {launch.rank - launch.local_rank} is ready"
+        launch, store, config = self.meeting.launch, self.meeting.store, self.run.config
+        first = min([launch.rank, *(other.rank for other in self.meeting.local_ranks)])
         with suppress(RuntimeError):  # the store may be gone
             if launch.rank != 0:
-                self.meeting.store.wait([begun if is_first else ready], _WITHOUT_LIMIT)
-                partner = self.meeting.process_of(0)
-
-        @cache
-        def tell(key: str) -> None:
-            with suppress(RuntimeError):
-                self.meeting.store.set(key, "")
-
-        def progress(phase: str, done: int, total: int) -> None:
-            if launch.rank == 0:
-                tell(begun)  # now that it holds the lock of the cache
-            show(phase, done, total)
-
+                before = {0, first} - {launch.rank}
+                store.wait([f"corpus of rank {rank}" for rank in before], _WITHOUT_LIMIT)
         try:
-            find_prompts(config.training, config.data)  # the preparation may take long
-            with preparation_bar(self.console) as show:
+            if config.training.sample_prompts:  # the preparation may take long
+                raise_any(find_data_problems(config))
+            with BarOrLines(0, quiet=self.console.quiet) as bar:
+                bar.show(0, "preparing the corpus")
                 corpus = prepare_corpus(
                     config.data,
                     config.model.vocab_size,
-                    reports_waits=is_first,
-                    partner=partner,
-                    progress=progress,
+                    reports_waits=launch.rank == first,
+                    progress=partial(show_preparation, bar),
                 )
             read_prompts(config.training, corpus.tokenizer, corpus.sequence_length)
             return corpus
@@ -258,10 +246,9 @@ class Job:
             problems = [*find_data_problems(config), *error.problems]
             raise ConfigError([*dict.fromkeys(problems)], self.config_file) from error
         finally:  # also after an error: the others find the same one
-            if launch.rank == 0:
-                tell(begun)
-            if is_first:
-                tell(ready)
+            if launch.rank == first:
+                with suppress(RuntimeError):
+                    store.set(f"corpus of rank {first}", "")
 
     def _train_in(self, context: ParallelContext, corpus: PreparedCorpus) -> TrainingSummary | None:
         restarts = Restarts(self.meeting)
@@ -373,14 +360,9 @@ class Job:
         checkpointing: Checkpointing,
         check_folder: Callable[[], object],
     ) -> TrainingSummary:
-        run = self.run
-
-        def make_trainer(observer: Observer) -> Trainer:
-            failed = self.tokenization.failure
-            return Trainer(worker, corpus, checkpointing, self.stop, observer, failed)
-
+        run, stop, failed = self.run, self.stop, self.tokenization.failure
         if worker.context.rank != 0:
-            return make_trainer(Observer()).train(begin)
+            return Trainer(worker, corpus, checkpointing, stop, Observer(), failed).train(begin)
         crowded = crowding(worker.context.device.type, self.meeting.launch.local_world_size)
         with (
             Reporting(run, begin.step, partial(print_warning, self.console)) as reporting,
@@ -391,7 +373,7 @@ class Job:
             observer = ConsoleObserver(
                 run, self.console, records, parts.write, begin, crowded, check_folder
             )
-            return make_trainer(observer).train(begin)
+            return Trainer(worker, corpus, checkpointing, stop, observer, failed).train(begin)
 
     def _print_summary(self, summary: TrainingSummary, device_type: str) -> None:
         """Draw the loss curve, and print the last figures."""

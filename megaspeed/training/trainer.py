@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 from megaspeed.checkpoint.run_state import Progress
@@ -147,31 +146,31 @@ class Trainer:
         start = time.perf_counter()
         validation: ValidationMetrics | None = None
         stopped_by: StopReason | None = None
-        progress, replicas, saves = begin, Replicas(self.worker, begin.step), True
+        progress, replicas = begin, Replicas(self.worker, begin.step)
+        failure = self._inputs.wait_for_tokens(begin.samples, self._tokens_failed)
+        if isinstance(failure, Exception):
+            raise failure
         while progress.step < self._run.steps and stopped_by is None:
             timeouts = START_UP_TIMEOUTS if progress is begin else 1.0
-            step, start_of_step = progress.step + 1, time.perf_counter()
-            if self._is_timed(step):
-                self.worker.context.timeline.begin(step)
-            why_not = partial(self._why_not, can_stop=progress is not begin)
-            stopped_by = self._inputs.wait_for_tokens(progress.samples, why_not)
-            if stopped_by is not None:
-                break
+            step = progress.step + 1
             with activity.during(f"step {step}", timeouts=timeouts), self._profile.step(step):
-                progress, metrics, stopped_by = self._train_step(progress, start_of_step)
+                progress, metrics, stopped_by = self._train_step(progress)
             activity.steps = step
-            self._end_profile(step)
+            if self._profile.ends_with(step, stops=stopped_by is not None):
+                with activity.during(f"writing the profile of step {step}", timeouts=SAVE_TIMEOUTS):
+                    self._observer.profiled(step, self._profile.write(step))
             if step == begin.step + 1 and self.worker.compilation is not None:
                 self._observer.compiled(self.worker.compilation.seconds)
-            saves = self._is_due(config.save_interval, step)
+            saves = stopped_by is not None or self._is_due(config.save_interval, step)
             interval = config.check_replicas_interval
             # Copies are also compared before each save, so every checkpoint has equal copies.
             if interval > 0 and (saves or step % interval == 0):
                 with activity.during(f"comparing copies after step {step}"):
                     replicas.check(step)
             validates = len(self._validation) > 0 and self._is_due(config.eval_interval, step)
-            if saves or validates:
-                self._show_times(step)
+            if (saves or validates) and self._is_timed(step):  # so that its times are shown first
+                with activity.during(f"exchanging the times of step {step}"):
+                    self._observe(self.worker.timelines_of_last_step())
             if validates:
                 with activity.during(f"validation after step {step}"):
                     validation = self._validate(step)
@@ -180,25 +179,17 @@ class Trainer:
                     shape = self._inputs.shape
                     samples = write_samples(self.worker, self._corpus, shape, self._prompts)
                     self._observer.sampled(SampleMetrics(step=step, samples=samples))
-            if saves:
-                self._save(progress)
-            self._report(self._checkpointing.finished())
+            with activity.during(f"saving after step {step}", timeouts=SAVE_TIMEOUTS):
+                if stopped_by is not None:
+                    name = "the end of the tokens"
+                    if isinstance(stopped_by, signal.Signals):
+                        name = stopped_by.name
+                    self._observer.stopping(name, step)
+                if saves:
+                    self._observer.saving()
+                    self._checkpointing.save(progress)
+                self._report(self._checkpointing.finished())
         self._inputs.close()
-        failure = stopped_by if isinstance(stopped_by, Exception) else None
-        if failure is not None and progress is begin:
-            raise failure
-        if stopped_by is not None:
-            self._end_profile(progress.step, stops=True)
-            if not saves and config.check_replicas_interval > 0:
-                with activity.during(f"comparing copies after step {progress.step}"):
-                    replicas.check(progress.step)
-            self._show_times(progress.step)
-            name = "the end of the tokens"
-            if isinstance(stopped_by, signal.Signals):
-                name = stopped_by.name
-            self._observer.stopping(name, progress.step)
-            if not saves:
-                self._save(progress)
         with activity.during("waiting for the last save", timeouts=SAVE_TIMEOUTS):
             self._report(self._checkpointing.close())
         assert self._last_save is not None, "the last step is always saved"
@@ -209,22 +200,19 @@ class Trainer:
             tokens=progress.tokens - begin.tokens,
             seconds=time.perf_counter() - start,
             last_save=self._last_save,
-            failure=failure,
+            failure=stopped_by if isinstance(stopped_by, Exception) else None,
             profile=self._profile.table(),
         )
 
-    def _why_not(self, *, can_stop: bool) -> StopReason | None:
-        """Why this rank need not wait for tokens any longer; None if it must."""
-        return self._tokens_failed() or (self._stop.received if can_stop else None)
-
-    def _train_step(
-        self, before: Progress, start: float
-    ) -> tuple[Progress, StepMetrics, signal.Signals | None]:
+    def _train_step(self, before: Progress) -> tuple[Progress, StepMetrics, StopReason | None]:
+        start = time.perf_counter()
         rate = self._inputs.learning_rate(before.steps_taken)
+        timeline = self.worker.context.timeline
+        if self._is_timed(before.step + 1):
+            timeline.begin(before.step + 1)
         result = self.worker.train_step(
             self._inputs.load(before.samples), rate, lambda: self._stop.received or 0
         )
-        self.worker.context.timeline.end()
         progress = Progress(
             step=before.step + 1,
             steps_taken=before.steps_taken + (not result.skipped),
@@ -233,30 +221,20 @@ class Trainer:
             tokens=before.tokens + self._run.tokens_per_step,
             loss=result.loss if math.isfinite(result.loss) else None,
         )
+        stopped_by: StopReason | None = None
+        if result.stop_signal:
+            stopped_by = signal.Signals(result.stop_signal)
+        elif progress.step < self._run.steps:
+            stopped_by = self._inputs.wait_for_tokens(
+                progress.samples, lambda: self._tokens_failed() or self._stop.received
+            )
+        timeline.end()
         metrics = self._measure(progress, result, rate, time.perf_counter() - start)
         self._observe(result.timelines)  # of an earlier step
         self._observer.step(metrics)
         if progress.skipped_in_a_row >= self._run.config.training.max_skipped_steps:
             self._give_up(metrics, progress)
-        return progress, metrics, signal.Signals(result.stop_signal) if result.stop_signal else None
-
-    def _end_profile(self, step: int, *, stops: bool = False) -> None:
-        if self._profile.ends_with(step, stops=stops):
-            during = self.worker.context.activity.during
-            with during(f"writing the profile of step {step}", timeouts=SAVE_TIMEOUTS):
-                self._observer.profiled(step, self._profile.write(step))
-
-    def _show_times(self, step: int) -> None:
-        """Show the times of this step now, before what follows it."""
-        if self._is_timed(step):
-            with self.worker.context.activity.during(f"exchanging the times of step {step}"):
-                self._observe(self.worker.timelines_of_last_step())
-
-    def _save(self, progress: Progress) -> None:
-        during = self.worker.context.activity.during
-        with during(f"saving after step {progress.step}", timeouts=SAVE_TIMEOUTS):
-            self._observer.saving()
-            self._checkpointing.save(progress)
+        return progress, metrics, stopped_by
 
     def _observe(self, timelines: Sequence[Sequence[float]]) -> None:
         parts = PartMetrics.of(timelines)

@@ -82,11 +82,8 @@ class StepInputs:
     def load(self, samples: int) -> Load:
         """Return a function that maps a micro-batch index to the micro-batch.
 
-        The step is the one after ``samples`` samples, including those of skipped steps. First make
-        the shards of streams that it needs, unless another process makes them.
+        The step is the one after ``samples`` samples, including those of skipped steps.
         """
-        for shard in self._loader.missing(samples):
-            shard.map()
         return partial(self._loader.micro_batch, samples)
 
     def wait_for_tokens(
@@ -95,14 +92,8 @@ class StepInputs:
         """Wait until every rank has the shards of streams that the step after ``samples`` needs.
 
         A rank that began the step without the others would wait for them in a collective. So all
-        ranks call this together, and return the same.
-
-        Args:
-            samples: that were consumed before.
-            why_not: returns why this rank need not wait any longer.
-
-        Returns:
-            What ``why_not`` has returned on a rank, if the step cannot begin.
+        ranks call this together, and return the same: None, or if the step cannot begin, what
+        ``why_not`` has returned on one of them.
         """
         new = self._loader.shards(samples) - self._arrived
         self._arrived |= new
@@ -112,7 +103,7 @@ class StepInputs:
         part, group = context.timeline.part("data_loading"), context.world_group
         with context.activity.during("waiting for tokens", timeouts=math.inf), part:
             for shard in new:
-                shard.report_wait()
+                shard.stream.report_wait(shard.number)
             while True:
                 why = why_not()  # first: a shard may have become complete before the reason arose
                 own = (any(shard.is_missing for shard in new), why is not None)
