@@ -1,4 +1,4 @@
-"""The progress of what takes long: a bar on a terminal, otherwise a line every few seconds."""
+"""The progress of long work: a bar on a terminal, otherwise a line every few seconds."""
 
 import time
 from datetime import timedelta

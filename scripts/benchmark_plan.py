@@ -3,9 +3,9 @@
     python scripts/benchmark_plan.py
 
 Each row of docs/published_runs/fitted.csv is one run: its shape, layout and GPU, and its step time.
-For each source, the constants are fitted to the rows of all others. Its errors are predicted /
-reported - 1. They are smaller than those of a source that nobody looked at, because the terms of
-the formula were chosen with all these sources in view. In the line "sources alike", all sources
+For each source, the constants are fitted to the rows of all others. The errors of the source are
+predicted / reported - 1. A new source has larger ones, because the terms of the formula were chosen
+with all these sources in view. In the line "sources alike", all sources
 have the same weight: each of n rows counts 1/n. In the line "runs alike", each row counts once.
 
 A fit takes the constants with the smallest mean of |log(predicted / reported)|, in which all
@@ -471,7 +471,7 @@ def show_errors(
 def factors_needed(
     runs: Sequence[Published], predicted: Mapping[str, StepTime]
 ) -> dict[str, float]:
-    """Return id of a run -> the smallest ``TYPICAL_FACTOR`` with which it is in its interval."""
+    """Return for each run's id the smallest ``TYPICAL_FACTOR`` whose interval contains the run."""
     widening = math.log(LARGE_FACTOR) / math.log(TYPICAL_FACTOR)
     needed = {}
     for run in runs:

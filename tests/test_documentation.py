@@ -229,7 +229,7 @@ def test_the_example_of_a_file_that_extends_another() -> None:
 
 def outputs(page: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield each command that a page shows with its output: (the command, the lines
-    of the output). A line ``...`` is for lines that are left out.
+    of the output). A line ``...`` stands for omitted lines.
     """
     for block in blocks(page):
         first, *rest = re.sub(r" *\\\n +", " ", block).splitlines()

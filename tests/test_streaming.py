@@ -100,7 +100,7 @@ def test_no_process_is_left_if_the_rank_that_started_it_was_killed(
 
 
 @pytest.mark.parametrize("defect", ["too short", "broken line"])
-def test_a_stream_that_ends_early_is_trained_on_and_saved_up_to_there(
+def test_a_run_trains_on_the_complete_shards_of_a_stream_and_saves(
     tmp_path: Path, hub: Hub, tokenizer: Path, defect: str
 ) -> None:
     """The reason is the last line. The same command ends in the same way again."""

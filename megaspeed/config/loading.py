@@ -306,8 +306,8 @@ def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
 
 
 def keys_at(path: KeyPath, values: Any = None) -> list[str]:
-    """Return the known keys of the section at ``path``. If it has several types, those of the type
-    that ``values``, the complete JSON, states; those of all types, if it states none.
+    """Return the known keys of the section at ``path``. If ``values``, the complete JSON, states
+    its type, return only the keys of that type.
     """
     return sorted({name for section in _sections_at(path, values) for name in section.model_fields})
 
@@ -332,7 +332,7 @@ def _is_of_type(section: type[BaseModel], stated: Any) -> bool:
 
 
 def _required_in(path: KeyPath, values: Any) -> list[KeyPath]:
-    """Return the keys without a default in a section that is missing, if it has one type."""
+    """Return the required keys of a missing section; none if it has several types."""
     sections = _sections_at(path, values)
     fields = sections[0].model_fields if len(sections) == 1 and path != ("model",) else {}
     return [(*path, name) for name, field in fields.items() if field.is_required()]
@@ -347,7 +347,7 @@ def all_key_paths() -> tuple[str, ...]:
 def _nearest(path: KeyPath, siblings: list[str]) -> str | None:
     """Return the key of this name elsewhere; otherwise the nearest of the section, or of all."""
     name, section = str(path[-1]), dotted(path[:-1])
-    # The other keys of this section are of other types.
+    # A key of this section that is not a sibling belongs to another type, so it is not proposed.
     others = (known for known in reversed(all_key_paths()) if known.rpartition(".")[0] != section)
     leaves = {known.rpartition(".")[2]: known for known in others}
     if name not in leaves and (close := difflib.get_close_matches(name, siblings, n=1)):

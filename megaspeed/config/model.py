@@ -223,7 +223,7 @@ class ModelConfig(Section):
             What the kernel without a mask does not support; None if it supports this attention.
         """
         if self.attention_dropout > 0.0:
-            return "no fused kernel has dropout that is the same at every layout"
+            return "the dropout of fused kernels depends on the layout"
         if device_type == "cpu":
             window = self.sliding_window
             return None if window is None else "torch's FlashAttention for CPUs has no window"

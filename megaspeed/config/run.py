@@ -72,8 +72,8 @@ class ParallelConfig(Section):
     """How attention sees the complete sequence. ulysses: an all-to-all gives each rank all tokens
     of some heads, and another one brings the result back. all_gather: keys and values are gathered,
     in the backward once more. auto: all_gather if the heads cannot be divided, or if it sends less,
-    context divides half of data.sequence_length and no mask is needed for it alone; otherwise
-    ulysses."""
+    context divides half of data.sequence_length, and it needs no mask that ulysses does not need.
+    Otherwise ulysses."""
     replicate: int = Field(default=1, gt=0, le=LARGEST_WORLD)
     """Number of data ranks that hold the same partition of ZeRO 1, 2 or 3. It must divide data.
     ZeRO partitions over (data / replicate) x context neighbours, and the replicas sum their

@@ -26,8 +26,8 @@ class Section(BaseModel):
         if isinstance(value, float) and abs(value) > LARGEST_NUMBER:
             raise ValueError(f"a number of at most {LARGEST_NUMBER:g}")
         if isinstance(value, float) and 0 < abs(value) < SMALLEST_NUMBER:
-            smallest = f"{SMALLEST_NUMBER:g}, the smallest normal number of fp32"
-            raise ValueError(f"a number of at least {smallest}")
+            size = f"0, or a number whose size is at least {SMALLEST_NUMBER:g}"
+            raise ValueError(f"{size}: fp32 loses digits of smaller ones")
         return value
 
 
@@ -78,4 +78,6 @@ LARGEST_ACCUMULATION = 10**5  # micro-batches of a step
 LARGEST_COUNT = 10**9  # anything else
 LARGEST_SECONDS = 10**7  # 115 days; system calls cannot wait much longer
 LARGEST_NUMBER = 1e20  # of a float; AdamW divides by 1 - beta, and the result must fit fp32
-SMALLEST_NUMBER = 1.18e-38  # of a float that is not 0; in fp32, less loses digits or becomes 0
+SMALLEST_NUMBER = (
+    1.18e-38  # of a float that is not 0; in fp32, smaller ones lose digits or become 0
+)

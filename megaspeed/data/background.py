@@ -71,5 +71,7 @@ def _make_all(stream: TokenStream, errors: Connection) -> None:
         reason = describe(error)
         is_lasting = isinstance(error, DataError) and not isinstance(error, StreamInterrupted)
         errors.send(StreamEnded(reason) if is_lasting else RankFailed(reason))
-        sys.stderr.write(f"{reason}\nThe run trains on the shards that are complete, and saves.\n")
+        sys.stderr.write(
+            f"{reason}\nThe run trains on what is left of the complete shards, and saves.\n"
+        )
         sys.exit(EXIT_FAILED)

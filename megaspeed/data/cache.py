@@ -47,7 +47,7 @@ def cache_key(*parts: Any) -> str:
 
 
 Preparation = Callable[[str, int, int], None]
-"""Called with a phase of the preparation, the bytes of it that are done, and all; 0 if unknown."""
+"""Called with the name of a phase, its bytes that are done, and all its bytes (0 if unknown)."""
 
 
 @dataclass(frozen=True)

@@ -403,7 +403,8 @@ class NamedDataset(TextFormat):
         try:
             return load(str(path), self.configuration, revision=self.revision, **arguments)
         except Exception as error:  # of datasets, the hub's client, the network
-            raise DataError(
+            kind = StreamInterrupted if isinstance(error, ConnectionError) else DataError
+            raise kind(
                 f"datasets.load_dataset must find every dataset, but for {path}{self.part()} it "
                 f"reports: {error}; correct the name, configuration, revision or split. Without a "
                 "network, save the dataset elsewhere with save_to_disk and name that folder as path"

@@ -1,4 +1,4 @@
-"""``training.sample_prompts``, encoded. Too long ones are found before the corpus is prepared."""
+"""Encodes ``training.sample_prompts``, and refuses those that are too long."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ Prompts = tuple[TextTokenizer, list[list[int]]]
 def read_prompts(
     training: TrainingConfig, tokenizer: Path | str | None, sequence_length: int
 ) -> Prompts | None:
-    """Encode the prompts; None if there are none. ``tokenizer`` is the path of the run's.
+    """Encode the prompts; None if there are none. ``tokenizer`` is the path of the run's tokenizer.
 
     Raises DataError if there is no tokenizer, or a prompt and its continuation do not fit.
     """

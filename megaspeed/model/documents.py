@@ -174,7 +174,7 @@ class Documents:
 
 
 def attends_without_mask(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``ModelConfig.why_mask`` has no reason, and this GPU and this torch have none."""
+    """Return whether attention needs no mask with this model, GPU and torch."""
     if config.why_mask(device.type, dtype.itemsize) is not None:
         return False
     shares_heads = config.num_key_value_heads < config.num_attention_heads

@@ -17,8 +17,9 @@ from megaspeed.planning.costs.step_time import StepTime, predict_step_time
 from megaspeed.planning.costs.workload import Cluster, attended_tokens, workload_of
 
 TYPICAL_FACTOR = 1.24
-"""Nine of ten published runs to which nothing was fitted take between 1 / this and this many times
-the predicted time, whether runs or sources have equal weight (``scripts/benchmark_plan.py``)."""
+"""Fitted to 34 published runs that determine no other constant: nine of ten take between 1 / this
+and this many times the predicted time, whether runs or sources have equal weight
+(``scripts/benchmark_plan.py``)."""
 
 LARGE_FACTOR = TYPICAL_FACTOR**2
 """The same for runs with more than ``MUCH_COMMUNICATION``, or with steps below ``SHORT_STEP``. This

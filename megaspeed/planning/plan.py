@@ -123,7 +123,7 @@ class Plan:
 
     @property
     def mask_bytes(self) -> int:
-        """Size of the mask of attention on a rank, which is among the activations; 0 without it."""
+        """Bytes of a rank's attention mask, a part of the activations; 0 if there is none."""
         return activations_of(self.run, self.prediction.fullest.device_type).mask
 
     @property

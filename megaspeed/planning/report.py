@@ -105,7 +105,7 @@ def summary(plan: Plan) -> Iterator[str]:
         )
     if plan.mask_bytes:
         why = model.why_mask(plan.prediction.fullest.device_type, BYTES_OF[run.precision])
-        each = " of each micro-batch" if run.config.data.reset_at_documents else ""
+        each = " for each micro-batch" if run.config.data.reset_at_documents else ""
         yield f"attention mask: {readable_memory(plan.mask_bytes)}{each}, because {why}"
     yield from dropout_warning(run)
     if run.grid.pp > 1:

@@ -4,7 +4,7 @@
     curves, by name                       loss: steps [..., 7], values [..., 3.2]
                                           peak_memory_bytes/0: steps [..., 7], values [..., 5.0]
 
-If a run was resumed with another pipeline degree, only the peaks of its last stages are kept.
+If a run was resumed with another pipeline degree, only the peaks since then are kept.
 
 A line that cannot be read is skipped and counted. A run that was killed or is still training may
 have left an incomplete line.

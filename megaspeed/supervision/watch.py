@@ -64,8 +64,8 @@ from megaspeed.topology.store import agent_keeps_the_store, print_error, wait_fo
 _PERIOD_SECONDS = 1.0
 _SECONDS_BETWEEN_CTRL_C = 1.0  # one Ctrl-C may arrive twice: from the terminal and the launcher
 _SECONDS_FOR_RANK_0 = 0.3
-"""If all ranks get a stop signal before training, rank 0 has this time to report it, as the rank
-whose bar is on the terminal."""
+"""If a stop signal arrives before training, the other ranks wait this long, so that rank 0 reports
+it: the bar on the terminal is rank 0's."""
 _SECONDS_FOR_THE_MAIN_THREAD = 12.0
 """The main thread has this time to end after another rank failed. A save may take 10 s of it."""
 _SECONDS_TO_ANSWER = 6.0  # for each rank to report what it waits for, after a hang was detected

@@ -228,7 +228,7 @@ class Job:
                 before = {0, first} - {launch.rank}
                 store.wait([f"corpus of rank {rank}" for rank in before], _WITHOUT_LIMIT)
         try:
-            if config.training.sample_prompts:  # the preparation may take long
+            if config.training.sample_prompts:  # now, because the preparation may take long
                 raise_any(find_data_problems(config))
             with BarOrLines(0, quiet=self.console.quiet) as bar:
                 bar.show(0, "preparing the corpus")
@@ -245,7 +245,7 @@ class Job:
                 time.sleep(_SECONDS_FOR_RANK_0)
             problems = [*find_data_problems(config), *error.problems]
             raise ConfigError([*dict.fromkeys(problems)], self.config_file) from error
-        finally:  # also after an error: the others find the same one
+        finally:  # also after an error, so that the others do not wait
             if launch.rank == first:
                 with suppress(RuntimeError):
                     store.set(f"corpus of rank {first}", "")

@@ -68,7 +68,7 @@ class Observer:
         """Called after the model has continued ``training.sample_prompts``."""
 
     def stopping(self, stopped_by: str, step: int) -> None:
-        """Called if the run stops early, after this step: by a signal, or without more tokens."""
+        """Called if the run stops early, after this step, by a signal or by missing tokens."""
 
     def saving(self) -> None:
         """Called before each save. An exception ends the run."""
@@ -94,7 +94,7 @@ class TrainingSummary:
 
 
 class Trainer:
-    """Trains a run to its last step, or until a stop signal or the end of the tokens.
+    """Trains a run to its last step, or until a stop signal or until tokens are missing.
 
     ``tokens_failed`` returns why a stream gets no more shards; None if it gets them.
     """
@@ -142,7 +142,6 @@ class Trainer:
         """
         config, activity = self._run.config.training, self.worker.context.activity
         assert begin.step < self._run.steps, "nothing is left to train"
-        self._stop.can_save = True
         start = time.perf_counter()
         validation: ValidationMetrics | None = None
         stopped_by: StopReason | None = None
@@ -150,6 +149,7 @@ class Trainer:
         failure = self._inputs.wait_for_tokens(begin.samples, self._tokens_failed)
         if isinstance(failure, Exception):
             raise failure
+        self._stop.can_save = True
         while progress.step < self._run.steps and stopped_by is None:
             timeouts = START_UP_TIMEOUTS if progress is begin else 1.0
             step = progress.step + 1
@@ -181,7 +181,7 @@ class Trainer:
                     self._observer.sampled(SampleMetrics(step=step, samples=samples))
             with activity.during(f"saving after step {step}", timeouts=SAVE_TIMEOUTS):
                 if stopped_by is not None:
-                    name = "the end of the tokens"
+                    name = "missing tokens"
                     if isinstance(stopped_by, signal.Signals):
                         name = stopped_by.name
                     self._observer.stopping(name, step)

@@ -91,9 +91,9 @@ class StepInputs:
     ) -> StopReason | None:
         """Wait until every rank has the shards of streams that the step after ``samples`` needs.
 
-        A rank that began the step without the others would wait for them in a collective. So all
-        ranks call this together, and return the same: None, or if the step cannot begin, what
-        ``why_not`` has returned on one of them.
+        If one rank began the step alone, it would wait for the others in a collective. So all ranks
+        call this together and return the same: None, or if the step cannot begin, what ``why_not``
+        has returned on one of them.
         """
         new = self._loader.shards(samples) - self._arrived
         self._arrived |= new
@@ -105,7 +105,7 @@ class StepInputs:
             for shard in new:
                 shard.stream.report_wait(shard.number)
             while True:
-                why = why_not()  # first: a shard may have become complete before the reason arose
+                why = why_not()  # read first: a shard may be complete although no other follows
                 own = (any(shard.is_missing for shard in new), why is not None)
                 missing, ends = zip(*all_gather_numbers(own, group, context.device), strict=True)
                 if not any(missing):

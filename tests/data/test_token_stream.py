@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import psutil
 import pytest
 
@@ -228,6 +229,10 @@ def test_only_a_stream_that_may_be_readable_later_is_worth_a_restart(
     monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)
     second = tmp_path / "hub" / "data" / "train-1.jsonl"
     content = second.read_bytes()
+    with monkeypatch.context() as offline:
+        offline.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(StreamInterrupted, match="Couldn't reach"):
+            stream.make()
     second.unlink()
     with pytest.raises(StreamInterrupted, match="start again"):
         stream.make()

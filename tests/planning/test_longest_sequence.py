@@ -104,8 +104,8 @@ FEW_KEYS = ("model.num_key_value_heads=2", "parallel.context=8")
 def test_a_mask_that_grows_with_the_square_of_the_length_is_named_and_avoided(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """FlashAttention has no fp32, so queries of gathered keys need a mask. "auto" gathered them,
-    because this sends less, and the longest sequence had a seventh of the tokens.
+    """In fp32, attention to gathered keys needs a mask. "auto" gathered the keys, because this
+    sends less. Then the longest sequence had a seventh of the tokens.
     """
     lengths, masks = {}, {}
     for method in ("auto", "all_gather"):

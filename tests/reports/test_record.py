@@ -29,7 +29,7 @@ def test_a_finished_run_is_read_completely(tmp_path: Path) -> None:
     assert (run.last_step, run.settings["training.steps"], run.notes) == (60, 60, [])
 
 
-def test_peaks_are_those_of_the_last_number_of_pipeline_stages(tmp_path: Path) -> None:
+def test_only_peaks_with_the_last_pipeline_degree_are_kept(tmp_path: Path) -> None:
     """The report of an earlier version showed the peak of a stage that no longer existed."""
     folder = written_run(tmp_path / "run", steps=5)
     continue_run_folder(tiny_run(TEXT, pp=1, dp=2, training={"run_dir": str(folder)}), 3, "cpu")

@@ -151,7 +151,8 @@ class Activations:
         self._has_documents = run.config.data.reset_at_documents
         self._context, self._method = run.grid.cp, run.context_method
         sequence, window = run.config.data.sequence_length, model.sliding_window
-        # Rows of the mask (B or 1, 1, t, S): own tokens if keys are gathered, else all tokens.
+        # Rows x queries of the mask, whose shape is (rows, 1, queries, S). If keys are gathered,
+        # the queries are the rank's own tokens, otherwise all tokens.
         self._queries = self._n if self._has_documents else sequence // self._context
         gathers = self._method == "all_gather"
         self._queries *= 1 if gathers else self._context
