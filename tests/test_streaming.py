@@ -128,7 +128,7 @@ def test_a_signal_ends_a_run_that_waits_for_tokens(
     tmp_path: Path, hub: Hub, tokenizer: Path
 ) -> None:
     hub.held.add("train-1.jsonl")
-    job = started(tmp_path / "waits", hub, tokenizer)
+    job = started(tmp_path / "waits", hub, tokenizer, launcher="megaspeed")
     job.wait_until_training()
     job.wait_until_said("waiting for tokens: shard 3")  # one of the second file
     for process in job.processes():
@@ -136,6 +136,7 @@ def test_a_signal_ends_a_run_that_waits_for_tokens(
     ended = job.ended()
     assert ended.code == 0, ended.err
     assert saved_steps(job) == [len(losses(job))]
+    assert "leaked" not in ended.err, "the killed process had no semaphore"
 
 
 def test_a_run_whose_tokenizing_process_was_killed_gives_the_same_losses_when_started_again(

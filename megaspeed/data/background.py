@@ -7,7 +7,10 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from threading import RLock
 from typing import Self
+
+from tqdm import tqdm
 
 from megaspeed.data.errors import DataError, StreamEnded, StreamInterrupted
 from megaspeed.data.token_stream import TokenStream
@@ -65,6 +68,7 @@ def _make_all(stream: TokenStream, errors: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     end_with_starter()
     os.nice(10)  # training runs first
+    tqdm.set_lock(RLock())  # Python would warn of its default, a semaphore, if this were killed
     try:
         stream.make(wait_seconds=math.inf)
     except (DataError, OSError) as error:
