@@ -232,7 +232,7 @@ def _other_rotations(keys: Mapping[str, Any], fields: Mapping[str, Any]) -> Iter
     blocks = enumerate(numbers, start=1)
     wrong = next((block for block, number in blocks if number != _rotates(block, interval)), None)
     if wrong is not None:
-        found = f"that of block {wrong} is {json.dumps(numbers[wrong - 1])}"
+        found = f"that of block {wrong} is {describe_value(numbers[wrong - 1])}"
     elif isinstance(listed, list) and len(listed) >= layers:
         return
     else:

@@ -17,6 +17,9 @@ from megaspeed.data.token_stream import TokenStream
 from megaspeed.supervision.answers import RankFailed, describe
 from megaspeed.supervision.process_end import EXIT_FAILED, STOP_SIGNALS, end_with_starter
 
+_LONGEST_REASON = 4000
+"""Characters; they must fit into a pipe, which is read only after the process has ended."""
+
 
 class Tokenization:
     """Makes the shards of each stream in another process, until the block or this process ends."""
@@ -39,8 +42,10 @@ class Tokenization:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
+        for process, errors in zip(self._processes, self._errors, strict=True):
             process.kill()
+            process.join()
+            errors.close()
 
     def failure(self) -> Exception | None:
         """Return why a stream gets no more shards; None if all get them, or are complete.
@@ -72,7 +77,7 @@ def _make_all(stream: TokenStream, errors: Connection) -> None:
     try:
         stream.make(wait_seconds=math.inf)
     except (DataError, OSError) as error:
-        reason = describe(error)
+        reason = " ".join(describe(error).split())[:_LONGEST_REASON]
         is_lasting = isinstance(error, DataError) and not isinstance(error, StreamInterrupted)
         errors.send(StreamEnded(reason) if is_lasting else RankFailed(reason))
         sys.stderr.write(

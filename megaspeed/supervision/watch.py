@@ -266,12 +266,16 @@ class Watch:
                     exit_now(128 + signal.SIGINT)
                 self._first_ctrl_c = min(self._first_ctrl_c, now)
             is_stop = number in STOP_SIGNALS
-            if is_stop and not self._stop.can_save and not self.failures.known.is_set():
+            if is_stop and not self._stop.can_save:
                 self._end_before_training(signal.Signals(number).name, 128 + number)
 
     def _end_before_training(self, reason: str, code: int = EXIT_FAILED) -> None:
         if self._rank != 0:
             self._closing.wait(_SECONDS_FOR_RANK_0)
+            try:
+                self._store.check(["failure"])
+            except RuntimeError:  # rank 0 kept the store, and has reported the signal
+                exit_now(code)
         if self.failures.claim():
             print_error(f"{reason} before training began: there is nothing to save")
         exit_now(code)

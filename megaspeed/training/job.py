@@ -218,15 +218,25 @@ class Job:
         return summary
 
     def _prepare_corpus(self) -> PreparedCorpus:
-        """Prepare the corpus: first rank 0, then the first rank of each other host, which may have
-        another cache, then all others.
+        """Prepare the corpus, and wait until all ranks have it.
+
+        Rank 0 takes the lock of its cache first. Then the first rank of each other host begins,
+        because it may have another cache. The other ranks wait for the first rank of their host.
         """
         launch, store, config = self.meeting.launch, self.meeting.store, self.run.config
         first = min([launch.rank, *(other.rank for other in self.meeting.local_ranks)])
-        with suppress(RuntimeError):  # the store may be gone
-            if launch.rank != 0:
-                before = {0, first} - {launch.rank}
-                store.wait([f"corpus of rank {rank}" for rank in before], _WITHOUT_LIMIT)
+        begun, ready = "rank 0 prepares the corpus", f"corpus of rank {first}"
+        lost = suppress(RuntimeError)  # the store may be gone
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if launch.rank == 0:
+                with lost:
+                    store.set(begun, phase)  # now that it holds the lock
+            show_preparation(bar, phase, done, total)
+
+        if launch.rank != 0:
+            with lost:
+                store.wait([begun if launch.rank == first else ready], _WITHOUT_LIMIT)
         try:
             if config.training.sample_prompts:  # now, because the preparation may take long
                 raise_any(find_data_problems(config))
@@ -235,20 +245,26 @@ class Job:
                 corpus = prepare_corpus(
                     config.data,
                     config.model.vocab_size,
-                    reports_waits=launch.rank == first,
-                    progress=partial(show_preparation, bar),
+                    reports_waits=launch.rank == 0,
+                    progress=progress,
                 )
             read_prompts(config.training, corpus.tokenizer, corpus.sequence_length)
-            return corpus
         except DataError as error:
             if launch.rank != 0:  # rank 0 probably has the same error, and reports it first
                 time.sleep(_SECONDS_FOR_RANK_0)
             problems = [*find_data_problems(config), *error.problems]
             raise ConfigError([*dict.fromkeys(problems)], self.config_file) from error
         finally:  # also after an error, so that the others do not wait
-            if launch.rank == first:
-                with suppress(RuntimeError):
-                    store.set(f"corpus of rank {first}", "")
+            with lost:
+                if launch.rank == 0:
+                    store.set(begun, "")
+                if launch.rank == first:
+                    store.set(ready, "")
+        with lost:  # the process groups wait for less long
+            if store.add("ranks with a corpus", 1) == launch.world_size:
+                store.set("all have a corpus", "")
+            store.wait(["all have a corpus"], _WITHOUT_LIMIT)
+        return corpus
 
     def _train_in(self, context: ParallelContext, corpus: PreparedCorpus) -> TrainingSummary | None:
         restarts = Restarts(self.meeting)

@@ -106,13 +106,16 @@ class StepInputs:
                 shard.stream.report_wait(shard.number)
             while True:
                 why = why_not()  # read first: a shard may be complete although no other follows
-                own = (any(shard.is_missing for shard in new), why is not None)
-                missing, ends = zip(*all_gather_numbers(own, group, context.device), strict=True)
+                is_missing = any(shard.is_missing for shard in new)
+                # A failure elsewhere in the stream does not matter to the shards of this step.
+                ends = isinstance(why, signal.Signals) or (is_missing and why is not None)
+                own = (is_missing, ends)
+                missing, ending = zip(*all_gather_numbers(own, group, context.device), strict=True)
                 if not any(missing):
                     return None
-                if any(ends):
+                if any(ending):
                     reasons: list[StopReason | None] = [why]
-                    dist.broadcast_object_list(reasons, group=group, group_src=ends.index(1))
+                    dist.broadcast_object_list(reasons, group=group, group_src=ending.index(1))
                     return reasons[0]
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
 

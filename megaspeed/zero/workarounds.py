@@ -53,7 +53,7 @@ def hide_skipped_steps() -> None:
 
 
 def _is_no_skipped_step(record: logging.LogRecord) -> bool:
-    return "OVERFLOW! " not in record.getMessage()
+    return "OVERFLOW! " not in str(record.msg)
 
 
 def import_muon_uncompiled() -> None:

@@ -165,7 +165,7 @@ def test_a_killed_process_is_reported_and_its_shards_are_continued(
     hub.answered.clear()
     with Tokenization([stream]) as tokenization:
         wait_until(lambda: not stream.is_missing(63))
-    assert tokenization.failure() is None
+        assert tokenization.failure() is None
     (other,) = prepare(data, tmp_path / "other").streams
     other.make()
     for shard in range(64):
