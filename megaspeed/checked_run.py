@@ -61,8 +61,9 @@ def find_data_problems(correct: RunConfig) -> list[str]:
     def find() -> None:
         try:
             problems.extend(find_problems(data, vocab_size))
-            is_known = vars(training or correct).keys() == TrainingConfig.model_fields.keys()
-            if training is not None and is_known and data.tokenizer != TRAIN:
+            if training is None or vars(training).keys() != TrainingConfig.model_fields.keys():
+                return
+            if data.tokenizer != TRAIN:
                 read_prompts(training, expand_home(data.tokenizer), data.sequence_length)
         except DataError as error:
             problems.extend(problem for problem in error.problems if problem not in problems)
