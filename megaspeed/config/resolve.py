@@ -1,9 +1,10 @@
 """Resolve a config for a number of processes: replace "auto" and compute all derived numbers."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from megaspeed.config.deepspeed_keys import WarmupLRParams, WarmupStableDecayParams
@@ -24,6 +25,8 @@ from megaspeed.topology.grid import Grid
 
 GradientReduction = Literal["per_step", "per_visit", "per_micro_batch"]
 Precision = Literal["fp32", "bf16", "fp16"]
+BYTES_OF: Mapping[Precision, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+"""Bytes of one number of each type."""
 
 _PATHS = {
     "data": ("train", "validation", "tokenizer"),
@@ -196,6 +199,14 @@ class Run:
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step, over all ranks."""
         return self.batch.train_batch_size * self.config.data.sequence_length
+
+
+@dataclass(frozen=True)
+class RunKey:
+    """A key of a cache: a run, compared only by the values that a result depends on."""
+
+    values: tuple[Hashable, ...]
+    run: Run = field(compare=False)
 
 
 def default_run_dir(name: str) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megaspeed.config.message_sizes import buckets
 from megaspeed.config.resolve import Run
+from megaspeed.data_axis.plan import DataAxis, data_axis_of
 from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
@@ -27,6 +28,7 @@ from megaspeed.tensor_parallel.plan import (
 )
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.engine import ZeroEngine
+from megaspeed.zero.model_states import held_ranges
 from megaspeed.zero.workarounds import (
     always_the_zero_optimizer,
     declare_no_compiled_ops,
@@ -153,6 +155,7 @@ def build_engine(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(groups), mpu=mpu, config=json
         )
+    _check_places(data_axis_of(run, context.pp_rank, context.device.type), engine, context)
     return ZeroEngine(
         engine,
         run,
@@ -164,6 +167,22 @@ def build_engine(
         loss=loss,
         loss_scale=loss_scale,
     )
+
+
+def _check_places(axis: DataAxis, engine: Any, context: ParallelContext) -> None:
+    """Compare the places that DeepSpeed has given to the parameters with those of the plan."""
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    found = {
+        (names[held.parameter], held.start, held.bucket, held.offset, held.length)
+        for held in held_ranges(engine.optimizer)
+    }
+    planned = {
+        (own.parameter.name, own.start, index, own.offset, own.length)
+        for index, bucket in enumerate(axis.buckets)
+        for own in bucket.owned(context.shard_rank)
+    }
+    if planned != found:
+        raise RuntimeError(f"DeepSpeed holds other places than planned: {found ^ planned}")
 
 
 def _prepare_deepspeed(context: ParallelContext) -> None:

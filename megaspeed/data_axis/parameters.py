@@ -1,0 +1,128 @@
+"""The parameters of one rank: its tensor shards, before ZeRO partitions them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import groupby
+from operator import attrgetter, itemgetter
+from typing import NamedTuple, get_args
+
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.resolve import Run
+from megaspeed.config.run import Compression
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameters_of
+from megaspeed.pipeline.partition import chunks_of_stages
+from megaspeed.tensor_parallel.plan import OptimizerGroup, is_compressed, optimizer_group, shard_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalParameter:
+    """One parameter of one rank, before ZeRO partitions it."""
+
+    name: str  # full name
+    layer: str  # name of its layer, such as "blocks.3"
+    shape: tuple[int, ...]  # of the local tensor, tensor-parallel padding included
+    group: OptimizerGroup  # the optimizer group that it is in
+    chunk: int = 0  # of the pipeline stage
+    is_compressed: bool = False  # whether its gradient is compressed for the data axis
+    is_head: bool = False  # whether the loss multiplies by it, and its forward adds to the gradient
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of the local tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether backwards compute its gradient, or a part of it: a tied head's embedding."""
+        return self.name != HEAD_WEIGHT
+
+
+class LocalLayer(NamedTuple):
+    """The parameters of one layer of a rank, in the order of the model."""
+
+    parameters: Sequence[LocalParameter]
+    largest: int  # elements of the largest one, without the head's weight
+
+
+class LocalParameters(tuple[LocalParameter, ...]):
+    """The parameters of a rank in the order of the model, which no ZeRO stage changes."""
+
+    @cached_property
+    def head(self) -> LocalParameter | None:
+        """The weight of the head, which may be the embedding's; None if there is no head."""
+        return next((parameter for parameter in self if parameter.is_head), None)
+
+    @cached_property
+    def layers(self) -> Sequence[Sequence[LocalLayer]]:
+        """The layers of each chunk."""
+        found: dict[int, list[LocalLayer]] = {}
+        for _, own in groupby(self, attrgetter("layer")):
+            parameters = [*own]
+            largest = max(p.elements for p in parameters if p.in_backward)
+            found.setdefault(parameters[0].chunk, []).append(LocalLayer(parameters, largest))
+        return [*found.values()]
+
+    @cached_property
+    def groups(self) -> Sequence[Sequence[LocalParameter]]:
+        """The parameters by optimizer group and chunk. A bucket has parameters of one of them.
+
+        A bucket is reduced when the backward of its chunk has ended. The two stages that share a
+        tied weight partition it alike, and the partition of partial gradients is summed over the
+        tensor axis as it is.
+        """
+        order = {name: index for index, name in enumerate(get_args(OptimizerGroup))}
+        groups: dict[tuple[int, int], list[LocalParameter]] = {}
+        for parameter in self:
+            groups.setdefault((order[parameter.group], parameter.chunk), []).append(parameter)
+        return [members for _, members in sorted(groups.items(), key=itemgetter(0))]
+
+
+def local_parameters(run: Run, pipeline_stage: int) -> LocalParameters:
+    """Return the parameters of a rank of this pipeline stage.
+
+    All data and tensor ranks of the stage have the same shapes.
+    """
+    chunks = chunks_of_stages(run)[pipeline_stage]
+    split = (run.grid.tp, run.grid.pp > 1, run.sequence_parallel, run.compression)
+    return _local_parameters(run.config.model, chunks, *split)
+
+
+@lru_cache(maxsize=1024)  # a what-if asks for the same layers a thousand times
+def _local_parameters(
+    model: ModelConfig,
+    chunks: tuple[range, ...],
+    tp: int,
+    has_pipeline: bool,
+    splits_sequence: bool,
+    compression: Compression | None,
+) -> LocalParameters:
+    named = [(chunk, parameters_of(model, layers)) for chunk, layers in enumerate(chunks)]
+    layers = {parameter.layer for _, own in named for parameter in own.values()}
+    head = HEAD_WEIGHT if any(HEAD_WEIGHT in own for _, own in named) else EMBEDDING_WEIGHT
+    return LocalParameters(
+        LocalParameter(
+            name=name,
+            layer=parameter.layer,
+            shape=shard_of(model, parameter, rank=0, size=tp).local_shape,
+            group=optimizer_group(
+                model,
+                parameter,
+                compression,
+                has_pipeline=has_pipeline,
+                size=tp,
+                sequence_parallel=splits_sequence,
+            ),
+            chunk=chunk,
+            is_compressed=is_compressed(model, parameter, compression, size=tp),
+            is_head="head" in layers and name == head,
+        )
+        for chunk, own in named
+        for name, parameter in own.items()
+    )
+
+
+def elements_of(parameters: Sequence[LocalParameter]) -> int:
+    """Return the number of elements of all parameters, without ZeRO's padding."""
+    return sum(parameter.elements for parameter in parameters)

@@ -1,0 +1,93 @@
+"""The plan of the data axis for the ranks of one pipeline stage."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from megaspeed.config.deepspeed_keys import ZeroConfig
+from megaspeed.config.resolve import BYTES_OF, Run, RunKey
+from megaspeed.data_axis.buckets import Bucket, Reduction, buckets_of
+from megaspeed.data_axis.gathers import (
+    Gather,
+    PassOfChunk,
+    gathers_of_passes,
+    held_in_pass,
+    persistent_parameters,
+)
+from megaspeed.data_axis.parameters import LocalParameters, local_parameters
+from megaspeed.pipeline.partition import chunks_of_stages
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DataAxis:
+    """What the ranks of a pipeline stage reduce and gather. All of them have the same plan."""
+
+    parameters: LocalParameters
+    buckets: Sequence[Bucket]  # each parameter is in one of them
+    gathers_after_step: Sequence[Gather]
+    """What all shards gather after the optimizer step: at ZeRO-1 and 2 each bucket, at ZeRO-3 the
+    parameters that stay gathered, when the first pass of the next step begins."""
+    passes: Mapping[PassOfChunk, Sequence[Gather]]  # ZeRO-3: what each layer of a pass gathers
+    is_local: bool  # whether gathers copy nothing, because the partitions are the parameters
+    zero: ZeroConfig
+
+    @cached_property
+    def of_matrices(self) -> Reduction:
+        """How the gradients of matrices are reduced."""
+        return next(b.reduction for b in self.buckets if len(b.parameters[0].shape) > 1)
+
+    @cached_property
+    def bucket_of(self) -> Mapping[str, Bucket]:
+        """Full name of a parameter -> its bucket."""
+        return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
+
+    def held(self, own: PassOfChunk, following: PassOfChunk | None) -> list[list[Gather]]:
+        """Return what is held at each layer of a pass, and after it. ``following`` is the next
+        pass, for which the last layers gather ahead; None if this is the last pass of a step.
+        """
+        coming = self.passes[following] if following else []
+        return held_in_pass(self.zero, self.passes[own], coming)
+
+
+def data_axis_of(run: Run, pipeline_stage: int, device_type: str) -> DataAxis:
+    """Return the plan of a run on "cuda" or "cpu". It is the same for any micro-batch, and for any
+    number of micro-batches if there are several.
+    """
+    parallel = run.config.parallel
+    values = (
+        *(run.config.model, run.grid, run.config.zero_optimization, run.sequence_parallel),
+        *(run.precision, run.accumulation_dtype, run.config.communication_data_type),
+        *(parallel.gradient_compression, parallel.gradient_reduction),
+        *(run.batch.gradient_accumulation_steps > 1, parallel.micro_batch_groups == 1),
+        chunks_of_stages(run)[pipeline_stage],
+    )
+    return _data_axis_of(RunKey(values, run), pipeline_stage, device_type)
+
+
+@lru_cache(maxsize=256)
+def _data_axis_of(key: RunKey, pipeline_stage: int, device_type: str) -> DataAxis:
+    run = key.run
+    zero, shards = run.config.zero_optimization, run.grid.shard
+    parameters = local_parameters(run, pipeline_stage)
+    buckets = buckets_of(run, parameters, device_type)
+    element = BYTES_OF[run.precision]
+    after: list[Gather] = []
+    passes: Mapping[PassOfChunk, Sequence[Gather]] = {}
+    if run.zero_stage == 3:
+        persistent = persistent_parameters(zero, parameters)
+        after = [Gather.of(persistent, shards, element)]
+        passes = gathers_of_passes(zero, parameters, persistent, shards, element)
+    elif shards > 1:
+        after = [
+            Gather(parameters=bucket.parameters, sizes=[bucket.elements], element_bytes=element)
+            for bucket in buckets
+        ]
+    on_device = device_type == "cpu" or not zero.offloads_parameters
+    return DataAxis(
+        parameters=parameters,
+        buckets=buckets,
+        gathers_after_step=after,
+        passes=passes,
+        is_local=shards == 1 and on_device,
+        zero=zero,
+    )
