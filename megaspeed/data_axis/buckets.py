@@ -1,7 +1,7 @@
-"""Buckets of gradients: which parameters are reduced together, when, how, and to whom.
+"""Buckets of gradients: which parameters are reduced together, when, how, and over which ranks.
 
-    gradients of micro-batches --add--> kept by this rank --reduce over shards--> partition of the
-    rank that owns it --all-reduce over replicas, once a step--> mean
+    gradients --add--> kept by this rank --reduce over shards--> partition of the rank that owns it
+    partition --all-reduce over replicas, once a step--> mean
 
 A bucket is a parameter group of DeepSpeed's optimizer, so it is also a flat tensor of master
 weights, which ZeRO partitions:
@@ -9,6 +9,13 @@ weights, which ZeRO partitions:
     ZeRO 0         [ a | b | c | padding ]    one shard: every rank owns everything
     ZeRO 1, 2      [ a | b | c | padding ]    shard r owns the r-th of equal parts
     ZeRO 3         [ a_r | b_r | c_r ]        shard r owns the r-th of equal parts of a, b, c
+
+ZeRO-0 and 1 keep complete gradients, and reduce them once a step: after the backwards or, with
+``overlap_comm``, during the last one. ZeRO-2 and 3 do the same with ``gradient_reduction:
+per_step``. Otherwise they keep only the partition, and reduce in each backward, or in the last one
+of a visit, which sums the gradients of a chunk. Then the gradients of norms and biases are packed
+as they are sent, and reduced once a step: their sum takes little memory, and saves many
+collectives.
 """
 
 from bisect import bisect_left
@@ -20,7 +27,8 @@ from typing import Literal, NamedTuple
 from megaspeed.config.resolve import BYTES_OF, Precision, Run
 from megaspeed.config.run import Compression
 from megaspeed.data_axis.parameters import LocalParameter, LocalParameters
-from megaspeed.pipeline.schedules import End, Pipeline, passes_of
+from megaspeed.pipeline.schedules import ENDS, End, Pipeline, passes_of
+from megaspeed.tensor_parallel.plan import OptimizerGroup
 from megaspeed.topology.grid import Axis
 
 _ELEMENTS_ALIGNED = 2  # DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py:369: 4 bytes in bf16
@@ -30,25 +38,20 @@ _ELEMENTS_ALIGNED = 2  # DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py:369: 4 
 class Reduction:
     """How the gradients of a bucket are added up over micro-batches, and over the data axis."""
 
-    keeps: Literal["complete", "packed", "partition"]
-    """What a rank keeps from one micro-batch to the next: the sum of its own gradients in the order
-    of the parameters, or as they are sent (norms and biases), or only its part of the mean."""
-    collected: End
-    """Gradients are collected in the backward that ends this: added to the packed sum, or sent."""
-    when: End | Literal["after"]
-    """They are reduced in the backward that ends this, or after the last backward."""
+    keeps: Literal["complete", "packed", "partition"]  # from one micro-batch to the next
+    added_by: Literal["autograd", "hook"]  # to those before: autograd can, in one type and place
+    collected: End  # in backwards that end this, gradients are added to the packed sum, or sent
+    when: End | Literal["after"]  # reduced in backwards that end this, or after the last one
+    overlaps: bool  # whether the backward continues while they are reduced
     computed: Precision  # the type of a parameter's gradient until it is collected
     total: Precision  # the type of what is kept, and of the partition
     sent: Precision
+    copies: bool  # whether they are copied to be sent; if not, they are reduced in place
     axis: Axis  # over which they are reduced: the shards or, if there is one shard, the replicas
     collective: Literal["all_reduce", "reduce_scatter", "all_to_all"] | None  # None: one data rank
-    copies: bool  # whether they are copied to be sent; if not, they are reduced in place
-    overlaps: bool  # whether the backward continues meanwhile
+    replicas: Literal["in_place", "copied"] | None  # how these then sum; None: not both, or one
     ranks: int  # of which the result is the mean
-    divides: Literal["before", "after"]  # a sum of fp16 numbers could be too large for fp16
-    replicas: Literal["in_place", "copied"] | None
-    """How replicas sum the partition, once a step; None if there are not both, shards and replicas.
-    """
+    divides: Literal["before", "after"] | None  # before a sum that could be too large for fp16
 
     @property
     def is_one_at_a_time(self) -> bool:
@@ -57,14 +60,11 @@ class Reduction:
 
     def collects(self, end: End) -> bool:
         """Whether a backward that ends this collects gradients."""
-        return self.when != "after" and _ENDS.index(end) >= _ENDS.index(self.collected)
+        return self.when != "after" and ENDS.index(end) >= ENDS.index(self.collected)
 
     def times(self, pipeline: Pipeline) -> int:
-        """How many times a step reduces the gradient of a parameter in backwards."""
+        """How many times a step reduces gradients that backwards compute."""
         return {"micro_batch": pipeline.micro_batches, "visit": pipeline.groups}.get(self.when, 1)
-
-
-_ENDS: tuple[End, ...] = ("micro_batch", "visit", "step")
 
 
 class OwnedRange(NamedTuple):
@@ -80,19 +80,24 @@ class OwnedRange(NamedTuple):
 class Bucket:
     """Parameters whose gradients are reduced together."""
 
-    parameters: Sequence[LocalParameter]
-    sizes: Sequence[int]  # elements of each; if parts are rows, padded to equal parts
+    parameters: Sequence[LocalParameter]  # of one optimizer group and one chunk
+    sizes: Sequence[int]  # elements of each; in rows, padded to equal parts
     elements: int  # of all, with padding
     shards: int  # ranks that own a part
-    layout: Literal["flat", "rows"]  # rows: the part of each parameter that a shard owns
+    layout: Literal["flat", "rows"]  # rows: for each shard, its parts of all parameters
     reduction: Reduction
-    compression: Compression | None = None
-    """How gradients of matrices are compressed: before they are sent, or if there are shards and
-    replicas, before their sum over the shards is sent between replicas."""
+    compression: Compression | None
+    """How gradients are compressed before they are sent. If there are shards and replicas, it is
+    the sum over the shards that is compressed."""
+
+    @property
+    def group(self) -> OptimizerGroup:
+        """The optimizer group of its parameters."""
+        return self.parameters[0].group
 
     @property
     def chunk(self) -> int:
-        """The chunk of the pipeline stage, with which the bucket is reduced."""
+        """The chunk of the pipeline stage, with which it is reduced."""
         return self.parameters[0].chunk
 
     @property
@@ -106,10 +111,15 @@ class Bucket:
         return [*accumulate(self.sizes[:-1], initial=0)]
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether the partition is a part of the complete gradient, and needs no memory."""
-        is_complete = self.reduction.keeps == "complete" and self.layout == "flat"
-        return is_complete and self.compression is None
+    def has_own_partition(self) -> bool:
+        """Whether the partition needs memory beside the complete gradient."""
+        is_a_part = self.reduction.keeps == "complete" and self.layout == "flat"
+        return not is_a_part or self.compression is not None
+
+    @property
+    def is_sent_compressed(self) -> bool:
+        """Whether its gradients are compressed instead of being reduced as they are."""
+        return self.compression is not None and self.reduction.replicas is None
 
     @property
     def is_of_the_loss(self) -> bool:
@@ -118,23 +128,23 @@ class Bucket:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of memory that its reduction needs: a copy, and what gloo's ranks exchange."""
+        """Bytes of memory that its reduction needs: copies, and what gloo's ranks exchange."""
         how, only = self.reduction, self.parameters[0]
-        if self.compression is not None and how.replicas is None:
+        if self.is_sent_compressed:
             return 0
         is_alone = len(self.parameters) == 1 and only.elements == self.elements
         has_layout = how.keeps == "packed" or (how.keeps == "partition" and is_alone)
-        is_summed = how.keeps != "partition" or only.is_head
-        is_sent_itself = has_layout and how.sent == (how.total if is_summed else how.computed)
-        copied = self.elements if how.copies and not is_sent_itself else 0
+        has_type = how.sent == (
+            how.computed if how.keeps == "partition" and not only.is_head else how.total
+        )
+        copied = self.elements if how.copies and not (has_layout and has_type) else 0
         copied += self.elements if how.collective == "all_to_all" else 0
         copied += self.part if how.replicas == "copied" and how.overlaps else 0
         return copied * BYTES_OF[how.sent]
 
     def times(self, pipeline: Pipeline) -> int:
-        """How many times a step reduces it.
-
-        The sum of the head's gradients is sent by a backward that follows a forward.
+        """How many times a step reduces it. A backward that follows a forward sends the sum of the
+        head's gradients.
         """
         times = self.reduction.times(pipeline)
         if times == 1 or not self.is_of_the_loss:
@@ -143,20 +153,16 @@ class Bucket:
         return min(times, sum(turn == ("forward", "backward") for turn in pairwise(own)))
 
     def owned(self, shard: int) -> Iterator[OwnedRange]:
-        """The parts that a shard owns, in the order of its partition."""
-        if self.layout == "rows":
-            offset = 0
-            for parameter, size in zip(self.parameters, self.sizes, strict=True):
+        """Yield the parts that a shard owns, in the order of its partition."""
+        offset, begin, end = 0, shard * self.part, (shard + 1) * self.part
+        for parameter, size, at in zip(self.parameters, self.sizes, self.starts, strict=True):
+            if self.layout == "rows":
                 part = size // self.shards
                 start = shard * part
                 length = max(0, min(part, parameter.elements - start))
                 yield OwnedRange(parameter, start, offset, length)
                 offset += part
-            return
-        begin, end = shard * self.part, (shard + 1) * self.part
-        for parameter, at in zip(self.parameters, self.starts, strict=True):
-            first, last = max(at, begin), min(at + parameter.elements, end)
-            if first < last:
+            elif (first := max(at, begin)) < (last := min(at + size, end)):
                 yield OwnedRange(parameter, first - at, first - begin, last - first)
 
 
@@ -174,74 +180,69 @@ def buckets_of(run: Run, parameters: LocalParameters, device_type: str) -> list[
     """
     shards, has_rows = run.grid.shard, run.zero_stage == 3
     # ZeRO-3 pads each parameter, the other stages each flat tensor.
-    multiple, padded = (1, shards) if has_rows else (_ELEMENTS_ALIGNED * shards, 1)
+    padded, multiple = (shards, 1) if has_rows else (1, _ELEMENTS_ALIGNED * shards)
     of_matrices = _reduction_of_matrices(run, device_type)
     of_vectors = _reduction_of_vectors(run, of_matrices)
     found = []
     for members in parameters.groups:
-        first = members[0]
-        sizes = [_padded(parameter.elements, padded) for parameter in members]
+        first, sizes = members[0], [_ceil(each.elements, padded) for each in members]
         together = [range(len(members))]
         if run.grid.dp_cp > 1 and (run.grid.is_hybrid or not first.is_compressed):
             # Until it is reduced, the head's gradient has another type than others.
-            has_types = of_matrices.keeps == "partition"
-            head = next((i for i, p in enumerate(members) if p.is_head), None)
-            together = neighbours(sizes, _most_elements(run), alone=head if has_types else None)
-        for one in together:
-            own = sizes[one.start : one.stop]
-            found.append(
-                Bucket(
-                    parameters=members[one.start : one.stop],
-                    sizes=own,
-                    elements=_padded(sum(own), multiple),
-                    shards=shards,
-                    layout="rows" if has_rows and shards > 1 else "flat",
-                    reduction=of_vectors if len(first.shape) == 1 else of_matrices,
-                    compression=run.compression if first.is_compressed else None,
-                )
+            is_apart = of_matrices.keeps == "partition"
+            head = next((i for i, each in enumerate(members) if each.is_head and is_apart), None)
+            together = neighbours(sizes, _most_elements(run), alone=head)
+        found += [
+            Bucket(
+                parameters=members[one.start : one.stop],
+                sizes=sizes[one.start : one.stop],
+                elements=_ceil(sum(sizes[one.start : one.stop]), multiple),
+                shards=shards,
+                layout="rows" if has_rows and shards > 1 else "flat",
+                reduction=of_vectors if len(first.shape) == 1 else of_matrices,
+                compression=run.compression if first.is_compressed else None,
             )
+            for one in together
+        ]
     return found
 
 
 def _reduction_of_matrices(run: Run, device_type: str) -> Reduction:
-    config, grid, zero = run.config, run.grid, run.config.zero_optimization
-    total, has_data, several = run.accumulation_dtype, run.grid.dp_cp > 1, run.grid.shard > 1
-    sent = config.communication_data_type or total
-    if config.parallel.gradient_compression == "bf16":
+    zero, total, has_data = run.config.zero_optimization, run.accumulation_dtype, run.grid.dp_cp > 1
+    is_stage3, has_shards = run.zero_stage == 3, run.grid.shard > 1
+    sent = run.config.communication_data_type or total
+    if run.config.parallel.gradient_compression == "bf16":
         sent = "bf16"
+    is_another, divides_first = sent != total, sent == "fp16"
     overlaps = bool(zero.overlap_comm) and has_data
-    keeps_complete = run.zero_stage < 2 or run.gradient_reduction == "per_step" or not several
-    ends: End = "visit" if run.gradient_reduction == "per_visit" else "micro_batch"
-    is_another = sent != total
-    divides_first = sent == "fp16" and has_data
-    all_reduces = run.zero_stage < 3 and zero.use_multi_rank_bucket_allreduce
-    scatters = several and zero.reduce_scatter and not all_reduces
-    has_rows = several and run.zero_stage == 3
-    copies = has_rows or not keeps_complete or is_another or divides_first
-    # gloo's reduce-scatter (torch 2.13) copies the bucket, and all-reduces the copy.
-    scattering: Literal["all_to_all", "reduce_scatter"] = (
-        "all_to_all" if device_type == "cpu" else "reduce_scatter"
-    )
-    collective = scattering if scatters else "all_reduce"
+    is_kept = run.zero_stage < 2 or run.gradient_reduction == "per_step" or not has_shards
+    end: End = "visit" if run.gradient_reduction == "per_visit" else "micro_batch"
+    copies = (is_stage3 and has_shards) or not is_kept or is_another or divides_first
+    collective: Literal["all_reduce", "reduce_scatter", "all_to_all"] = "all_reduce"
+    all_reduces = not is_stage3 and zero.use_multi_rank_bucket_allreduce
+    if has_shards and zero.reduce_scatter and not all_reduces:
+        # gloo's reduce-scatter (torch 2.13) copies the bucket, and all-reduces the copy, which
+        # sends twice as many bytes.
+        collective = "all_to_all" if device_type == "cpu" else "reduce_scatter"
     return Reduction(
-        keeps="complete" if keeps_complete else "partition",
-        collected="step" if keeps_complete else ends,
-        when=("step" if overlaps else "after") if keeps_complete else ends,
-        computed=total if ends == "visit" and not keeps_complete else run.precision,
+        keeps="complete" if is_kept else "partition",
+        added_by="autograd" if is_kept and run.precision == total and not is_stage3 else "hook",
+        collected="step" if is_kept else end,
+        when=("step" if overlaps else "after") if is_kept else end,
+        overlaps=overlaps,
+        computed=total if end == "visit" and not is_kept else run.precision,
         total=total,
         sent=sent,
-        axis="shard" if several else "replica",
-        collective=collective if has_data else None,
         copies=has_data and copies,
-        overlaps=overlaps,
-        ranks=grid.dp_cp,
-        divides="before" if divides_first else "after",
-        replicas=("copied" if is_another else "in_place") if grid.is_hybrid else None,
+        axis="shard" if has_shards else "replica",
+        collective=collective if has_data else None,
+        replicas=("copied" if is_another else "in_place") if run.grid.is_hybrid else None,
+        ranks=run.grid.dp_cp,
+        divides=("before" if divides_first else "after") if has_data else None,
     )
 
 
 def _reduction_of_vectors(run: Run, of_matrices: Reduction) -> Reduction:
-    """Norms and biases are small: their sum takes little memory, and saves many collectives."""
     groups = run.config.parallel.micro_batch_groups
     times = groups if of_matrices.when == "visit" else run.batch.gradient_accumulation_steps
     if of_matrices.keeps == "complete" or times == 1:
@@ -249,8 +250,23 @@ def _reduction_of_vectors(run: Run, of_matrices: Reduction) -> Reduction:
     return replace(of_matrices, keeps="packed", when="step")
 
 
-def bucket_elements(run: Run) -> int:
-    """Return the most elements of gradients that are sent together."""
+def columns_sent_together(run: Run, rows: int, block: int) -> int:
+    """Return the number of columns of a gradient matrix that are compressed to int8 at a time.
+
+    Args:
+        run: the resolved run.
+        rows: number of rows of the matrix.
+        block: number of elements of a row that share a scale. The result is a multiple of it.
+    """
+    return max(1, _bucket_elements(run) // rows // block) * block
+
+
+def members_sent_together(run: Run, bucket: Bucket) -> list[range]:
+    """Return which parameters of a bucket with rows are compressed to int8 at a time."""
+    return neighbours(bucket.sizes, _most_elements(run))
+
+
+def _bucket_elements(run: Run) -> int:
     elements = run.config.zero_optimization.reduce_bucket_size
     assert elements is not None, "a resolved run states it"
     return elements
@@ -258,13 +274,13 @@ def bucket_elements(run: Run) -> int:
 
 def _most_elements(run: Run) -> int:
     """At ZeRO-3 DeepSpeed would split a bucket of which a rank owns more than sub_group_size."""
-    most = bucket_elements(run)
+    most = _bucket_elements(run)
     if run.zero_stage < 3:
         return most
     return min(most, run.grid.shard * run.config.zero_optimization.sub_group_size)
 
 
-def _padded(elements: int, multiple: int) -> int:
+def _ceil(elements: int, multiple: int) -> int:
     return -(-elements // multiple) * multiple
 
 

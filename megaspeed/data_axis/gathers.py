@@ -1,26 +1,31 @@
-"""ZeRO-3: which parameters are gathered, held and freed together in each pass.
+"""ZeRO-3: which parameters are gathered, held and freed together.
 
     forward     embedding, blocks, head     every layer once
     backward    norm of the head, blocks    the forward of the loss computes the head's gradient
 
-A layer is gathered when a pass enters it. The next layer is gathered meanwhile, if there is room
-for both. Small neighbouring blocks are gathered together. A pipeline stage with several chunks of
-layers gathers a complete chunk at a time (``pipeline/visits.py``).
+A layer is gathered when a pass enters it, and freed when the pass leaves it. While it computes, the
+next layer is gathered, if there is room for both; at the end of a pass, that of the next pass. The
+last backward of a step gathers nothing for the next step, which changes the parameters.
+
+Small neighbouring blocks are gathered together, because a message of a few KB takes as long as one
+of a few MB (``stage3_prefetch_bucket_size``). A pipeline stage with several chunks of layers
+gathers a complete chunk at a time (``pipeline/visits.py``). Small parameters stay gathered
+(``stage3_param_persistence_threshold``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Protocol, Self, TypeVar
+from typing import Self
 
 from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.data_axis.buckets import neighbours
 from megaspeed.data_axis.parameters import LocalParameter, LocalParameters, elements_of
 from megaspeed.pipeline.schedules import Pass
 
-GATHER_ALIGNMENT = 128
-"""Bytes. ZeRO-3 gathers each parameter to an address that is a multiple of this number. Vectorized
+_ALIGNMENT = 128
+"""Bytes. Each parameter is gathered to an address that is a multiple of this number. Vectorized
 loads read 16 bytes, and a cache line of a GPU has 128."""
 
 PassOfChunk = tuple[Pass, int]
@@ -35,6 +40,12 @@ class Gather:
     sizes: Sequence[int]  # elements of what the shards gather, with padding
     element_bytes: int
 
+    @classmethod
+    def of(cls, parameters: Sequence[LocalParameter], shards: int, element_bytes: int) -> Self:
+        """Gather parameters that are padded to equal parts."""
+        sizes = [-(-parameter.elements // shards) * shards for parameter in parameters]
+        return cls(parameters=parameters, sizes=sizes, element_bytes=element_bytes)
+
     @cached_property
     def elements(self) -> int:
         """The elements of the parameters, without padding."""
@@ -48,39 +59,29 @@ class Gather:
     @cached_property
     def held_bytes(self) -> int:
         """The bytes of memory that receive them."""
-        regions = (aligned_elements(size, self.element_bytes) for size in self.sizes)
-        return sum(regions) * self.element_bytes
-
-    @classmethod
-    def of(cls, parameters: Sequence[LocalParameter], shards: int, element_bytes: int) -> Self:
-        """Gather parameters that are padded to equal parts."""
-        sizes = [-(-parameter.elements // shards) * shards for parameter in parameters]
-        return cls(parameters=parameters, sizes=sizes, element_bytes=element_bytes)
+        return sum(aligned_elements(n, self.element_bytes) for n in self.sizes) * self.element_bytes
 
 
 def aligned_elements(elements: int, element_bytes: int) -> int:
     """Return the elements from the start of a gathered parameter to the start of the next one."""
-    return -(-elements * element_bytes // GATHER_ALIGNMENT) * GATHER_ALIGNMENT // element_bytes
+    return -(-elements * element_bytes // _ALIGNMENT) * _ALIGNMENT // element_bytes
 
 
 def persistent_parameters(
     zero: ZeroConfig, parameters: Sequence[LocalParameter]
-) -> list[LocalParameter]:
-    """Return small parameters, up to the threshold, that every rank also keeps gathered.
+) -> Iterator[LocalParameter]:
+    """Yield small parameters, up to the threshold, that every rank also keeps gathered.
 
     DeepSpeed 0.19.8, runtime/zero/parameter_offload.py:328.
     """
-    threshold = zero.stage3_param_persistence_threshold
+    threshold, total = zero.stage3_param_persistence_threshold, 0
     assert threshold is not None, "a resolved run states it"
     allowed = zero.stage3_model_persistence_threshold
-    kept: list[LocalParameter] = []
-    total = 0
     for parameter in parameters:
         fits = allowed is None or total + parameter.elements <= allowed
         if parameter.elements <= threshold and fits:
-            kept.append(parameter)
             total += parameter.elements
-    return kept
+            yield parameter
 
 
 def gathers_of_passes(
@@ -99,18 +100,18 @@ def gathers_of_passes(
 
     found: dict[PassOfChunk, Sequence[Gather]] = {}
     for chunk, layers in enumerate(parameters.layers):
-        of_layers = {layer.parameters[0].layer: layer.parameters for layer in layers}
-        first, last = of_layers.pop("embedding", None), of_layers.pop("head", None)
-        inner = [gather(own) for own in of_layers.values()]
-        blocks: list[Gather] = []
-        for together in gathered_together(zero, [each.elements for each in inner]):
-            members = [*chain(*(each.parameters for each in inner[together.start : together.stop]))]
-            blocks += [gather(members)] * len(together)
-        embedding = [] if first is None else [gather(first)]
-        heads, norms = [], []
-        if last is not None and head is not None:
-            heads = [gather(last if head in last else [*last, head])]
-            norms = [gather([parameter for parameter in last if parameter is not head])]
+        inner = {layer.parameters[0].layer: layer.parameters for layer in layers}
+        ends = {name: inner.pop(name) for name in ("embedding", "head") if name in inner}
+        own, blocks = [gather(block) for block in inner.values()], list[Gather]()
+        for together in neighbours([g.elements for g in own], most_gathered_together(zero))[::-1]:
+            members = chain(*(g.parameters for g in own[together.start : together.stop]))
+            blocks += [gather([*members])] * len(together)
+        embedding, heads, norms = [], [], []
+        if "embedding" in ends:
+            embedding = [gather(ends["embedding"])]
+        if "head" in ends and head is not None:
+            norm = [parameter for parameter in ends["head"] if parameter is not head]
+            heads, norms = [gather([*norm, head])], [gather(norm)]
         found["forward", chunk] = [*embedding, *blocks, *heads]
         found["backward", chunk] = [*blocks, *norms][::-1]
     return found
@@ -126,25 +127,25 @@ def most_gathered_together(zero: ZeroConfig) -> int:
     return most if bound is None else min(most, bound // 2)
 
 
-def gathered_together(zero: ZeroConfig, sizes: Sequence[int]) -> list[range]:
-    """Return the blocks that ZeRO-3 gathers together, as ranges of indices into ``sizes``."""
-    return neighbours(sizes, most_gathered_together(zero))[::-1]
+def held_in_pass(
+    zero: ZeroConfig, order: Sequence[Gather], following: Sequence[Gather]
+) -> list[list[Gather]]:
+    """Return what ZeRO-3 holds at each layer of a pass, and after it.
+
+    Args:
+        zero: the section of a resolved run.
+        order: the layers of the pass, in its order.
+        following: the layers of the next pass; empty if nothing is gathered for it.
+    """
+    held = [_held(zero, [*order[index:], *following]) for index in range(len(order))]
+    kept = _held(zero, following)
+    return [*held, [layer for layer in held[-1] if layer in kept] if held else []]
 
 
-class _Gathered(Protocol):
-    @property
-    def elements(self) -> int:
-        """Elements, without padding."""
+def _held(zero: ZeroConfig, coming: Sequence[Gather]) -> list[Gather]:
+    """Return what is held while the first of the coming layers computes; empty if none comes.
 
-
-_Layer = TypeVar("_Layer", bound=_Gathered)
-
-
-def held_layers(zero: ZeroConfig, coming: Sequence[_Layer]) -> list[_Layer]:
-    """Return what ZeRO-3 holds while the first of the coming layers computes; empty if none comes.
-
-    This is that layer, and the next other one if there is room for both. Those of them that are in
-    memory are kept, and the others are gathered. All other layers are freed.
+    This is that layer, and the next other one if there is room for both.
     """
     if not coming:
         return []
@@ -154,18 +155,3 @@ def held_layers(zero: ZeroConfig, coming: Sequence[_Layer]) -> list[_Layer]:
         return [first]
     has_room = bound is None or first.elements + later.elements <= bound
     return [first, later] if has_room else [first]
-
-
-def held_in_pass(
-    zero: ZeroConfig, order: Sequence[_Layer], following: Sequence[_Layer]
-) -> list[list[_Layer]]:
-    """Return what ZeRO-3 holds at each layer of a pass, and after it.
-
-    Args:
-        zero: the section of a resolved run.
-        order: the layers of the pass, in its order.
-        following: the layers of the next pass; empty if nothing is gathered for it.
-    """
-    held = [held_layers(zero, [*order[index:], *following]) for index in range(len(order))]
-    kept = held_layers(zero, following)
-    return [*held, [layer for layer in held[-1] if layer in kept] if held else []]

@@ -1,7 +1,7 @@
 """The parameters of one rank: its tensor shards, before ZeRO partitions them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -123,6 +123,6 @@ def _local_parameters(
     )
 
 
-def elements_of(parameters: Sequence[LocalParameter]) -> int:
+def elements_of(parameters: Iterable[LocalParameter]) -> int:
     """Return the number of elements of all parameters, without ZeRO's padding."""
     return sum(parameter.elements for parameter in parameters)

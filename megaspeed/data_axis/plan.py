@@ -1,6 +1,6 @@
 """The plan of the data axis for the ranks of one pipeline stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -37,6 +37,21 @@ class DataAxis:
         return next(b.reduction for b in self.buckets if len(b.parameters[0].shape) > 1)
 
     @cached_property
+    def compressed(self) -> Sequence[Bucket]:
+        """The buckets whose gradients are compressed."""
+        return [bucket for bucket in self.buckets if bucket.compression is not None]
+
+    @property
+    def plain(self) -> Sequence[Bucket]:
+        """The buckets whose gradients are not compressed."""
+        return [bucket for bucket in self.buckets if bucket.compression is None]
+
+    @property
+    def persistent(self) -> Gather | None:
+        """ZeRO-3: the small parameters that stay gathered; None at other stages."""
+        return self.gathers_after_step[0] if self.passes else None
+
+    @cached_property
     def bucket_of(self) -> Mapping[str, Bucket]:
         """Full name of a parameter -> its bucket."""
         return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
@@ -48,10 +63,28 @@ class DataAxis:
         coming = self.passes[following] if following else []
         return held_in_pass(self.zero, self.passes[own], coming)
 
+    def gathered(
+        self, before: PassOfChunk | None, own: PassOfChunk, following: PassOfChunk | None
+    ) -> Iterator[Gather]:
+        """Yield what a pass gathers that is between two others, or is the first or last (None)."""
+        held = [] if before is None else self.held(before, own)[-1]
+        for hold in self.held(own, following):
+            yield from (layer for layer in hold if layer not in held)
+            held = hold
+
+    def of_chunk(self, chunk: int, *, forward: bool) -> list[Gather]:
+        """Return what is gathered of a complete chunk, for a forward or only for backwards."""
+        return list(dict.fromkeys(self.passes["forward" if forward else "backward", chunk]))
+
 
 def data_axis_of(run: Run, pipeline_stage: int, device_type: str) -> DataAxis:
-    """Return the plan of a run on "cuda" or "cpu". It is the same for any micro-batch, and for any
-    number of micro-batches if there are several.
+    """Return the plan of a run on "cuda" or "cpu"."""
+    return _data_axis_of(data_axis_key(run, pipeline_stage), pipeline_stage, device_type)
+
+
+def data_axis_key(run: Run, pipeline_stage: int) -> RunKey:
+    """Return what the plan depends on: neither the micro-batch nor, if there are several, the
+    number of micro-batches.
     """
     parallel = run.config.parallel
     values = (
@@ -61,7 +94,7 @@ def data_axis_of(run: Run, pipeline_stage: int, device_type: str) -> DataAxis:
         *(run.batch.gradient_accumulation_steps > 1, parallel.micro_batch_groups == 1),
         chunks_of_stages(run)[pipeline_stage],
     )
-    return _data_axis_of(RunKey(values, run), pipeline_stage, device_type)
+    return RunKey(values, run)
 
 
 @lru_cache(maxsize=256)
@@ -74,7 +107,7 @@ def _data_axis_of(key: RunKey, pipeline_stage: int, device_type: str) -> DataAxi
     after: list[Gather] = []
     passes: Mapping[PassOfChunk, Sequence[Gather]] = {}
     if run.zero_stage == 3:
-        persistent = persistent_parameters(zero, parameters)
+        persistent = [*persistent_parameters(zero, parameters)]
         after = [Gather.of(persistent, shards, element)]
         passes = gathers_of_passes(zero, parameters, persistent, shards, element)
     elif shards > 1:

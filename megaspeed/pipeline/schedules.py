@@ -353,6 +353,7 @@ def received_as(pipeline: Pipeline, stage: int, sent: Send) -> Receive:
 
 End = Literal["micro_batch", "visit", "step"]
 """What ends with a backward of a chunk: a micro-batch, its visit, or all its work of the step."""
+ENDS: tuple[End, ...] = ("micro_batch", "visit", "step")  # each of them ends those before it, too
 
 Pass = Literal["forward", "backward"]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
+from megaspeed.data_axis.parameters import elements_of, local_parameters
 from megaspeed.files.json_values import json_value, picked
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
 from megaspeed.pipeline.schedules import peak_in_flight, pipeline_of
 from megaspeed.pipeline.visits import holds_of
 from megaspeed.planning.costs.activations import activations_of
 from megaspeed.planning.costs.placement import GPUS_PER_NODE, Placement
-from megaspeed.planning.costs.rank_parameters import elements_of, local_parameters
 from megaspeed.planning.costs.reserved_memory import (
     ReservedMemory,
     Verdict,
@@ -83,7 +83,8 @@ class PlannedZero:
             **picked(self, "zero_stage", "verdict", "interval_bytes"),
             "time": None if self.forecast is None else self.forecast.as_json(),
             "reserved_bytes": json_value(self.reserved),
-            **picked(prediction.run, "gradient_reduction", "reductions"),
+            "gradient_reduction": prediction.run.gradient_reduction,
+            "reductions": prediction.reductions,
             "gathers_of_chunks": self.gathers,
             "model_state_bytes": prediction.heaviest.state_bytes,
             "peak_bytes": prediction.fullest.peak_bytes,

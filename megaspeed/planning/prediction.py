@@ -15,6 +15,7 @@ from itertools import groupby
 
 from megaspeed.config.resolve import Run
 from megaspeed.pipeline.partition import chunks_of_stages
+from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import Traffic, predict_traffic
 
@@ -60,6 +61,11 @@ class Prediction:
 
     run: Run
     stages: tuple[StagePrediction, ...]
+
+    @property
+    def reductions(self) -> int:
+        """How many times a step reduces the gradient of a matrix over the shards."""
+        return self.fullest.memory.axis.of_matrices.times(pipeline_of(self.run))
 
     @property
     def fullest(self) -> StagePrediction:

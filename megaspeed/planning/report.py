@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.table import Table
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.config.resolve import GradientReduction, describe_recomputation, dropout_warning
+from megaspeed.config.resolve import BYTES_OF, describe_recomputation, dropout_warning
+from megaspeed.data_axis.plan import data_axis_of
 from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.planning.costs.placement import AxisPlacement, Placement
-from megaspeed.planning.costs.rank_parameters import BYTES_OF
 from megaspeed.planning.costs.traffic import axis_totals
 from megaspeed.planning.forecast import Forecast, TrainingTime
 from megaspeed.planning.plan import Plan, PlannedStage, PlannedZero
@@ -30,11 +30,7 @@ _SHOWN_LAYOUTS = 12
 
 _LONGEST_GROUP = 28
 _CONFIGURED = "* as configured"
-_REDUCTIONS: Mapping[GradientReduction, str] = {
-    "per_step": "step",
-    "per_visit": "visit",
-    "per_micro_batch": "micro-batch",
-}
+_REDUCED_EACH = {"micro_batch": "micro-batch", "visit": "visit", "step": "step", "after": "step"}
 
 TERMS: Mapping[str, str] = {
     "products": "matrix products of blocks",
@@ -192,11 +188,10 @@ def _memory(plan: Plan) -> Parts:
         sizes |= {f"  {name.replace('_', ' ')}": size for name, size in vars(peak).items()}
         if reserved is not None and reserved.total:
             sizes["besides tensors"] = reserved.total
-        own = prediction.run
-        each = "per_step" if own.keeps_complete_gradients else own.gradient_reduction
-        figures = {"gradients are reduced each": _REDUCTIONS[each]}
+        reduction = prediction.fullest.memory.axis.of_matrices
+        figures = {"gradients are reduced each": _REDUCED_EACH[reduction.when]}
         if plan.run.config.parallel.virtual_stages > 1:
-            count = f"{own.reductions}, {planned.gathers}"
+            count = f"{prediction.reductions}, {planned.gathers}"
             figures["reductions, gathers of chunks"] = count
         figures |= {row: unit.of(size) for row, size in sizes.items()}
         if reserved is not None and plan.cluster is not None:
@@ -411,7 +406,7 @@ def _layouts(shown: Sequence[Layout]) -> Table:
             str(grid.tp),
             f"{run.zero_stage}{'' if layout.set_text else ' *'}",
             str(grid.replicate),
-            "step" if run.keeps_complete_gradients else _REDUCTIONS[run.gradient_reduction][:5],
+            _REDUCED_EACH[data_axis_of(run, 0, "cuda").of_matrices.when][:5],
             run.config.parallel.activation_checkpointing.replace("_offloaded", "+host"),
             f"{run.batch.gradient_accumulation_steps:,}",
             f"{run.batch.micro_batch_size:,}",

@@ -12,8 +12,8 @@ import pytest
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data_axis.plan import data_axis_of
 from megaspeed.measurement.watched_step import RankMeasurement
-from megaspeed.planning.costs.rank_parameters import local_parameters, own_elements
 from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import by_axis, predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
@@ -100,7 +100,7 @@ def test_replicas_send_their_partition_once_a_step(
         for run in (hybrid, alone)
         for corpus in [tiny_corpus(run, tmp_path)]
     )
-    partition = own_elements(hybrid, local_parameters(hybrid, 0)) * 4
+    partition = sum(bucket.part for bucket in data_axis_of(hybrid, 0, "cpu").buckets) * 4
     for rank in sent:
         assert rank["replica"] == {"all_reduce": partition}  # 2 (R - 1) / R = 1
         assert rank["shard"] == of_shards[0]["dp"]

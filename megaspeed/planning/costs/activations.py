@@ -53,10 +53,9 @@ MLP's backward, unless documents have far fewer than 128 tokens on average.
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from megaspeed.config.resolve import Run
+from megaspeed.config.resolve import BYTES_OF, Run, RunKey
 from megaspeed.config.run import Recomputation
 from megaspeed.model.parameters import mlp_parts, parameter_named
-from megaspeed.planning.costs.rank_parameters import BYTES_OF, RunKey
 from megaspeed.tensor_parallel.plan import shard_of, tokens_of_a_chunk, vocabulary_rows_per_rank
 
 _FP32, _INT32, _INT64 = 4, 4, 8

@@ -34,8 +34,7 @@ from megaspeed.planning.costs.activations import (
 )
 from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.moments import Moment, moments_of
-from megaspeed.planning.costs.rank_parameters import Alike
-from megaspeed.planning.costs.stage_states import LayerStates, states_of
+from megaspeed.planning.costs.stage_states import Alike, LayerStates, states_of
 
 
 class _Held(NamedTuple):
@@ -63,8 +62,11 @@ class StageMemory:
     """
 
     def __init__(self, run: Run, pipeline_stage: int, device_type: str = "cuda") -> None:
-        self._run, self._stage, self._pipeline = run, pipeline_stage, pipeline_of(run)
+        self._stage, self._pipeline = pipeline_stage, pipeline_of(run)
         self._states = states_of(run, pipeline_stage, self._pipeline.gathers, device_type)
+        self.axis = self._states.axis
+        """What the rank reduces and gathers."""
+        self._sums_visits = self.axis.of_matrices.when == "visit"
         activations = activations_of(run, device_type)
         self._shared, self._hidden = activations.shared(), hidden_bytes(run)
         self._chunks = list(_chunks(run, pipeline_stage, activations))
@@ -96,7 +98,7 @@ class StageMemory:
             held = kept
             if self._pipeline.gathers != "layers":
                 held += self._states.gathered[compute.chunk, False]
-            if backward is not None and self._run.sums_visits and compute.chunk == backward:
+            if backward is not None and self._sums_visits and compute.chunk == backward:
                 held += self._states.visits[compute.chunk]
             most = max(most, held)
             if backward is not None:
@@ -127,7 +129,7 @@ class StageMemory:
         if len(self._chunks) == 1:
             yield from self._moments_of_one_chunk()
             return
-        for alike in moments_of(self._pipeline, self._stage, sums_visits=self._run.sums_visits):
+        for alike in moments_of(self._pipeline, self._stage, sums_visits=self._sums_visits):
             yield max(alike, key=self._bytes_beside)
 
     def _moments_of_one_chunk(self) -> Iterator[Moment]:

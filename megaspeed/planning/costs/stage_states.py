@@ -1,8 +1,7 @@
 """What ZeRO holds on a rank of one pipeline stage in each pass: parameters, gradients, buffers.
 
-    pass of a layer     gathered parameters, held while it computes        (``gathers``)
-    in its backward     gradients as they are computed; the copy of each
-                        bucket while it is reduced                         (``memory``)
+    pass of a layer     gathered parameters, held while it computes
+    in its backward     gradients as they are computed; the copy of each bucket while it is reduced
 
 None of this depends on activations. So it is computed once for all variants of a training that
 differ in micro-batch, schedule or recomputation. All blocks are alike, but buckets and gathers may
@@ -10,33 +9,27 @@ end within a block, so layers are compared. Equal neighbours are counted togethe
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache, partial
-from itertools import chain, groupby, product
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from itertools import groupby, product
+from typing import NamedTuple, TypeVar
 
-from megaspeed.config.resolve import Run
-from megaspeed.pipeline.partition import chunks_of_stages
-from megaspeed.planning.costs.gathers import gathered_chunk_bytes, gathered_in_pass
+from megaspeed.config.resolve import BYTES_OF, Run, RunKey
+from megaspeed.data_axis.buckets import Bucket
+from megaspeed.data_axis.parameters import LocalLayer, elements_of
+from megaspeed.data_axis.plan import DataAxis, data_axis_key, data_axis_of
+from megaspeed.pipeline.schedules import Pass
 from megaspeed.planning.costs.memory import (
-    Bucket,
     MemoryBytes,
     compression_buffer_bytes,
-    gradient_buckets,
     gradient_copy_bytes,
     head_gradient_bytes,
     model_states,
-    waiting_dtype,
 )
 from megaspeed.planning.costs.moments import Moment
-from megaspeed.planning.costs.rank_parameters import (
-    BYTES_OF,
-    Alike,
-    LocalLayer,
-    RunKey,
-    elements_of,
-    head_weight,
-    local_parameters,
-)
+
+_Value = TypeVar("_Value")
+Alike = Sequence[tuple[int, _Value]]
+"""Pairs (count, value): the value occurs this many times in a row."""
 
 
 class LayerStates(NamedTuple):
@@ -59,70 +52,71 @@ def states_of(run: Run, pipeline_stage: int, gathers: str, device_type: str) -> 
 
     ``gathers`` is that of the run's pipeline.
     """
-    values = (
-        *(run.config.model, run.grid, run.config.zero_optimization, run.sequence_parallel),
-        *(run.precision, run.accumulation_dtype, run.reduction_dtype, run.compression),
-        *(run.gradient_reduction, run.reductions > 1),
-        chunks_of_stages(run)[pipeline_stage],
-    )
+    key = data_axis_key(run, pipeline_stage)
     gathers_layers = run.zero_stage == 3 and gathers == "layers"
-    return _states_of(RunKey(values, run), pipeline_stage, gathers_layers, device_type == "cpu")
+    return _states_of(key, pipeline_stage, gathers_layers, device_type)
 
 
 class StageStates:
     """Parameters, gradients, optimizer states and buffers of a rank of one pipeline stage."""
 
     def __init__(
-        self, key: RunKey, pipeline_stage: int, gathers_layers: bool, on_host: bool
+        self, key: RunKey, pipeline_stage: int, gathers_layers: bool, device_type: str
     ) -> None:
-        self._run, self._gathers_layers, self._on_host = key.run, gathers_layers, on_host
-        self._parameters = local_parameters(key.run, pipeline_stage)
-        self._head = head_weight(self._parameters)
+        self._run, self._gathers_layers = key.run, gathers_layers
+        self._on_host = device_type == "cpu"
+        self.axis = data_axis_of(key.run, pipeline_stage, device_type)
+        """What the rank reduces and gathers."""
+        self._parameters, self._head = self.axis.parameters, self.axis.parameters.head
         self._runs: dict[tuple[object, ...], Alike[LayerStates]] = {}
 
     @cached_property
     def between(self) -> MemoryBytes:
         """What is held between two micro-batches of a step."""
-        return model_states(self._run, self._parameters, on_host=self._on_host)
+        return model_states(self._run, self.axis, on_host=self._on_host)
 
     @cached_property
     def head_gradient(self) -> int:
         """Bytes of buffers: the sum of the head's gradients, unless a complete gradient has it."""
-        return head_gradient_bytes(self._run, self._parameters)
-
-    @cached_property
-    def _buckets(self) -> list[Bucket]:
-        return gradient_buckets(self._run, self._parameters, on_host=self._on_host)
+        return head_gradient_bytes(self.axis)
 
     @cached_property
     def reducing(self) -> int:
         """Bytes of buffers while complete gradients are reduced, or what compression needs."""
-        copies = [compression_buffer_bytes(self._run, self._parameters, on_host=self._on_host)]
-        if self._run.keeps_complete_gradients:
-            copies += [bucket.packed_bytes for bucket in self._buckets]
-        return max(copies)
+        copies = [compression_buffer_bytes(self._run, self.axis, on_host=self._on_host)]
+        buckets = (each for each in self.axis.buckets if each.reduction.keeps == "complete")
+        return max([*copies, *(bucket.message_bytes for bucket in buckets)])
 
     @cached_property
     def updating(self) -> int:
         """Bytes that the optimizer step adds: an fp32 copy of gradients of another type."""
-        return gradient_copy_bytes(self._run, self._parameters)
+        return gradient_copy_bytes(self._run, self.axis)
 
     @cached_property
     def visits(self) -> list[int]:
         """Bytes of the gradients of each chunk that are summed in a visit."""
-        element_bytes = BYTES_OF[waiting_dtype(self._run)]
-        return [
-            element_bytes
-            * elements_of(p for p in self._parameters if p.chunk == chunk and p is not self._head)
-            for chunk in range(len(self._parameters.layers))
-        ]
+        sizes = [0] * len(self._parameters.layers)
+        for bucket in self.axis.buckets:
+            sizes[bucket.chunk] += self._gradient_bytes(bucket)
+        return sizes
+
+    def _gradient_bytes(self, bucket: Bucket) -> int:
+        """Bytes of the gradients of a bucket as backwards compute them, without the head's."""
+        computed = [p for p in bucket.parameters if p is not self._head]
+        return elements_of(computed) * BYTES_OF[bucket.reduction.computed]
 
     @cached_property
     def gathered(self) -> dict[tuple[int, bool], int]:
         """(chunk, whether it is gathered for a forward) -> bytes of the buffers that hold it."""
-        chunks = range(len(self._parameters.layers))
-        size = partial(gathered_chunk_bytes, self._run, self._parameters, on_host=self._on_host)
-        return {each: size(each[0], forward=each[1]) for each in product(chunks, (False, True))}
+        chunks = product(range(len(self._parameters.layers)), (False, True))
+        if self.axis.is_local or not self.axis.passes:
+            return dict.fromkeys(chunks, 0)
+        return {
+            (chunk, forward): sum(
+                gather.held_bytes for gather in self.axis.of_chunk(chunk, forward=forward)
+            )
+            for chunk, forward in chunks
+        }
 
     def layers_of(self, moment: Moment) -> Alike[LayerStates]:
         """Return the layers of a pass in its order, with equal neighbours counted together."""
@@ -133,14 +127,8 @@ class StageStates:
         if key not in self._runs:
             layers = self._parameters.layers[moment.chunk]
             gathered = [0] * len(layers)
-            if self._gathers_layers:
-                gathered = gathered_in_pass(
-                    self._run,
-                    [*chain(*(layer.parameters for layer in layers))],
-                    moment.direction,
-                    following,
-                    on_host=self._on_host,
-                )
+            if self._gathers_layers and not self.axis.is_local:
+                gathered = held_bytes(self.axis, moment.direction, following)
             of_pass = self._forward if moment.direction == "forward" else self._backward
             found = groupby(of_pass(moment, layers, gathered))
             self._runs[key] = [(len([*alike]), states) for states, alike in found]
@@ -158,49 +146,65 @@ class StageStates:
         self, moment: Moment, layers: Sequence[LocalLayer], gathered: Sequence[int]
     ) -> Iterator[LayerStates]:
         """Yield the layers from the last to the first."""
-        run, head, is_partial = self._run, self._head, not self._run.keeps_complete_gradients
-        is_sent = moment.reduces and (is_partial or run.overlaps_reductions)
-        sums, element_bytes = moment.summed is not None, BYTES_OF[waiting_dtype(run)]
-        # A backward computes the first parameter of a bucket last.
-        complete = {bucket.members[0].name: bucket for bucket in self._buckets}
+        head, sums, buckets = self._head, moment.summed is not None, self.axis.bucket_of
+        reduces_in_place = not any(
+            bucket.reduction.copies or bucket.message_bytes for bucket in self.axis.buckets
+        )
         in_flight = 0  # bytes of the copy that is being reduced
         for layer, size in zip(reversed(layers), reversed(gathered), strict=True):
             gradients = buffers = most_gradients = most_buffers = 0
-            for parameter in reversed(layer.parameters) if self._buckets else ():
-                is_head = parameter is head
+            for parameter in () if reduces_in_place else reversed(layer.parameters):
+                is_head, bucket = parameter is head, buckets[parameter.name]
+                how = bucket.reduction
+                is_partial = how.keeps != "complete"
                 # An earlier backward may have reduced what this micro-batch adds to its gradient.
                 if is_head and is_partial and not moment.has_head_sum:
                     continue
                 if is_partial and not is_head and not sums:
-                    gradients += parameter.elements * element_bytes
+                    gradients += parameter.elements * BYTES_OF[how.computed]
                     if gradients + buffers > most_gradients + most_buffers:
                         most_gradients, most_buffers = gradients, buffers
-                bucket = complete.get(parameter.name)
-                if bucket is None or not is_sent:
+                # A backward computes the first parameter of a bucket last.
+                is_complete = parameter is bucket.parameters[0]
+                is_sent = moment.reduces and how.when != "after"
+                if not (is_complete and is_sent) or bucket.is_sent_compressed:
                     continue
                 # If a visit sums gradients, the last one is beside the sum while it is sent.
-                beside = _fresh_bytes(run, parameter.elements) if sums and not is_head else 0
-                buffers += bucket.packed_bytes - in_flight
+                beside = self._fresh_bytes(parameter.elements) if sums and not is_head else 0
+                buffers += bucket.message_bytes - in_flight
                 if gradients + beside + buffers > most_gradients + most_buffers:
                     most_gradients, most_buffers = gradients + beside, buffers
-                in_flight = bucket.packed_bytes
+                in_flight = bucket.message_bytes
                 if is_partial:
-                    gradients -= bucket.gradient_bytes
-                    if bucket.has_head:
+                    gradients -= self._gradient_bytes(bucket)
+                    if any(each is head for each in bucket.parameters):
                         buffers -= self.head_gradient
-                if not run.overlaps_reductions:
+                if not how.overlaps:
                     buffers -= in_flight
                     in_flight = 0
             # Autograd computes the largest gradient of the layer, and then adds it to the sum.
-            fresh, most = _fresh_bytes(run, layer.largest), (most_gradients, size + most_buffers)
+            fresh, most = self._fresh_bytes(layer.largest), (most_gradients, size + most_buffers)
             yield LayerStates(fresh, size, *most, gradients, buffers)
+
+    def _fresh_bytes(self, elements: int) -> int:
+        """Return the bytes of a gradient of autograd, and of its copy if sums have another type."""
+        precision, computed = self._run.precision, self.axis.of_matrices.computed
+        copy = (precision != computed) * BYTES_OF[computed]
+        return elements * (BYTES_OF[precision] + copy)
+
+
+def held_bytes(axis: DataAxis, direction: Pass, following: Pass | None) -> list[int]:
+    """Return the bytes of gathered parameters while a pass of the only chunk computes each layer.
+
+    The layers are in the order of the forward pass, for both directions. ``following`` is the next
+    pass, for which the last layers of this one gather ahead; None if it is the last one of a step.
+    Each parameter is received in its final place, which is aligned.
+    """
+    held = axis.held((direction, 0), None if following is None else (following, 0))
+    # The backward of the embedding gathers nothing, and holds what is held after the pass.
+    layers = held[: len(axis.parameters.layers[0])]
+    sizes = [sum(gather.held_bytes for gather in layer) for layer in layers]
+    return sizes if direction == "forward" else sizes[::-1]
 
 
 _states_of = lru_cache(maxsize=256)(StageStates)
-
-
-def _fresh_bytes(run: Run, elements: int) -> int:
-    """Return the bytes of a gradient of autograd, and of its copy if sums have another type."""
-    converted = run.precision != waiting_dtype(run)
-    copy = converted * BYTES_OF[waiting_dtype(run)]
-    return elements * (BYTES_OF[run.precision] + copy)

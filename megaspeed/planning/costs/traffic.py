@@ -24,33 +24,26 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal
 
 from megaspeed.config.model import ContextMethod
-from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import HEAD_WEIGHT, block_rows
+from megaspeed.config.resolve import BYTES_OF, Run
+from megaspeed.data_axis.buckets import Bucket
+from megaspeed.data_axis.gathers import Gather, PassOfChunk
+from megaspeed.data_axis.plan import DataAxis, data_axis_of
+from megaspeed.model.parameters import block_rows
 from megaspeed.pipeline.partition import blocks_of_stages
 from megaspeed.pipeline.schedules import Pipeline, passes_of, pipeline_of
+from megaspeed.pipeline.visits import holds_of
 from megaspeed.planning.costs.activations import (
     full_hidden_bytes,
     hidden_bytes,
     mlp_parts_of,
     tokens_of,
 )
-from megaspeed.planning.costs.gathers import gathered_elements_of_a_step
-from megaspeed.planning.costs.memory import int8_columns, is_summed_over_step, powersgd_matrices
-from megaspeed.planning.costs.rank_parameters import (
-    BYTES_OF,
-    LocalParameter,
-    elements_of,
-    flat_buckets,
-    flat_elements,
-    local_parameters,
-    own_elements,
-)
+from megaspeed.planning.costs.memory import int8_columns, powersgd_matrices
 from megaspeed.tensor_parallel.plan import key_value_replicas
 from megaspeed.topology.grid import Axis
 
@@ -126,14 +119,14 @@ def predict_traffic(run: Run, pipeline_stage: int, device_type: str = "cuda") ->
     Ranks of one pipeline stage send the same number of bytes, except for a tied weight at ZeRO-1 to
     3, whose last partition may be shorter. The result is for a rank with the longest partition.
     """
-    messages = Messages()
+    messages, axis = Messages(), data_axis_of(run, pipeline_stage, device_type)
     if run.grid.dp_cp > 1:
-        _add_data_axis(messages, run, pipeline_stage, on_host=device_type == "cpu")
+        _add_data_axis(messages, run, axis, pipeline_stage)
     if run.grid.tp > 1:
-        _add_tensor_axis(messages, run, pipeline_stage)
+        _add_tensor_axis(messages, run, axis, pipeline_stage)
     if run.context_method is not None:
         _add_context_axis(messages, run, run.context_method, pipeline_stage)
-    _add_pipeline_axis(messages, run, pipeline_stage)
+    _add_pipeline_axis(messages, run, axis, pipeline_stage)
     world_size = run.grid.world_size
     report = world_size * _NUMBERS_OF_A_REPORT * _FP64_BYTES
     messages.add("world", "all_reduce", report, ranks=world_size)
@@ -144,15 +137,24 @@ def compressed_share(run: Run, pipeline_stage: int) -> float:
     """Return the bytes sent for all gradients, as a fraction of the bytes without compression."""
     if run.compression is None:
         return 1.0
-    parameters, ranks = local_parameters(run, pipeline_stage), run.grid.senders
-    plain_message = _partition_message if run.grid.replicate > 1 else _gradient_message
-    beside = [parameter for parameter in parameters if not parameter.is_compressed]
-    plain = bytes_sent(*plain_message(run, parameters), ranks)
-    messages = [plain_message(run, beside), *_compressed_messages(run, parameters)]
-    return sum(bytes_sent(*each, ranks) for each in messages) / plain if plain else 1.0
+    axis, ranks = data_axis_of(run, pipeline_stage, "cuda"), run.grid.senders
+
+    def sent(buckets: Sequence[Bucket]) -> int:
+        """The bytes between the ranks that send compressed gradients to each other."""
+        if run.grid.replicate > 1:
+            return bytes_sent("all_reduce", sum(map(_part_bytes, buckets)), ranks)
+        collective = axis.of_matrices.collective
+        assert collective is not None, "a run with one data rank compresses nothing"
+        size = sum(_reduced_bytes(bucket, pipeline_of(run)) for bucket in buckets)
+        return bytes_sent(collective, size, ranks)
+
+    plain = sent(axis.buckets)
+    messages = _compressed_messages(run, axis)
+    total = sent(axis.plain) + sum(bytes_sent(*each, ranks) for each in messages)
+    return total / plain if plain else 1.0
 
 
-def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
+def _add_tensor_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage: int) -> None:
     """What tensor parallelism sends in each micro-batch, and once a step.
 
     h = (B, S, D) is in the parameters' type. Column- and row-parallel layers come in pairs, one in
@@ -207,8 +209,8 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         add("all_reduce", (2 * blocks + again) * 2 * tokens_of(run) * BYTES_OF["fp32"])
     if has_head:  # maximum in the logits' type; sum of exponentials and target's logit in fp32
         add("all_reduce", tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"]))
-    partial = [p for p in local_parameters(run, pipeline_stage) if p.group == "partial"]
-    own_bytes = own_elements(run, partial) * _gradient_element_bytes(run)
+    partial = [bucket for bucket in axis.buckets if bucket.group == "partial"]
+    own_bytes = sum(bucket.part for bucket in partial) * _gradient_element_bytes(run)
     messages.add("tp", "all_reduce", own_bytes, ranks=tp)
     add("all_reduce", blocks * _shared_head_gradient_bytes(run))
 
@@ -260,7 +262,7 @@ def _shared_head_gradient_bytes(run: Run) -> int:
     return rows * columns * BYTES_OF[run.precision]
 
 
-def _add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
+def _add_pipeline_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage: int) -> None:
     """What a pipeline stage sends its neighbours, and the sum of a tied weight's gradients.
 
         activations   to the next stage, each micro-batch       (B, S, D)      Narayanan et al.
@@ -274,16 +276,16 @@ def _add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> Non
     stages = run.grid.pp
     sends = pipeline_of(run).sends_of(pipeline_stage)
     messages.add("pp", "send", sends * hidden_bytes(run), ranks=stages)
-    messages.add("pp", "send", _tied_gradient_bytes(run, pipeline_stage), ranks=stages)
+    messages.add("pp", "send", _tied_gradient_bytes(run, axis), ranks=stages)
 
 
-def _tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
+def _tied_gradient_bytes(run: Run, axis: DataAxis) -> int:
     """Return a rank's part of the gradient of a weight that two pipeline stages hold; 0 if none is.
 
     At ZeRO-0 it is complete. At ZeRO-1 to 3 it is the first data rank's partition, the longest.
     """
-    tied = [p for p in local_parameters(run, pipeline_stage) if p.group == "tied"]
-    elements = min(elements_of(tied), own_elements(run, tied))
+    tied = (bucket for bucket in axis.buckets if bucket.group == "tied")
+    elements = sum(own.length for bucket in tied for own in bucket.owned(0))
     return elements * _gradient_element_bytes(run)
 
 
@@ -293,7 +295,7 @@ def _gradient_element_bytes(run: Run) -> int:
     return BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
 
 
-def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host: bool) -> None:
+def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage: int) -> None:
     """What ZeRO sends (Rajbhandari et al. 2020, section 7), for P parameters of a rank.
 
         stage   gradients                            parameters
@@ -302,7 +304,7 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host
         2       the same                             the same                             2 x
         3       reduce-scatter P                     all-gather P in each pass            3 x
 
-    ``parallel.gradient_reduction`` sets how often a step reduces gradients (``Run.reductions``).
+    ``parallel.gradient_reduction`` sets how often a step reduces gradients (``Reduction.times``).
     Those of norms and biases are always reduced once a step. The right column is for one reduction,
     over the shards. Replicas all-reduce their partition of the gradients once a step, and at ZeRO-0
     all data ranks are replicas. At stage 3 a backward gathers neither the embedding nor the weight
@@ -312,47 +314,63 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int, *, on_host
     padded to a multiple of 2 n at ZeRO-1 and 2, and every parameter to a multiple of n at ZeRO-3,
     for n shards.
     """
-    replicas, shards = run.grid.replicate, run.grid.shard
-    over_shards: TrafficAxis = "dp" if replicas == 1 else "shard"
-    over_replicas: TrafficAxis = "dp" if shards == 1 else "replica"
-    parameters = local_parameters(run, pipeline_stage)
-    plain = [parameter for parameter in parameters if not parameter.is_compressed]
-    if shards > 1:
-        collective, size = _gradient_message(run, parameters if replicas > 1 else plain)
-        if on_host and collective == "reduce_scatter":
-            collective = "all_to_all"  # over gloo, see ``zero.buckets``
-        messages.add(over_shards, collective, size, ranks=shards)
-        gathered = flat_elements(run, parameters)
-        if run.zero_stage == 3:
-            gathered = gathered_elements_of_a_step(run, parameters, pipeline_stage)
-        size = gathered * BYTES_OF[run.precision]
-        messages.add(over_shards, "all_gather", size, ranks=shards)
-    if replicas > 1:
-        messages.add(over_replicas, *_partition_message(run, plain), ranks=replicas)
-    axis = over_replicas if replicas > 1 else over_shards
-    for collective, size in _compressed_messages(run, parameters):
-        messages.add(axis, collective, size, ranks=run.grid.senders)
+    grid, pipeline = run.grid, pipeline_of(run)
+    names: dict[Axis, TrafficAxis] = {} if grid.is_hybrid else {"shard": "dp", "replica": "dp"}
+    for bucket in axis.buckets:
+        how = bucket.reduction
+        if how.collective is not None and not bucket.is_sent_compressed:
+            name, size = names.get(how.axis, how.axis), _reduced_bytes(bucket, pipeline)
+            messages.add(name, how.collective, size, ranks=grid.size_along(how.axis))
+        if how.replicas is not None and bucket.compression is None:
+            messages.add("replica", "all_reduce", _part_bytes(bucket), ranks=grid.replicate)
+    of_passes = 0 if axis.is_local else _gathered_bytes(axis, pipeline, pipeline_stage)
+    gathered = of_passes + sum(each.message_bytes for each in axis.gathers_after_step)
+    messages.add(names.get("shard", "shard"), "all_gather", gathered, ranks=grid.shard)
+    name = "replica" if grid.replicate > 1 else "shard"
+    for collective, size in _compressed_messages(run, axis):
+        messages.add(names.get(name, name), collective, size, ranks=grid.senders)
 
 
-def _partition_message(run: Run, parameters: Sequence[LocalParameter]) -> tuple[Collective, int]:
-    """Return the collective that sums the partition of gradients over the replicas."""
-    return "all_reduce", own_elements(run, parameters) * BYTES_OF[run.reduction_dtype]
+def _reduced_bytes(bucket: Bucket, pipeline: Pipeline) -> int:
+    return bucket.times(pipeline) * bucket.elements * BYTES_OF[bucket.reduction.sent]
 
 
-def _gradient_message(run: Run, parameters: Sequence[LocalParameter]) -> tuple[Collective, int]:
-    """Return the collective that sums gradients over the shards, with the bytes of the messages."""
-    sent_bytes = 0
-    for (first, *_), elements in flat_buckets(run, parameters):
-        times = 1 if is_summed_over_step(run, first) else run.reductions
-        if first.name == HEAD_WEIGHT and times > 1:
-            times = min(times, _sums_of_the_head(pipeline_of(run)))
-        sent_bytes += times * elements * BYTES_OF[run.reduction_dtype]
-    return "reduce_scatter" if run.scatters_reductions else "all_reduce", sent_bytes
+def _part_bytes(bucket: Bucket) -> int:
+    return bucket.part * BYTES_OF[bucket.reduction.sent]
 
 
-def _compressed_messages(
-    run: Run, parameters: Sequence[LocalParameter]
-) -> Iterator[tuple[Collective, int]]:
+def _gathered_bytes(axis: DataAxis, pipeline: Pipeline, pipeline_stage: int) -> int:
+    """Return the bytes that a rank gathers in the passes of an optimizer step, with padding.
+
+    A pass gathers its layers, but not those that the pass before it still holds. So M micro-batches
+    gather at most M (2 P - E - H) elements (Rajbhandari et al. 2020, section 7.2.2, has 2 P). P is
+    the size of the parameters that do not stay gathered, E the part of P in the embedding, and H
+    the part that is the weight of the head. A tied weight counts twice in P.
+
+    With several chunks, each chunk is gathered once for each time that it is held: all of it, or
+    without E and H if no forward is among its computations.
+    """
+    if pipeline.gathers == "layers":
+        turns = _turns(pipeline, pipeline_stage) if axis.passes else {}
+        return sum(count * _bytes_of(axis.gathered(*turn)) for turn, count in turns.items())
+    holds = holds_of(pipeline, pipeline_stage)
+    return sum(_bytes_of(axis.of_chunk(hold.chunk, forward=hold.forward)) for hold in holds)
+
+
+def _bytes_of(gathers: Iterable[Gather]) -> int:
+    return sum(gather.message_bytes for gather in gathers)
+
+
+@lru_cache(maxsize=1024)
+def _turns(
+    pipeline: Pipeline, stage: int
+) -> Mapping[tuple[PassOfChunk | None, PassOfChunk, PassOfChunk | None], int]:
+    """Return how often each pass of a step is between two others, or first or last (None)."""
+    passes = passes_of(pipeline, stage)
+    return Counter(zip([None, *passes[:-1]], passes, [*passes[1:], None], strict=True))
+
+
+def _compressed_messages(run: Run, axis: DataAxis) -> Iterator[tuple[Collective, int]]:
     """Yield the collectives of compressed gradients, once a step (``zero/compression.py``).
 
     int8        all-to-all of blocks and their scales; then between replicas an all-gather of as
@@ -364,24 +382,12 @@ def _compressed_messages(
     if method is None:
         return
     if method.type == "powersgd":
-        matrices, rest = powersgd_matrices(run, parameters)
+        matrices, rest = powersgd_matrices(run, axis)
         elements = method.rank * sum(map(sum, matrices)) + rest
         yield "all_reduce", elements * BYTES_OF["fp32"]
         return
-    blocks = sum(math.ceil(each / method.block) for each in int8_columns(run, parameters))
+    blocks = sum(math.ceil(each / method.block) for each in int8_columns(run, axis))
     sent_bytes = run.grid.senders * blocks * (method.block + BYTES_OF["fp32"])
     yield "all_to_all", sent_bytes
     if run.grid.replicate > 1:
         yield "all_gather", sent_bytes
-
-
-@lru_cache(maxsize=256)
-def _sums_of_the_head(pipeline: Pipeline) -> int:
-    """Return how many times a backward of the last chunk of the model follows a forward of it.
-
-    Such a backward sends the sum of the gradients of the head's weight that the forwards before it
-    have computed.
-    """
-    passes = passes_of(pipeline, pipeline.stages - 1)
-    own = [name for name, chunk in passes if chunk == pipeline.chunks - 1]
-    return sum(turn == ("forward", "backward") for turn in pairwise(own))

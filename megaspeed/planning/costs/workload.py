@@ -12,14 +12,14 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Literal, NamedTuple, TypeVar
 
-from megaspeed.config.message_sizes import most_gathered_together
 from megaspeed.config.model import ContextMethod, ModelConfig
-from megaspeed.config.resolve import Precision, Run
+from megaspeed.config.resolve import BYTES_OF, Precision, Run
 from megaspeed.config.run import Recomputation
+from megaspeed.data_axis.gathers import most_gathered_together
+from megaspeed.data_axis.plan import data_axis_of
 from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
 from megaspeed.pipeline.partition import chunks_of_stages
 from megaspeed.pipeline.schedules import Pipeline, pipeline_of
-from megaspeed.planning.costs.rank_parameters import BYTES_OF
 from megaspeed.planning.costs.traffic import compressed_share
 from megaspeed.topology.devices import Device
 from megaspeed.topology.grid import Grid
@@ -186,7 +186,8 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
     takes_type = run.precision != "fp32" or device_type == "cpu"
     is_fused = takes_type and model.attention_dropout == 0.0
     assert zero.reduce_bucket_size is not None, "a resolved run states it"
-    gradient_bytes = BYTES_OF[run.reduction_dtype]
+    reduction = data_axis_of(run, 0, device_type).of_matrices
+    gradient_bytes = BYTES_OF[reduction.sent]
     return Workload(
         model=model,
         sequence_length=config.data.sequence_length,
@@ -206,9 +207,9 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         recomputed_share=min(1.0, recomputed / largest),
         sequence_parallel=run.sequence_parallel,
         context_method=run.context_method,
-        overlaps_dp=run.zero_stage == 3 or run.overlaps_reductions,
-        reduces_in_backward=run.overlaps_reductions,
-        reductions=run.reductions,
+        overlaps_dp=run.zero_stage == 3 or reduction.overlaps,
+        reduces_in_backward=reduction.overlaps,
+        reductions=reduction.times(pipeline),
         bucket_bytes=zero.reduce_bucket_size * gradient_bytes,
         gathered_together=most_gathered_together(zero),
     )

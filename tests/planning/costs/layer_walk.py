@@ -9,31 +9,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, groupby
 
-from megaspeed.config.resolve import Run
+from megaspeed.config.resolve import BYTES_OF, Run
+from megaspeed.data_axis.parameters import LocalParameter, elements_of
+from megaspeed.data_axis.plan import DataAxis, data_axis_of
 from megaspeed.model.parameters import HEAD_WEIGHT, layer_count
 from megaspeed.pipeline.partition import chunks_of_stages
-from megaspeed.pipeline.schedules import Pass, Pipeline, peak_in_flight, pipeline_of
+from megaspeed.pipeline.schedules import Pipeline, peak_in_flight, pipeline_of
 from megaspeed.planning.costs.activations import Activations, LayerMemory, hidden_bytes
-from megaspeed.planning.costs.gathers import gathered_chunk_bytes, gathered_in_pass
 from megaspeed.planning.costs.memory import (
-    Bucket,
     Category,
     MemoryBytes,
     compression_buffer_bytes,
-    gradient_buckets,
     gradient_copy_bytes,
     head_gradient_bytes,
     model_states,
-    waiting_dtype,
 )
 from megaspeed.planning.costs.moments import Moment, moments_of
-from megaspeed.planning.costs.rank_parameters import (
-    BYTES_OF,
-    LocalParameter,
-    elements_of,
-    head_weight,
-    local_parameters,
-)
+from megaspeed.planning.costs.stage_states import held_bytes
 
 
 def walked_peak(run: Run, pipeline_stage: int, device_type: str) -> MemoryBytes:
@@ -81,16 +73,13 @@ class _Walk:
 
     def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
         self.run, self.on_host = run, device_type == "cpu"
-        self.parameters = local_parameters(run, pipeline_stage)
-        self.states = model_states(run, self.parameters, on_host=self.on_host)
+        self.axis = data_axis_of(run, pipeline_stage, device_type)
+        self.parameters = self.axis.parameters
+        self.states = model_states(run, self.axis, on_host=self.on_host)
         self.chunks = list(_chunks(run, pipeline_stage, self.parameters, device_type))
         self.hidden = hidden_bytes(run)
         self.shared = Activations(run, device_type).shared()
-        self.head, self.head_gradient = (
-            head_weight(self.parameters),
-            head_gradient_bytes(run, self.parameters),
-        )
-        self.buckets = gradient_buckets(run, self.parameters, on_host=self.on_host)
+        self.head, self.head_gradient = self.parameters.head, head_gradient_bytes(self.axis)
         self.pipeline, self.stage = pipeline_of(run), pipeline_stage
         last = self.pipeline.virtual_stages - 1
         virtual = [self.pipeline.virtual(pipeline_stage, i) for i in range(len(self.chunks))]
@@ -106,18 +95,17 @@ class _Walk:
         for moment in self.moments():
             yield self.forward(moment) if moment.direction == "forward" else self.backward(moment)
         reduction, update = self.start(), self.start()
-        copies = [compression_buffer_bytes(self.run, self.parameters, on_host=self.on_host)]
-        if self.run.keeps_complete_gradients:
-            copies += [bucket.packed_bytes for bucket in self.buckets]
+        copies = [compression_buffer_bytes(self.run, self.axis, on_host=self.on_host)]
+        if self.axis.of_matrices.keeps == "complete":
+            copies += [bucket.message_bytes for bucket in self.axis.buckets]
         reduction.hold("communication_buffers", max(copies))
-        update.hold("gradients", gradient_copy_bytes(self.run, self.parameters))
+        update.hold("gradients", gradient_copy_bytes(self.run, self.axis))
         yield from (reduction, update)
 
     def moments(self) -> Iterator[Moment]:
         if len(self.chunks) > 1:
-            yield from chain(
-                *moments_of(self.pipeline, self.stage, sums_visits=self.run.sums_visits)
-            )
+            sums_visits = self.axis.of_matrices.when == "visit"
+            yield from chain(*moments_of(self.pipeline, self.stage, sums_visits=sums_visits))
         else:
             yield from _moments_of_one_chunk(
                 self.pipeline, self.stage, bool(self.input[0]), bool(self.gradient[0])
@@ -139,12 +127,10 @@ class _Walk:
             ledger.hold("communication_buffers", self.head_gradient)
         if moment.summed is not None:
             own = (p for p in self.parameters if p.chunk == moment.summed and p != self.head)
-            ledger.hold("gradients", elements_of(own) * BYTES_OF[waiting_dtype(self.run)])
+            ledger.hold("gradients", elements_of(own) * BYTES_OF[self.axis.of_matrices.computed])
         for chunk, forward in moment.gathered:
-            size = gathered_chunk_bytes(
-                self.run, self.parameters, chunk, forward=forward, on_host=self.on_host
-            )
-            ledger.hold("communication_buffers", size)
+            gathers = [] if self.axis.is_local else self.axis.of_chunk(chunk, forward=forward)
+            ledger.hold("communication_buffers", sum(each.held_bytes for each in gathers))
         return ledger
 
     def forward(self, moment: Moment) -> _Ledger:
@@ -162,13 +148,13 @@ class _Walk:
     def backward(self, moment: Moment) -> _Ledger:
         ledger = self.start(moment)
         ledger.hold("activations", self.kept[moment.chunk] + self.gradient[moment.chunk])
-        reductions = _Reductions(self.run, self.buckets, self.head, ledger, moment)
+        reductions = _Reductions(self.run, self.axis, ledger, moment)
         for layer, gathered in reversed(self.layers_of(moment)):
             # Autograd computes the layer's largest gradient, and then adds it to the sum.
             largest = max(p.elements for p in layer.parameters if p.name != HEAD_WEIGHT)
             ledger.hold("communication_buffers", gathered)
             ledger.hold("activations", layer.memory.backward_working)
-            ledger.touch("gradients", _fresh_bytes(self.run, largest))
+            ledger.touch("gradients", _fresh_bytes(self.run, self.axis, largest))
             ledger.free("activations", layer.memory.backward_working + layer.memory.kept)
             for parameter in reversed(layer.parameters):
                 reductions.compute(parameter)
@@ -179,53 +165,48 @@ class _Walk:
         """Return the layers of a pass, and the bytes that are gathered while each one computes."""
         layers = self.chunks[moment.chunk]
         gathered = [0] * len(layers)
-        if self.pipeline.gathers == "layers":
-            own = [p for layer in layers for p in layer.parameters]
-            passes: tuple[Pass, Pass | None] = (moment.direction, moment.following)
-            gathered = gathered_in_pass(self.run, own, *passes, on_host=self.on_host)
+        if self.pipeline.gathers == "layers" and self.axis.passes and not self.axis.is_local:
+            gathered = held_bytes(self.axis, moment.direction, moment.following)
         return list(zip(layers, gathered, strict=True))
 
 
 class _Reductions:
     """Gradients that wait for their bucket, and the copy that is being reduced, in a backward."""
 
-    def __init__(
-        self,
-        run: Run,
-        buckets: Sequence[Bucket],
-        head: LocalParameter | None,
-        ledger: _Ledger,
-        moment: Moment,
-    ) -> None:
-        self.run, self.head, self.ledger, self.moment = run, head, ledger, moment
-        self.bucket_of = {p.name: bucket for bucket in buckets for p in bucket.members}
-        self.missing = Counter(id(bucket) for bucket in buckets for _ in bucket.members)
+    def __init__(self, run: Run, axis: DataAxis, ledger: _Ledger, moment: Moment) -> None:
+        self.run, self.axis, self.ledger, self.moment = run, axis, ledger, moment
+        self.head = axis.parameters.head
+        self.bucket_of = {p.name: bucket for bucket in axis.buckets for p in bucket.parameters}
+        self.missing = Counter(id(bucket) for bucket in axis.buckets for _ in bucket.parameters)
         self.in_flight = 0
 
     def compute(self, parameter: LocalParameter) -> None:
         """Backward has computed the gradient of this parameter."""
         run, ledger, moment, is_head = self.run, self.ledger, self.moment, parameter is self.head
-        bucket, is_partial = self.bucket_of.get(parameter.name), not run.keeps_complete_gradients
+        bucket = self.bucket_of[parameter.name]
+        how = bucket.reduction
+        is_partial = how.keeps != "complete"
         # An earlier backward may have reduced what this micro-batch adds to the head's gradient.
-        if bucket is None or (is_partial and is_head and not moment.has_head_sum):
+        if is_partial and is_head and not moment.has_head_sum:
             return
         if is_partial and not is_head and moment.summed is None:
-            ledger.hold("gradients", parameter.elements * BYTES_OF[waiting_dtype(run)])
+            ledger.hold("gradients", parameter.elements * BYTES_OF[how.computed])
         self.missing[id(bucket)] -= 1
-        is_sent = moment.reduces and (is_partial or run.overlaps_reductions)
+        is_sent = moment.reduces and (is_partial or how.overlaps) and not bucket.is_sent_compressed
         if self.missing[id(bucket)] > 0 or not is_sent:
             return
         ledger.free("communication_buffers", self.in_flight)
-        ledger.hold("communication_buffers", bucket.packed_bytes)
+        ledger.hold("communication_buffers", bucket.message_bytes)
         if moment.summed is not None and not is_head:
-            ledger.touch("gradients", _fresh_bytes(run, parameter.elements))
-        self.in_flight = bucket.packed_bytes
+            ledger.touch("gradients", _fresh_bytes(run, self.axis, parameter.elements))
+        self.in_flight = bucket.message_bytes
         if is_partial:
-            ledger.free("gradients", bucket.gradient_bytes)
-            if self.head is not None and self.head in bucket.members:
-                sum_bytes = self.head.elements * BYTES_OF[run.accumulation_dtype]
+            computed = elements_of(p for p in bucket.parameters if p is not self.head)
+            ledger.free("gradients", computed * BYTES_OF[how.computed])
+            if self.head is not None and self.head in bucket.parameters:
+                sum_bytes = self.head.elements * BYTES_OF[how.total]
                 ledger.free("communication_buffers", sum_bytes)
-        if not run.overlaps_reductions:
+        if not how.overlaps:
             ledger.free("communication_buffers", self.in_flight)
             self.in_flight = 0
 
@@ -252,10 +233,11 @@ def _moments_of_one_chunk(
         )
 
 
-def _fresh_bytes(run: Run, elements: int) -> int:
+def _fresh_bytes(run: Run, axis: DataAxis, elements: int) -> int:
     """Return the bytes of a gradient of autograd, and of its copy if sums have another type."""
-    converted = run.precision != waiting_dtype(run)
-    return elements * (BYTES_OF[run.precision] + converted * BYTES_OF[waiting_dtype(run)])
+    computed = axis.of_matrices.computed
+    copied = (run.precision != computed) * BYTES_OF[computed]
+    return elements * (BYTES_OF[run.precision] + copied)
 
 
 def _chunks(

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from megaspeed.data_axis.parameters import elements_of
+from megaspeed.data_axis.plan import data_axis_of
 from megaspeed.pipeline.schedules import Pass
-from megaspeed.planning.costs.gathers import gathered_in_pass
 from megaspeed.planning.costs.memory import MemoryBytes, compression_buffer_bytes, model_states
-from megaspeed.planning.costs.rank_parameters import elements_of, local_parameters
 from megaspeed.planning.costs.stage_memory import StageMemory
+from megaspeed.planning.costs.stage_states import held_bytes
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__)
@@ -18,8 +19,8 @@ TEXT = Path(__file__)
 
 def states_of(**changes: Any) -> tuple[MemoryBytes, int]:
     run = tiny_run(TEXT, **changes)
-    parameters = local_parameters(run, 0)
-    return model_states(run, parameters), elements_of(parameters)
+    axis = data_axis_of(run, 0, "cuda")
+    return model_states(run, axis), elements_of(axis.parameters)
 
 
 # GPT2 of 3 blocks and width 32: two norms in each block and the last norm, and the biases of
@@ -112,7 +113,7 @@ def test_each_pass_gathers_the_layer_ahead_that_it_needs_next(
     """
     zero = {"stage": 3, "stage3_max_live_parameters": bound}
     run = tiny_run(TEXT, dp=2, model={"num_hidden_layers": 2}, zero_optimization=zero)
-    parameters = local_parameters(run, 0)
+    axis = data_axis_of(run, 0, "cuda")
     in_forward, in_backward = [10_496, 12_704, 12_704, 9_792], [0, 12_704, 12_704, 64]
     passes: list[tuple[Pass, Pass | None, list[int], list[int]]] = [
         ("forward", "backward", in_forward, forward),
@@ -121,7 +122,7 @@ def test_each_pass_gathers_the_layer_ahead_that_it_needs_next(
     ]
     for direction, following, own, ahead in passes:
         expected = [4 * (size + more) for size, more in zip(own, ahead, strict=True)]
-        assert gathered_in_pass(run, parameters, direction, following) == expected
+        assert held_bytes(axis, direction, following) == expected
 
 
 def test_int8_needs_most_memory_while_it_gathers_at_zero0_and_while_it_reduces_otherwise() -> None:
@@ -137,7 +138,7 @@ def test_int8_needs_most_memory_while_it_gathers_at_zero0_and_while_it_reduces_o
         zero = {"stage": stage, "reduce_bucket_size": 4096}
         parallel = {"gradient_compression": {"type": "int8", "block": 32}}
         run = tiny_run(TEXT, dp=2, zero_optimization=zero, parallel=parallel)
-        assert compression_buffer_bytes(run, local_parameters(run, 0)) == expected
+        assert compression_buffer_bytes(run, data_axis_of(run, 0, "cuda")) == expected
 
 
 def test_the_second_backward_of_gpipe_has_one_micro_batch_fewer() -> None:
