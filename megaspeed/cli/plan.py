@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from rich.table import Table
+
 from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -29,10 +31,13 @@ from megaspeed.cli.options import (
 from megaspeed.config.document import parse_override, read_json_object
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
+from megaspeed.config.resolve import BYTES_OF
 from megaspeed.config.section import TOKEN_UNITS
+from megaspeed.data_axis.plan import DataAxis, data_axis_of
+from megaspeed.data_axis.steps import Work, check_data_axis, steps_of
 from megaspeed.files.json_values import json_value
 from megaspeed.pipeline.picture import SUFFIXES, draw_schedule, save
-from megaspeed.pipeline.schedules import pipeline_of
+from megaspeed.pipeline.schedules import Pipeline, pipeline_of
 from megaspeed.pipeline.simulation import check_schedule, format_grid
 from megaspeed.planning.cluster import CPU, ClusterConfig, read_cluster
 from megaspeed.planning.forecast import complete_training
@@ -42,7 +47,7 @@ from megaspeed.planning.report import longest_report, report, what_if_report
 from megaspeed.planning.variants import Training, longest_sequences, what_if
 from megaspeed.supervision.process_end import end_with_starter
 from megaspeed.topology.launch import usable_processors
-from megaspeed.units import counted, show
+from megaspeed.units import counted, show, table_of
 
 
 def add_to(commands: Any) -> None:
@@ -73,7 +78,24 @@ def add_to(commands: Any) -> None:
         ("--longest-sequence", "find the longest sequence that fits, for each layout"),
     )
     parser = add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
-    add_values(parser, ("--picture", _picture, "FILE", None, "draw it, as .png, .svg or .pdf"))
+    add_values(
+        parser,
+        ("--picture", _picture, "FILE", None, "draw it, as .png, .svg or .pdf"),
+        (
+            "--data-axis",
+            _stage,
+            "STAGE",
+            None,
+            "print what this pipeline stage reduces and gathers",
+        ),
+    )
+
+
+def _stage(text: str) -> int:
+    """Return the number of a pipeline stage on the command line, counted from 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0, such as 0")
+    return int(text)
 
 
 def _picture(text: str) -> Path:
@@ -264,15 +286,74 @@ def _put(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 def run_schedule(options: argparse.Namespace) -> int:
     """Print the timetable of the run's pipeline: rows are pipeline stages, columns are time."""
-    run = load(options)
-    pipeline = pipeline_of(run)
+    run = load(options, "cpu" if options.data_axis is None else "cuda")
+    pipeline, stage = pipeline_of(run), options.data_axis
+    if stage is not None and stage >= pipeline.stages:
+        raise _wrong(f"--data-axis {stage} must be less than parallel.pipeline {pipeline.stages}")
     check_schedule(pipeline)
     say(format_grid(pipeline, shutil.get_terminal_size().columns))
     bubble = pipeline.ideal_bubble
     times = {2: "twice", 3: "three times"}[pipeline.backward_ticks]
     say(f"ideal bubble: {bubble:.1%} of the step (a backward takes {times} a forward's time)")
     if options.picture is not None:
-        save(draw_schedule(run), options.picture)
+        sums_visits = data_axis_of(run, 0, "cuda").of_matrices.when == "visit"
+        save(draw_schedule(pipeline, sums_visits=sums_visits), options.picture)
         say(f"written: {options.picture}")
-    write_json(options, {"bubble_fraction": bubble})
+    figures: dict[str, Any] = {"bubble_fraction": bubble}
+    if stage is not None:
+        axis = data_axis_of(run, stage, "cuda")
+        check_data_axis(axis, pipeline, stage)
+        figures["data_axis"] = [
+            {"instruction": repr(work.instruction), **_counts_of(work)}
+            for work in steps_of(axis, pipeline, stage)
+        ]
+        show(_data_axis(axis, pipeline, stage, figures["data_axis"]))
+    write_json(options, figures)
     return EXIT_DONE
+
+
+def _counts_of(work: Work) -> dict[str, int]:
+    sent = [b for b in work.reduces if b.reduction.collective and not b.is_sent_compressed]
+    reduced = sum(bucket.elements * BYTES_OF[bucket.reduction.sent] for bucket in sent)
+    gathered = sum(gather.message_bytes for gather in work.gathers)
+    counts = len(work.gathers), gathered, len(sent), reduced
+    names = ("gathers", "gathered_bytes", "reductions", "reduced_bytes")
+    return dict(zip(names, counts, strict=True))
+
+
+_WHEN = {"after": "after the backwards", "step": "in the last backward", "visit": "in each visit"}
+
+
+def _data_axis(
+    axis: DataAxis, pipeline: Pipeline, stage: int, works: Sequence[dict[str, Any]]
+) -> Iterator[str | Table]:
+    yield ""
+    yield f"Buckets of gradients on each GPU of pipeline stage {stage}"
+    left = ("parameters", "kept", "reduced", "how", "over")
+    table = table_of(left=left, right=("elements", "times"))
+    for bucket in axis.buckets:
+        how, (first, *others) = bucket.reduction, bucket.parameters
+        more = f" and {len(others)} more" if others else ""
+        method = "" if bucket.compression is None else bucket.compression.type
+        over_replicas = f", {method or 'all-reduce'}" if how.replicas else ""
+        sent = f"{(how.collective or '').replace('_', '-')} in {how.sent}{over_replicas}"
+        shards = counted(bucket.shards, "shard") if how.axis == "shard" else ""
+        replicas = counted(how.ranks // bucket.shards, "replica")
+        table.add_row(
+            first.name + more,
+            how.keeps,
+            _WHEN.get(how.when, "in each backward") if how.collective else "",
+            (method if bucket.is_sent_compressed else sent) if how.collective else "nothing to do",
+            f"{shards} x {replicas}" if how.replicas else shards or replicas,
+            f"{bucket.elements:,}",
+            str(bucket.times(pipeline)),
+        )
+    yield table
+    yield ""
+    yield "Work beside each instruction"
+    sizes = ("gathers", "bytes", "reductions", "bytes")
+    table = table_of(left=("instruction",), right=sizes)
+    for each in works:
+        name, *counts = each.values()
+        table.add_row(name, *(f"{count:,}" if count else "" for count in counts))
+    yield table

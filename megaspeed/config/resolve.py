@@ -117,78 +117,11 @@ class Run:
         """The number type in which gradients are summed over micro-batches."""
         return self.config.data_types.grad_accum_dtype
 
-    @cached_property
-    def keeps_complete_gradients(self) -> bool:
-        """Whether a rank accumulates complete gradients over a step, not partitions."""
-        reduced_once = self.zero_stage < 2 or self.gradient_reduction == "per_step"
-        return reduced_once or self.grid.shard == 1
-
-    @cached_property
-    def sums_visits(self) -> bool:
-        """Whether a chunk's gradients are summed while a visit lasts, and then reduced."""
-        return self.gradient_reduction == "per_visit" and not self.keeps_complete_gradients
-
-    @property
-    def reductions(self) -> int:
-        """How many times a step reduces the gradient of a matrix over the shards."""
-        if self.keeps_complete_gradients:
-            return 1
-        if self.sums_visits:
-            groups = self.config.parallel.micro_batch_groups
-            assert groups != "auto", "a resolved run states it"
-            return groups
-        return self.batch.gradient_accumulation_steps
-
-    @property
-    def reduction_dtype(self) -> Precision:
-        """The number type in which gradients are reduced over the data axis."""
-        if self.config.parallel.gradient_compression == "bf16":
-            return "bf16"
-        return self.config.communication_data_type or self.accumulation_dtype
-
     @property
     def compression(self) -> Compression | None:
         """How the gradients of matrices are compressed; None if they are not."""
         stated = self.config.parallel.gradient_compression
         return None if isinstance(stated, str) or self.grid.dp_cp == 1 else stated
-
-    @property
-    def divides_gradients_first(self) -> bool:
-        """Whether gradients are divided before the sum, which could be too large for fp16."""
-        return self.reduction_dtype == "fp16" and self.grid.dp_cp > 1
-
-    @property
-    def copies_gradients(self) -> bool:
-        """Whether gradients are copied to be reduced. If not, they are reduced in place."""
-        is_another = self.reduction_dtype != self.accumulation_dtype or self.divides_gradients_first
-        has_parts = self.grid.shard > 1 and self.zero_stage == 3
-        return self.grid.dp_cp > 1 and (
-            has_parts or not self.keeps_complete_gradients or is_another
-        )
-
-    @property
-    def copies_partitions(self) -> bool:
-        """Whether what shards have reduced is copied to be summed over the replicas."""
-        return self.grid.is_hybrid and self.reduction_dtype != self.accumulation_dtype
-
-    @property
-    def sums_vector_gradients(self) -> bool:
-        """Whether gradients of norms and biases are reduced once a step, and those of matrices more
-        often.
-        """
-        return self.reductions > 1
-
-    @property
-    def scatters_reductions(self) -> bool:
-        """Whether a rank receives only its part of the reduced gradients."""
-        zero = self.config.zero_optimization
-        all_reduces = self.zero_stage < 3 and zero.use_multi_rank_bucket_allreduce
-        return self.grid.shard > 1 and zero.reduce_scatter and not all_reduces
-
-    @property
-    def overlaps_reductions(self) -> bool:
-        """Whether gradients are reduced while the backward pass continues."""
-        return bool(self.config.zero_optimization.overlap_comm) and self.grid.dp_cp > 1
 
     @property
     def run_dir(self) -> Path:

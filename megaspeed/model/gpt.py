@@ -357,16 +357,6 @@ class GPT(nn.Module):
                 keys = keys_of_rows(len(x), sequence, part, x.device)
         return Inputs(samples, angles, mask, segments, keys)
 
-    def parameters_of_chunks(self) -> list[list[nn.Parameter]]:
-        """The parameters of each chunk."""
-        modules, start = self.layer_modules(), 0
-        found = []
-        for chunk in self.chunks:
-            own = modules[start : start + len(chunk)]
-            found.append([parameter for module in own for parameter in module.parameters()])
-            start += len(chunk)
-        return found
-
     def layer_modules(self) -> list[nn.Module]:
         """The layers of all chunks, in the order of the forward pass."""
         layers = (self.embedding, *self.blocks.values(), self.head)

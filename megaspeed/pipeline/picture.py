@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megaspeed.config.resolve import Run
 from megaspeed.files.durable import write_file
 from megaspeed.pipeline.schedules import (
     Backward,
@@ -19,7 +18,6 @@ from megaspeed.pipeline.schedules import (
     Forward,
     Pipeline,
     peak_in_flight,
-    pipeline_of,
 )
 from megaspeed.pipeline.simulation import Timeline, simulate
 from megaspeed.pipeline.visits import holds_of, visits_of
@@ -53,9 +51,13 @@ class Panel(NamedTuple):
     end: float = 0.0  # of the step, if it continues after the last backward
 
 
-def draw_schedule(run: Run) -> "Figure":
-    """Draw the timetable of a run in ticks: chunks are equal, nothing else takes time."""
-    pipeline = pipeline_of(run)
+def draw_schedule(pipeline: Pipeline, *, sums_visits: bool) -> "Figure":
+    """Draw the timetable of a step in ticks: chunks are equal, nothing else takes time.
+
+    Args:
+        pipeline: the shape of the step.
+        sums_visits: whether gradients are reduced in the last backward of each visit.
+    """
     timeline, stages = simulate(pipeline), range(pipeline.stages)
     most = max(peak_in_flight(pipeline, stage) for stage in stages)
     title = f"{pipeline.schedule}: {counted(pipeline.stages, 'pipeline stage')}, "
@@ -76,7 +78,7 @@ def draw_schedule(run: Run) -> "Figure":
         held = [Line(h.chunk, ends[h.first], ends[h.last + 1], HELD) for h in holds]
         last = [spans[visit.last] for visit in visits if not visit.forward]
         reduced = [Line(s.instruction.chunk, s.start, s.end, REDUCED) for s in last]
-        lines.append(held + reduced * run.sums_visits)
+        lines.append(held + reduced * sums_visits)
     return draw(pipeline, [Panel(title, timeline, lines)], unit)
 
 

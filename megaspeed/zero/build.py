@@ -2,33 +2,28 @@
 
 model on the meta device
   -> materialize                    layer by layer; ZeRO-3 partitions each before the next is made
-  -> AdamW over parameter groups    passed to deepspeed.initialize
+  -> AdamW over parameter groups    one for each bucket of the plan; passed to deepspeed.initialize
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaspeed.config.message_sizes import buckets
 from megaspeed.config.resolve import Run
 from megaspeed.data_axis.plan import DataAxis, data_axis_of
+from megaspeed.data_axis.steps import check_data_axis
 from megaspeed.model.gpt import DTYPES, GPT
-from megaspeed.model.parameters import parameter_named
+from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.parallelize import materialize, shared_initial_shard
-from megaspeed.tensor_parallel.plan import (
-    OptimizerGroup,
-    ParameterShard,
-    is_compressed,
-    optimizer_group,
-)
+from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.engine import ZeroEngine
-from megaspeed.zero.model_states import held_ranges
 from megaspeed.zero.workarounds import (
     always_the_zero_optimizer,
     declare_no_compiled_ops,
@@ -146,43 +141,33 @@ def build_engine(
 
     materialize(model, initial_value, device=context.device, dtype=dtype, on_layer_ready=partition)
     parameters = dict(model.named_parameters())
-    labels = _labels(run, parameters)
-    tied = next((p for p, label in labels.items() if label == "tied"), None)
-    compressed = _compressed_gradients(run, parameters)
-    groups = _split_by_label(parameter_groups(parameters), labels, model.parameters_of_chunks())
-    groups = _in_buckets(run, groups, model, set(compressed))
+    # gloo has no reduce-scatter that sends as little as NCCL's.
+    over_gloo = dist.get_backend(context.shard_group) == "gloo"
+    axis = data_axis_of(run, context.pp_rank, "cpu" if over_gloo else "cuda")
+    check_data_axis(axis, pipeline_of(run), context.pp_rank)
+    groups = _groups_of_buckets(axis, parameters, parameter_groups(parameters))
     with always_the_zero_optimizer(), without_gradient_hooks():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(groups), mpu=mpu, config=json
         )
-    _check_places(data_axis_of(run, context.pp_rank, context.device.type), engine, context)
     return ZeroEngine(
         engine,
         run,
+        axis,
         context,
-        owned_elements=_owned_elements(parameters, shards, tied, context),
-        tied=tied,
-        partial=[p for p, label in labels.items() if label == "partial"],
-        compressed=compressed,
+        owned_elements=_owned_elements(parameters, shards, axis, context),
         loss=loss,
         loss_scale=loss_scale,
     )
 
 
-def _check_places(axis: DataAxis, engine: Any, context: ParallelContext) -> None:
-    """Compare the places that DeepSpeed has given to the parameters with those of the plan."""
-    names = {parameter: name for name, parameter in engine.module.named_parameters()}
-    found = {
-        (names[held.parameter], held.start, held.bucket, held.offset, held.length)
-        for held in held_ranges(engine.optimizer)
-    }
-    planned = {
-        (own.parameter.name, own.start, index, own.offset, own.length)
-        for index, bucket in enumerate(axis.buckets)
-        for own in bucket.owned(context.shard_rank)
-    }
-    if planned != found:
-        raise RuntimeError(f"DeepSpeed holds other places than planned: {found ^ planned}")
+def _groups_of_buckets(
+    axis: DataAxis, parameters: Mapping[str, nn.Parameter], groups: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return a parameter group for each bucket, with the options of the group that it is from."""
+    options = {parameter: group for group in groups for parameter in group["params"]}
+    members = [[parameters[each.name] for each in bucket.parameters] for bucket in axis.buckets]
+    return [{**options[own[0]], "params": own} for own in members]
 
 
 def _prepare_deepspeed(context: ParallelContext) -> None:
@@ -194,92 +179,16 @@ def _prepare_deepspeed(context: ParallelContext) -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
-def _labels(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, OptimizerGroup]:
-    model, split = run.config.model, run.sequence_parallel
-    return {
-        parameter: optimizer_group(
-            model,
-            parameter_named(model, name),
-            run.compression,
-            has_pipeline=run.grid.pp > 1,
-            size=run.grid.tp,
-            sequence_parallel=split,
-        )
-        for name, parameter in parameters.items()
-    }
-
-
-def _compressed_gradients(run: Run, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    model, compression, size = run.config.model, run.compression, run.grid.tp
-    return [
-        parameter
-        for name, parameter in parameters.items()
-        if is_compressed(model, parameter_named(model, name), compression, size=size)
-    ]
-
-
-def _split_by_label(
-    groups: list[dict[str, Any]],
-    labels: Mapping[nn.Parameter, OptimizerGroup],
-    chunks: Sequence[Sequence[nn.Parameter]],
-) -> list[dict[str, Any]]:
-    """Put parameters with different labels, or of different chunks, into different groups.
-
-    A bucket is reduced when the backward of its chunk has ended. The two stages that share a tied
-    weight partition it alike, and the partition of partial gradients is summed over the tensor axis
-    as it is.
-    """
-    apart = [
-        {**group, "params": [p for p in group["params"] if labels[p] == label and p in members]}
-        for label in get_args(OptimizerGroup)
-        for group in groups
-        for members in map(set, chunks)
-    ]
-    return [group for group in apart if group["params"]]
-
-
-def _in_buckets(
-    run: Run, groups: list[dict[str, Any]], model: GPT, compressed: Set[nn.Parameter]
-) -> list[dict[str, Any]]:
-    """Put each bucket of gradients (``reduce_bucket_size``) into a group of its own.
-
-    Compressed gradients stay together, unless they are reduced over shards before they are
-    compressed. With one data rank, nothing is reduced.
-
-    At ZeRO-1 and 2, DeepSpeed divides every group into equal parts, one for each shard. So a rank
-    owns a row of each bucket, and one reduce-scatter sums a bucket for all its owners. If a bucket
-    were a part of a group, it would be a part of one or a few rows, and each owner would need a
-    message of its own.
-    """
-    if run.grid.dp_cp == 1:
-        return groups
-
-    def elements(parameter: Any) -> int:
-        if run.zero_stage == 3:
-            return run.grid.shard * int(parameter.partition_numel())
-        return int(parameter.numel())
-
-    weight = None if model.head is None else model.head.output.weight
-    split = []
-    for group in groups:
-        members, together = group["params"], [range(len(group["params"]))]
-        if members[0] not in compressed or run.grid.is_hybrid:
-            head = next((i for i, p in enumerate(members) if p is weight), None)
-            together = buckets(run, list(map(elements, members)), head)
-        split += [{**group, "params": members[one.start : one.stop]} for one in together]
-    return split
-
-
 def _owned_elements(
     parameters: Mapping[str, nn.Parameter],
     shards: Mapping[str, ParameterShard],
-    tied: nn.Parameter | None,
+    axis: DataAxis,
     context: ParallelContext,
 ) -> dict[nn.Parameter, int]:
     owned = {}
-    for name, parameter in parameters.items():
-        shard = shards[name]
+    for local in axis.parameters:
+        shard = shards[local.name]
         width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1
-        later_copy = parameter is tied and not context.is_first_pipeline_stage
-        owned[parameter] = 0 if later_copy else shard.owned_rows * width
+        later_copy = local.group == "tied" and not context.is_first_pipeline_stage
+        owned[parameters[local.name]] = 0 if later_copy else shard.owned_rows * width
     return owned

@@ -34,11 +34,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
-from megaspeed.config.message_sizes import buckets, columns_sent_together
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Int8Compression, PowerSgdCompression
+from megaspeed.data_axis.buckets import columns_sent_together, members_sent_together
 from megaspeed.topology.context import ParallelContext
-from megaspeed.zero.buckets import Bucket, shape_of
+from megaspeed.zero.buckets import CompressedGradients, shape_of
 
 _LEVELS = 127
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -56,7 +56,7 @@ class Compressor(ABC):
         return True
 
     @abstractmethod
-    def reduce(self, compressed: Sequence[Bucket]) -> None:
+    def reduce(self, compressed: Sequence[CompressedGradients]) -> None:
         """Write the mean to each ``partition``, and leave in ``compressed`` what was not sent."""
 
     def keep(self) -> None:  # noqa: B027 - there may be no state
@@ -71,7 +71,9 @@ class Compressor(ABC):
         return iter(())
 
 
-def make_compressor(run: Run, context: ParallelContext, compressed: Sequence[Bucket]) -> Compressor:
+def make_compressor(
+    run: Run, context: ParallelContext, compressed: Sequence[CompressedGradients]
+) -> Compressor:
     """The compressor of these buckets, for a run that compresses."""
     if isinstance(run.compression, PowerSgdCompression):
         return PowerSgd(run, context, compressed)
@@ -131,24 +133,27 @@ class Int8(Compressor):
         self._axis = context.replica_group or context.shard_group
         self._rank, self._rows = context.sender_rank, run.grid.senders
 
-    def reduce(self, compressed: Sequence[Bucket]) -> None:
+    def reduce(self, compressed: Sequence[CompressedGradients]) -> None:
         for bucket in compressed:
             mean = bucket.partition
             if self._gathers and self._run.config.zero_optimization.offloads_optimizer:
-                mean = torch.empty_like(_compressed(bucket))  # the other has no padding
+                mean = torch.empty_like(bucket.values)  # the other has no padding
             for rows, own in self._parts(bucket, mean):
                 self._reduce(rows, own)
             if mean is not bucket.partition:
                 bucket.partition.copy_(mean[: bucket.partition.numel()], non_blocking=True)
 
-    def _parts(self, bucket: Bucket, mean: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
+    def _parts(
+        self, bucket: CompressedGradients, mean: Tensor
+    ) -> Iterator[tuple[list[Tensor], Tensor]]:
         """(columns of the gradient, (ranks, width) each; their place in the mean)."""
-        flat = _compressed(bucket)
-        if self._run.zero_stage == 3 and not self._gathers:
-            parts = [part.view(self._rows, -1) for part in flat.split(bucket.sizes)]
-            for members in buckets(self._run, bucket.sizes):
+        flat = bucket.values
+        plan = bucket.plan
+        if plan.layout == "rows" and not self._gathers:
+            parts = [part.view(self._rows, -1) for part in flat.split(list(plan.sizes))]
+            for members in members_sent_together(self._run, plan):
                 rows = parts[members.start : members.stop]
-                start = bucket.starts[members.start] // self._rows
+                start = plan.starts[members.start] // self._rows
                 yield rows, mean.narrow(0, start, sum(row.shape[1] for row in rows))
             return
         matrix = flat.view(self._rows, -1)
@@ -192,7 +197,7 @@ class Int8(Compressor):
 class _Batch:
     """Matrices of one shape (n, m) at equal distances in a flat gradient."""
 
-    bucket: Bucket  # whose gradient contains the matrices
+    bucket: CompressedGradients  # which contains the matrices
     shape: tuple[int, int]
     parameters: list[nn.Parameter] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -213,8 +218,8 @@ class _Batch:
 
 
 def batches_of(
-    compressed: Sequence[Bucket], rank: int
-) -> tuple[list[_Batch], list[tuple[Bucket, slice]]]:
+    compressed: Sequence[CompressedGradients], rank: int
+) -> tuple[list[_Batch], list[tuple[CompressedGradients, slice]]]:
     """All matrices of the buckets in few batches, and the ranges that are in none.
 
     Blocks of the model have equal matrices at equal distances, so the number of batches does not
@@ -222,8 +227,8 @@ def batches_of(
     matrix of their own, if rank x (rows + columns) numbers are fewer than it has.
     """
     batches: list[_Batch] = []
-    latest: dict[tuple[Bucket, int, int], _Batch] = {}
-    rest: list[tuple[Bucket, slice]] = []
+    latest: dict[tuple[CompressedGradients, int, int], _Batch] = {}
+    rest: list[tuple[CompressedGradients, slice]] = []
     for bucket, held in ((one, held) for one in compressed for held in one.ranges):
         columns = shape_of(held.parameter)[1]
         before = -held.start % columns  # elements of a row that begins on another rank
@@ -270,7 +275,9 @@ class PowerSgd(Compressor):
         compressed: the compressed buckets.
     """
 
-    def __init__(self, run: Run, context: ParallelContext, compressed: Sequence[Bucket]) -> None:
+    def __init__(
+        self, run: Run, context: ParallelContext, compressed: Sequence[CompressedGradients]
+    ) -> None:
         assert isinstance(run.compression, PowerSgdCompression)
         self._compression, self._rank_of = run.compression, run.compression.rank
         self._run, self._dp, self._device = run, run.grid.dp_cp, context.device
@@ -298,9 +305,9 @@ class PowerSgd(Compressor):
         for batch, right in zip(self._batches, self._parts(self._right, 1), strict=True):
             yield from zip(batch.parameters, right, strict=True)
 
-    def reduce(self, compressed: Sequence[Bucket]) -> None:
-        sums = [batch.of(_compressed(batch.bucket)) for batch in self._batches]
-        rest = [_compressed(bucket)[part] for bucket, part in self._rest]
+    def reduce(self, compressed: Sequence[CompressedGradients]) -> None:
+        sums = [batch.of(batch.bucket.values) for batch in self._batches]
+        rest = [bucket.values[part] for bucket, part in self._rest]
         elements = sum(self._sizes(0))
         sent = torch.empty(elements + sum(map(len, rest)), device=self._device)
         left = sent[:elements]
@@ -325,7 +332,7 @@ class PowerSgd(Compressor):
         means = {}
         for bucket in compressed:
             in_place = self._is_replica and bucket.partition.device == self._device
-            means[bucket] = bucket.partition if in_place else torch.zeros_like(_compressed(bucket))
+            means[bucket] = bucket.partition if in_place else torch.zeros_like(bucket.values)
         for batch, p, q in zip(self._batches, lefts, rights, strict=True):
             torch.bmm(p, q.mT, out=batch.of(means[batch.bucket]))
         if rest:
@@ -335,19 +342,19 @@ class PowerSgd(Compressor):
             if self._compression.error_feedback:
                 # Each sender compresses the sum of this many ranks' gradients.
                 count = self._dp // self._run.grid.senders
-                _compressed(bucket)[: mean.numel()].sub_(mean, alpha=count)
+                bucket.values[: mean.numel()].sub_(mean, alpha=count)
             if mean is not bucket.partition:
                 bucket.partition.copy_(self._partition(bucket, mean), non_blocking=True)
         if self._compression.error_feedback and rest:
             torch._foreach_zero_(rest)  # all of it was sent
 
-    def _partition(self, bucket: Bucket, mean: Tensor) -> Tensor:
+    def _partition(self, bucket: CompressedGradients, mean: Tensor) -> Tensor:
         if self._is_replica:
             return mean[: bucket.partition.numel()]
-        shards = self._run.grid.shard
-        if self._run.zero_stage < 3:
+        shards = bucket.plan.shards
+        if bucket.plan.layout == "flat":
             return mean.view(shards, -1)[self._shard]
-        parts = mean.split(bucket.sizes)
+        parts = mean.split(list(bucket.plan.sizes))
         return torch.cat([part.view(shards, -1)[self._shard] for part in parts])
 
     def _sizes(self, side: int) -> list[int]:
@@ -359,8 +366,3 @@ class PowerSgd(Compressor):
             part.view(len(batch.parameters), batch.shape[side], self._rank_of)
             for batch, part in zip(self._batches, flat.split(self._sizes(side)), strict=True)
         ]
-
-
-def _compressed(bucket: Bucket) -> Tensor:
-    assert bucket.compressed is not None
-    return bucket.compressed

@@ -25,16 +25,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megaspeed.config.resolve import Run
-from megaspeed.model.gpt import GPT
+from megaspeed.data_axis.plan import DataAxis
 from megaspeed.model.micro_batch import MicroBatch
-from megaspeed.model.parameters import HEAD_WEIGHT
 from megaspeed.pipeline.schedules import End, Pass
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.gradients import Gradients
 from megaspeed.zero.host_inputs import HostInputs
 from megaspeed.zero.layer_gathers import LayerGathers
-from megaspeed.zero.model_states import StateFragment, load_state, state_fragments
+from megaspeed.zero.model_states import (
+    StateFragment,
+    check_places,
+    load_state,
+    state_fragments,
+)
 from megaspeed.zero.reductions import (
     OwnedSquares,
     add_gradients_of_other_end,
@@ -70,12 +74,9 @@ class ZeroEngine:
     Args:
         engine: the ``DeepSpeedEngine`` (stage 1, 2 or 3) of this rank's module.
         run: the resolved run.
+        axis: what this rank reduces and gathers. Each bucket is a parameter group.
         context: this rank's groups.
         owned_elements: how many leading elements of each parameter this rank counts in the norm.
-        tied: the weight that this rank shares with another pipeline stage; None if there is none.
-        partial: parameters with partial gradients: each tensor rank computes a part of the sum.
-            They are in parameter groups without others.
-        compressed: parameters with compressed gradients, in parameter groups without others.
         loss: the loss of the last pipeline stage.
         loss_scale: the gradients are those of the loss multiplied by it.
     """
@@ -84,12 +85,10 @@ class ZeroEngine:
         self,
         engine: Any,
         run: Run,
+        axis: DataAxis,
         context: ParallelContext,
         *,
         owned_elements: Mapping[nn.Parameter, int],
-        tied: nn.Parameter | None,
-        partial: Sequence[nn.Parameter],
-        compressed: Sequence[nn.Parameter],
         loss: VocabParallelLoss,
         loss_scale: float,
     ) -> None:
@@ -101,7 +100,6 @@ class ZeroEngine:
         self._context = context
         self.owned_elements = owned_elements
         """How many leading elements of each local tensor this rank counts in the norm."""
-        self._tied = tied
         self.loss = loss
         """The loss of the last pipeline stage."""
         self.of_hidden: Callable[..., Tensor] = loss
@@ -120,23 +118,18 @@ class ZeroEngine:
         remove_module_hooks(engine)
         drop_gradient_partitions(self.optimizer)
         keep_parameter_views(self.optimizer)
+        check_places(self.optimizer, self.names, axis, context.shard_rank)
         recomputation = run.config.parallel.activation_checkpointing
         if recomputation == "full_offloaded" and not get_accelerator().is_synchronized_device():
             engine.module.inputs_in_host_memory = HostInputs().hooks
         if run.zero_stage == 3:
-            self._gathers = LayerGathers(engine.module, context, run.config.zero_optimization)
-        head_weight = _head_weight(engine.module)
-        self.gradients = Gradients(
-            self.optimizer,
-            run,
-            context,
-            partial=partial,
-            compressed=compressed,
-            head_weight=head_weight,
-            head_is_tied=head_weight is not None and self.names[head_weight] != HEAD_WEIGHT,
-            chunks=engine.module.parameters_of_chunks(),
-        )
+            self._gathers = LayerGathers(engine.module, context, axis)
+        parameters = {name: parameter for parameter, name in self.names.items()}
+        tied = {parameters[each.name] for each in axis.parameters if each.group == "tied"}
+        self.gradients = Gradients(self.optimizer, run, axis, context, parameters)
         """This rank's gradients."""
+        # Of the weight that this rank shares with another pipeline stage.
+        self._tied = [f.values for f in self.gradients.fragments if f.parameter in tied]
         self._owned_squares = OwnedSquares(self.gradients.fragments, owned_elements)
 
     def expect(self, passes: Iterable[tuple[Pass, int]]) -> None:
@@ -215,14 +208,14 @@ class ZeroEngine:
 
     def reduce_tied_gradients(self) -> None:
         """Sum the gradients of a weight that the first and the last pipeline stage share."""
-        if self._tied is None:
+        if not self._tied:
             return
         group, peer = self._context.pp_group, self._context.other_end_rank
         assert group is not None and peer is not None, (
             "a tied weight is on the first and last stage"
         )
-        own = [f.values for f in self.gradients.fragments if f.parameter is self._tied]
-        add_gradients_of_other_end(own, group, peer=peer, device=self._context.device)
+        device = self._context.device
+        add_gradients_of_other_end(self._tied, group, peer=peer, device=device)
 
     def step(
         self,
@@ -316,12 +309,3 @@ class ZeroEngine:
         if not all(map(math.isfinite, losses)):
             return math.nan
         return math.sqrt(sum(squares) / self._context.grid.replicate)
-
-
-def _head_weight(model: GPT) -> nn.Parameter | None:
-    """The weight of the output projection; None if this rank has no head."""
-    if model.head is None:
-        return None
-    weight = model.head.output.weight
-    assert isinstance(weight, nn.Parameter)
-    return weight

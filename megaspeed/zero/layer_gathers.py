@@ -1,28 +1,12 @@
-"""ZeRO-3: gathers the parameters of one layer at a time.
+"""ZeRO-3: gathers parameters as the plan states: layers in the order of a pass, or chunks.
 
     forward     embedding > block 0 > block 1 > ... > head
     backward    the head's norm > ... > block 1 > block 0 > embedding, which gathers nothing
 
-A layer is gathered when a pass enters it, and freed when the pass leaves it. While it computes, the
-next layer is gathered, if there is room for both. So each pass gathers each layer at most once.
-
-The last layer of a pass gathers ahead for the next pass. Layers that the next pass needs first stay
-in memory. The last backward of a step gathers nothing for the next step, because the optimizer step
-changes the parameters.
-
-Small neighbouring blocks are gathered, held and freed together, because a message of a few KB takes
-as long as one of a few MB (``stage3_prefetch_bucket_size``).
-
-If a pipeline stage has several chunks of layers, each is gathered and freed as a whole
-(``gather``, ``release``), because a stage runs a chunk for several micro-batches before the next
-one. Its layers arrive in the order of the pass.
-
-(The backward of the embedding gathers nothing, because it reads no weight. The backward of the head
-gathers only the norm, because the forward of the loss computes the gradients of the projection.) A
-block that is recomputed in a backward is gathered already.
-
-Persistent parameters (``stage3_param_persistence_threshold``) are gathered together when the first
-pass after an optimizer step begins, and stay gathered until the next step.
+Each pass gathers each layer at most once. Layers of a chunk (``gather``, ``release``) arrive in the
+order of the pass. A block that is recomputed in a backward is gathered already. The backward of the
+embedding reads no weight, but autograd compares its shape. What stays gathered is gathered when the
+first pass after an optimizer step begins.
 
 On a GPU the host never waits. A gather runs on its own stream, after everything that was launched
 before it: after the optimizer step that wrote the partitions, and after the layer before the
@@ -47,8 +31,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from megaspeed.config.deepspeed_keys import ZeroConfig
-from megaspeed.config.message_sizes import aligned_elements, gathered_together, held_in_pass
+from megaspeed.data_axis.gathers import Gather, PassOfChunk, aligned_elements
+from megaspeed.data_axis.plan import DataAxis
 from megaspeed.model.gpt import GPT
 from megaspeed.pipeline.schedules import Pass
 from megaspeed.topology.context import ParallelContext
@@ -61,7 +45,7 @@ class GatheredLayer:
         gathered                [ a_0 a_1 ... | b_0 b_1 ... | c_0 c_1 ... ]     one coalesced gather
 
     Each parameter is padded to a multiple of the number of ranks, and gathered into a region of its
-    own. Regions start at multiples of ``GATHER_ALIGNMENT`` bytes, whatever the number of ranks:
+    own. Regions start at multiples of 128 bytes, whatever the number of ranks:
     kernels that Inductor compiled for aligned pointers fail at others, and cuBLAS falls back to
     slow ones. All gathers of a layer are one collective, and what is received is not copied again.
 
@@ -87,8 +71,6 @@ class GatheredLayer:
         self._group = group
         self._device = device
         ranks = dist.get_world_size(group)
-        self.elements: int = sum(parameter.ds_numel for parameter in self._parameters)
-        """Elements of all parameters, without padding."""
         sizes: list[int] = [ranks * parameter.partition_numel() for parameter in self._parameters]
         dtype = parameters[0].dtype if parameters else None
         self._empty = torch.empty(0, dtype=dtype, device=device)
@@ -174,66 +156,57 @@ class LayerGathers:
     Args:
         model: this rank's layers, whose parameters DeepSpeed has partitioned.
         context: this rank's groups.
-        config: limits the number of elements that are gathered ahead.
+        axis: what each layer of a pass gathers, and what is held meanwhile.
     """
 
-    def __init__(self, model: GPT, context: ParallelContext, config: ZeroConfig) -> None:
+    def __init__(self, model: GPT, context: ParallelContext, axis: DataAxis) -> None:
         self._timeline = context.timeline
-        layers = model.layer_modules()
-        persistent: list[Any] = [p for p in model.parameters() if _is_persistent(p)]
-        self._persistent = GatheredLayer(persistent, context.shard_group, context.device)
+        parameters = dict(model.named_parameters())
+
+        def made(gather: Gather) -> GatheredLayer:
+            own = [parameters[parameter.name] for parameter in gather.parameters]
+            return GatheredLayer(own, context.shard_group, context.device)
+
+        assert axis.persistent is not None, "a plan of ZeRO-3 has it"
+        self._persistent = made(axis.persistent)
         self._persistent_is_coming = False  # whether it is being gathered
-
-        def own(layer: nn.Module) -> list[Any]:
-            return [p for p in layer.parameters() if not _is_persistent(p)]
-
-        def gathered(layer: nn.Module) -> GatheredLayer:
-            return GatheredLayer(own(layer), context.shard_group, context.device)
-
-        self._embedding = [] if model.embedding is None else [gathered(model.embedding)]
-        # What each layer of a pass through a chunk needs, in the order of the pass.
-        orders: dict[tuple[Pass, int], list[GatheredLayer]] = {}
-        end = 0
-        for chunk, indices in enumerate(model.chunks):
-            start, end = end, end + len(indices)
-            has_head = model.head is not None and end == len(layers)
-            embedding = self._embedding if start == 0 else []
-            inner = layers[start + len(embedding) : end - has_head]
-            sizes = [sum(p.ds_numel for p in own(block)) for block in inner]
-            blocks: list[GatheredLayer] = []
-            for together in gathered_together(config, sizes):
-                module = nn.ModuleList([inner[index] for index in together])
-                blocks += [gathered(module)] * len(together)
-            head = [gathered(model.head)] if model.head is not None and has_head else []
-            norm = [gathered(model.head.norm)] if model.head is not None and has_head else []
-            orders["forward", chunk] = [*embedding, *blocks, *head]
-            orders["backward", chunk] = [*blocks, *norm][::-1]
-            for index, layer in enumerate(layers[start:end]):
-                later = end - start - 1 - index
-                own_embedding = embedding[0] if embedding and index == 0 else None
-                layer.register_forward_pre_hook(functools.partial(self._before_forward, index))
-                layer.register_forward_hook(
-                    functools.partial(self._after_forward, later, own_embedding)
-                )
+        layers = {each: made(each) for each in dict.fromkeys(chain(*axis.passes.values()))}
+        self._orders = {
+            own: [layers[gather] for gather in order] for own, order in axis.passes.items()
+        }
         self._holds = {
-            (name, following): held_in_pass(config, order, orders[following] if following else [])
-            for name, order in orders.items()
-            for following in (*orders, None)
+            (own, following): [[layers[g] for g in hold] for hold in axis.held(own, following)]
+            for own in axis.passes
+            for following in (*axis.passes, None)
         }
         """(pass of a chunk, next pass) -> what is held at each layer of the pass, and after it."""
         self._hold = self._holds[("forward", 0), None]  # of the current pass
-        self._orders = orders
-        self._head, self._norm = head, norm  # each has one layer, or none
+        last, has_head = len(model.chunks) - 1, model.head is not None
+        self._embedding = self._orders["forward", 0][: model.embedding is not None]
+        self._head = self._orders["forward", last][-1:] if has_head else []
+        self._norm = self._orders["backward", last][:has_head]
+        self._add_hooks(model)
         self._held: list[GatheredLayer] = []
         self._chunks: dict[int, list[GatheredLayer]] = {}  # gathered as a whole
-        self._passes: list[tuple[Pass, int]] = []
+        self._passes: list[PassOfChunk] = []
         self._accelerator = get_accelerator()
         self._stream = None
         if not self._accelerator.is_synchronized_device():
             # With this priority, a gather gets the next free multiprocessors before a product.
             self._stream = self._accelerator.Stream(priority=-1)
 
-    def expect(self, passes: Iterable[tuple[Pass, int]]) -> None:
+    def _add_hooks(self, model: GPT) -> None:
+        modules = iter(model.layer_modules())
+        for chunk, indices in enumerate(model.chunks):
+            for index, layer in zip(range(len(indices)), modules, strict=False):
+                is_embedding = chunk == index == 0 and model.embedding is not None
+                embedding = self._embedding[0] if is_embedding else None
+                before = functools.partial(self._before_forward, index)
+                after = functools.partial(self._after_forward, len(indices) - 1 - index, embedding)
+                layer.register_forward_pre_hook(before)
+                layer.register_forward_hook(after)
+
+    def expect(self, passes: Iterable[PassOfChunk]) -> None:
         """Called before a step with its passes. Without it, no pass gathers for the next one."""
         self._passes = list(passes)
 
@@ -252,8 +225,8 @@ class LayerGathers:
     def gather(self, chunk: int, *, forward: bool) -> None:
         """Start to gather a chunk, and hold it until ``release``."""
         self._start_persistent()  # each layer needs some of them, so before the chunk
-        layers = list(dict.fromkeys(self._orders["forward" if forward else "backward", chunk]))
-        self._chunks[chunk] = layers
+        order = self._orders["forward" if forward else "backward", chunk]
+        layers = self._chunks[chunk] = list(dict.fromkeys(order))
         for layer in layers:
             self._start(layer)
         self._held += layers
@@ -345,10 +318,6 @@ class LayerGathers:
             if self._stream is not None:
                 self._accelerator.current_stream().wait_event(layer.launched)
             layer.finish()
-
-
-def _is_persistent(parameter: Any) -> bool:
-    return bool(parameter.ds_persist)
 
 
 def _in_backward() -> bool:

@@ -15,7 +15,7 @@ A fragment is a flat range of one parameter. Whatever is written to it is what t
     3          the data axis       an equal flat range of every parameter
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from megaspeed.data_axis.plan import DataAxis
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,28 @@ def _stage3_ranges(optimizer: Any) -> Iterator[HeldRange]:
             start = optimizer._get_param_partition_rank(parameter) * parameter.partition_numel()
             length = max(0, min(parameter.partition_numel(), parameter.ds_numel - start))
             yield HeldRange(parameter, start, int(bucket), int(offset), length)
+
+
+def check_places(
+    optimizer: Any, names: Mapping[nn.Parameter, str], axis: DataAxis, shard: int
+) -> None:
+    """Raise RuntimeError if DeepSpeed holds or keeps gathered something else than planned."""
+    found = {
+        (names[held.parameter], held.start, held.bucket, held.offset, held.length)
+        for held in held_ranges(optimizer)
+    }
+    planned = {
+        (own.parameter.name, own.start, index, own.offset, own.length)
+        for index, bucket in enumerate(axis.buckets)
+        for own in bucket.owned(shard)
+    }
+    kept = {name for parameter, name in names.items() if getattr(parameter, "ds_persist", False)}
+    persistent = () if axis.persistent is None else axis.persistent.parameters
+    if found != planned or kept != {parameter.name for parameter in persistent}:
+        raise RuntimeError(
+            "DeepSpeed partitions parameters otherwise than megaspeed/data_axis plans. Install the "
+            f"version of constraints.txt. Only one of both has: {sorted(found ^ planned)[:2]}"
+        )
 
 
 @dataclass(frozen=True)

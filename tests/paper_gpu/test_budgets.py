@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.zero.buckets import Bucket, Reducer
+from megaspeed.zero.buckets import GradientBucket, Reducer
 from tests.paper_gpu.fake_world import GPT2, LLAMA
 from tests.paper_gpu.paper_step import paper_step, step_of
 from tests.support.rank_pool import RankPool
@@ -139,7 +139,7 @@ def _most_messages(launch: LaunchEnvironment, stage: int, overlaps: bool) -> int
     """Return the most buckets that are in flight when the next part of the step begins."""
     send, in_flight = Reducer.send, []
 
-    def counted(reducer: Reducer, bucket: Bucket, *, last: bool) -> None:
+    def counted(reducer: Reducer, bucket: GradientBucket, *, last: bool) -> None:
         send(reducer, bucket, last=last)
         in_flight.append(len(reducer._in_flight))
 

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data_axis import buckets
+from megaspeed.data_axis.buckets import Reduction
 from megaspeed.measurement.verification.comparison import LARGEST_WIDENING, Comparison, Difference
 from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
 from megaspeed.measurement.verification.verify import ParallelRun, compare, train_rank, whole_batch
@@ -57,7 +59,9 @@ def the_norm_counts_both_copies_of_a_tied_weight() -> AbstractContextManager[Non
         build,
         "_owned_elements",
         lambda owned: (
-            lambda parameters, shards, _tied, context: owned(parameters, shards, None, context)
+            lambda parameters, shards, axis, _context: owned(
+                parameters, shards, axis, SimpleNamespace(is_first_pipeline_stage=True)
+            )
         ),
     )
 
@@ -150,6 +154,20 @@ def the_norm_of_each_head_keeps_its_ranks_gradient() -> AbstractContextManager[N
     return replaced(plan, "gradient_is_partial", lambda _: lambda _parameter, **_axis: False)
 
 
+def the_mean_is_over_half_of_the_ranks() -> AbstractContextManager[None]:
+    def halved(how: Reduction) -> Reduction:
+        return dataclasses.replace(how, ranks=how.ranks // 2)
+
+    return replaced(buckets, "_reduction_of_matrices", lambda of: lambda *args: halved(of(*args)))
+
+
+def replicas_are_not_summed() -> AbstractContextManager[None]:
+    def alone(how: Reduction) -> Reduction:
+        return dataclasses.replace(how, replicas=None)
+
+    return replaced(buckets, "_reduction_of_matrices", lambda of: lambda *args: alone(of(*args)))
+
+
 # --- where each shows -----------------------------------------------------------------------------
 
 Shows = Callable[[Comparison], list[Difference]]
@@ -190,6 +208,8 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any]
     every_tensor_rank_drops_the_same_part: ({"tp": 2, **DROPOUT}, in_gradients),
     the_norm_of_each_head_keeps_its_ranks_gradient: ({"tp": 2, **QK_NORM}, in_gradients),
     later_pipeline_stages_do_not_receive_documents: ({"pp": 2, **RESET}, in_gradients),
+    the_mean_is_over_half_of_the_ranks: ({"dp": 2, **ZERO1}, in_gradients),
+    replicas_are_not_summed: ({"dp": 6, "parallel": {"replicate": 3}, **ZERO3}, in_gradients),
 }
 
 

@@ -9,8 +9,9 @@ from matplotlib import colormaps
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
+from megaspeed.data_axis.plan import data_axis_of
 from megaspeed.pipeline.picture import HELD, REDUCED, Panel, draw, draw_schedule, save
-from megaspeed.pipeline.schedules import Backward, Forward
+from megaspeed.pipeline.schedules import Backward, Forward, pipeline_of
 from megaspeed.pipeline.simulation import simulate
 from tests.pipeline.test_schedules import shape
 from tests.support.tiny import tiny_run
@@ -46,7 +47,8 @@ def schedule(pp: int, v: int, m: int, k: int, **changes: Any) -> Figure:
         gradient_accumulation_steps=m,
         **changes,
     )
-    return draw_schedule(run)
+    sums_visits = data_axis_of(run, 0, "cuda").of_matrices.when == "visit"
+    return draw_schedule(pipeline_of(run), sums_visits=sums_visits)
 
 
 def test_each_computation_is_a_box_at_its_time_in_the_colour_of_its_chunk() -> None:

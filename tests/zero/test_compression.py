@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data_axis.buckets import Bucket
+from megaspeed.data_axis.parameters import LocalParameter
+from megaspeed.data_axis.plan import data_axis_of
 from megaspeed.measurement.verification.verify import gather_gradients, gather_weights
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.zero.buckets import Bucket
+from megaspeed.zero.buckets import CompressedGradients
 from megaspeed.zero.compression import (
     batches_of,
     make_compressor,
@@ -76,22 +79,30 @@ Means = list[Tensor]
 
 
 def compressed_bucket(
-    parameters: list[nn.Parameter], sizes: list[int], flat: Tensor, partition: Tensor
-) -> Bucket:
+    run: Run,
+    parameters: list[nn.Parameter],
+    sizes: list[int],
+    flat: Tensor,
+    partition: Tensor,
+) -> CompressedGradients:
     """Return a bucket whose complete gradient, of these sizes with padding, is compressed."""
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return Bucket(
-        parameters=parameters,
-        sizes=sizes,
-        complete=flat,
-        partition=partition,
-        sum=flat,
-        compressed=flat,
-        ranges=[
-            HeldRange(parameter, 0, 0, start, parameter.numel())
-            for parameter, start in zip(parameters, starts, strict=True)
+    plan = Bucket(
+        parameters=[
+            LocalParameter(name=str(n), layer="blocks.0", shape=tuple(p.shape), group="decaying")
+            for n, p in enumerate(parameters)
         ],
+        sizes=sizes,
+        elements=flat.numel(),
+        shards=run.grid.shard,
+        layout="rows" if run.zero_stage == 3 else "flat",
+        reduction=data_axis_of(run, 0, "cpu").of_matrices,
+        compression=run.compression,
     )
+    ranges = [
+        HeldRange(parameter, 0, 0, start, parameter.numel())
+        for parameter, start in zip(parameters, plan.starts, strict=True)
+    ]
+    return CompressedGradients(plan=plan, values=flat, partition=partition, ranges=ranges)
 
 
 def means_of(
@@ -110,16 +121,16 @@ def means_of(
     whole = math.ceil(sum(sizes) / (2 * dp)) * 2 * dp if stage < 3 else sum(sizes)
     own = whole if stage == 0 else whole // dp
     with ParallelContext.create(run.grid, launch, timeout_seconds=limit(60)) as context:
-        bucket = compressed_bucket(parameters, sizes, torch.zeros(whole), torch.zeros(own))
-        assert bucket.complete is not None
+        complete = torch.zeros(whole)
+        bucket = compressed_bucket(run, parameters, sizes, complete, torch.zeros(own))
         compressor = make_compressor(run, context, [bucket])
         received = []
         for step in range(steps):
             if not run.compression or not run.compression.error_feedback:
-                bucket.complete.zero_()
+                complete.zero_()
             flat = gradient(step, context.dp_rank)
             for start, part in zip(starts, flat.split([math.prod(s) for s in SHAPES]), strict=True):
-                bucket.complete[start : start + part.numel()] += part
+                complete[start : start + part.numel()] += part
             compressor.reduce([bucket])
             compressor.keep()
             received.append(bucket.partition.clone())
@@ -224,7 +235,7 @@ def conserved(launch: LaunchEnvironment, run: Run, size: int) -> tuple[Tensor, T
         before = torch.randn(size, generator=generator)
         flat = before.clone()
         parameters = [nn.Parameter(torch.zeros(size // 24, 24))]
-        bucket = compressed_bucket(parameters, [size], flat, torch.zeros(size))
+        bucket = compressed_bucket(run, parameters, [size], flat, torch.zeros(size))
         make_compressor(run, context, [bucket]).reduce([bucket])
         return before, bucket.partition, flat
 
@@ -248,12 +259,14 @@ def test_what_replicas_did_not_send_stays_in_their_sums(
 # --- PowerSGD -------------------------------------------------------------------------------------
 
 
-def test_matrices_at_equal_distances_are_one_batch() -> None:
+def test_matrices_at_equal_distances_are_one_batch(tmp_path: Path) -> None:
     shapes = [(9, 4), (6, 4), (4, 4), (6, 4), (4, 4), (6, 4), (4, 4), (4, 4)]
     sizes = [math.prod(shape) for shape in shapes]
     flat = torch.arange(float(sum(sizes)))
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    batches, rest = batches_of([compressed_bucket(parameters, sizes, flat, flat)], rank=1)
+    run = constructed_run(tmp_path / "text.txt", 2, 1, POWER_SGD)
+    bucket = compressed_bucket(run, parameters, sizes, flat, flat)
+    batches, rest = batches_of([bucket], rank=1)
     assert rest == []
     assert [(b.shape, len(b.parameters)) for b in batches] == [
         ((9, 4), 1),
@@ -513,8 +526,7 @@ def states_around_a_skipped_step(
         def poisoned() -> None:
             if rank.context.rank == 1:
                 for group in rank.engine.gradients._compressed:
-                    assert group.complete is not None
-                    group.complete[7] = math.inf
+                    group.values[7] = math.inf
             reduce()
 
         rank.engine.gradients.reduce = poisoned  # type: ignore[method-assign]

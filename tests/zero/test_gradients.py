@@ -14,7 +14,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.zero.buckets import Bucket, Reducer
+from megaspeed.zero.buckets import GradientBucket, Reducer
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import OFFLOAD, one_rank, small_run
@@ -230,7 +230,7 @@ def padding_and_messages(
     """Return (all of the partition is finite, elements of padding, most messages in flight)."""
     empty, send, in_flight = torch.empty, Reducer.send, []
 
-    def counted(reducer: Reducer, bucket: Bucket, *, last: bool) -> None:
+    def counted(reducer: Reducer, bucket: GradientBucket, *, last: bool) -> None:
         send(reducer, bucket, last=last)
         in_flight.append(len(reducer._in_flight))
 

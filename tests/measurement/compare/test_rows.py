@@ -8,6 +8,7 @@ import pytest
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import PowerSgdCompression
+from megaspeed.data_axis.plan import data_axis_of
 from megaspeed.measurement.compare import baseline_rows, zero_rows
 from tests.support.tiny import tiny_run
 
@@ -90,7 +91,8 @@ def test_zero_0_has_a_row_if_replicas_compress_beside_the_backward() -> None:
         zero_optimization={"stage": 2, "overlap_comm": True},
     )
     rows = zero_rows(compressing, [0, 2], "cpu")
-    assert [row.run.overlaps_reductions for row in rows] == [False, True]
+    reductions = [data_axis_of(row.run, 0, "cpu").of_matrices for row in rows]
+    assert [reduction.overlaps for reduction in reductions] == [False, True]
 
 
 def test_compressed_gradients_are_reduced_once_a_step_from_the_first_step() -> None:

@@ -1,0 +1,127 @@
+"""Walks over a step: what each instruction of a stage's program reduces and gathers.
+
+DataAxis, program --steps_of--> Work of each instruction --> check_data_axis, the printed table
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from megaspeed.data_axis.buckets import Bucket
+from megaspeed.data_axis.gathers import Gather
+from megaspeed.data_axis.plan import DataAxis
+from megaspeed.pipeline import schedules
+from megaspeed.pipeline.programs import stage_program
+from megaspeed.pipeline.schedules import (
+    Backward,
+    Forward,
+    Instruction,
+    OptimizerStep,
+    Pipeline,
+    ReduceGradients,
+    ScheduleError,
+    passes_of,
+)
+from megaspeed.pipeline.visits import ends_of
+
+
+class Work(NamedTuple):
+    """What the data axis does within an instruction."""
+
+    instruction: Instruction
+    gathers: Sequence[Gather] = ()
+    reduces: Sequence[Bucket] = ()
+
+
+def steps_of(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[Work]:
+    """Yield the work of each instruction of a step, in order."""
+    ends, passes = ends_of(pipeline, stage), passes_of(pipeline, stage)
+    turns = zip([None, *passes[:-1]], passes, [*passes[1:], None], strict=True)
+    gathers_layers = pipeline.gathers == "layers" and axis.passes and not axis.is_local
+    persistent = [] if axis.persistent is None or axis.is_local else [axis.persistent]
+    of_the_loss: Counter[Bucket] = Counter()  # gradients that forwards have added
+    for instruction in stage_program(pipeline, stage):
+        gathers: Sequence[Gather] = ()
+        reduces: list[Bucket] = []
+        match instruction:
+            case Forward(_, chunk) | Backward(_, chunk):
+                turn, own = next(turns), [each for each in axis.buckets if each.chunk == chunk]
+                gathers = [*persistent, *(axis.gathered(*turn) if gathers_layers else ())]
+                if isinstance(instruction, Forward):
+                    of_the_loss.update(bucket for bucket in own if bucket.is_of_the_loss)
+                else:
+                    end = ends.get(instruction, "micro_batch")
+                    reduces = [b for b in own if _is_reduced(b, end, of_the_loss[b])]
+                    of_the_loss.subtract({bucket: of_the_loss[bucket] for bucket in reduces})
+            case schedules.Gather(chunk, forward):
+                gathers = [*persistent, *axis.of_chunk(chunk, forward=forward)]
+            case ReduceGradients():
+                reduces = [b for b in axis.buckets if b.reduction.when == "after"]
+            case OptimizerStep() if not axis.passes:
+                gathers = axis.gathers_after_step
+        persistent = [] if gathers else persistent
+        yield Work(instruction, gathers, reduces)
+
+
+def _is_reduced(bucket: Bucket, end: schedules.End, of_the_loss: int) -> bool:
+    """Whether a backward that ends this reduces a bucket."""
+    how = bucket.reduction
+    has_gradient = of_the_loss > 0 or not bucket.is_of_the_loss or how.keeps != "partition"
+    return how.collects(end) and has_gradient and (how.keeps != "packed" or end == how.when)
+
+
+def check_data_axis(axis: DataAxis, pipeline: Pipeline, stage: int) -> None:
+    """Raise ``ScheduleError`` if a plan loses or repeats a parameter, a gradient or a gather."""
+    for reason in chain(
+        _of_parameters(axis), _of_gathers(axis), _of_gradients(axis, pipeline, stage)
+    ):
+        raise ScheduleError(f"the data axis of pipeline stage {stage}: {reason}")
+
+
+def _of_parameters(axis: DataAxis) -> Iterator[str]:
+    counts = Counter(parameter for bucket in axis.buckets for parameter in bucket.parameters)
+    for parameter in axis.parameters:
+        if counts[parameter] != 1:
+            yield f"{parameter.name} is in {counts[parameter]} buckets. It must be in one."
+    for bucket in axis.buckets:
+        owned = dict.fromkeys(bucket.parameters, 0)  # elements, one after the other
+        for own in (own for shard in range(bucket.shards) for own in bucket.owned(shard)):
+            owned[own.parameter] += own.length if own.start == owned[own.parameter] else 0
+        for parameter, elements in owned.items():
+            if elements != parameter.elements:
+                yield f"the shards do not own each element of {parameter.name} once."
+
+
+def _of_gathers(axis: DataAxis) -> Iterator[str]:
+    for own, order in axis.passes.items():
+        is_forward, layers = own[0] == "forward", axis.parameters.layers[own[1]]
+        for layer, gather in zip(layers[:: 1 if is_forward else -1], order, strict=False):
+            there = {*gather.parameters, *(axis.persistent.parameters if axis.persistent else ())}
+            # A backward reads neither the embedding nor the head's weight.
+            for p in layer.parameters:
+                if p not in there and (is_forward or not (p.is_head or p.layer == "embedding")):
+                    yield f"a {own[0]} reads {p.name}, which is not gathered."
+        for following in (*axis.passes, None):
+            *held, last = axis.held(own, following)
+            if not all(gather in hold for gather, hold in zip(order, held, strict=True)):
+                yield f"a {own[0]} computes a layer that is not held."
+            if following is None and last:
+                yield f"{last[0].parameters[0].name} is gathered in the last pass, and never freed."
+
+
+def _of_gradients(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[str]:
+    added, reduced = Counter[Bucket](), Counter[Bucket]()  # gradients since the last reduction
+    for instruction, _, reduces in steps_of(axis, pipeline, stage):
+        if isinstance(instruction, Forward | Backward):
+            is_forward = isinstance(instruction, Forward)
+            own = (bucket for bucket in axis.buckets if bucket.chunk == instruction.chunk)
+            added.update(bucket for bucket in own if bucket.is_of_the_loss == is_forward)
+        for bucket in reduces:
+            reduced[bucket] += 1
+            if not added[bucket] or (bucket.reduction.keeps != "partition" and reduced[bucket] > 1):
+                name = bucket.parameters[0].name
+                yield f"{instruction!r} reduces the gradient of {name}, which is reduced already."
+            added[bucket] = 0
+    for bucket in +added:
+        yield f"the gradient of {bucket.parameters[0].name} is never reduced."

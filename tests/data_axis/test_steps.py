@@ -1,0 +1,177 @@
+"""A step of the data axis is counted as it is sent, and a plan with a mistake is refused."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from megaspeed.config.resolve import BYTES_OF, Run
+from megaspeed.data_axis import buckets, gathers, plan
+from megaspeed.data_axis.buckets import Bucket
+from megaspeed.data_axis.gathers import Gather
+from megaspeed.data_axis.plan import DataAxis, data_axis_of
+from megaspeed.data_axis.steps import check_data_axis, steps_of
+from megaspeed.pipeline.schedules import ScheduleError, pipeline_of
+from megaspeed.planning.costs.traffic import predict_traffic
+from tests.planning.costs.test_stage_memory import random_runs
+from tests.support.tiny import tiny_run
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_work_of_all_instructions_is_the_traffic_of_a_step(seed: int) -> None:
+    for run, device in random_runs(Random(seed), 15):
+        pipeline, shards = pipeline_of(run), run.grid.shard
+        for stage in range(run.grid.pp):
+            axis = data_axis_of(run, stage, device)
+            check_data_axis(axis, pipeline, stage)
+            works = list(steps_of(axis, pipeline, stage))
+            times = Counter(bucket for work in works for bucket in work.reduces)
+            assert times == {bucket: bucket.times(pipeline) for bucket in axis.buckets}
+            sent = predict_traffic(run, stage, device)
+            name: Any = "shard" if run.grid.is_hybrid else "dp"
+            gathered = sum(each.message_bytes for work in works for each in work.gathers)
+            if shards > 1:
+                assert sent.get((name, "all_gather"), 0) == gathered * (shards - 1) // shards
+            if shards > 1 and run.compression is None:
+                size = sum(
+                    count * bucket.elements * BYTES_OF[bucket.reduction.sent]
+                    for bucket, count in times.items()
+                )
+                collective = axis.of_matrices.collective
+                assert collective is not None
+                rounds = 2 if collective == "all_reduce" else 1
+                assert sent[name, collective] == rounds * size * (shards - 1) // shards
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+Mistake = Callable[[pytest.MonkeyPatch], None]
+
+
+def neighbours_overlap(patch: pytest.MonkeyPatch) -> None:
+    ranges = buckets.neighbours
+
+    def overlapping(sizes: Sequence[int], most: int, alone: int | None = None) -> list[range]:
+        return [range(max(0, each.start - 1), each.stop) for each in ranges(sizes, most, alone)]
+
+    patch.setattr(buckets, "neighbours", overlapping)
+
+
+def the_last_neighbour_is_left_out(patch: pytest.MonkeyPatch) -> None:
+    ranges = buckets.neighbours
+    patch.setattr(buckets, "neighbours", lambda *args, **how: ranges(*args, **how)[:-1])
+
+
+def the_norms_are_in_no_bucket(patch: pytest.MonkeyPatch) -> None:
+    of_run = buckets.buckets_of
+    patch.setattr(
+        plan,
+        "buckets_of",
+        lambda *args: [b for b in of_run(*args) if len(b.parameters[0].shape) > 1],
+    )
+
+
+def parts_are_rounded_down(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(buckets, "_ceil", lambda elements, multiple: elements // multiple * multiple)
+
+
+def parts_begin_one_element_later(patch: pytest.MonkeyPatch) -> None:
+    owned = Bucket.owned
+    patch.setattr(
+        Bucket,
+        "owned",
+        lambda bucket, shard: [own._replace(start=own.start + 1) for own in owned(bucket, shard)],
+    )
+
+
+def changed(patch: pytest.MonkeyPatch, name: str, **changes: Any) -> None:
+    """Change what a function returns for reductions."""
+    how = getattr(buckets, name)
+    patch.setattr(buckets, name, lambda *args: replace(how(*args), **changes))
+
+
+def complete_gradients_are_reduced_in_each_backward(patch: pytest.MonkeyPatch) -> None:
+    each = {"collected": "micro_batch", "when": "micro_batch"}
+    changed(patch, "_reduction_of_matrices", keeps="complete", **each)
+
+
+def packed_sums_are_reduced_in_all_backwards_but_the_last(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, "_reduction_of_vectors", keeps="packed", when="micro_batch")
+
+
+def passes_change(patch: pytest.MonkeyPatch, direction: str, change: Callable[..., Any]) -> None:
+    made = gathers.gathers_of_passes
+
+    def mistaken(*args: Any) -> dict[Any, Any]:
+        passes = made(*args).items()
+        return {own: change(order) if own[0] == direction else order for own, order in passes}
+
+    patch.setattr(plan, "gathers_of_passes", mistaken)
+
+
+def a_forward_does_not_gather_its_last_layer(patch: pytest.MonkeyPatch) -> None:
+    passes_change(patch, "forward", lambda order: [*order[:-1], order[0]])
+
+
+def a_backward_gathers_in_the_order_of_a_forward(patch: pytest.MonkeyPatch) -> None:
+    passes_change(patch, "backward", lambda order: order[::-1])
+
+
+def the_last_pass_gathers_ahead(patch: pytest.MonkeyPatch) -> None:
+    held = DataAxis.held
+
+    def ahead(axis: DataAxis, own: Any, following: Any) -> list[list[Gather]]:
+        return held(axis, own, following or ("forward", 0))
+
+    patch.setattr(DataAxis, "held", ahead)
+
+
+def only_the_next_layer_is_held(patch: pytest.MonkeyPatch) -> None:
+    held = gathers._held
+    patch.setattr(gathers, "_held", lambda zero, coming: held(zero, coming)[1:])
+
+
+MISTAKES: dict[Mistake, tuple[int, str]] = {
+    neighbours_overlap: (2, "is in 2 buckets"),
+    the_last_neighbour_is_left_out: (2, "is in 0 buckets"),
+    the_norms_are_in_no_bucket: (1, "is in 0 buckets"),
+    parts_are_rounded_down: (3, "do not own each element"),
+    parts_begin_one_element_later: (1, "do not own each element"),
+    complete_gradients_are_reduced_in_each_backward: (2, "which is reduced already"),
+    packed_sums_are_reduced_in_all_backwards_but_the_last: (2, "never reduced"),
+    a_forward_does_not_gather_its_last_layer: (3, "which is not gathered"),
+    a_backward_gathers_in_the_order_of_a_forward: (3, "which is not gathered"),
+    the_last_pass_gathers_ahead: (3, "never freed"),
+    only_the_next_layer_is_held: (3, "computes a layer that is not held"),
+}
+
+
+def run_at(stage: int) -> Run:
+    return tiny_run(
+        TEXT,
+        dp=3,
+        zero_optimization={"stage": stage, "reduce_bucket_size": 5000},
+        gradient_accumulation_steps=2,
+        train_batch_size=6,
+    )
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_plan_with_a_mistake_is_refused(mistake: Mistake) -> None:
+    stage, reason = MISTAKES[mistake]
+    run = run_at(stage)
+    plan._data_axis_of.cache_clear()
+    check_data_axis(data_axis_of(run, 0, "cuda"), pipeline_of(run), 0)
+    plan._data_axis_of.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        mistake(patch)
+        mistaken = data_axis_of(run, 0, "cuda")
+        with pytest.raises(ScheduleError, match=reason):
+            check_data_axis(mistaken, pipeline_of(run), 0)
+    plan._data_axis_of.cache_clear()

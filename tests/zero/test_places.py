@@ -1,0 +1,47 @@
+"""The plan of the data axis is made before DeepSpeed partitions anything, and compared with it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data_axis import buckets, gathers, plan
+from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.rank_pool import RankFailure, RankPool
+from tests.support.tiny import tiny_corpus
+from tests.zero.one_rank import one_rank, small_run
+
+
+def built(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, mistake: str) -> None:
+    """Build a rank whose plan has another padding, or keeps another parameter gathered."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake == "padding":
+            patch.setattr(buckets, "_ELEMENTS_ALIGNED", 6)
+        if mistake == "persistent":
+            chosen = gathers.persistent_parameters
+            patch.setattr(plan, "persistent_parameters", lambda *args: [*chosen(*args)][1:])
+        plan._data_axis_of.cache_clear()
+        try:
+            with one_rank(launch, run, corpus):
+                pass
+        finally:
+            plan._data_axis_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "zero"),
+    [
+        ("padding", {"stage": 1}),
+        ("persistent", {"stage": 3, "stage3_param_persistence_threshold": 500}),
+    ],
+)
+def test_a_plan_that_differs_from_deepspeed_is_refused(
+    pool: RankPool, text: Path, cache: Path, mistake: str, zero: dict[str, Any]
+) -> None:
+    run = small_run(text, dp=2, zero_optimization={"reduce_bucket_size": 3000, **zero})
+    corpus = tiny_corpus(run, cache)
+    pool.run(2, built, run, corpus, "none")
+    with pytest.raises(RankFailure, match="DeepSpeed partitions parameters otherwise"):
+        pool.run(2, built, run, corpus, mistake)
