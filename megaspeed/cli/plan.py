@@ -33,7 +33,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 from megaspeed.config.resolve import BYTES_OF
 from megaspeed.config.section import TOKEN_UNITS
-from megaspeed.data_axis.plan import DataAxis, data_axis_of
+from megaspeed.data_axis.axis import DataAxis, data_axis_of
 from megaspeed.data_axis.steps import Work, check_data_axis, steps_of
 from megaspeed.files.json_values import json_value
 from megaspeed.pipeline.picture import SUFFIXES, draw_schedule, save

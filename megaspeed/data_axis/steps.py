@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.buckets import Bucket
 from megaspeed.data_axis.gathers import Gather
-from megaspeed.data_axis.plan import DataAxis
 from megaspeed.pipeline import schedules
 from megaspeed.pipeline.programs import stage_program
 from megaspeed.pipeline.schedules import (

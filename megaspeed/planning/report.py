@@ -6,7 +6,7 @@ from rich.table import Table
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import BYTES_OF, describe_recomputation, dropout_warning
-from megaspeed.data_axis.plan import data_axis_of
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.planning.costs.placement import AxisPlacement, Placement
 from megaspeed.planning.costs.traffic import axis_totals

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspeed.config.resolve import Run
-from megaspeed.data_axis.plan import DataAxis, data_axis_of
+from megaspeed.data_axis.axis import DataAxis, data_axis_of
 from megaspeed.data_axis.steps import check_data_axis
 from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.pipeline.schedules import pipeline_of

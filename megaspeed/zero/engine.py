@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megaspeed.config.resolve import Run
-from megaspeed.data_axis.plan import DataAxis
+from megaspeed.data_axis.axis import DataAxis
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.schedules import End, Pass
 from megaspeed.tensor_parallel.loss import VocabParallelLoss

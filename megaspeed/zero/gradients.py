@@ -30,8 +30,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 from torch import Tensor, nn
 
 from megaspeed.config.resolve import Precision, Run
+from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.buckets import Bucket
-from megaspeed.data_axis.plan import DataAxis
 from megaspeed.model.gpt import DTYPES
 from megaspeed.pipeline.schedules import End
 from megaspeed.topology.context import ParallelContext

@@ -31,8 +31,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.gathers import Gather, PassOfChunk, aligned_elements
-from megaspeed.data_axis.plan import DataAxis
 from megaspeed.model.gpt import GPT
 from megaspeed.pipeline.schedules import Pass
 from megaspeed.topology.context import ParallelContext

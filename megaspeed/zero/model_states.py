@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaspeed.data_axis.plan import DataAxis
+from megaspeed.data_axis.axis import DataAxis
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megaspeed.config.resolve import Run
+from megaspeed.data_axis.axis import DataAxis, data_axis_of
 from megaspeed.data_axis.buckets import Bucket, neighbours
-from megaspeed.data_axis.plan import DataAxis, data_axis_of
 from megaspeed.pipeline.schedules import pipeline_of
 from tests.support.tiny import tiny_run
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from megaspeed.config.deepspeed_keys import ZeroConfig
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.gathers import Gather, held_in_pass
 from megaspeed.data_axis.parameters import LocalParameter
-from megaspeed.data_axis.plan import data_axis_of
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from megaspeed.config.resolve import BYTES_OF, Run
-from megaspeed.data_axis import buckets, gathers, plan
+from megaspeed.data_axis import axis as plan
+from megaspeed.data_axis import buckets, gathers
+from megaspeed.data_axis.axis import DataAxis, data_axis_of
 from megaspeed.data_axis.buckets import Bucket
 from megaspeed.data_axis.gathers import Gather
-from megaspeed.data_axis.plan import DataAxis, data_axis_of
 from megaspeed.data_axis.steps import check_data_axis, steps_of
 from megaspeed.pipeline.schedules import ScheduleError, pipeline_of
 from megaspeed.planning.costs.traffic import predict_traffic

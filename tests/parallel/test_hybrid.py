@@ -12,7 +12,7 @@ import pytest
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.data_axis.plan import data_axis_of
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.measurement.watched_step import RankMeasurement
 from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import by_axis, predict_traffic

@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from megaspeed.data_axis.plan import data_axis_of
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.pipeline.picture import HELD, REDUCED, Panel, draw, draw_schedule, save
 from megaspeed.pipeline.schedules import Backward, Forward, pipeline_of
 from megaspeed.pipeline.simulation import simulate

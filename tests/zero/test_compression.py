@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.buckets import Bucket
 from megaspeed.data_axis.parameters import LocalParameter
-from megaspeed.data_axis.plan import data_axis_of
 from megaspeed.measurement.verification.verify import gather_gradients, gather_weights
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment

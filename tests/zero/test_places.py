@@ -7,7 +7,8 @@ import pytest
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.data_axis import buckets, gathers, plan
+from megaspeed.data_axis import axis as plan
+from megaspeed.data_axis import buckets, gathers
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import tiny_corpus

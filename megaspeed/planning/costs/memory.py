@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaspeed.config.resolve import BYTES_OF, Run
+from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.buckets import columns_sent_together, members_sent_together
-from megaspeed.data_axis.plan import DataAxis
 
 _OPTIMIZER_BYTES = 12  # an element: fp32 master weight and AdamW's two fp32 moments
 

@@ -14,9 +14,9 @@ from itertools import groupby, product
 from typing import NamedTuple, TypeVar
 
 from megaspeed.config.resolve import BYTES_OF, Run, RunKey
+from megaspeed.data_axis.axis import DataAxis, data_axis_key, data_axis_of
 from megaspeed.data_axis.buckets import Bucket
 from megaspeed.data_axis.parameters import LocalLayer, elements_of
-from megaspeed.data_axis.plan import DataAxis, data_axis_key, data_axis_of
 from megaspeed.pipeline.schedules import Pass
 from megaspeed.planning.costs.memory import (
     MemoryBytes,

@@ -30,9 +30,9 @@ from typing import Literal
 
 from megaspeed.config.model import ContextMethod
 from megaspeed.config.resolve import BYTES_OF, Run
+from megaspeed.data_axis.axis import DataAxis, data_axis_of
 from megaspeed.data_axis.buckets import Bucket
 from megaspeed.data_axis.gathers import Gather, PassOfChunk
-from megaspeed.data_axis.plan import DataAxis, data_axis_of
 from megaspeed.model.parameters import block_rows
 from megaspeed.pipeline.partition import blocks_of_stages
 from megaspeed.pipeline.schedules import Pipeline, passes_of, pipeline_of

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple, TypeVar
 from megaspeed.config.model import ContextMethod, ModelConfig
 from megaspeed.config.resolve import BYTES_OF, Precision, Run
 from megaspeed.config.run import Recomputation
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.gathers import most_gathered_together
-from megaspeed.data_axis.plan import data_axis_of
 from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
 from megaspeed.pipeline.partition import chunks_of_stages
 from megaspeed.pipeline.schedules import Pipeline, pipeline_of

@@ -8,7 +8,7 @@ import pytest
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import PowerSgdCompression
-from megaspeed.data_axis.plan import data_axis_of
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.measurement.compare import baseline_rows, zero_rows
 from tests.support.tiny import tiny_run
 

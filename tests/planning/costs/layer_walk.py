@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, count, groupby
 
 from megaspeed.config.resolve import BYTES_OF, Run
+from megaspeed.data_axis.axis import DataAxis, data_axis_of
 from megaspeed.data_axis.parameters import LocalParameter, elements_of
-from megaspeed.data_axis.plan import DataAxis, data_axis_of
 from megaspeed.model.parameters import HEAD_WEIGHT, layer_count
 from megaspeed.pipeline.partition import chunks_of_stages
 from megaspeed.pipeline.schedules import Pipeline, peak_in_flight, pipeline_of

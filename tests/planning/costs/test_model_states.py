@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.parameters import elements_of
-from megaspeed.data_axis.plan import data_axis_of
 from megaspeed.pipeline.schedules import Pass
 from megaspeed.planning.costs.memory import MemoryBytes, compression_buffer_bytes, model_states
 from megaspeed.planning.costs.stage_memory import StageMemory

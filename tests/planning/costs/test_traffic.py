@@ -8,8 +8,8 @@ import pytest
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.parameters import elements_of, local_parameters
-from megaspeed.data_axis.plan import data_axis_of
 from megaspeed.measurement.watched_step import TrafficLog
 from megaspeed.model.parameters import HEAD_WEIGHT, parameters_of
 from megaspeed.pipeline.partition import chunks_of_stages, layers_of_stages
