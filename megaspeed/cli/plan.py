@@ -335,7 +335,7 @@ def _data_axis(
         how, (first, *others) = bucket.reduction, bucket.parameters
         more = f" and {len(others)} more" if others else ""
         method = "" if bucket.compression is None else bucket.compression.type
-        over_replicas = f", {method or 'all-reduce'}" if how.replicas else ""
+        over_replicas = f", {method or 'all-reduce'}" if how.replica_axis else ""
         sent = f"{(how.collective or '').replace('_', '-')} in {how.sent}{over_replicas}"
         shards = counted(bucket.shards, "shard") if how.axis == "shard" else ""
         replicas = counted(how.ranks // bucket.shards, "replica")
@@ -344,7 +344,7 @@ def _data_axis(
             how.keeps,
             _WHEN.get(how.when, "in each backward") if how.collective else "",
             (method if bucket.is_sent_compressed else sent) if how.collective else "nothing to do",
-            f"{shards} x {replicas}" if how.replicas else shards or replicas,
+            f"{shards} x {replicas}" if how.replica_axis else shards or replicas,
             f"{bucket.elements:,}",
             str(bucket.times(pipeline)),
         )

@@ -49,14 +49,15 @@ class Reduction:
     copies: bool  # whether they are copied to be sent; if not, they are reduced in place
     axis: Axis  # over which they are reduced: the shards or, if there is one shard, the replicas
     collective: Literal["all_reduce", "reduce_scatter", "all_to_all"] | None  # None: one data rank
-    replicas: Literal["in_place", "copied"] | None  # how these then sum; None: not both, or one
+    replica_axis: Axis | None  # over which the sums of the shards are summed then, if at all
+    copies_sums: bool  # whether they are copied for it
     ranks: int  # of which the result is the mean
     divides: Literal["before", "after"] | None  # before a sum that could be too large for fp16
 
     @property
     def is_one_at_a_time(self) -> bool:
         """Whether the next bucket waits for this one, which needs memory, or is summed further."""
-        return self.copies or self.collective == "all_to_all" or self.replicas is not None
+        return self.copies or self.collective == "all_to_all" or self.replica_axis is not None
 
     def collects(self, end: End) -> bool:
         """Whether a backward that ends this collects gradients."""
@@ -119,7 +120,7 @@ class Bucket:
     @property
     def is_sent_compressed(self) -> bool:
         """Whether its gradients are compressed instead of being reduced as they are."""
-        return self.compression is not None and self.reduction.replicas is None
+        return self.compression is not None and self.reduction.replica_axis is None
 
     @property
     def is_of_the_loss(self) -> bool:
@@ -139,7 +140,7 @@ class Bucket:
         )
         copied = self.elements if how.copies and not (has_layout and has_type) else 0
         copied += self.elements if how.collective == "all_to_all" else 0
-        copied += self.part if how.replicas == "copied" and how.overlaps else 0
+        copied += self.part if how.copies_sums and how.overlaps else 0
         return copied * BYTES_OF[how.sent]
 
     def times(self, pipeline: Pipeline) -> int:
@@ -236,7 +237,8 @@ def _reduction_of_matrices(run: Run, device_type: str) -> Reduction:
         copies=has_data and copies,
         axis="shard" if has_shards else "replica",
         collective=collective if has_data else None,
-        replicas=("copied" if is_another else "in_place") if run.grid.is_hybrid else None,
+        replica_axis="replica" if run.grid.is_hybrid else None,
+        copies_sums=run.grid.is_hybrid and is_another,
         ranks=run.grid.dp_cp,
         divides=("before" if divides_first else "after") if has_data else None,
     )

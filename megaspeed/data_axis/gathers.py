@@ -23,6 +23,7 @@ from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.data_axis.buckets import neighbours
 from megaspeed.data_axis.parameters import LocalParameter, LocalParameters, elements_of
 from megaspeed.pipeline.schedules import Pass
+from megaspeed.topology.grid import Axis
 
 _ALIGNMENT = 128
 """Bytes. Each parameter is gathered to an address that is a multiple of this number. Vectorized
@@ -39,6 +40,7 @@ class Gather:
     parameters: Sequence[LocalParameter]
     sizes: Sequence[int]  # elements of what the shards gather, with padding
     element_bytes: int
+    axis: Axis = "shard"  # of the ranks that hold the parts
 
     @classmethod
     def of(cls, parameters: Sequence[LocalParameter], shards: int, element_bytes: int) -> Self:

@@ -304,15 +304,24 @@ class ParallelContext:
         }
         return {axis: group for axis, group in groups.items() if group and group.size() > 1}
 
+    def group_along(self, axis: Axis) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one in ``axis`` alone; None if there is no group."""
+        group: dist.ProcessGroup | None = getattr(self, f"{axis}_group")
+        return group
+
+    def rank_along(self, axis: Axis) -> int:
+        """The index of this rank among them."""
+        return self.grid.index_along(self.rank, axis)
+
     @property
     def shard_rank(self) -> int:
         """Which partition of ZeRO this rank holds. Neighbours among ``Grid.dp_cp`` differ in it."""
-        return self.grid.dp_cp_index(self.coordinates) % self.grid.shard
+        return self.rank_along("shard")
 
     @property
     def replica_rank(self) -> int:
         """Which of the ranks with this partition it is."""
-        return self.grid.dp_cp_index(self.coordinates) // self.grid.shard
+        return self.rank_along("replica")
 
     @property
     def sender_rank(self) -> int:

@@ -158,6 +158,10 @@ class Grid:
             for first in range(block, block + stride)
         ]
 
+    def index_along(self, rank: int, axis: Axis) -> int:
+        """The index of a rank among those that differ from it in ``axis`` alone."""
+        return rank // self._stride(axis) % self.size_along(axis)
+
     def size_along(self, axis: Axis) -> int:
         """The number of ranks on ``axis``."""
         size: int = self.replicate if axis == "replica" else getattr(self, axis)

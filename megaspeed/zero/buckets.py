@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed import comm
 from torch import Tensor, nn
 
 from megaspeed.data_axis.buckets import Bucket
 from megaspeed.model.gpt import DTYPES
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.grid import Axis
 from megaspeed.zero.model_states import HeldRange
 
 
@@ -85,12 +83,7 @@ class Reducer:
     """
 
     def __init__(self, context: ParallelContext, *, is_offloaded: bool) -> None:
-        self._device, self._is_offloaded = context.device, is_offloaded
-        self._groups: dict[Axis, dist.ProcessGroup | None] = {
-            "shard": context.shard_group,
-            "replica": context.replica_group,
-        }
-        self._own_part = context.shard_rank
+        self._context, self._is_offloaded = context, is_offloaded
         self.compresses = False
         """Whether another object (``compression``) reduces the compressed buckets of this step."""
         self._in_flight: list[_Message] = []
@@ -99,6 +92,10 @@ class Reducer:
     def is_compressed_now(self, bucket: GradientBucket) -> bool:
         """Whether another object reduces this bucket in this step."""
         return self.compresses and bucket.compressed is not None
+
+    def own_part(self, plan: Bucket) -> int:
+        """The index of the part of a bucket that this rank owns."""
+        return self._context.rank_along(plan.reduction.axis) % plan.shards
 
     def send(self, bucket: GradientBucket, *, last: bool) -> None:
         """Start to reduce a bucket. Without overlap, a copy is received before ``send`` returns.
@@ -109,7 +106,7 @@ class Reducer:
                 its partition as soon as it is reduced.
         """
         how = bucket.plan.reduction
-        if how.replicas is None and self.is_compressed_now(bucket):
+        if how.replica_axis is None and self.is_compressed_now(bucket):
             return
         if how.collective is None and not self._is_offloaded:
             return  # with one rank, the partition is the complete gradient
@@ -153,15 +150,16 @@ class Reducer:
     def _sum_replicas(self, bucket: GradientBucket) -> None:
         """Start to sum this rank's partition over the replicas."""
         how, bucket.is_replicated = bucket.plan.reduction, True
-        if how.replicas is None or self.is_compressed_now(bucket):
+        if how.replica_axis is None or self.is_compressed_now(bucket):
             return
-        if how.replicas == "copied":
+        if how.copies_sums:
             self._receive_replicas()
         part = bucket.sum[: bucket.partition.numel()]
-        sent = part.to(self._device, DTYPES[how.sent], non_blocking=True)
-        work = comm.all_reduce(sent, group=self._groups["replica"], async_op=True)
+        sent = part.to(self._context.device, DTYPES[how.sent], non_blocking=True)
+        group = self._context.group_along(how.replica_axis)
+        work = comm.all_reduce(sent, group=group, async_op=True)
         self._between_replicas.append(_Message(bucket, work, sent, sent))
-        if how.replicas == "copied" and not how.overlaps:
+        if how.copies_sums and not how.overlaps:
             self._receive_replicas()
 
     def _receive_replicas(self) -> None:
@@ -171,7 +169,7 @@ class Reducer:
             message.work.wait()
             if self._is_offloaded and is_another and how.divides == "after":
                 received = received / how.ranks  # not on the host, which would wait for the copy
-            if is_another or how.replicas == "copied" or self._is_offloaded:
+            if is_another or how.copies_sums or self._is_offloaded:
                 bucket.partition.copy_(received, non_blocking=True)
         self._between_replicas.clear()
 
@@ -183,7 +181,7 @@ class Reducer:
         gradients = [bucket.gradients.pop(parameter) for parameter in bucket.parameters]
         if len(gradients) == 1 and gradients[0].numel() == plan.elements:
             return gradients[0].to(dtype).reshape(-1)
-        packed = torch.empty(plan.elements, dtype=dtype, device=self._device)
+        packed = torch.empty(plan.elements, dtype=dtype, device=self._context.device)
         flat = [gradient.reshape(-1) for gradient in gradients]
         if plan.layout == "rows":
             torch._chunk_cat(flat, 0, plan.shards, out=packed.view(plan.shards, -1))
@@ -201,7 +199,7 @@ class Reducer:
             return self.pack(bucket, dtype)
         if plan.layout == "flat" or plan.reduction.keeps == "packed":
             return bucket.kept[: plan.elements].to(dtype)  # without the padding of compression
-        packed = torch.empty(plan.elements, dtype=dtype, device=self._device)
+        packed = torch.empty(plan.elements, dtype=dtype, device=self._context.device)
         parts = bucket.kept.split(list(plan.sizes))
         rows = packed.view(plan.shards, -1)
         torch.cat([part.view(plan.shards, -1) for part in parts], dim=1, out=rows)
@@ -210,8 +208,8 @@ class Reducer:
     def _start(self, bucket: GradientBucket, packed: Tensor, is_last: bool) -> _Message:
         """Start to sum a bucket, in place: all of it, or this rank's row."""
         how, rows = bucket.plan.reduction, packed.view(bucket.plan.shards, -1)
-        group = self._groups.get(how.axis)
-        received, work, parts = rows[self._own_part], None, None
+        group = self._context.group_along(how.axis)
+        received, work, parts = rows[self.own_part(bucket.plan)], None, None
         if how.collective == "all_to_all":
             parts = torch.empty_like(rows)
             work = comm.all_to_all_single(parts, rows, group=group, async_op=True)

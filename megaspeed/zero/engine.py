@@ -118,7 +118,7 @@ class ZeroEngine:
         remove_module_hooks(engine)
         drop_gradient_partitions(self.optimizer)
         keep_parameter_views(self.optimizer)
-        check_places(self.optimizer, self.names, axis, context.shard_rank)
+        check_places(self.optimizer, self.names, axis, context)
         recomputation = run.config.parallel.activation_checkpointing
         if recomputation == "full_offloaded" and not get_accelerator().is_synchronized_device():
             engine.module.inputs_in_host_memory = HostInputs().hooks

@@ -69,7 +69,7 @@ class Gradients:
         self._timeline = context.timeline
         self._device = context.device
         self._tensor_axis = context.tp_group
-        self._shard, self._replicas = context.shard_rank, context.grid.replicate
+        self._replicas = context.grid.replicate
         self._is_offloaded = run.config.zero_optimization.offloads_optimizer
         self._reducer = Reducer(context, is_offloaded=self._is_offloaded)
         held = list(held_ranges(optimizer))
@@ -243,7 +243,7 @@ class Gradients:
             partition = self._zeros(padded, total)[:part]
         else:
             assert kept is not None
-            partition = kept.narrow(0, self._shard * part, part)
+            partition = kept.narrow(0, self._reducer.own_part(plan) * part, part)
         bucket = GradientBucket(plan=plan, parameters=parameters, kept=kept, partition=partition)
         if how is not None:
             values = kept

@@ -165,7 +165,9 @@ class LayerGathers:
 
         def made(gather: Gather) -> GatheredLayer:
             own = [parameters[parameter.name] for parameter in gather.parameters]
-            return GatheredLayer(own, context.shard_group, context.device)
+            group = context.group_along(gather.axis)
+            assert group is not None, "the shards have a group even if there is one"
+            return GatheredLayer(own, group, context.device)
 
         assert axis.persistent is not None, "a plan of ZeRO-3 has it"
         self._persistent = made(axis.persistent)

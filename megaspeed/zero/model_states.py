@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspeed.data_axis.axis import DataAxis
+from megaspeed.topology.context import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _stage3_ranges(optimizer: Any) -> Iterator[HeldRange]:
 
 
 def check_places(
-    optimizer: Any, names: Mapping[nn.Parameter, str], axis: DataAxis, shard: int
+    optimizer: Any, names: Mapping[nn.Parameter, str], axis: DataAxis, context: ParallelContext
 ) -> None:
     """Raise RuntimeError if DeepSpeed holds or keeps gathered something else than planned."""
     found = {
@@ -92,7 +93,7 @@ def check_places(
     planned = {
         (own.parameter.name, own.start, index, own.offset, own.length)
         for index, bucket in enumerate(axis.buckets)
-        for own in bucket.owned(shard)
+        for own in bucket.owned(context.rank_along(bucket.reduction.axis) % bucket.shards)
     }
     kept = {name for parameter, name in names.items() if getattr(parameter, "ds_persist", False)}
     persistent = () if axis.persistent is None else axis.persistent.parameters

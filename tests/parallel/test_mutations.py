@@ -163,7 +163,7 @@ def the_mean_is_over_half_of_the_ranks() -> AbstractContextManager[None]:
 
 def replicas_are_not_summed() -> AbstractContextManager[None]:
     def alone(how: Reduction) -> Reduction:
-        return dataclasses.replace(how, replicas=None)
+        return dataclasses.replace(how, replica_axis=None)
 
     return replaced(buckets, "_reduction_of_matrices", lambda of: lambda *args: alone(of(*args)))
 

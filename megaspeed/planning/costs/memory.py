@@ -77,9 +77,10 @@ def model_states(run: Run, axis: DataAxis, *, on_host: bool = False) -> MemoryBy
         )
     elif on_host:
         gradients += own * BYTES_OF["fp32"]
-    if run.grid.is_hybrid:  # the sum over the shards, which replicas compress
-        gradients += sum(bucket.part for bucket in axis.compressed) * BYTES_OF["fp32"]
-    held = own * run.grid.shard
+    # The sums over the shards, which replicas compress.
+    sums = [bucket.part for bucket in axis.compressed if not bucket.is_sent_compressed]
+    gradients += sum(sums) * BYTES_OF["fp32"]
+    held = sum(bucket.elements for bucket in buckets)
     if axis.persistent is not None:
         is_elsewhere = zero.offloads_parameters and not on_host
         held = axis.persistent.elements + (0 if is_elsewhere else own)

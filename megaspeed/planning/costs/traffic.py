@@ -24,7 +24,7 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -321,11 +321,12 @@ def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage:
         if how.collective is not None and not bucket.is_sent_compressed:
             name, size = names.get(how.axis, how.axis), _reduced_bytes(bucket, pipeline)
             messages.add(name, how.collective, size, ranks=grid.size_along(how.axis))
-        if how.replicas is not None and bucket.compression is None:
-            messages.add("replica", "all_reduce", _part_bytes(bucket), ranks=grid.replicate)
-    of_passes = 0 if axis.is_local else _gathered_bytes(axis, pipeline, pipeline_stage)
-    gathered = of_passes + sum(each.message_bytes for each in axis.gathers_after_step)
-    messages.add(names.get("shard", "shard"), "all_gather", gathered, ranks=grid.shard)
+        if how.replica_axis is not None and bucket.compression is None:
+            ranks = grid.size_along(how.replica_axis)
+            messages.add(how.replica_axis, "all_reduce", _part_bytes(bucket), ranks=ranks)
+    for gather, count in _gathers(axis, pipeline, pipeline_stage).items():
+        name, ranks = names.get(gather.axis, gather.axis), grid.size_along(gather.axis)
+        messages.add(name, "all_gather", count * gather.message_bytes, ranks=ranks)
     name = "replica" if grid.replicate > 1 else "shard"
     for collective, size in _compressed_messages(run, axis):
         messages.add(names.get(name, name), collective, size, ranks=grid.senders)
@@ -339,8 +340,8 @@ def _part_bytes(bucket: Bucket) -> int:
     return bucket.part * BYTES_OF[bucket.reduction.sent]
 
 
-def _gathered_bytes(axis: DataAxis, pipeline: Pipeline, pipeline_stage: int) -> int:
-    """Return the bytes that a rank gathers in the passes of an optimizer step, with padding.
+def _gathers(axis: DataAxis, pipeline: Pipeline, pipeline_stage: int) -> Counter[Gather]:
+    """Return how often a rank gathers in an optimizer step.
 
     A pass gathers its layers, but not those that the pass before it still holds. So M micro-batches
     gather at most M (2 P - E - H) elements (Rajbhandari et al. 2020, section 7.2.2, has 2 P). P is
@@ -350,15 +351,15 @@ def _gathered_bytes(axis: DataAxis, pipeline: Pipeline, pipeline_stage: int) -> 
     With several chunks, each chunk is gathered once for each time that it is held: all of it, or
     without E and H if no forward is among its computations.
     """
-    if pipeline.gathers == "layers":
-        turns = _turns(pipeline, pipeline_stage) if axis.passes else {}
-        return sum(count * _bytes_of(axis.gathered(*turn)) for turn, count in turns.items())
-    holds = holds_of(pipeline, pipeline_stage)
-    return sum(_bytes_of(axis.of_chunk(hold.chunk, forward=hold.forward)) for hold in holds)
-
-
-def _bytes_of(gathers: Iterable[Gather]) -> int:
-    return sum(gather.message_bytes for gather in gathers)
+    found = Counter(axis.gathers_after_step)
+    if axis.passes and not axis.is_local:
+        for hold in holds_of(pipeline, pipeline_stage):
+            found.update(axis.of_chunk(hold.chunk, forward=hold.forward))
+        if pipeline.gathers == "layers":
+            for turn, count in _turns(pipeline, pipeline_stage).items():
+                for gather in axis.gathered(*turn):
+                    found[gather] += count
+    return found
 
 
 @lru_cache(maxsize=1024)
