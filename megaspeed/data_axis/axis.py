@@ -112,7 +112,12 @@ def _data_axis_of(key: RunKey, pipeline_stage: int, device_type: str) -> DataAxi
         passes = gathers_of_passes(zero, parameters, persistent, shards, element)
     elif shards > 1:
         after = [
-            Gather(parameters=bucket.parameters, sizes=[bucket.elements], element_bytes=element)
+            Gather(
+                parameters=bucket.parameters,
+                sizes=[bucket.elements],
+                element_bytes=element,
+                axis=bucket.reduction.axis,
+            )
             for bucket in buckets
         ]
     on_device = device_type == "cpu" or not zero.offloads_parameters
