@@ -2,8 +2,8 @@
 
 Pure arithmetic over shapes: no code here makes a tensor or imports DeepSpeed.
 
-rank_parameters.py    the parameters of a rank, their optimizer groups and buckets
-memory.py, gathers.py model states, buckets of gradients, what ZeRO-3 gathers
+memory.py             model states, and what compression of gradients needs
+stage_states.py       what ZeRO holds in each pass: gradients, buckets in flight, gathered layers
 activations.py        what a forward keeps for its backward
 stage_memory.py       the peak of a rank in a step
 reserved_memory.py    what CUDA, NCCL, cuBLAS and the allocator need beside tensors
