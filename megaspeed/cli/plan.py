@@ -34,6 +34,7 @@ from megaspeed.config.loading import read_config
 from megaspeed.config.resolve import BYTES_OF
 from megaspeed.config.section import TOKEN_UNITS
 from megaspeed.data_axis.axis import DataAxis, data_axis_of
+from megaspeed.data_axis.buckets import reduction_of_matrices
 from megaspeed.data_axis.steps import Work, check_data_axis, steps_of
 from megaspeed.files.json_values import json_value
 from megaspeed.pipeline.picture import SUFFIXES, draw_schedule, save
@@ -296,7 +297,7 @@ def run_schedule(options: argparse.Namespace) -> int:
     times = {2: "twice", 3: "three times"}[pipeline.backward_ticks]
     say(f"ideal bubble: {bubble:.1%} of the step (a backward takes {times} a forward's time)")
     if options.picture is not None:
-        sums_visits = data_axis_of(run, 0, "cuda").of_matrices.when == "visit"
+        sums_visits = reduction_of_matrices(run, "cuda").when == "visit"
         save(draw_schedule(pipeline, sums_visits=sums_visits), options.picture)
         say(f"written: {options.picture}")
     figures: dict[str, Any] = {"bubble_fraction": bubble}

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 
 from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.config.resolve import BYTES_OF, Run, RunKey
-from megaspeed.data_axis.buckets import Bucket, Reduction, buckets_of
+from megaspeed.data_axis.buckets import Bucket, Reduction, buckets_of, reduction_of_matrices
 from megaspeed.data_axis.gathers import (
     Gather,
     PassOfChunk,
@@ -23,18 +23,39 @@ class DataAxis:
     """What the ranks of a pipeline stage reduce and gather. All of them have the same plan."""
 
     parameters: LocalParameters
+    of_matrices: Reduction  # how the gradients of matrices are reduced
     buckets: Sequence[Bucket]  # each parameter is in one of them
-    gathers_after_step: Sequence[Gather]
-    """What all shards gather after the optimizer step: at ZeRO-1 and 2 each bucket, at ZeRO-3 the
-    parameters that stay gathered, when the first pass of the next step begins."""
-    passes: Mapping[PassOfChunk, Sequence[Gather]]  # ZeRO-3: what each layer of a pass gathers
+    persistent: Gather | None  # ZeRO-3: the small parameters that stay gathered
     is_local: bool  # whether gathers copy nothing, because the partitions are the parameters
     zero: ZeroConfig
+    shards: int  # over which ZeRO-3 partitions
+    element_bytes: int  # of a parameter
 
     @cached_property
-    def of_matrices(self) -> Reduction:
-        """How the gradients of matrices are reduced."""
-        return next(b.reduction for b in self.buckets if len(b.parameters[0].shape) > 1)
+    def passes(self) -> Mapping[PassOfChunk, Sequence[Gather]]:
+        """ZeRO-3: what each layer of a pass gathers, in the order of the pass."""
+        if self.persistent is None:
+            return {}
+        kept = self.persistent.parameters
+        return gathers_of_passes(self.zero, self.parameters, kept, self.shards, self.element_bytes)
+
+    @cached_property
+    def gathers_after_step(self) -> Sequence[Gather]:
+        """What all shards gather after the optimizer step: at ZeRO-1 and 2 each bucket, at ZeRO-3
+        what stays gathered, when the first pass of the next step begins.
+        """
+        if self.persistent is not None:
+            return [self.persistent]
+        return [
+            Gather(
+                parameters=bucket.parameters,
+                sizes=[bucket.elements],
+                element_bytes=self.element_bytes,
+                axis=bucket.reduction.axis,
+            )
+            for bucket in self.buckets
+            if bucket.shards > 1
+        ]
 
     @cached_property
     def compressed(self) -> Sequence[Bucket]:
@@ -45,11 +66,6 @@ class DataAxis:
     def plain(self) -> Sequence[Bucket]:
         """The buckets whose gradients are not compressed."""
         return [bucket for bucket in self.buckets if bucket.compression is None]
-
-    @property
-    def persistent(self) -> Gather | None:
-        """ZeRO-3: the small parameters that stay gathered; None at other stages."""
-        return self.gathers_after_step[0] if self.passes else None
 
     @cached_property
     def bucket_of(self) -> Mapping[str, Bucket]:
@@ -101,31 +117,18 @@ def data_axis_key(run: Run, pipeline_stage: int) -> RunKey:
 def _data_axis_of(key: RunKey, pipeline_stage: int, device_type: str) -> DataAxis:
     run = key.run
     zero, shards = run.config.zero_optimization, run.grid.shard
-    parameters = local_parameters(run, pipeline_stage)
-    buckets = buckets_of(run, parameters, device_type)
-    element = BYTES_OF[run.precision]
-    after: list[Gather] = []
-    passes: Mapping[PassOfChunk, Sequence[Gather]] = {}
+    parameters, element = local_parameters(run, pipeline_stage), BYTES_OF[run.precision]
+    of_matrices, persistent = reduction_of_matrices(run, device_type), None
     if run.zero_stage == 3:
-        persistent = [*persistent_parameters(zero, parameters)]
-        after = [Gather.of(persistent, shards, element)]
-        passes = gathers_of_passes(zero, parameters, persistent, shards, element)
-    elif shards > 1:
-        after = [
-            Gather(
-                parameters=bucket.parameters,
-                sizes=[bucket.elements],
-                element_bytes=element,
-                axis=bucket.reduction.axis,
-            )
-            for bucket in buckets
-        ]
+        persistent = Gather.of([*persistent_parameters(zero, parameters)], shards, element)
     on_device = device_type == "cpu" or not zero.offloads_parameters
     return DataAxis(
         parameters=parameters,
-        buckets=buckets,
-        gathers_after_step=after,
-        passes=passes,
+        of_matrices=of_matrices,
+        buckets=buckets_of(run, parameters, of_matrices),
+        persistent=persistent,
         is_local=shards == 1 and on_device,
         zero=zero,
+        shards=shards,
+        element_bytes=element,
     )

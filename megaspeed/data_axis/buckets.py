@@ -167,7 +167,7 @@ class Bucket:
                 yield OwnedRange(parameter, first - at, first - begin, last - first)
 
 
-def buckets_of(run: Run, parameters: LocalParameters, device_type: str) -> list[Bucket]:
+def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) -> list[Bucket]:
     """Return the buckets of a rank's parameters, in the order of DeepSpeed's parameter groups.
 
     Each has at most ``reduce_bucket_size`` elements, or one parameter. With one data rank, nothing
@@ -182,11 +182,11 @@ def buckets_of(run: Run, parameters: LocalParameters, device_type: str) -> list[
     shards, has_rows = run.grid.shard, run.zero_stage == 3
     # ZeRO-3 pads each parameter, the other stages each flat tensor.
     padded, multiple = (shards, 1) if has_rows else (1, _ELEMENTS_ALIGNED * shards)
-    of_matrices = _reduction_of_matrices(run, device_type)
     of_vectors = _reduction_of_vectors(run, of_matrices)
     found = []
-    for members in parameters.groups:
-        first, sizes = members[0], [_ceil(each.elements, padded) for each in members]
+    for members, elements in parameters.groups:
+        first = members[0]
+        sizes = elements if padded == 1 else [_ceil(each, padded) for each in elements]
         together = [range(len(members))]
         if run.grid.dp_cp > 1 and (run.grid.is_hybrid or not first.is_compressed):
             # Until it is reduced, the head's gradient has another type than others.
@@ -208,7 +208,8 @@ def buckets_of(run: Run, parameters: LocalParameters, device_type: str) -> list[
     return found
 
 
-def _reduction_of_matrices(run: Run, device_type: str) -> Reduction:
+def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
+    """Return how the gradients of matrices are reduced, on "cuda" or "cpu"."""
     zero, total, has_data = run.config.zero_optimization, run.accumulation_dtype, run.grid.dp_cp > 1
     is_stage3, has_shards = run.zero_stage == 3, run.grid.shard > 1
     sent = run.config.communication_data_type or total

@@ -65,8 +65,9 @@ class LocalParameters(tuple[LocalParameter, ...]):
         return [*found.values()]
 
     @cached_property
-    def groups(self) -> Sequence[Sequence[LocalParameter]]:
-        """The parameters by optimizer group and chunk. A bucket has parameters of one of them.
+    def groups(self) -> Sequence[tuple[Sequence[LocalParameter], Sequence[int]]]:
+        """The parameters by optimizer group and chunk, and their elements. A bucket has parameters
+        of one group.
 
         A bucket is reduced when the backward of its chunk has ended. The two stages that share a
         tied weight partition it alike, and the partition of partial gradients is summed over the
@@ -76,7 +77,8 @@ class LocalParameters(tuple[LocalParameter, ...]):
         groups: dict[tuple[int, int], list[LocalParameter]] = {}
         for parameter in self:
             groups.setdefault((order[parameter.group], parameter.chunk), []).append(parameter)
-        return [members for _, members in sorted(groups.items(), key=itemgetter(0))]
+        in_order = (members for _, members in sorted(groups.items(), key=itemgetter(0)))
+        return [(members, [each.elements for each in members]) for members in in_order]
 
 
 def local_parameters(run: Run, pipeline_stage: int) -> LocalParameters:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import BYTES_OF, describe_recomputation, dropout_warning
-from megaspeed.data_axis.axis import data_axis_of
+from megaspeed.data_axis.buckets import reduction_of_matrices
 from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.planning.costs.placement import AxisPlacement, Placement
 from megaspeed.planning.costs.traffic import axis_totals
@@ -406,7 +406,7 @@ def _layouts(shown: Sequence[Layout]) -> Table:
             str(grid.tp),
             f"{run.zero_stage}{'' if layout.set_text else ' *'}",
             str(grid.replicate),
-            _REDUCED_EACH[data_axis_of(run, 0, "cuda").of_matrices.when][:5],
+            _REDUCED_EACH[reduction_of_matrices(run, "cuda").when][:5],
             run.config.parallel.activation_checkpointing.replace("_offloaded", "+host"),
             f"{run.batch.gradient_accumulation_steps:,}",
             f"{run.batch.micro_batch_size:,}",

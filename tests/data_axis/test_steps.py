@@ -91,19 +91,19 @@ def parts_begin_one_element_later(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def changed(patch: pytest.MonkeyPatch, name: str, **changes: Any) -> None:
-    """Change what a function returns for reductions."""
-    how = getattr(buckets, name)
-    patch.setattr(buckets, name, lambda *args: replace(how(*args), **changes))
+def changed(patch: pytest.MonkeyPatch, module: Any, name: str, **changes: Any) -> None:
+    """Change the reduction that a function of a module returns."""
+    how = getattr(module, name)
+    patch.setattr(module, name, lambda *args: replace(how(*args), **changes))
 
 
 def complete_gradients_are_reduced_in_each_backward(patch: pytest.MonkeyPatch) -> None:
     each = {"collected": "micro_batch", "when": "micro_batch"}
-    changed(patch, "_reduction_of_matrices", keeps="complete", **each)
+    changed(patch, plan, "reduction_of_matrices", keeps="complete", **each)
 
 
 def packed_sums_are_reduced_in_all_backwards_but_the_last(patch: pytest.MonkeyPatch) -> None:
-    changed(patch, "_reduction_of_vectors", keeps="packed", when="micro_batch")
+    changed(patch, buckets, "_reduction_of_vectors", keeps="packed", when="micro_batch")
 
 
 def passes_change(patch: pytest.MonkeyPatch, direction: str, change: Callable[..., Any]) -> None:

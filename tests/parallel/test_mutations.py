@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.data_axis import buckets
+from megaspeed.data_axis import axis
 from megaspeed.data_axis.buckets import Reduction
 from megaspeed.measurement.verification.comparison import LARGEST_WIDENING, Comparison, Difference
 from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
@@ -158,14 +158,14 @@ def the_mean_is_over_half_of_the_ranks() -> AbstractContextManager[None]:
     def halved(how: Reduction) -> Reduction:
         return dataclasses.replace(how, ranks=how.ranks // 2)
 
-    return replaced(buckets, "_reduction_of_matrices", lambda of: lambda *args: halved(of(*args)))
+    return replaced(axis, "reduction_of_matrices", lambda of: lambda *args: halved(of(*args)))
 
 
 def replicas_are_not_summed() -> AbstractContextManager[None]:
     def alone(how: Reduction) -> Reduction:
         return dataclasses.replace(how, replica_axis=None)
 
-    return replaced(buckets, "_reduction_of_matrices", lambda of: lambda *args: alone(of(*args)))
+    return replaced(axis, "reduction_of_matrices", lambda of: lambda *args: alone(of(*args)))
 
 
 # --- where each shows -----------------------------------------------------------------------------

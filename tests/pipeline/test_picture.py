@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from megaspeed.data_axis.axis import data_axis_of
+from megaspeed.data_axis.buckets import reduction_of_matrices
 from megaspeed.pipeline.picture import HELD, REDUCED, Panel, draw, draw_schedule, save
 from megaspeed.pipeline.schedules import Backward, Forward, pipeline_of
 from megaspeed.pipeline.simulation import simulate
@@ -47,7 +47,7 @@ def schedule(pp: int, v: int, m: int, k: int, **changes: Any) -> Figure:
         gradient_accumulation_steps=m,
         **changes,
     )
-    sums_visits = data_axis_of(run, 0, "cuda").of_matrices.when == "visit"
+    sums_visits = reduction_of_matrices(run, "cuda").when == "visit"
     return draw_schedule(pipeline_of(run), sums_visits=sums_visits)
 
 

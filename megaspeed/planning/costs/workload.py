@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeVar
 from megaspeed.config.model import ContextMethod, ModelConfig
 from megaspeed.config.resolve import BYTES_OF, Precision, Run
 from megaspeed.config.run import Recomputation
-from megaspeed.data_axis.axis import data_axis_of
+from megaspeed.data_axis.buckets import reduction_of_matrices
 from megaspeed.data_axis.gathers import most_gathered_together
 from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
 from megaspeed.pipeline.partition import chunks_of_stages
@@ -186,7 +186,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
     takes_type = run.precision != "fp32" or device_type == "cpu"
     is_fused = takes_type and model.attention_dropout == 0.0
     assert zero.reduce_bucket_size is not None, "a resolved run states it"
-    reduction = data_axis_of(run, 0, device_type).of_matrices
+    reduction = reduction_of_matrices(run, device_type)
     gradient_bytes = BYTES_OF[reduction.sent]
     return Workload(
         model=model,

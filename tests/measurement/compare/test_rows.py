@@ -8,7 +8,7 @@ import pytest
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import PowerSgdCompression
-from megaspeed.data_axis.axis import data_axis_of
+from megaspeed.data_axis.buckets import reduction_of_matrices
 from megaspeed.measurement.compare import baseline_rows, zero_rows
 from tests.support.tiny import tiny_run
 
@@ -91,7 +91,7 @@ def test_zero_0_has_a_row_if_replicas_compress_beside_the_backward() -> None:
         zero_optimization={"stage": 2, "overlap_comm": True},
     )
     rows = zero_rows(compressing, [0, 2], "cpu")
-    reductions = [data_axis_of(row.run, 0, "cpu").of_matrices for row in rows]
+    reductions = [reduction_of_matrices(row.run, "cpu") for row in rows]
     assert [reduction.overlaps for reduction in reductions] == [False, True]
 
 
