@@ -1,12 +1,10 @@
 """The plan of the data axis for the ranks of one pipeline stage."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.config.resolve import BYTES_OF, Run, RunKey
-from megaspeed.data_axis.buckets import Bucket, Reduction, buckets_of, reduction_of_matrices
+from megaspeed.data_axis.buckets import Bucket, buckets_of, reduction_of_matrices
 from megaspeed.data_axis.gathers import (
     Gather,
     PassOfChunk,
@@ -14,22 +12,36 @@ from megaspeed.data_axis.gathers import (
     held_in_pass,
     persistent_parameters,
 )
-from megaspeed.data_axis.parameters import LocalParameters, local_parameters
+from megaspeed.data_axis.parameters import local_parameters
 from megaspeed.pipeline.partition import chunks_of_stages
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class DataAxis:
-    """What the ranks of a pipeline stage reduce and gather. All of them have the same plan."""
+    """What the ranks of a pipeline stage reduce and gather. All of them have the same plan.
 
-    parameters: LocalParameters
-    of_matrices: Reduction  # how the gradients of matrices are reduced
-    buckets: Sequence[Bucket]  # each parameter is in one of them
-    persistent: Gather | None  # ZeRO-3: the small parameters that stay gathered
-    is_local: bool  # whether gathers copy nothing, because the partitions are the parameters
-    zero: ZeroConfig
-    shards: int  # over which ZeRO-3 partitions
-    element_bytes: int  # of a parameter
+    Args:
+        run: the resolved run.
+        pipeline_stage: number of the stage, from 0.
+        device_type: "cuda" or "cpu". gloo has other collectives than NCCL.
+    """
+
+    def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
+        self._zero = run.config.zero_optimization
+        self._split = run.grid.shard, BYTES_OF[run.precision]
+        self.parameters = local_parameters(run, pipeline_stage)
+        """The parameters of a rank, in the order of the model."""
+        self.of_matrices = reduction_of_matrices(run, device_type)
+        """How the gradients of matrices are reduced."""
+        self.buckets = buckets_of(run, self.parameters, self.of_matrices)
+        """Parameters whose gradients are reduced together. Each parameter is in one of them."""
+        self.persistent: Gather | None = None
+        """ZeRO-3: the small parameters that stay gathered."""
+        if run.zero_stage == 3:
+            kept = persistent_parameters(self._zero, self.parameters)
+            self.persistent = Gather.of([*kept], *self._split)
+        on_device = device_type == "cpu" or not self._zero.offloads_parameters
+        self.is_local = run.grid.shard == 1 and on_device
+        """Whether gathers copy nothing, because the partitions are the parameters."""
 
     @cached_property
     def passes(self) -> Mapping[PassOfChunk, Sequence[Gather]]:
@@ -37,7 +49,7 @@ class DataAxis:
         if self.persistent is None:
             return {}
         kept = self.persistent.parameters
-        return gathers_of_passes(self.zero, self.parameters, kept, self.shards, self.element_bytes)
+        return gathers_of_passes(self._zero, self.parameters, kept, *self._split)
 
     @cached_property
     def gathers_after_step(self) -> Sequence[Gather]:
@@ -50,7 +62,7 @@ class DataAxis:
             Gather(
                 parameters=bucket.parameters,
                 sizes=[bucket.elements],
-                element_bytes=self.element_bytes,
+                element_bytes=self._split[1],
                 axis=bucket.reduction.axis,
             )
             for bucket in self.buckets
@@ -62,11 +74,6 @@ class DataAxis:
         """The buckets whose gradients are compressed."""
         return [bucket for bucket in self.buckets if bucket.compression is not None]
 
-    @property
-    def plain(self) -> Sequence[Bucket]:
-        """The buckets whose gradients are not compressed."""
-        return [bucket for bucket in self.buckets if bucket.compression is None]
-
     @cached_property
     def bucket_of(self) -> Mapping[str, Bucket]:
         """Full name of a parameter -> its bucket."""
@@ -77,7 +84,7 @@ class DataAxis:
         pass, for which the last layers gather ahead; None if this is the last pass of a step.
         """
         coming = self.passes[following] if following else []
-        return held_in_pass(self.zero, self.passes[own], coming)
+        return held_in_pass(self._zero, self.passes[own], coming)
 
     def gathered(
         self, before: PassOfChunk | None, own: PassOfChunk, following: PassOfChunk | None
@@ -115,20 +122,4 @@ def data_axis_key(run: Run, pipeline_stage: int) -> RunKey:
 
 @lru_cache(maxsize=256)
 def _data_axis_of(key: RunKey, pipeline_stage: int, device_type: str) -> DataAxis:
-    run = key.run
-    zero, shards = run.config.zero_optimization, run.grid.shard
-    parameters, element = local_parameters(run, pipeline_stage), BYTES_OF[run.precision]
-    of_matrices, persistent = reduction_of_matrices(run, device_type), None
-    if run.zero_stage == 3:
-        persistent = Gather.of([*persistent_parameters(zero, parameters)], shards, element)
-    on_device = device_type == "cpu" or not zero.offloads_parameters
-    return DataAxis(
-        parameters=parameters,
-        of_matrices=of_matrices,
-        buckets=buckets_of(run, parameters, of_matrices),
-        persistent=persistent,
-        is_local=shards == 1 and on_device,
-        zero=zero,
-        shards=shards,
-        element_bytes=element,
-    )
+    return DataAxis(key.run, pipeline_stage, device_type)

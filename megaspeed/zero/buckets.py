@@ -45,6 +45,7 @@ class GradientBucket:
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # not collected yet
     missing: set[nn.Parameter] = field(default_factory=set)  # not computed yet in this backward
     is_collected: bool = False  # whether this backward collects the gradients
+    is_compressed: bool = False  # whether a compressor reduces it in this step
     is_filled: bool = False  # whether ``sum`` contains gradients of this step
     is_replicated: bool = False  # whether the replicas have started to sum it in this step
 
@@ -84,14 +85,8 @@ class Reducer:
 
     def __init__(self, context: ParallelContext, *, is_offloaded: bool) -> None:
         self._context, self._is_offloaded = context, is_offloaded
-        self.compresses = False
-        """Whether another object (``compression``) reduces the compressed buckets of this step."""
         self._in_flight: list[_Message] = []
         self._between_replicas: list[_Message] = []
-
-    def is_compressed_now(self, bucket: GradientBucket) -> bool:
-        """Whether another object reduces this bucket in this step."""
-        return self.compresses and bucket.compressed is not None
 
     def own_part(self, plan: Bucket) -> int:
         """The index of the part of a bucket that this rank owns."""
@@ -106,7 +101,7 @@ class Reducer:
                 its partition as soon as it is reduced.
         """
         how = bucket.plan.reduction
-        if how.replica_axis is None and self.is_compressed_now(bucket):
+        if how.replica_axis is None and bucket.is_compressed:
             return
         if how.collective is None and not self._is_offloaded:
             return  # with one rank, the partition is the complete gradient
@@ -150,7 +145,7 @@ class Reducer:
     def _sum_replicas(self, bucket: GradientBucket) -> None:
         """Start to sum this rank's partition over the replicas."""
         how, bucket.is_replicated = bucket.plan.reduction, True
-        if how.replica_axis is None or self.is_compressed_now(bucket):
+        if how.replica_axis is None or bucket.is_compressed:
             return
         if how.copies_sums:
             self._receive_replicas()

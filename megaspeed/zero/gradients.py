@@ -91,6 +91,7 @@ class Gradients:
         self._compressor: Compressor | None = None
         if self._compressed:
             self._compressor = make_compressor(run, context, self._compressed)
+        self._compresses = False  # whether the compressor reduces the gradients of this step
         self._loss_scale = 1.0  # of this step
         self.steps_taken = 0
         """Optimizer steps that were not skipped."""
@@ -101,19 +102,20 @@ class Gradients:
                 parameter.register_post_accumulate_grad_hook(self._take)
         self._begins_step = True  # whether the next forward is the first one of a step
         self._end: End = "step"  # what this backward ends
-        fragments = [
-            (each.bucket, GradientFragment(each.parameter, each.start, self._values_of(each)))
-            for each in held
-        ]
-        self.fragments = tuple(fragment for _, fragment in fragments)
+        views = [self._buckets[h.bucket].partition.narrow(0, h.offset, h.length) for h in held]
+        self.fragments = tuple(
+            GradientFragment(each.parameter, each.start, values)
+            for each, values in zip(held, views, strict=True)
+        )
         """Views of this rank's reduced gradients, without padding."""
+        of_buckets: list[list[Tensor]] = [[] for _ in self._buckets]
+        for each, view in zip(held, views, strict=True):
+            of_buckets[each.bucket].append(view)
         self._partitions = [
             [bucket.partition]
             if partitions_parameters(optimizer)
-            else GradPartitionBufferGroup(
-                [f.values for b, f in fragments if b == at], bucket.partition
-            )
-            for at, bucket in enumerate(self._buckets)
+            else GradPartitionBufferGroup(own, bucket.partition)
+            for own, bucket in zip(of_buckets, self._buckets, strict=True)
         ]
 
     def tensors(self) -> Iterator[Tensor]:
@@ -172,9 +174,10 @@ class Gradients:
                 if bucket.plan.reduction.when == "after":
                     self._reducer.send(bucket, last=True)
             self._reducer.receive(self._buckets)
-            if self._reducer.compresses and self._compressor is not None:
+            if self._compressor is not None and self._compresses:
                 self._compressor.reduce(self._compressed)
-            sums = [] if self._is_offloaded else [*filter(self._is_to_divide, self._buckets)]
+            sums = [b for b in self._buckets if not (b.is_compressed or self._is_offloaded)]
+            sums = [bucket for bucket in sums if bucket.plan.reduction.divides == "after"]
             if sums:
                 ranks = [float(bucket.plan.reduction.ranks) for bucket in sums]
                 torch._foreach_div_([bucket.partition for bucket in sums], ranks)
@@ -199,13 +202,12 @@ class Gradients:
         if not taken:
             return
         self.steps_taken += 1
-        if self._reducer.compresses:
-            assert self._compressor is not None
+        if self._compressor is not None and self._compresses:
             self._compressor.keep()
         for compressed in self._compressed:
             if compressed.feedback is None:
                 continue
-            if self._reducer.compresses:
+            if self._compresses:
                 torch.div(compressed.values, self._loss_scale, out=compressed.feedback)
             else:
                 compressed.feedback.zero_()  # it was a part of the sum, which was sent completely
@@ -264,9 +266,6 @@ class Gradients:
     def _zeros(self, shape: int | Sequence[int], dtype: Precision) -> Tensor:
         return torch.zeros(shape, dtype=DTYPES[dtype], device=self._device)
 
-    def _values_of(self, held: HeldRange) -> Tensor:
-        return self._buckets[held.bucket].partition.narrow(0, held.offset, held.length)
-
     def _sums_of_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter's place in a complete gradient, with the shape of the parameter."""
         for bucket in self._buckets:
@@ -276,15 +275,11 @@ class Gradients:
                 shape = shape_of(parameter)
                 yield parameter, bucket.kept[start : start + shape.numel()].view(shape)
 
-    def _is_to_divide(self, bucket: GradientBucket) -> bool:
-        divides = bucket.plan.reduction.divides
-        return divides == "after" and not self._reducer.is_compressed_now(bucket)
-
     def _begin_step(self) -> None:
         self._begins_step = False
         self._loss_scale = float(self._optimizer.loss_scale)
         if self._compressor is not None:
-            self._reducer.compresses = self._compressor.is_due(self.steps_taken + 1)
+            self._compresses = self._compressor.is_due(self.steps_taken + 1)
         for bucket in self._buckets:
             compressed = bucket.compressed
             if bucket.kept is not None and (
@@ -296,6 +291,7 @@ class Gradients:
             elif compressed is not None:
                 compressed.values.zero_()
             bucket.is_filled = bucket.sum is not bucket.partition
+            bucket.is_compressed = compressed is not None and self._compresses
         for parameter, total in self._sums.items():
             if self._bucket_of[parameter].plan.reduction.added_by == "autograd":
                 parameter.grad = total

@@ -13,10 +13,7 @@ section 5 and Figure 1, where a = g = 2 and K = 12), model states are
 The predictions here are more exact than the paper's table:
 
 - P counts the parameters of one pipeline stage, as tensor shards with vocabulary padding.
-- DeepSpeed pads what it partitions (``data_axis/buckets.py``).
-- At stage 3, small parameters stay gathered on every rank.
-- At stages 2 and 3, complete gradients stay on every rank if they are reduced once a step. The
-  gradients of norms and biases are always reduced once a step.
+- ``data_axis`` states what is padded, what stays gathered, and which gradients a rank keeps.
 - Runs in fp32 hold master weights too, because DeepSpeed keeps a separate copy in every precision.
 - Offloaded states are in host memory and do not count.
 """

@@ -24,8 +24,8 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache, partial
 from typing import Literal
 
 from megaspeed.config.model import ContextMethod
@@ -138,19 +138,17 @@ def compressed_share(run: Run, pipeline_stage: int) -> float:
     if run.compression is None:
         return 1.0
     axis, ranks = data_axis_of(run, pipeline_stage, "cuda"), run.grid.senders
+    collective = "all_reduce" if run.grid.replicate > 1 else axis.of_matrices.collective
+    assert collective is not None, "a run with one data rank compresses nothing"
 
-    def sent(buckets: Sequence[Bucket]) -> int:
+    def sent(buckets: Iterable[Bucket]) -> int:
         """The bytes between the ranks that send compressed gradients to each other."""
-        if run.grid.replicate > 1:
-            return bytes_sent("all_reduce", sum(map(_part_bytes, buckets)), ranks)
-        collective = axis.of_matrices.collective
-        assert collective is not None, "a run with one data rank compresses nothing"
-        size = sum(_reduced_bytes(bucket, pipeline_of(run)) for bucket in buckets)
-        return bytes_sent(collective, size, ranks)
+        size = _part_bytes if run.grid.replicate > 1 else partial(_reduced_bytes, pipeline_of(run))
+        return bytes_sent(collective, sum(map(size, buckets)), ranks)
 
-    plain = sent(axis.buckets)
-    messages = _compressed_messages(run, axis)
-    total = sent(axis.plain) + sum(bytes_sent(*each, ranks) for each in messages)
+    plain, messages = sent(axis.buckets), _compressed_messages(run, axis)
+    beside = sent(bucket for bucket in axis.buckets if bucket.compression is None)
+    total = beside + sum(bytes_sent(*each, ranks) for each in messages)
     return total / plain if plain else 1.0
 
 
@@ -304,22 +302,16 @@ def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage:
         2       the same                             the same                             2 x
         3       reduce-scatter P                     all-gather P in each pass            3 x
 
-    ``parallel.gradient_reduction`` sets how often a step reduces gradients (``Reduction.times``).
-    Those of norms and biases are always reduced once a step. The right column is for one reduction,
-    over the shards. Replicas all-reduce their partition of the gradients once a step, and at ZeRO-0
-    all data ranks are replicas. At stage 3 a backward gathers neither the embedding nor the weight
-    of the head. With several chunks, each is gathered at most once a visit (``pipeline.visits``).
-    Gradients are sent in the type in which they are accumulated, in ``communication_data_type``, or
-    compressed (``_compressed_messages``). Parameters are sent in their own type. Every bucket is
-    padded to a multiple of 2 n at ZeRO-1 and 2, and every parameter to a multiple of n at ZeRO-3,
-    for n shards.
+    The right column is for one reduction of each gradient. ``data_axis`` states how often a bucket
+    is reduced, in which type and over which ranks, and what is gathered. Compressed gradients are
+    sent otherwise (``_compressed_messages``).
     """
     grid, pipeline = run.grid, pipeline_of(run)
     names: dict[Axis, TrafficAxis] = {} if grid.is_hybrid else {"shard": "dp", "replica": "dp"}
     for bucket in axis.buckets:
         how = bucket.reduction
         if how.collective is not None and not bucket.is_sent_compressed:
-            name, size = names.get(how.axis, how.axis), _reduced_bytes(bucket, pipeline)
+            name, size = names.get(how.axis, how.axis), _reduced_bytes(pipeline, bucket)
             messages.add(name, how.collective, size, ranks=grid.size_along(how.axis))
         if how.replica_axis is not None and bucket.compression is None:
             ranks = grid.size_along(how.replica_axis)
@@ -332,7 +324,7 @@ def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage:
         messages.add(names.get(name, name), collective, size, ranks=grid.senders)
 
 
-def _reduced_bytes(bucket: Bucket, pipeline: Pipeline) -> int:
+def _reduced_bytes(pipeline: Pipeline, bucket: Bucket) -> int:
     return bucket.times(pipeline) * bucket.elements * BYTES_OF[bucket.reduction.sent]
 
 
