@@ -72,7 +72,7 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
     return json
 
 
-def data_axis(context: ParallelContext) -> SimpleNamespace:
+def model_parallel_unit(context: ParallelContext) -> SimpleNamespace:
     """Return DeepSpeed's ``mpu`` (model parallel unit) for one engine.
 
     DeepSpeed partitions over the shards. This package sums over replicas, and does everything that
@@ -118,7 +118,7 @@ def build_engine(
     """
     _prepare_deepspeed(context)
     json = deepspeed_json(run)
-    mpu = data_axis(context)
+    mpu = model_parallel_unit(context)
     dtype = DTYPES[run.precision]
 
     def initial_value(name: str) -> Tensor:

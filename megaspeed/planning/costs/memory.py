@@ -105,7 +105,7 @@ def gradient_copy_bytes(run: Run, axis: DataAxis) -> int:
 
     The step updates one flat tensor at a time.
     """
-    if run.accumulation_dtype == "fp32" or run.config.zero_optimization.offloads_optimizer:
+    if axis.of_matrices.total == "fp32" or run.config.zero_optimization.offloads_optimizer:
         return 0
     return max(bucket.part for bucket in axis.buckets) * BYTES_OF["fp32"]
 

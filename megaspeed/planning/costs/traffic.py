@@ -208,7 +208,7 @@ def _add_tensor_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stag
     if has_head:  # maximum in the logits' type; sum of exponentials and target's logit in fp32
         add("all_reduce", tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"]))
     partial = [bucket for bucket in axis.buckets if bucket.group == "partial"]
-    own_bytes = sum(bucket.part for bucket in partial) * _gradient_element_bytes(run)
+    own_bytes = sum(bucket.part for bucket in partial) * _gradient_element_bytes(run, axis)
     messages.add("tp", "all_reduce", own_bytes, ranks=tp)
     add("all_reduce", blocks * _shared_head_gradient_bytes(run))
 
@@ -284,13 +284,13 @@ def _tied_gradient_bytes(run: Run, axis: DataAxis) -> int:
     """
     tied = (bucket for bucket in axis.buckets if bucket.group == "tied")
     elements = sum(own.length for bucket in tied for own in bucket.owned(0))
-    return elements * _gradient_element_bytes(run)
+    return elements * _gradient_element_bytes(run, axis)
 
 
-def _gradient_element_bytes(run: Run) -> int:
+def _gradient_element_bytes(run: Run, axis: DataAxis) -> int:
     """Return the bytes of an element. Offloaded gradients are those of master weights."""
     offloaded = run.config.zero_optimization.offloads_optimizer
-    return BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
+    return BYTES_OF["fp32" if offloaded else axis.of_matrices.total]
 
 
 def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage: int) -> None:
