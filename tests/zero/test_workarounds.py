@@ -42,7 +42,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import build, engine
-from megaspeed.zero.build import data_axis
+from megaspeed.zero.build import model_parallel_unit
 from megaspeed.zero.workarounds import import_muon_uncompiled, stay_at_the_smallest_scale
 from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
@@ -291,7 +291,7 @@ def all_axes(context: ParallelContext) -> SimpleNamespace:
     one_model = [r for r in ranks if grid.coordinates_of(r).dp == context.dp_rank]
     model_group = dist.new_group(one_model, use_local_synchronization=True)
     alone = dist.new_group([context.rank], use_local_synchronization=True)
-    mpu = data_axis(context)
+    mpu = model_parallel_unit(context)
     mpu.get_model_parallel_group = lambda: model_group
     mpu.get_model_parallel_world_size = lambda: dist.get_world_size(model_group)
     mpu.get_model_parallel_rank = lambda: dist.get_rank(model_group)
