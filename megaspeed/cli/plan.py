@@ -33,8 +33,8 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 from megaspeed.config.resolve import BYTES_OF
 from megaspeed.config.section import TOKEN_UNITS
-from megaspeed.data_axis.axis import DataAxis, data_axis_of
-from megaspeed.data_axis.buckets import reduction_of_matrices
+from megaspeed.data_axis.axis import data_axis_of
+from megaspeed.data_axis.buckets import Bucket, reduction_of_matrices
 from megaspeed.data_axis.steps import Work, check_data_axis, steps_of
 from megaspeed.files.json_values import json_value
 from megaspeed.pipeline.picture import SUFFIXES, draw_schedule, save
@@ -304,57 +304,80 @@ def run_schedule(options: argparse.Namespace) -> int:
     if stage is not None:
         axis = data_axis_of(run, stage, "cuda")
         check_data_axis(axis, pipeline, stage)
-        figures["data_axis"] = [
-            {"instruction": repr(work.instruction), **_counts_of(work)}
-            for work in steps_of(axis, pipeline, stage)
-        ]
-        show(_data_axis(axis, pipeline, stage, figures["data_axis"]))
+        buckets = [_row_of(bucket, pipeline) for bucket in axis.buckets]
+        works = [_counts_of(work) for work in steps_of(axis, pipeline, stage)]
+        figures["data_axis"] = {"pipeline_stage": stage, "buckets": buckets, "works": works}
+        show(_data_axis(stage, buckets, works))
     write_json(options, figures)
     return EXIT_DONE
 
 
-def _counts_of(work: Work) -> dict[str, int]:
-    sent = [b for b in work.reduces if b.reduction.collective and not b.is_sent_compressed]
-    reduced = sum(bucket.elements * BYTES_OF[bucket.reduction.sent] for bucket in sent)
-    gathered = sum(gather.message_bytes for gather in work.gathers)
-    counts = len(work.gathers), gathered, len(sent), reduced
-    names = ("gathers", "gathered_bytes", "reductions", "reduced_bytes")
-    return dict(zip(names, counts, strict=True))
+def _counts_of(work: Work) -> dict[str, Any]:
+    """Return what an instruction gathers and reduces. Bytes are those of the messages of a rank.
+
+    Those of compressed gradients depend on the method. ``plan`` counts them.
+    """
+    gathers = [gather for gather in work.gathers if gather.parameters]
+    reduced = [b for b in work.reduces if b.reduction.collective and not b.is_sent_compressed]
+    sizes = [bucket.elements * BYTES_OF[bucket.reduction.sent] for bucket in reduced]
+    sizes += [b.part * BYTES_OF[b.reduction.sent] for b in work.sums if b.compression is None]
+    return {
+        "instruction": repr(work.instruction),
+        "gathers": len(gathers),
+        "gathered_bytes": sum(gather.message_bytes for gather in gathers),
+        "reductions": len(sizes),
+        "reduced_bytes": sum(sizes),
+        "compressed": sum(bucket.compression is not None for bucket in work.sums),
+    }
 
 
 _WHEN = {"after": "after the backwards", "step": "in the last backward", "visit": "in each visit"}
 
 
+def _row_of(bucket: Bucket, pipeline: Pipeline) -> dict[str, Any]:
+    how, method = bucket.reduction, bucket.compression
+    over, collectives = [], [] if how.collective is None else [f"{how.collective} in {how.sent}"]
+    if how.axis == "shard":
+        over.append(counted(bucket.shards, "shard"))
+    if how.replica_axis is not None or how.axis == "replica":
+        over.append(counted(how.ranks // bucket.shards, "replica"))
+    if bucket.is_sent_compressed:
+        collectives = []
+    if method is not None:
+        collectives.append(method.type)
+    elif how.replica_axis is not None:
+        collectives.append("all_reduce")
+    is_reduced = how.collective is not None
+    return {
+        "parameters": [parameter.name for parameter in bucket.parameters],
+        "kept": how.keeps,
+        "reduced": _WHEN.get(how.when, "in each backward") if is_reduced else "never",
+        "how": ", then ".join(collectives).replace("_", "-") if is_reduced else "one rank has all",
+        "over": " x ".join(over),
+        "elements": bucket.elements,
+        "times": bucket.times(pipeline) if is_reduced else 0,
+    }
+
+
 def _data_axis(
-    axis: DataAxis, pipeline: Pipeline, stage: int, works: Sequence[dict[str, Any]]
+    stage: int, buckets: Sequence[dict[str, Any]], works: Sequence[dict[str, Any]]
 ) -> Iterator[str | Table]:
     yield ""
     yield f"Buckets of gradients on each GPU of pipeline stage {stage}"
     left = ("parameters", "kept", "reduced", "how", "over")
     table = table_of(left=left, right=("elements", "times"))
-    for bucket in axis.buckets:
-        how, (first, *others) = bucket.reduction, bucket.parameters
+    for bucket in buckets:
+        (first, *others), *words, elements, times = bucket.values()
         more = f" and {len(others)} more" if others else ""
-        method = "" if bucket.compression is None else bucket.compression.type
-        over_replicas = f", {method or 'all-reduce'}" if how.replica_axis else ""
-        sent = f"{(how.collective or '').replace('_', '-')} in {how.sent}{over_replicas}"
-        shards = counted(bucket.shards, "shard") if how.axis == "shard" else ""
-        replicas = counted(how.ranks // bucket.shards, "replica")
-        table.add_row(
-            first.name + more,
-            how.keeps,
-            _WHEN.get(how.when, "in each backward") if how.collective else "",
-            (method if bucket.is_sent_compressed else sent) if how.collective else "nothing to do",
-            f"{shards} x {replicas}" if how.replica_axis else shards or replicas,
-            f"{bucket.elements:,}",
-            str(bucket.times(pipeline)),
-        )
+        table.add_row(first + more, *words, f"{elements:,}", str(times))
     yield table
     yield ""
-    yield "Work beside each instruction"
-    sizes = ("gathers", "bytes", "reductions", "bytes")
+    yield "What each instruction gathers and reduces"
+    compresses = any(work["compressed"] for work in works)
+    sizes = ("gathers", "bytes", "reductions", "bytes", *(["compressed"] * compresses))
     table = table_of(left=("instruction",), right=sizes)
-    for each in works:
-        name, *counts = each.values()
-        table.add_row(name, *(f"{count:,}" if count else "" for count in counts))
+    for work in works:
+        name, *counts = work.values()
+        cells = (f"{count:,}" if count else "" for count in counts[: len(sizes)])
+        table.add_row(name, *cells)
     yield table

@@ -172,7 +172,8 @@ def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) ->
 
     Each has at most ``reduce_bucket_size`` elements, or one parameter. With one data rank, nothing
     is reduced, so a bucket is a complete group. So it is if it is compressed, unless it is reduced
-    over shards before.
+    over shards before. At ZeRO-3 DeepSpeed would split a group of which a rank owns more than
+    ``sub_group_size``, so no bucket of several parameters is larger.
 
     At ZeRO-1 and 2, DeepSpeed divides every group into equal parts, one for each shard. So a rank
     owns a row of each bucket, and one reduce-scatter sums a bucket for all its owners. If a bucket
@@ -187,12 +188,13 @@ def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) ->
     for members, elements in parameters.groups:
         first = members[0]
         sizes = elements if padded == 1 else [_ceil(each, padded) for each in elements]
-        together = [range(len(members))]
+        most, head = sum(sizes), None
         if run.grid.dp_cp > 1 and (run.grid.is_hybrid or not first.is_compressed):
+            most = _bucket_elements(run)
             # Until it is reduced, the head's gradient has another type than others.
             is_apart = of_matrices.keeps == "partition"
             head = next((i for i, each in enumerate(members) if each.is_head and is_apart), None)
-            together = neighbours(sizes, _most_elements(run), alone=head)
+        together = neighbours(sizes, _within_a_sub_group(run, most), alone=head)
         found += [
             Bucket(
                 parameters=members[one.start : one.stop],
@@ -266,7 +268,7 @@ def columns_sent_together(run: Run, rows: int, block: int) -> int:
 
 def members_sent_together(run: Run, bucket: Bucket) -> list[range]:
     """Return which parameters of a bucket with rows are compressed to int8 at a time."""
-    return neighbours(bucket.sizes, _most_elements(run))
+    return neighbours(bucket.sizes, _within_a_sub_group(run, _bucket_elements(run)))
 
 
 def _bucket_elements(run: Run) -> int:
@@ -275,9 +277,7 @@ def _bucket_elements(run: Run) -> int:
     return elements
 
 
-def _most_elements(run: Run) -> int:
-    """At ZeRO-3 DeepSpeed would split a bucket of which a rank owns more than sub_group_size."""
-    most = _bucket_elements(run)
+def _within_a_sub_group(run: Run, most: int) -> int:
     if run.zero_stage < 3:
         return most
     return min(most, run.grid.shard * run.config.zero_optimization.sub_group_size)

@@ -5,7 +5,7 @@ DataAxis, program --steps_of--> Work of each instruction --> check_data_axis, th
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from megaspeed.data_axis.axis import DataAxis
@@ -32,6 +32,7 @@ class Work(NamedTuple):
     instruction: Instruction
     gathers: Sequence[Gather] = ()
     reduces: Sequence[Bucket] = ()
+    sums: Sequence[Bucket] = ()  # of which the parts are summed over replicas, or compressed
 
 
 def steps_of(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[Work]:
@@ -44,6 +45,7 @@ def steps_of(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[Work]:
     for instruction in stage_program(pipeline, stage):
         gathers: Sequence[Gather] = ()
         reduces: list[Bucket] = []
+        sums: list[Bucket] = []
         match instruction:
             case Forward(_, chunk) | Backward(_, chunk):
                 turn, own = next(turns), [each for each in axis.buckets if each.chunk == chunk]
@@ -53,15 +55,27 @@ def steps_of(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[Work]:
                 else:
                     end = ends.get(instruction, "micro_batch")
                     reduces = [b for b in own if _is_reduced(b, end, of_the_loss[b])]
+                    sums = [b for b in reduces if end == "step" and _sums_early(b)]
                     of_the_loss.subtract({bucket: of_the_loss[bucket] for bucket in reduces})
             case schedules.Gather(chunk, forward):
                 gathers = [*persistent, *axis.of_chunk(chunk, forward=forward)]
             case ReduceGradients():
                 reduces = [b for b in axis.buckets if b.reduction.when == "after"]
+                sums = [b for b in axis.buckets if _sums_parts(b) and not _sums_early(b)]
             case OptimizerStep() if not axis.passes:
                 gathers = axis.gathers_after_step
         persistent = [] if gathers else persistent
-        yield Work(instruction, gathers, reduces)
+        yield Work(instruction, gathers, reduces, sums)
+
+
+def _sums_parts(bucket: Bucket) -> bool:
+    return bucket.reduction.replica_axis is not None or bucket.compression is not None
+
+
+def _sums_early(bucket: Bucket) -> bool:
+    """Whether the parts are summed over the replicas in the last backward."""
+    how = bucket.reduction
+    return how.replica_axis is not None and how.overlaps and bucket.compression is None
 
 
 def _is_reduced(bucket: Bucket, end: schedules.End, of_the_loss: int) -> bool:
@@ -85,23 +99,38 @@ def _of_parameters(axis: DataAxis) -> Iterator[str]:
         if counts[parameter] != 1:
             yield f"{parameter.name} is in {counts[parameter]} buckets. It must be in one."
     for bucket in axis.buckets:
-        owned = dict.fromkeys(bucket.parameters, 0)  # elements, one after the other
-        for own in (own for shard in range(bucket.shards) for own in bucket.owned(shard)):
-            owned[own.parameter] += own.length if own.start == owned[own.parameter] else 0
-        for parameter, elements in owned.items():
-            if elements != parameter.elements:
-                yield f"the shards do not own each element of {parameter.name} once."
+        name, how, shards = bucket.parameters[0].name, bucket.reduction, bucket.shards
+        kinds = {(p.group, p.chunk, len(p.shape)) for p in bucket.parameters}
+        if len(kinds) > 1:
+            yield f"the bucket of {name} has parameters of {len(kinds)} kinds. It must have one."
+        # Each parameter is padded to equal parts, or the bucket is.
+        padding = shards if bucket.layout == "rows" else 1
+        fits = (
+            size % padding == 0 and 0 <= size - parameter.elements < padding
+            for parameter, size in zip(bucket.parameters, bucket.sizes, strict=True)
+        )
+        if not all(fits) or not 0 <= bucket.elements - sum(bucket.sizes) < 2 * shards:
+            yield f"the shards do not own each element of the bucket of {name} once."
+        if (how.collective is None) != (how.ranks == 1) or how.ranks % shards:
+            yield f"the mean of the bucket of {name} is over {how.ranks} ranks and {shards} shards."
+        if (how.replica_axis is None) != (shards in (1, how.ranks)):
+            yield f"the parts of the bucket of {name} are not summed over its replicas."
 
 
 def _of_gathers(axis: DataAxis) -> Iterator[str]:
+    kept = {*(axis.persistent.parameters if axis.persistent else ())}
     for own, order in axis.passes.items():
         is_forward, layers = own[0] == "forward", axis.parameters.layers[own[1]]
-        for layer, gather in zip(layers[:: 1 if is_forward else -1], order, strict=False):
-            there = {*gather.parameters, *(axis.persistent.parameters if axis.persistent else ())}
-            # A backward reads neither the embedding nor the head's weight.
-            for p in layer.parameters:
-                if p not in there and (is_forward or not (p.is_head or p.layer == "embedding")):
-                    yield f"a {own[0]} reads {p.name}, which is not gathered."
+        # A backward reads neither the embedding nor the head's weight.
+        needed = [
+            [p for p in layer.parameters if is_forward or not (p.is_head or p.layer == "embedding")]
+            for layer in layers[:: 1 if is_forward else -1]
+        ]
+        gathered = [kept.union(gather.parameters) for gather in order]
+        for parameters, there in zip_longest(needed, gathered, fillvalue=()):
+            for parameter in parameters:
+                if parameter not in there:
+                    yield f"a {own[0]} reads {parameter.name}, which is not gathered."
         for following in (*axis.passes, None):
             *held, last = axis.held(own, following)
             if not all(gather in hold for gather, hold in zip(order, held, strict=True)):
@@ -112,7 +141,7 @@ def _of_gathers(axis: DataAxis) -> Iterator[str]:
 
 def _of_gradients(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[str]:
     added, reduced = Counter[Bucket](), Counter[Bucket]()  # gradients since the last reduction
-    for instruction, _, reduces in steps_of(axis, pipeline, stage):
+    for instruction, _, reduces, _ in steps_of(axis, pipeline, stage):
         if isinstance(instruction, Forward | Backward):
             is_forward = isinstance(instruction, Forward)
             own = (bucket for bucket in axis.buckets if bucket.chunk == instruction.chunk)

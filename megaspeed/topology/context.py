@@ -306,6 +306,7 @@ class ParallelContext:
 
     def group_along(self, axis: Axis) -> dist.ProcessGroup | None:
         """The ranks that differ from this one in ``axis`` alone; None if there is no group."""
+        assert axis != "dp", "replica and shard divide this axis"
         group: dist.ProcessGroup | None = getattr(self, f"{axis}_group")
         return group
 

@@ -320,7 +320,7 @@ class Gradients:
     def _collect(self, bucket: GradientBucket) -> None:
         """Add all gradients of a bucket to their packed sum, or send them."""
         how = bucket.plan.reduction
-        if how.keeps == "packed":
+        if how.keeps == "packed" and bucket.gradients:
             assert bucket.kept is not None
             bucket.kept.add_(self._reducer.pack(bucket, DTYPES[how.computed]))
         if how.keeps != "packed" or self._end == how.when:

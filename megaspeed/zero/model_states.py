@@ -97,10 +97,11 @@ def check_places(
     }
     kept = {name for parameter, name in names.items() if getattr(parameter, "ds_persist", False)}
     persistent = () if axis.persistent is None else axis.persistent.parameters
-    if found != planned or kept != {parameter.name for parameter in persistent}:
+    differ = kept ^ {parameter.name for parameter in persistent}
+    if found != planned or differ:
         raise RuntimeError(
             "DeepSpeed partitions parameters otherwise than megaspeed/data_axis plans. Install the "
-            f"version of constraints.txt. Only one of both has: {sorted(found ^ planned)[:2]}"
+            f"version of constraints.txt. Only one of both has: {[*found ^ planned, *differ][:2]}"
         )
 
 

@@ -13,7 +13,6 @@ from megaspeed.config.resolve import BYTES_OF, Run
 from megaspeed.data_axis import axis as plan
 from megaspeed.data_axis import buckets, gathers
 from megaspeed.data_axis.axis import DataAxis, data_axis_of
-from megaspeed.data_axis.buckets import Bucket
 from megaspeed.data_axis.gathers import Gather
 from megaspeed.data_axis.steps import check_data_axis, steps_of
 from megaspeed.pipeline.schedules import ScheduleError, pipeline_of
@@ -82,15 +81,6 @@ def parts_are_rounded_down(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(buckets, "_ceil", lambda elements, multiple: elements // multiple * multiple)
 
 
-def parts_begin_one_element_later(patch: pytest.MonkeyPatch) -> None:
-    owned = Bucket.owned
-    patch.setattr(
-        Bucket,
-        "owned",
-        lambda bucket, shard: [own._replace(start=own.start + 1) for own in owned(bucket, shard)],
-    )
-
-
 def changed(patch: pytest.MonkeyPatch, module: Any, name: str, **changes: Any) -> None:
     """Change the reduction that a function of a module returns."""
     how = getattr(module, name)
@@ -100,6 +90,14 @@ def changed(patch: pytest.MonkeyPatch, module: Any, name: str, **changes: Any) -
 def complete_gradients_are_reduced_in_each_backward(patch: pytest.MonkeyPatch) -> None:
     each = {"collected": "micro_batch", "when": "micro_batch"}
     changed(patch, plan, "reduction_of_matrices", keeps="complete", **each)
+
+
+def nothing_is_sent(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, plan, "reduction_of_matrices", collective=None)
+
+
+def replicas_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, plan, "reduction_of_matrices", ranks=6)
 
 
 def packed_sums_are_reduced_in_all_backwards_but_the_last(patch: pytest.MonkeyPatch) -> None:
@@ -118,6 +116,10 @@ def passes_change(patch: pytest.MonkeyPatch, direction: str, change: Callable[..
 
 def a_forward_does_not_gather_its_last_layer(patch: pytest.MonkeyPatch) -> None:
     passes_change(patch, "forward", lambda order: [*order[:-1], order[0]])
+
+
+def a_forward_stops_before_its_last_layer(patch: pytest.MonkeyPatch) -> None:
+    passes_change(patch, "forward", lambda order: order[:-1])
 
 
 def a_backward_gathers_in_the_order_of_a_forward(patch: pytest.MonkeyPatch) -> None:
@@ -143,10 +145,12 @@ MISTAKES: dict[Mistake, tuple[int, str]] = {
     the_last_neighbour_is_left_out: (2, "is in 0 buckets"),
     the_norms_are_in_no_bucket: (1, "is in 0 buckets"),
     parts_are_rounded_down: (3, "do not own each element"),
-    parts_begin_one_element_later: (1, "do not own each element"),
+    nothing_is_sent: (2, "is over 3 ranks"),
+    replicas_are_forgotten: (1, "not summed over its replicas"),
     complete_gradients_are_reduced_in_each_backward: (2, "which is reduced already"),
     packed_sums_are_reduced_in_all_backwards_but_the_last: (2, "never reduced"),
     a_forward_does_not_gather_its_last_layer: (3, "which is not gathered"),
+    a_forward_stops_before_its_last_layer: (3, "which is not gathered"),
     a_backward_gathers_in_the_order_of_a_forward: (3, "which is not gathered"),
     the_last_pass_gathers_ahead: (3, "never freed"),
     only_the_next_layer_is_held: (3, "computes a layer that is not held"),

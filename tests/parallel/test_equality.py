@@ -285,6 +285,16 @@ def test_zero_option_changes_nothing(
     assert comparison.equal, comparison.largest
 
 
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_group_larger_than_a_sub_group_changes_nothing(
+    dp: int, pool: RankPool, references: References
+) -> None:
+    """DeepSpeed splits it also if nothing is reduced, or if its gradients stay together."""
+    run = small_run(TEXT, dp=dp, zero_optimization={"stage": 3, "sub_group_size": 3000})
+    comparison = train_and_compare(pool, references, run, FEW_STEPS)
+    assert comparison.equal, comparison.largest
+
+
 @pytest.mark.parametrize(
     "option", [*OPTIONS, *STAGE_3_OPTIONS], ids=lambda option: "-".join(option)
 )

@@ -32,6 +32,19 @@ def built(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, mistake: 
 
 
 @pytest.mark.parametrize(
+    ("dp", "how"), [(1, "none"), (2, {"type": "int8"}), (2, {"type": "powersgd"})]
+)
+def test_a_bucket_is_at_most_a_sub_group_of_deepspeed(
+    pool: RankPool, text: Path, cache: Path, dp: int, how: Any
+) -> None:
+    """An earlier version of the plan put all matrices into one bucket, which DeepSpeed split."""
+    zero = {"stage": 3, "sub_group_size": 9000}
+    compression = {"gradient_compression": how}
+    run = small_run(text, dp=dp, zero_optimization=zero, parallel=compression)
+    pool.run(dp, built, run, tiny_corpus(run, cache), "none")
+
+
+@pytest.mark.parametrize(
     ("mistake", "zero"),
     [
         ("padding", {"stage": 1}),
