@@ -302,3 +302,55 @@ def test_too_few_open_files_are_one_message_with_the_limit() -> None:
     first, line = done.stderr.splitlines()
     assert first == "1 problem in this machine:"
     assert "but this system allows 20: raise the hard limit (ulimit -Hn" in line
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "expected"),
+    [
+        # gathers and their bytes, reductions and theirs, compressed buckets: of a step
+        (3, {}, ("in each backward", "reduce-scatter in fp32", "4 shards")),
+        (1, {"parallel.replicate": 2}, ("after the backwards", "then all-reduce", "2 replicas")),
+        (1, {"parallel.gradient_compression": "int8"}, ("after the backwards", "int8", "4 shards")),
+        (0, {}, ("after the backwards", "all-reduce in fp32", "4 replicas")),
+    ],
+)
+def test_schedule_prints_what_a_stage_reduces_and_gathers(
+    stage: int,
+    changes: dict[str, Any],
+    expected: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The bytes of all instructions are those of a step."""
+    file = tmp_path / "axis.json"
+    settings = {"zero_optimization.overlap_comm": "false", **changes}
+    sets = [f"{key}={value}" for key, value in settings.items()]
+    config = ["--config", str(FOLDER / f"zero{stage}.json"), "--world-size", "4", "--set", *sets]
+    assert main(["schedule", *config, "--data-axis", "0", "--json", str(file)]) == 0
+    output = capsys.readouterr().out
+    assert all(word in output for word in expected)
+    figures = json.loads(file.read_text())["data_axis"]
+    elements = sum(bucket["elements"] for bucket in figures["buckets"])
+    assert elements == 1_082_112  # of a model of 4 blocks and width 128
+    works = figures["works"]
+    gathered = sum(work["gathered_bytes"] for work in works)
+    reduced = sum(work["reduced_bytes"] for work in works)
+    compressed = sum(work["compressed"] for work in works)
+    if stage == 1:
+        assert works[-1]["gathered_bytes"] == gathered == 4 * elements
+    matrices = sum(b["elements"] for b in figures["buckets"] if "int8" in b["collective"])
+    replicated = elements // 2 if "parallel.replicate" in changes else 0
+    if stage < 3:
+        assert reduced == 4 * (elements - matrices + replicated)
+    assert (compressed > 0) == (matrices > 0)
+
+
+def test_a_pipeline_stage_that_does_not_exist_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = ["--config", str(FOLDER / "3d.json"), "--world-size", "4"]
+    assert main(["schedule", *config, "--data-axis", "2"]) == 2
+    assert "they are counted from 0 to 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["schedule", *config, "--data-axis", "-1"])
+    assert "counted from 0" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def add_to(commands: Any) -> None:
             _stage,
             "STAGE",
             None,
-            "print what this pipeline stage reduces and gathers",
+            "also print what pipeline stage STAGE (from 0) reduces and gathers, and when",
         ),
     )
 
@@ -95,7 +95,7 @@ def add_to(commands: Any) -> None:
 def _stage(text: str) -> int:
     """Return the number of a pipeline stage on the command line, counted from 0."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0, such as 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, counted from 0")
     return int(text)
 
 
@@ -286,11 +286,17 @@ def _put(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def run_schedule(options: argparse.Namespace) -> int:
-    """Print the timetable of the run's pipeline: rows are pipeline stages, columns are time."""
+    """Print the timetable of the run's pipeline: rows are pipeline stages, columns are time.
+
+    With --data-axis, also print what one stage reduces and gathers: on GPUs, as ``plan`` does.
+    """
     run = load(options, "cpu" if options.data_axis is None else "cuda")
     pipeline, stage = pipeline_of(run), options.data_axis
     if stage is not None and stage >= pipeline.stages:
-        raise _wrong(f"--data-axis {stage} must be less than parallel.pipeline {pipeline.stages}")
+        last = pipeline.stages - 1
+        raise _wrong(
+            f"--data-axis {stage} names no pipeline stage: they are counted from 0 to {last}"
+        )
     check_schedule(pipeline)
     say(format_grid(pipeline, shutil.get_terminal_size().columns))
     bubble = pipeline.ideal_bubble
@@ -331,7 +337,12 @@ def _counts_of(work: Work) -> dict[str, Any]:
     }
 
 
-_WHEN = {"after": "after the backwards", "step": "in the last backward", "visit": "in each visit"}
+_WHEN = {
+    "after": "after the backwards",
+    "step": "in the last backward",
+    "visit": "at the end of a visit",
+    "micro_batch": "in each backward",
+}
 
 
 def _row_of(bucket: Bucket, pipeline: Pipeline) -> dict[str, Any]:
@@ -348,14 +359,15 @@ def _row_of(bucket: Bucket, pipeline: Pipeline) -> dict[str, Any]:
     elif how.replica_axis is not None:
         collectives.append("all_reduce")
     is_reduced = how.collective is not None
+    when = "after a forward" if bucket.is_of_the_loss else _WHEN[how.when]
     return {
         "parameters": [parameter.name for parameter in bucket.parameters],
-        "kept": how.keeps,
-        "reduced": _WHEN.get(how.when, "in each backward") if is_reduced else "never",
-        "how": ", then ".join(collectives).replace("_", "-") if is_reduced else "one rank has all",
-        "over": " x ".join(over),
+        "keeps": how.keeps,
+        "when": when if is_reduced else "never",
+        "collective": ", then ".join(collectives).replace("_", "-"),
+        "over": " x ".join(over) if is_reduced else "",
         "elements": bucket.elements,
-        "times": bucket.times(pipeline) if is_reduced else 0,
+        "times a step": bucket.times(pipeline) if is_reduced else 0,
     }
 
 
@@ -364,8 +376,8 @@ def _data_axis(
 ) -> Iterator[str | Table]:
     yield ""
     yield f"Buckets of gradients on each GPU of pipeline stage {stage}"
-    left = ("parameters", "kept", "reduced", "how", "over")
-    table = table_of(left=left, right=("elements", "times"))
+    left = ("parameters", "keeps", "when", "collective", "over")
+    table = table_of(left=left, right=("elements", "times a step"))
     for bucket in buckets:
         (first, *others), *words, elements, times = bucket.values()
         more = f" and {len(others)} more" if others else ""
@@ -374,7 +386,8 @@ def _data_axis(
     yield ""
     yield "What each instruction gathers and reduces"
     compresses = any(work["compressed"] for work in works)
-    sizes = ("gathers", "bytes", "reductions", "bytes", *(["compressed"] * compresses))
+    sizes = ["gathers", "gathered\nbytes", "reductions", "reduced\nbytes"]
+    sizes += ["compressed\nbuckets"] * compresses
     table = table_of(left=("instruction",), right=sizes)
     for work in works:
         name, *counts = work.values()

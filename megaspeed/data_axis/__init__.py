@@ -3,7 +3,9 @@
     run, pipeline stage --axis.py--> DataAxis     its parameters, buckets and gathers
         zero/       makes DeepSpeed's parameter groups from it, reduces and gathers as it states
         planning/   counts the memory and traffic of it
-        steps.py    walks over a step: checks it, and prints it
+        steps.py    lists what each instruction of a step reduces and gathers, and checks it
 
-No torch, so a plan of a thousand ranks is made in milliseconds.
+The data axis here is all ranks with the same weights (dp x cp): shards, over which ZeRO partitions,
+and replicas, which hold the same partition. All ranks of a pipeline stage share one plan. Without
+torch, it is made in milliseconds.
 """

@@ -22,7 +22,7 @@ class DataAxis:
     Args:
         run: the resolved run.
         pipeline_stage: number of the stage, from 0.
-        device_type: "cuda" or "cpu". gloo has other collectives than NCCL.
+        device_type: "cuda" or "cpu", where gloo's collectives differ from NCCL's.
     """
 
     def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
@@ -53,8 +53,8 @@ class DataAxis:
 
     @cached_property
     def gathers_after_step(self) -> Sequence[Gather]:
-        """What all shards gather after the optimizer step: at ZeRO-1 and 2 each bucket, at ZeRO-3
-        what stays gathered, when the first pass of the next step begins.
+        """What the shards gather once a step, because the optimizer has changed it: at ZeRO-1 and 2
+        each bucket, at ZeRO-3 what stays gathered, when the first pass of the next step begins.
         """
         if self.persistent is not None:
             return [self.persistent]
@@ -80,8 +80,8 @@ class DataAxis:
         return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def held(self, own: PassOfChunk, following: PassOfChunk | None) -> list[list[Gather]]:
-        """Return what is held at each layer of a pass, and after it. ``following`` is the next
-        pass, for which the last layers gather ahead; None if this is the last pass of a step.
+        """Return what is held while each layer of the pass ``own`` computes, and last what is held
+        after it. Its last layers gather ahead for the pass ``following``; None if there is none.
         """
         coming = self.passes[following] if following else []
         return held_in_pass(self._zero, self.passes[own], coming)
@@ -89,25 +89,29 @@ class DataAxis:
     def gathered(
         self, before: PassOfChunk | None, own: PassOfChunk, following: PassOfChunk | None
     ) -> Iterator[Gather]:
-        """Yield what a pass gathers that is between two others, or is the first or last (None)."""
+        """Yield what the pass ``own`` gathers, between the passes ``before`` and ``following``;
+        None at the start and at the end of a step.
+        """
         held = [] if before is None else self.held(before, own)[-1]
         for hold in self.held(own, following):
             yield from (layer for layer in hold if layer not in held)
             held = hold
 
     def of_chunk(self, chunk: int, *, forward: bool) -> list[Gather]:
-        """Return what is gathered of a complete chunk, for a forward or only for backwards."""
+        """Return the gathers of a complete chunk. Without a ``forward``, they omit what backwards
+        do not read: the embedding and the weight of the head.
+        """
         return list(dict.fromkeys(self.passes["forward" if forward else "backward", chunk]))
 
 
 def data_axis_of(run: Run, pipeline_stage: int, device_type: str) -> DataAxis:
-    """Return the plan of a run on "cuda" or "cpu"."""
+    """Return the plan of a pipeline stage on "cuda" or "cpu", which is cached."""
     return _data_axis_of(data_axis_key(run, pipeline_stage), pipeline_stage, device_type)
 
 
 def data_axis_key(run: Run, pipeline_stage: int) -> RunKey:
-    """Return what the plan depends on: neither the micro-batch nor, if there are several, the
-    number of micro-batches.
+    """Return all values on which the plan depends. The size of a micro-batch is not among them. Of
+    the number of micro-batches, only whether there are several.
     """
     parallel = run.config.parallel
     values = (

@@ -10,12 +10,12 @@ weights, which ZeRO partitions:
     ZeRO 1, 2      [ a | b | c | padding ]    shard r owns the r-th of equal parts
     ZeRO 3         [ a_r | b_r | c_r ]        shard r owns the r-th of equal parts of a, b, c
 
-ZeRO-0 and 1 keep complete gradients, and reduce them once a step: after the backwards or, with
-``overlap_comm``, during the last one. ZeRO-2 and 3 do the same with ``gradient_reduction:
-per_step``. Otherwise they keep only the partition, and reduce in each backward, or in the last one
-of a visit, which sums the gradients of a chunk. Then the gradients of norms and biases are packed
-as they are sent, and reduced once a step: their sum takes little memory, and saves many
-collectives.
+ZeRO-0 and 1 keep complete gradients, and reduce them once a step: after the last backward or, with
+``overlap_comm``, during it. ZeRO-2 and 3 do the same with ``gradient_reduction: per_step``, or if
+there is one shard. Otherwise a rank keeps only its partition. Each backward reduces its gradients
+(``per_micro_batch``), or the last backward of a visit reduces those of the visit (``per_visit``).
+If a step would then reduce norms and biases several times, their gradients are added up in the
+layout of the message, and reduced once. The sum is small, and saves many collectives.
 """
 
 from bisect import bisect_left
@@ -38,29 +38,37 @@ _ELEMENTS_ALIGNED = 2  # DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py:369: 4 
 class Reduction:
     """How the gradients of a bucket are added up over micro-batches, and over the data axis."""
 
-    keeps: Literal["complete", "packed", "partition"]  # from one micro-batch to the next
-    added_by: Literal["autograd", "hook"]  # to those before: autograd can, in one type and place
-    collected: End  # in backwards that end this, gradients are added to the packed sum, or sent
-    when: End | Literal["after"]  # reduced in backwards that end this, or after the last one
-    overlaps: bool  # whether the backward continues while they are reduced
-    computed: Precision  # the type of a parameter's gradient until it is collected
-    total: Precision  # the type of what is kept, and of the partition
-    sent: Precision
-    copies: bool  # whether they are copied to be sent; if not, they are reduced in place
+    keeps: Literal["complete", "packed", "partition"]
+    """What a rank keeps between micro-batches: its complete gradients, their sum in the layout of
+    the message, or its partition."""
+    added_by: Literal["autograd", "hook"]
+    """What adds a gradient to what is kept. Autograd can, if both have one type and the sum is
+    ``parameter.grad``."""
+    collected: End  # backwards that end this take the gradients of a bucket, to pack or send them
+    when: End | Literal["after"]  # backwards that end this reduce; or an instruction after the last
+    overlaps: bool  # whether the backward continues meanwhile
+    computed: Precision  # of a parameter's gradient until it is collected; the head's has ``total``
+    total: Precision  # of what is kept, and of the partition, unless this is on the host
+    sent: Precision  # of the message
+    copies: bool  # whether the result is added to the partition; if not, it is reduced in place
     axis: Axis  # over which they are reduced: the shards or, if there is one shard, the replicas
     collective: Literal["all_reduce", "reduce_scatter", "all_to_all"] | None  # None: one data rank
-    replica_axis: Axis | None  # over which the sums of the shards are summed then, if at all
-    copies_sums: bool  # whether they are copied for it
-    ranks: int  # of which the result is the mean
+    replica_axis: (
+        Axis | None
+    )  # over which partitions are then summed; None: not shards and replicas
+    copies_sums: bool  # whether partitions are copied for that sum
+    ranks: int  # over which the mean is taken
     divides: Literal["before", "after"] | None  # before a sum that could be too large for fp16
 
     @property
     def is_one_at_a_time(self) -> bool:
-        """Whether the next bucket waits for this one, which needs memory, or is summed further."""
+        """Whether a bucket must be received before the next one is sent: it needs memory for a
+        copy, or replicas sum it next.
+        """
         return self.copies or self.collective == "all_to_all" or self.replica_axis is not None
 
     def collects(self, end: End) -> bool:
-        """Whether a backward that ends this collects gradients."""
+        """Whether a backward collects gradients, if ``end`` ends with it."""
         return self.when != "after" and ENDS.index(end) >= ENDS.index(self.collected)
 
     def times(self, pipeline: Pipeline) -> int:
@@ -88,8 +96,8 @@ class Bucket:
     layout: Literal["flat", "rows"]  # rows: for each shard, its parts of all parameters
     reduction: Reduction
     compression: Compression | None
-    """How gradients are compressed before they are sent. If there are shards and replicas, it is
-    the sum over the shards that is compressed."""
+    """How gradients are compressed before they are sent. If there are shards and replicas, the sum
+    over the shards is compressed."""
 
     @property
     def group(self) -> OptimizerGroup:
@@ -98,7 +106,7 @@ class Bucket:
 
     @property
     def chunk(self) -> int:
-        """The chunk of the pipeline stage, with which it is reduced."""
+        """The chunk of its parameters."""
         return self.parameters[0].chunk
 
     @property
@@ -113,7 +121,7 @@ class Bucket:
 
     @property
     def has_own_partition(self) -> bool:
-        """Whether the partition needs memory beside the complete gradient."""
+        """Whether the partition is a tensor of its own, not a part of the complete gradient."""
         is_a_part = self.reduction.keeps == "complete" and self.layout == "flat"
         return not is_a_part or self.compression is not None
 
@@ -144,8 +152,8 @@ class Bucket:
         return copied * BYTES_OF[how.sent]
 
     def times(self, pipeline: Pipeline) -> int:
-        """How many times a step reduces it. A backward that follows a forward sends the sum of the
-        head's gradients.
+        """How many times a step reduces it. If only forwards of the loss compute its gradient, a
+        backward reduces it only if a forward came directly before.
         """
         times = self.reduction.times(pipeline)
         if times == 1 or not self.is_of_the_loss:
@@ -170,15 +178,15 @@ class Bucket:
 def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) -> list[Bucket]:
     """Return the buckets of a rank's parameters, in the order of DeepSpeed's parameter groups.
 
-    Each has at most ``reduce_bucket_size`` elements, or one parameter. With one data rank, nothing
-    is reduced, so a bucket is a complete group. So it is if it is compressed, unless it is reduced
-    over shards before. At ZeRO-3 DeepSpeed would split a group of which a rank owns more than
-    ``sub_group_size``, so no bucket of several parameters is larger.
+    A bucket has one parameter, or at most ``reduce_bucket_size`` elements. It may be a complete
+    group if there is one data rank, or if its gradients are compressed and not first reduced over
+    shards. At ZeRO-3 a rank owns at most ``sub_group_size`` of several parameters, because
+    DeepSpeed would split a larger group.
 
     At ZeRO-1 and 2, DeepSpeed divides every group into equal parts, one for each shard. So a rank
-    owns a row of each bucket, and one reduce-scatter sums a bucket for all its owners. If a bucket
-    were a part of a group, it would be a part of one or a few rows, and each owner would need a
-    message of its own.
+    owns an equal part of each bucket, and one reduce-scatter sums the bucket for all owners. If a
+    bucket were a slice of a group, it would belong to one or a few owners, and each would need its
+    own message.
     """
     shards, has_rows = run.grid.shard, run.zero_stage == 3
     # ZeRO-3 pads each parameter, the other stages each flat tensor.
@@ -191,7 +199,7 @@ def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) ->
         most, head = sum(sizes), None
         if run.grid.dp_cp > 1 and (run.grid.is_hybrid or not first.is_compressed):
             most = _bucket_elements(run)
-            # Until it is reduced, the head's gradient has another type than others.
+            # Until it is reduced, the head's gradient may have another type than the others.
             is_apart = of_matrices.keeps == "partition"
             head = next((i for i, each in enumerate(members) if each.is_head and is_apart), None)
         together = neighbours(sizes, _within_a_sub_group(run, most), alone=head)

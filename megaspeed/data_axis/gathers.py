@@ -3,9 +3,10 @@
     forward     embedding, blocks, head     every layer once
     backward    norm of the head, blocks    the forward of the loss computes the head's gradient
 
-A layer is gathered when a pass enters it, and freed when the pass leaves it. While it computes, the
-next layer is gathered, if there is room for both; at the end of a pass, that of the next pass. The
-last backward of a step gathers nothing for the next step, which changes the parameters.
+A layer is gathered while the layer before it computes, if there is room for both, or when the pass
+enters it. It is freed when the pass leaves it. At the end of a pass, the first layer of the next
+pass is gathered. The last backward of a step gathers nothing ahead, because the optimizer step
+changes the parameters.
 
 Small neighbouring blocks are gathered together, because a message of a few KB takes as long as one
 of a few MB (``stage3_prefetch_bucket_size``). A pipeline stage with several chunks of layers
@@ -35,16 +36,19 @@ PassOfChunk = tuple[Pass, int]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gather:
-    """Parameters that are gathered, held and freed together; there may be none."""
+    """Parameters that are gathered, held and freed together; there may be none.
+
+    (The instruction ``pipeline.schedules.Gather`` gathers those of a chunk.)
+    """
 
     parameters: Sequence[LocalParameter]
-    sizes: Sequence[int]  # elements of what the shards gather, with padding
+    sizes: Sequence[int]  # with padding: of each parameter at ZeRO-3, else of the bucket
     element_bytes: int
     axis: Axis = "shard"  # of the ranks that hold the parts
 
     @classmethod
     def of(cls, parameters: Sequence[LocalParameter], shards: int, element_bytes: int) -> Self:
-        """Gather parameters that are padded to equal parts."""
+        """Return the gather of these parameters, each padded to equal parts."""
         sizes = [-(-parameter.elements // shards) * shards for parameter in parameters]
         return cls(parameters=parameters, sizes=sizes, element_bytes=element_bytes)
 
@@ -60,7 +64,7 @@ class Gather:
 
     @cached_property
     def held_bytes(self) -> int:
-        """The bytes of memory that receive them."""
+        """ZeRO-3: the bytes of the buffer that receives them, with alignment."""
         return sum(aligned_elements(n, self.element_bytes) for n in self.sizes) * self.element_bytes
 
 
@@ -72,7 +76,9 @@ def aligned_elements(elements: int, element_bytes: int) -> int:
 def persistent_parameters(
     zero: ZeroConfig, parameters: Sequence[LocalParameter]
 ) -> Iterator[LocalParameter]:
-    """Yield small parameters, up to the threshold, that every rank also keeps gathered.
+    """Yield the parameters that every rank keeps gathered: those of at most
+    ``stage3_param_persistence_threshold`` elements, and ``stage3_model_persistence_threshold``
+    together.
 
     DeepSpeed 0.19.8, runtime/zero/parameter_offload.py:328.
     """
@@ -120,9 +126,9 @@ def gathers_of_passes(
 
 
 def most_gathered_together(zero: ZeroConfig) -> int:
-    """Return the elements of blocks that ZeRO-3 gathers together, at most.
+    """Return the most elements of blocks that ZeRO-3 gathers together.
 
-    Twice as many may live, so there is room for the next ones.
+    They are at most half of ``stage3_max_live_parameters``, so that the next ones fit, too.
     """
     most, bound = zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters
     assert most is not None, "a resolved run states it"

@@ -26,7 +26,7 @@ class LocalParameter:
     group: OptimizerGroup  # the optimizer group that it is in
     chunk: int = 0  # of the pipeline stage
     is_compressed: bool = False  # whether its gradient is compressed for the data axis
-    is_head: bool = False  # whether the loss multiplies by it, and its forward adds to the gradient
+    is_head: bool = False  # whether the forward of the loss computes (a part of) its gradient
 
     @cached_property
     def elements(self) -> int:
@@ -35,7 +35,7 @@ class LocalParameter:
 
     @property
     def in_backward(self) -> bool:
-        """Whether backwards compute its gradient, or a part of it: a tied head's embedding."""
+        """Whether backwards compute its gradient. Of a tied embedding they compute a part."""
         return self.name != HEAD_WEIGHT
 
 
@@ -43,11 +43,11 @@ class LocalLayer(NamedTuple):
     """The parameters of one layer of a rank, in the order of the model."""
 
     parameters: Sequence[LocalParameter]
-    largest: int  # elements of the largest one, without the head's weight
+    largest: int  # elements of the largest one whose gradient a backward computes
 
 
 class LocalParameters(tuple[LocalParameter, ...]):
-    """The parameters of a rank in the order of the model, which no ZeRO stage changes."""
+    """The parameters of a rank in the order of the model. They are the same at all ZeRO stages."""
 
     @cached_property
     def head(self) -> LocalParameter | None:
@@ -66,12 +66,11 @@ class LocalParameters(tuple[LocalParameter, ...]):
 
     @cached_property
     def groups(self) -> Sequence[tuple[Sequence[LocalParameter], Sequence[int]]]:
-        """The parameters by optimizer group and chunk, and their elements. A bucket has parameters
-        of one group.
+        """Return (parameters, elements of each) for each optimizer group and chunk.
 
-        A bucket is reduced when the backward of its chunk has ended. The two stages that share a
-        tied weight partition it alike, and the partition of partial gradients is summed over the
-        tensor axis as it is.
+        A bucket has parameters of one of them: of one chunk, because a backward computes the
+        gradients of one chunk; of one group, because tied and partial gradients are reduced in
+        ways of their own.
         """
         order = {name: index for index, name in enumerate(get_args(OptimizerGroup))}
         groups: dict[tuple[int, int], list[LocalParameter]] = {}

@@ -1,4 +1,4 @@
-"""Walks over a step: what each instruction of a stage's program reduces and gathers.
+"""What each instruction of a step reduces and gathers, and the check of it.
 
 DataAxis, program --steps_of--> Work of each instruction --> check_data_axis, the printed table
 """
@@ -79,14 +79,18 @@ def _sums_early(bucket: Bucket) -> bool:
 
 
 def _is_reduced(bucket: Bucket, end: schedules.End, of_the_loss: int) -> bool:
-    """Whether a backward that ends this reduces a bucket."""
+    """Whether a backward with which ``end`` ends reduces a bucket."""
     how = bucket.reduction
     has_gradient = of_the_loss > 0 or not bucket.is_of_the_loss or how.keeps != "partition"
     return how.collects(end) and has_gradient and (how.keeps != "packed" or end == how.when)
 
 
 def check_data_axis(axis: DataAxis, pipeline: Pipeline, stage: int) -> None:
-    """Raise ``ScheduleError`` if a plan loses or repeats a parameter, a gradient or a gather."""
+    """Raise ``ScheduleError`` if a plan breaks a rule.
+
+    Each parameter is in one bucket, and each of its elements has one owner. Each gradient is
+    reduced once, over all ranks. What a pass reads is gathered, and freed at the end of the step.
+    """
     for reason in chain(
         _of_parameters(axis), _of_gathers(axis), _of_gradients(axis, pipeline, stage)
     ):
@@ -97,7 +101,7 @@ def _of_parameters(axis: DataAxis) -> Iterator[str]:
     counts = Counter(parameter for bucket in axis.buckets for parameter in bucket.parameters)
     for parameter in axis.parameters:
         if counts[parameter] != 1:
-            yield f"{parameter.name} is in {counts[parameter]} buckets. It must be in one."
+            yield f"{parameter.name} is in {counts[parameter]} buckets. It must be in exactly one."
     for bucket in axis.buckets:
         name, how, shards = bucket.parameters[0].name, bucket.reduction, bucket.shards
         kinds = {(p.group, p.chunk, len(p.shape)) for p in bucket.parameters}
@@ -130,13 +134,17 @@ def _of_gathers(axis: DataAxis) -> Iterator[str]:
         for parameters, there in zip_longest(needed, gathered, fillvalue=()):
             for parameter in parameters:
                 if parameter not in there:
-                    yield f"a {own[0]} reads {parameter.name}, which is not gathered."
+                    yield (
+                        f"the {own[0]} of chunk {own[1]} reads {parameter.name}, which is neither "
+                        "gathered for its layer nor persistent."
+                    )
         for following in (*axis.passes, None):
             *held, last = axis.held(own, following)
             if not all(gather in hold for gather, hold in zip(order, held, strict=True)):
-                yield f"a {own[0]} computes a layer that is not held."
+                yield f"the {own[0]} of chunk {own[1]} computes a layer that is not held."
             if following is None and last:
-                yield f"{last[0].parameters[0].name} is gathered in the last pass, and never freed."
+                name = last[0].parameters[0].name
+                yield f"{name} is still held after the last pass, which must free everything."
 
 
 def _of_gradients(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[str]:
@@ -148,9 +156,12 @@ def _of_gradients(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[st
             added.update(bucket for bucket in own if bucket.is_of_the_loss == is_forward)
         for bucket in reduces:
             reduced[bucket] += 1
-            if not added[bucket] or (bucket.reduction.keeps != "partition" and reduced[bucket] > 1):
-                name = bucket.parameters[0].name
-                yield f"{instruction!r} reduces the gradient of {name}, which is reduced already."
+            name = bucket.parameters[0].name
+            if not added[bucket]:
+                yield f"{instruction!r} reduces {name} without a gradient since the last reduction."
+            if bucket.reduction.keeps != "partition" and reduced[bucket] > 1:
+                yield f"{instruction!r} reduces the sum of {name} for the second time in this step."
             added[bucket] = 0
     for bucket in +added:
-        yield f"the gradient of {bucket.parameters[0].name} is never reduced."
+        name = bucket.parameters[0].name
+        yield f"a gradient of {name} is computed after its last reduction. It must be reduced."

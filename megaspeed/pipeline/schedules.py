@@ -190,7 +190,7 @@ StageProgram = list[Instruction]
 
 
 class ScheduleError(ValueError):
-    """A schedule breaks a law of pipelines."""
+    """The plan of a step breaks a rule: that of the pipeline, or that of the data axis."""
 
 
 Schedule = Callable[[Pipeline, int], Iterator[Compute]]
@@ -353,7 +353,11 @@ def received_as(pipeline: Pipeline, stage: int, sent: Send) -> Receive:
 
 End = Literal["micro_batch", "visit", "step"]
 """What ends with a backward of a chunk: a micro-batch, its visit, or all its work of the step."""
-ENDS: tuple[End, ...] = ("micro_batch", "visit", "step")  # each of them ends those before it, too
+ENDS: tuple[End, ...] = (
+    "micro_batch",
+    "visit",
+    "step",
+)  # the end of one is also that of those before it
 
 Pass = Literal["forward", "backward"]
 

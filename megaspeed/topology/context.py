@@ -311,7 +311,7 @@ class ParallelContext:
         return group
 
     def rank_along(self, axis: Axis) -> int:
-        """The index of this rank among them."""
+        """The index of this rank in its group along ``axis``."""
         return self.grid.index_along(self.rank, axis)
 
     @property

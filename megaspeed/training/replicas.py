@@ -177,7 +177,7 @@ class Replicas:
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(grid.world_size):
             at = grid.coordinates_of(rank)
-            part = 0 if is_complete else grid.dp_cp_index(at) % grid.shard
+            part = 0 if is_complete else grid.index_along(rank, "shard")
             key: dict[Holders, tuple[int, ...]] = {
                 "own": (part, at.pp, at.tp),
                 "tensor ranks": (part, at.pp),

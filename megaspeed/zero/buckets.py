@@ -24,13 +24,13 @@ from megaspeed.zero.model_states import HeldRange
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompressedGradients:
-    """What a compressor reads: the gradients of a bucket, or what its shards have reduced."""
+    """What a compressor reads: the gradients of a bucket, or their sum over the shards."""
 
     plan: Bucket
     values: Tensor  # what the step does not send is left in it
     partition: Tensor  # to which the mean is written
     ranges: Sequence[HeldRange]  # the place of each parameter in ``values``
-    feedback: Tensor | None = None  # what was not sent, without loss scale; None: it is forgotten
+    feedback: Tensor | None = None  # what was not sent, without loss scale; None: it is discarded
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,6 +39,7 @@ class GradientBucket:
 
     plan: Bucket
     parameters: Sequence[nn.Parameter]
+    own_part: int  # the index of the part that this rank owns
     kept: Tensor | None  # the sum of this rank's gradients; None if only the partition is kept
     partition: Tensor  # the part of the mean that this rank owns
     compressed: CompressedGradients | None = None
@@ -46,12 +47,12 @@ class GradientBucket:
     missing: set[nn.Parameter] = field(default_factory=set)  # not computed yet in this backward
     is_collected: bool = False  # whether this backward collects the gradients
     is_compressed: bool = False  # whether a compressor reduces it in this step
-    is_filled: bool = False  # whether ``sum`` contains gradients of this step
+    is_filled: bool = False  # whether the reduction adds to ``sum``; otherwise it overwrites
     is_replicated: bool = False  # whether the replicas have started to sum it in this step
 
     @property
     def sum(self) -> Tensor:
-        """To which the reduction adds: the partition, or what replicas compress."""
+        """What the reduction adds to: the partition, or the sum that replicas compress."""
         if self.compressed is None or self.plan.is_sent_compressed:
             return self.partition
         return self.compressed.values
@@ -59,7 +60,7 @@ class GradientBucket:
 
 @dataclass(frozen=True)
 class _Message:
-    """A bucket that is being reduced."""
+    """A bucket, or its partition, that is being summed."""
 
     bucket: GradientBucket
     work: Any  # None if nothing is sent
@@ -88,12 +89,8 @@ class Reducer:
         self._in_flight: list[_Message] = []
         self._between_replicas: list[_Message] = []
 
-    def own_part(self, plan: Bucket) -> int:
-        """The index of the part of a bucket that this rank owns."""
-        return self._context.rank_along(plan.reduction.axis) % plan.shards
-
     def send(self, bucket: GradientBucket, *, last: bool) -> None:
-        """Start to reduce a bucket. Without overlap, a copy is received before ``send`` returns.
+        """Start to reduce a bucket. Without overlap, ``send`` waits for it if it needs a copy.
 
         Args:
             bucket: with gradients.
@@ -105,8 +102,8 @@ class Reducer:
             return
         if how.collective is None and not self._is_offloaded:
             return  # with one rank, the partition is the complete gradient
-        # So only one bucket at a time needs memory for a copy, or for what is exchanged. A bucket
-        # that is received can be summed over the replicas while the next one is reduced.
+        # Wait first, so only one bucket at a time needs memory for a copy or for exchanged parts. A
+        # bucket that is received can be summed over the replicas while the next one is reduced.
         if how.is_one_at_a_time:
             self._receive_parts()
         packed = self._packed(bucket)
@@ -118,7 +115,7 @@ class Reducer:
             self._receive_parts()
 
     def receive(self, buckets: Sequence[GradientBucket]) -> None:
-        """Wait for all messages. Afterwards the partitions are sums over all data ranks."""
+        """Wait for all messages. Afterwards what is not compressed is reduced over all ranks."""
         self._receive_parts()
         for bucket in buckets:
             if not bucket.is_replicated:
@@ -169,8 +166,8 @@ class Reducer:
         self._between_replicas.clear()
 
     def pack(self, bucket: GradientBucket, dtype: torch.dtype) -> Tensor:
-        """Remove the gradients of one micro-batch from the bucket, and return them as one flat
-        tensor, with the layout of the bucket.
+        """Remove the gradients that are not collected yet from the bucket, and return them as one
+        flat tensor, with the layout of the bucket.
         """
         plan = bucket.plan
         gradients = [bucket.gradients.pop(parameter) for parameter in bucket.parameters]
@@ -204,7 +201,7 @@ class Reducer:
         """Start to sum a bucket, in place: all of it, or this rank's row."""
         how, rows = bucket.plan.reduction, packed.view(bucket.plan.shards, -1)
         group = self._context.group_along(how.axis)
-        received, work, parts = rows[self.own_part(bucket.plan)], None, None
+        received, work, parts = rows[bucket.own_part], None, None
         if how.collective == "all_to_all":
             parts = torch.empty_like(rows)
             work = comm.all_to_all_single(parts, rows, group=group, async_op=True)

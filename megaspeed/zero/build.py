@@ -164,7 +164,7 @@ def build_engine(
 def _groups_of_buckets(
     axis: DataAxis, parameters: Mapping[str, nn.Parameter], groups: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return a parameter group for each bucket, with the options of the group that it is from."""
+    """Return a parameter group for each bucket, with the options of its parameters' group."""
     options = {parameter: group for group in groups for parameter in group["params"]}
     members = [[parameters[each.name] for each in bucket.parameters] for bucket in axis.buckets]
     return [{**options[own[0]], "params": own} for own in members]

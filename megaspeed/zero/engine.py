@@ -128,7 +128,7 @@ class ZeroEngine:
         tied = {parameters[each.name] for each in axis.parameters if each.group == "tied"}
         self.gradients = Gradients(self.optimizer, run, axis, context, parameters)
         """This rank's gradients."""
-        # Of the weight that this rank shares with another pipeline stage.
+        # Gradients of the weight that this rank shares with another pipeline stage.
         self._tied = [f.values for f in self.gradients.fragments if f.parameter in tied]
         self._owned_squares = OwnedSquares(self.gradients.fragments, owned_elements)
 

@@ -8,9 +8,9 @@ r"""Adds up the gradients of a step, and reduces them, as the plan states for ea
 The gradient of the head's weight comes from the forward of the loss instead (``sum_of``). If each
 tensor rank computes a part of a gradient, its partition is summed over the tensor axis at the end.
 
-A compressed gradient (``compression``) is complete, or with replicas the sum that they compress. It
-starts as the feedback, which is what the previous step has not sent. What this step does not send
-stays in it until ``end_step`` copies it to the feedback:
+What is compressed (``compression``) is the complete gradient or, with several shards and replicas,
+the sum over the shards. It starts as the feedback, which is what the previous step has not sent.
+What this step does not send stays in it until ``end_step`` copies it to the feedback:
 
     feedback --x loss scale--> gradient --autograd adds, reduce--> what was not sent --> feedback
                                                    \-> partition: the mean
@@ -42,6 +42,7 @@ from megaspeed.zero.model_states import (
     HeldRange,
     held_ranges,
     master_partitions,
+    own_part,
     partitions_parameters,
 )
 
@@ -67,9 +68,7 @@ class Gradients:
     ) -> None:
         self._optimizer = optimizer
         self._timeline = context.timeline
-        self._device = context.device
-        self._tensor_axis = context.tp_group
-        self._replicas = context.grid.replicate
+        self._context, self._device = context, context.device
         self._is_offloaded = run.config.zero_optimization.offloads_optimizer
         self._reducer = Reducer(context, is_offloaded=self._is_offloaded)
         held = list(held_ranges(optimizer))
@@ -85,6 +84,9 @@ class Gradients:
             )
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._of_chunks: dict[int, list[GradientBucket]] = {}
+        for bucket in self._buckets:
+            self._of_chunks.setdefault(bucket.plan.chunk, []).append(bucket)
         self._in_backward = {parameters[p.name] for p in axis.parameters if p.in_backward}
         self._partial = [bucket for bucket in self._buckets if bucket.plan.group == "partial"]
         self._compressed = [b.compressed for b in self._buckets if b.compressed is not None]
@@ -146,13 +148,12 @@ class Gradients:
     def begin_backward(self, chunk: int, end: End) -> None:
         """Called before each backward of a chunk. ``end``: what ends for the chunk with it."""
         self._end = end
-        for bucket in self._buckets:
-            if bucket.plan.chunk != chunk:
-                continue
+        for bucket in self._of_chunks[chunk]:
             bucket.is_collected = bucket.plan.reduction.collects(end)
             if bucket.is_collected:
                 bucket.missing = self._in_backward.intersection(bucket.parameters)
-                # If all forwards precede the first backward, the sum of all micro-batches is sent.
+                # Only the loss computes these gradients, so they are complete. With GPipe they are
+                # the sum of all micro-batches.
                 if not bucket.missing and (bucket.kept is not None or bucket.gradients):
                     self._collect(bucket)
 
@@ -184,7 +185,7 @@ class Gradients:
         with self._timeline.part("tensor"):
             for bucket in self._partial:
                 total = bucket.partition.to(self._device)
-                comm.all_reduce(total, group=self._tensor_axis)
+                comm.all_reduce(total, group=self._context.tp_group)
                 if self._is_offloaded:
                     bucket.partition.copy_(total, non_blocking=True)
         if self._is_offloaded and not get_accelerator().is_synchronized_device():
@@ -233,8 +234,10 @@ class Gradients:
     ) -> GradientBucket:
         """Allocate what the plan states. ``master`` is the flat tensor of this rank's weights."""
         total, part, how = plan.reduction.total, plan.part, plan.compression
+        index = own_part(plan, self._context)
         # Compression divides what replicas sum into equal parts.
-        padded = part if how is None else -(-part // self._replicas) * self._replicas
+        replicas = self._context.grid.replicate
+        padded = part if how is None else -(-part // replicas) * replicas
         kept = None
         if plan.reduction.keeps != "partition":
             kept = self._zeros(plan.elements if plan.shards > 1 else padded, total)
@@ -245,8 +248,10 @@ class Gradients:
             partition = self._zeros(padded, total)[:part]
         else:
             assert kept is not None
-            partition = kept.narrow(0, self._reducer.own_part(plan) * part, part)
-        bucket = GradientBucket(plan=plan, parameters=parameters, kept=kept, partition=partition)
+            partition = kept.narrow(0, index * part, part)
+        bucket = GradientBucket(
+            plan=plan, parameters=parameters, own_part=index, kept=kept, partition=partition
+        )
         if how is not None:
             values = kept
             if not plan.is_sent_compressed:
@@ -318,7 +323,7 @@ class Gradients:
             self._collect(bucket)
 
     def _collect(self, bucket: GradientBucket) -> None:
-        """Add all gradients of a bucket to their packed sum, or send them."""
+        """Add a bucket's gradients to the packed sum, if it has one, and send what is due."""
         how = bucket.plan.reduction
         if how.keeps == "packed" and bucket.gradients:
             assert bucket.kept is not None

@@ -166,7 +166,7 @@ class LayerGathers:
         def made(gather: Gather) -> GatheredLayer:
             own = [parameters[parameter.name] for parameter in gather.parameters]
             group = context.group_along(gather.axis)
-            assert group is not None, "the shards have a group even if there is one"
+            assert group is not None, "the shards have a group even if there is only one shard"
             return GatheredLayer(own, group, context.device)
 
         assert axis.persistent is not None, "a plan of ZeRO-3 has it"

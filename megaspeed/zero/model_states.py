@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspeed.data_axis.axis import DataAxis
+from megaspeed.data_axis.buckets import Bucket
 from megaspeed.topology.context import ParallelContext
 
 
@@ -82,10 +83,15 @@ def _stage3_ranges(optimizer: Any) -> Iterator[HeldRange]:
             yield HeldRange(parameter, start, int(bucket), int(offset), length)
 
 
+def own_part(bucket: Bucket, context: ParallelContext) -> int:
+    """The index of the part of a bucket that this rank owns: 0 if there is one shard."""
+    return context.rank_along(bucket.reduction.axis) % bucket.shards
+
+
 def check_places(
     optimizer: Any, names: Mapping[nn.Parameter, str], axis: DataAxis, context: ParallelContext
 ) -> None:
-    """Raise RuntimeError if DeepSpeed holds or keeps gathered something else than planned."""
+    """Raise RuntimeError if DeepSpeed's partitions or what it keeps gathered are not as planned."""
     found = {
         (names[held.parameter], held.start, held.bucket, held.offset, held.length)
         for held in held_ranges(optimizer)
@@ -93,15 +99,22 @@ def check_places(
     planned = {
         (own.parameter.name, own.start, index, own.offset, own.length)
         for index, bucket in enumerate(axis.buckets)
-        for own in bucket.owned(context.rank_along(bucket.reduction.axis) % bucket.shards)
+        for own in bucket.owned(own_part(bucket, context))
     }
     kept = {name for parameter, name in names.items() if getattr(parameter, "ds_persist", False)}
     persistent = () if axis.persistent is None else axis.persistent.parameters
     differ = kept ^ {parameter.name for parameter in persistent}
-    if found != planned or differ:
+    mend = "Install the version of DeepSpeed that constraints.txt states."
+    if found != planned:
         raise RuntimeError(
-            "DeepSpeed partitions parameters otherwise than megaspeed/data_axis plans. Install the "
-            f"version of constraints.txt. Only one of both has: {[*found ^ planned, *differ][:2]}"
+            "DeepSpeed partitions parameters differently from the plan (megaspeed/data_axis). "
+            f"{mend} As (parameter, first element, bucket, offset, length), DeepSpeed has "
+            f"{sorted(found - planned)[:2]}, and the plan {sorted(planned - found)[:2]}."
+        )
+    if differ:
+        raise RuntimeError(
+            f"DeepSpeed and the plan (megaspeed/data_axis) differ in whether {min(differ)} stays "
+            f"gathered. {mend}"
         )
 
 

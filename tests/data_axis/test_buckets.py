@@ -121,7 +121,7 @@ def test_when_and_how_gradients_are_reduced(kind: str) -> None:
         assert found == (of_vectors if is_vector else of_matrices)
     on_cpu = data_axis_of(run, 0, "cpu")
     for here, there in zip(plan.buckets, on_cpu.buckets, strict=True):
-        if here.reduction.collective == "reduce_scatter":  # gloo has none
+        if here.reduction.collective == "reduce_scatter":  # gloo's sends twice as many bytes
             assert there.reduction == replace(here.reduction, collective="all_to_all")
         else:
             assert there.reduction == here.reduction
@@ -134,7 +134,7 @@ def test_a_sum_that_is_too_large_for_fp16_is_divided_first() -> None:
 
 
 def test_a_visit_adds_up_its_gradients() -> None:
-    """Buckets of one chunk are reduced when its visit ends."""
+    """Matrices are reduced at the end of each visit, norms once a step."""
     run = tiny_run(
         TEXT,
         pp=2,

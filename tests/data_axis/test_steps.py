@@ -1,4 +1,4 @@
-"""A step of the data axis is counted as it is sent, and a plan with a mistake is refused."""
+"""The plan of a step agrees with the predicted traffic, and a plan with a mistake is refused."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_work_of_all_instructions_is_the_traffic_of_a_step(seed: int) -> None:
+def test_gathers_and_reductions_over_shards_add_up_to_the_predicted_traffic(seed: int) -> None:
     for run, device in random_runs(Random(seed), 15):
         pipeline, shards = pipeline_of(run), run.grid.shard
         for stage in range(run.grid.pp):
@@ -63,7 +63,7 @@ def neighbours_overlap(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(buckets, "neighbours", overlapping)
 
 
-def the_last_neighbour_is_left_out(patch: pytest.MonkeyPatch) -> None:
+def the_first_parameters_are_omitted(patch: pytest.MonkeyPatch) -> None:
     ranges = buckets.neighbours
     patch.setattr(buckets, "neighbours", lambda *args, **how: ranges(*args, **how)[:-1])
 
@@ -142,17 +142,20 @@ def only_the_next_layer_is_held(patch: pytest.MonkeyPatch) -> None:
 
 MISTAKES: dict[Mistake, tuple[int, str]] = {
     neighbours_overlap: (2, "is in 2 buckets"),
-    the_last_neighbour_is_left_out: (2, "is in 0 buckets"),
+    the_first_parameters_are_omitted: (2, "is in 0 buckets"),
     the_norms_are_in_no_bucket: (1, "is in 0 buckets"),
     parts_are_rounded_down: (3, "do not own each element"),
     nothing_is_sent: (2, "is over 3 ranks"),
     replicas_are_forgotten: (1, "not summed over its replicas"),
-    complete_gradients_are_reduced_in_each_backward: (2, "which is reduced already"),
-    packed_sums_are_reduced_in_all_backwards_but_the_last: (2, "never reduced"),
-    a_forward_does_not_gather_its_last_layer: (3, "which is not gathered"),
-    a_forward_stops_before_its_last_layer: (3, "which is not gathered"),
-    a_backward_gathers_in_the_order_of_a_forward: (3, "which is not gathered"),
-    the_last_pass_gathers_ahead: (3, "never freed"),
+    complete_gradients_are_reduced_in_each_backward: (2, "for the second time"),
+    packed_sums_are_reduced_in_all_backwards_but_the_last: (2, "after its last reduction"),
+    a_forward_does_not_gather_its_last_layer: (3, "neither gathered for its layer nor persistent"),
+    a_forward_stops_before_its_last_layer: (3, "neither gathered for its layer nor persistent"),
+    a_backward_gathers_in_the_order_of_a_forward: (
+        3,
+        "neither gathered for its layer nor persistent",
+    ),
+    the_last_pass_gathers_ahead: (3, "still held after the last pass"),
     only_the_next_layer_is_held: (3, "computes a layer that is not held"),
 }
 

@@ -16,7 +16,7 @@ from tests.zero.one_rank import one_rank, small_run
 
 
 def built(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, mistake: str) -> None:
-    """Build a rank whose plan has another padding, or keeps another parameter gathered."""
+    """Build a rank whose plan has another padding, or one persistent parameter fewer."""
     with pytest.MonkeyPatch.context() as patch:
         if mistake == "padding":
             patch.setattr(buckets, "_ELEMENTS_ALIGNED", 6)
@@ -45,17 +45,17 @@ def test_a_bucket_is_at_most_a_sub_group_of_deepspeed(
 
 
 @pytest.mark.parametrize(
-    ("mistake", "zero"),
+    ("mistake", "zero", "reason"),
     [
-        ("padding", {"stage": 1}),
-        ("persistent", {"stage": 3, "stage3_param_persistence_threshold": 500}),
+        ("padding", {"stage": 1}, "partitions parameters differently from the plan"),
+        ("persistent", {"stage": 3, "stage3_param_persistence_threshold": 500}, "stays gathered"),
     ],
 )
 def test_a_plan_that_differs_from_deepspeed_is_refused(
-    pool: RankPool, text: Path, cache: Path, mistake: str, zero: dict[str, Any]
+    pool: RankPool, text: Path, cache: Path, mistake: str, zero: dict[str, Any], reason: str
 ) -> None:
     run = small_run(text, dp=2, zero_optimization={"reduce_bucket_size": 3000, **zero})
     corpus = tiny_corpus(run, cache)
     pool.run(2, built, run, corpus, "none")
-    with pytest.raises(RankFailure, match="DeepSpeed partitions parameters otherwise"):
+    with pytest.raises(RankFailure, match=reason):
         pool.run(2, built, run, corpus, mistake)

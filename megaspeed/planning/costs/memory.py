@@ -89,7 +89,7 @@ def model_states(run: Run, axis: DataAxis, *, on_host: bool = False) -> MemoryBy
 
 
 def head_gradient_bytes(axis: DataAxis) -> int:
-    """Return the bytes of the sum of the head's gradients; 0 if a complete gradient has them.
+    """Return the bytes of the sum of the head's gradients; 0 if the complete gradient contains it.
 
     The forward of the loss adds to the sum, and a backward reduces it. The sum has the type in
     which gradients are accumulated.
@@ -131,7 +131,7 @@ def _compression_state_bytes(run: Run, axis: DataAxis) -> int:
 
 
 def powersgd_matrices(run: Run, axis: DataAxis) -> tuple[list[tuple[int, int]], int]:
-    """Return the matrices that PowerSGD sends as products, and the elements that it sends as is.
+    """Return the matrices that PowerSGD sends as products, and the elements that it does not.
 
     With shards and replicas, matrices are the complete rows that the first shard holds.
     """

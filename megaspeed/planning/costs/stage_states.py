@@ -50,7 +50,7 @@ class LayerStates(NamedTuple):
 def states_of(run: Run, pipeline_stage: int, gathers: str, device_type: str) -> "StageStates":
     """Return the states of a rank of a pipeline stage, on "cuda" or "cpu".
 
-    ``gathers`` is that of the run's pipeline.
+    ``gathers`` is ``Pipeline.gathers`` of the run.
     """
     key = data_axis_key(run, pipeline_stage)
     gathers_layers = run.zero_stage == 3 and gathers == "layers"
@@ -77,7 +77,7 @@ class StageStates:
 
     @cached_property
     def head_gradient(self) -> int:
-        """Bytes of buffers: the sum of the head's gradients, unless a complete gradient has it."""
+        """Bytes of buffers: the sum of the head's gradients, unless a complete one contains it."""
         return head_gradient_bytes(self.axis)
 
     @cached_property

@@ -302,9 +302,9 @@ def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage:
         2       the same                             the same                             2 x
         3       reduce-scatter P                     all-gather P in each pass            3 x
 
-    The right column is for one reduction of each gradient. ``data_axis`` states how often a bucket
-    is reduced, in which type and over which ranks, and what is gathered. Compressed gradients are
-    sent otherwise (``_compressed_messages``).
+    The right column is the total, for one reduction and, at ZeRO-3, one micro-batch. ``data_axis``
+    states how often a bucket is reduced, in which type and over which ranks, and what is gathered.
+    Compressed gradients are sent otherwise (``_compressed_messages``).
     """
     grid, pipeline = run.grid, pipeline_of(run)
     names: dict[Axis, TrafficAxis] = {} if grid.is_hybrid else {"shard": "dp", "replica": "dp"}
@@ -333,7 +333,7 @@ def _part_bytes(bucket: Bucket) -> int:
 
 
 def _gathers(axis: DataAxis, pipeline: Pipeline, pipeline_stage: int) -> Counter[Gather]:
-    """Return how often a rank gathers in an optimizer step.
+    """Return how often a rank executes each gather in an optimizer step.
 
     A pass gathers its layers, but not those that the pass before it still holds. So M micro-batches
     gather at most M (2 P - E - H) elements (Rajbhandari et al. 2020, section 7.2.2, has 2 P). P is
@@ -358,7 +358,7 @@ def _gathers(axis: DataAxis, pipeline: Pipeline, pipeline_stage: int) -> Counter
 def _turns(
     pipeline: Pipeline, stage: int
 ) -> Mapping[tuple[PassOfChunk | None, PassOfChunk, PassOfChunk | None], int]:
-    """Return how often each pass of a step is between two others, or first or last (None)."""
+    """Return how often a step has each triple of passes: the one before, a pass, the next one."""
     passes = passes_of(pipeline, stage)
     return Counter(zip([None, *passes[:-1]], passes, [*passes[1:], None], strict=True))
 
