@@ -154,18 +154,21 @@ def the_norm_of_each_head_keeps_its_ranks_gradient() -> AbstractContextManager[N
     return replaced(plan, "gradient_is_partial", lambda _: lambda _parameter, **_axis: False)
 
 
-def the_mean_is_over_half_of_the_ranks() -> AbstractContextManager[None]:
-    def halved(how: Reduction) -> Reduction:
-        return dataclasses.replace(how, ranks=how.ranks // 2)
+def planned(**changes: Any) -> AbstractContextManager[None]:
+    """Plan another reduction of gradients."""
 
-    return replaced(axis, "reduction_of_matrices", lambda of: lambda *args: halved(of(*args)))
+    def mistaken(of: Callable[..., Reduction]) -> Callable[..., Reduction]:
+        return lambda *args: dataclasses.replace(of(*args), **changes)
+
+    return replaced(axis, "reduction_of_matrices", mistaken)
 
 
-def replicas_are_not_summed() -> AbstractContextManager[None]:
-    def alone(how: Reduction) -> Reduction:
-        return dataclasses.replace(how, replica_axis=None)
+def the_sum_is_not_divided() -> AbstractContextManager[None]:
+    return planned(divides=None)
 
-    return replaced(axis, "reduction_of_matrices", lambda of: lambda *args: alone(of(*args)))
+
+def gradients_are_sent_in_another_type() -> AbstractContextManager[None]:
+    return planned(sent="bf16", copies=True)
 
 
 # --- where each shows -----------------------------------------------------------------------------
@@ -208,8 +211,8 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any]
     every_tensor_rank_drops_the_same_part: ({"tp": 2, **DROPOUT}, in_gradients),
     the_norm_of_each_head_keeps_its_ranks_gradient: ({"tp": 2, **QK_NORM}, in_gradients),
     later_pipeline_stages_do_not_receive_documents: ({"pp": 2, **RESET}, in_gradients),
-    the_mean_is_over_half_of_the_ranks: ({"dp": 2, **ZERO1}, in_gradients),
-    replicas_are_not_summed: ({"dp": 6, "parallel": {"replicate": 3}, **ZERO3}, in_gradients),
+    the_sum_is_not_divided: ({"dp": 2, **ZERO1}, in_gradients),
+    gradients_are_sent_in_another_type: ({"dp": 2, **ZERO3}, in_gradients),
 }
 
 

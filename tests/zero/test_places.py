@@ -19,7 +19,7 @@ def built(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, mistake: 
     """Build a rank whose plan has another padding, or one persistent parameter fewer."""
     with pytest.MonkeyPatch.context() as patch:
         if mistake == "padding":
-            patch.setattr(buckets, "_ELEMENTS_ALIGNED", 6)
+            patch.setattr(buckets, "_ELEMENTS_ALIGNED", 1)
         if mistake == "persistent":
             chosen = gathers.persistent_parameters
             patch.setattr(plan, "persistent_parameters", lambda *args: [*chosen(*args)][1:])
@@ -54,8 +54,8 @@ def test_a_bucket_is_at_most_a_sub_group_of_deepspeed(
 def test_a_plan_that_differs_from_deepspeed_is_refused(
     pool: RankPool, text: Path, cache: Path, mistake: str, zero: dict[str, Any], reason: str
 ) -> None:
-    run = small_run(text, dp=2, zero_optimization={"reduce_bucket_size": 3000, **zero})
+    run = small_run(text, dp=3, zero_optimization={"reduce_bucket_size": 3000, **zero})
     corpus = tiny_corpus(run, cache)
-    pool.run(2, built, run, corpus, "none")
+    pool.run(3, built, run, corpus, "none")
     with pytest.raises(RankFailure, match=reason):
-        pool.run(2, built, run, corpus, mistake)
+        pool.run(3, built, run, corpus, mistake)
