@@ -53,9 +53,7 @@ class Reduction:
     copies: bool  # whether the result is added to the partition; if not, it is reduced in place
     axis: Axis  # over which they are reduced: the shards or, if there is one shard, the replicas
     collective: Literal["all_reduce", "reduce_scatter", "all_to_all"] | None  # None: one data rank
-    replica_axis: (
-        Axis | None
-    )  # over which partitions are then summed; None: not shards and replicas
+    replica_axis: Axis | None  # over which the shards' partitions are then summed, if at all
     copies_sums: bool  # whether partitions are copied for that sum
     ranks: int  # over which the mean is taken
     divides: Literal["before", "after"] | None  # before a sum that could be too large for fp16

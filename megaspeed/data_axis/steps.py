@@ -142,9 +142,9 @@ def _of_gathers(axis: DataAxis) -> Iterator[str]:
             *held, last = axis.held(own, following)
             if not all(gather in hold for gather, hold in zip(order, held, strict=True)):
                 yield f"the {own[0]} of chunk {own[1]} computes a layer that is not held."
-            if following is None and last:
-                name = last[0].parameters[0].name
-                yield f"{name} is still held after the last pass, which must free everything."
+            left = [parameter.name for gather in last for parameter in gather.parameters]
+            if following is None and left:
+                yield f"{left[0]} is still held after the last pass, which must free everything."
 
 
 def _of_gradients(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[str]:
