@@ -304,7 +304,7 @@ def all_axes(context: ParallelContext) -> SimpleNamespace:
 def norm_by_deepspeed(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
     """Return the norm by which DeepSpeed clips, with its best possible configuration."""
     with left_out("use_norm"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "data_axis", all_axes)
+        patch.setattr(build, "model_parallel_unit", all_axes)
         with one_rank(launch, run, corpus) as rank:
             if run.zero_stage < 3:
                 norm = ends_the_rank_where_it_hangs("the norm", rank.optimizer.scaled_global_norm)
