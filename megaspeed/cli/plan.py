@@ -31,7 +31,6 @@ from megaspeed.cli.options import (
 from megaspeed.config.document import parse_override, read_json_object
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
-from megaspeed.config.resolve import BYTES_OF
 from megaspeed.config.section import TOKEN_UNITS
 from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.buckets import Bucket, reduction_of_matrices
@@ -325,8 +324,8 @@ def _counts_of(work: Work) -> dict[str, Any]:
     """
     gathers = [gather for gather in work.gathers if gather.parameters]
     reduced = [b for b in work.reduces if b.reduction.collective and not b.is_sent_compressed]
-    sizes = [bucket.elements * BYTES_OF[bucket.reduction.sent] for bucket in reduced]
-    sizes += [b.part * BYTES_OF[b.reduction.sent] for b in work.sums if b.compression is None]
+    sizes = [bucket.sent_bytes for bucket in reduced]
+    sizes += [bucket.part_bytes for bucket in work.sums if bucket.compression is None]
     return {
         "instruction": repr(work.instruction),
         "gathers": len(gathers),

@@ -113,6 +113,16 @@ class Bucket:
         return self.elements // self.shards
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes of the message that reduces it."""
+        return self.elements * BYTES_OF[self.reduction.sent]
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of the message that sums a part over the replicas."""
+        return self.part * BYTES_OF[self.reduction.sent]
+
+    @property
     def starts(self) -> list[int]:
         """Where each parameter begins in the complete gradient."""
         return [*accumulate(self.sizes[:-1], initial=0)]

@@ -23,7 +23,7 @@ from typing import Self
 from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.data_axis.buckets import neighbours
 from megaspeed.data_axis.parameters import LocalParameter, LocalParameters, elements_of
-from megaspeed.pipeline.schedules import Pass
+from megaspeed.pipeline.schedules import Pass, Pipeline, passes_of
 from megaspeed.topology.grid import Axis
 
 _ALIGNMENT = 128
@@ -32,6 +32,15 @@ loads read 16 bytes, and a cache line of a GPU has 128."""
 
 PassOfChunk = tuple[Pass, int]
 """A pass through a chunk of the pipeline stage."""
+
+Turn = tuple[PassOfChunk | None, PassOfChunk, PassOfChunk | None]
+"""The pass before, a pass, and the next one; None at the start and at the end of a step."""
+
+
+def turns_of(pipeline: Pipeline, stage: int) -> Iterator[Turn]:
+    """Yield the passes of a step, each with its neighbours."""
+    passes = passes_of(pipeline, stage)
+    return zip([None, *passes[:-1]], passes, [*passes[1:], None], strict=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

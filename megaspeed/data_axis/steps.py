@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.buckets import Bucket
-from megaspeed.data_axis.gathers import Gather
+from megaspeed.data_axis.gathers import Gather, turns_of
 from megaspeed.pipeline import schedules
 from megaspeed.pipeline.programs import stage_program
 from megaspeed.pipeline.schedules import (
@@ -21,7 +21,6 @@ from megaspeed.pipeline.schedules import (
     Pipeline,
     ReduceGradients,
     ScheduleError,
-    passes_of,
 )
 from megaspeed.pipeline.visits import ends_of
 
@@ -37,8 +36,7 @@ class Work(NamedTuple):
 
 def steps_of(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[Work]:
     """Yield the work of each instruction of a step, in order."""
-    ends, passes = ends_of(pipeline, stage), passes_of(pipeline, stage)
-    turns = zip([None, *passes[:-1]], passes, [*passes[1:], None], strict=True)
+    ends, turns = ends_of(pipeline, stage), turns_of(pipeline, stage)
     gathers_layers = pipeline.gathers == "layers" and axis.passes and not axis.is_local
     persistent = [] if axis.persistent is None or axis.is_local else [axis.persistent]
     of_the_loss: Counter[Bucket] = Counter()  # gradients that forwards have added

@@ -353,11 +353,8 @@ def received_as(pipeline: Pipeline, stage: int, sent: Send) -> Receive:
 
 End = Literal["micro_batch", "visit", "step"]
 """What ends with a backward of a chunk: a micro-batch, its visit, or all its work of the step."""
-ENDS: tuple[End, ...] = (
-    "micro_batch",
-    "visit",
-    "step",
-)  # the end of one is also that of those before it
+ENDS: tuple[End, ...] = ("micro_batch", "visit", "step")
+"""The end of one is also the end of those before it."""
 
 Pass = Literal["forward", "backward"]
 

@@ -9,6 +9,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data_axis import axis as plan
 from megaspeed.data_axis import buckets, gathers
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import tiny_corpus
@@ -42,6 +43,8 @@ def test_a_bucket_is_at_most_a_sub_group_of_deepspeed(
     compression = {"gradient_compression": how}
     run = small_run(text, dp=dp, zero_optimization=zero, parallel=compression)
     pool.run(dp, built, run, tiny_corpus(run, cache), "none")
+    several = [b.part for b in data_axis_of(run, 0, "cpu").buckets if len(b.parameters) > 1]
+    assert len(several) > 1 and max(several) <= 9000
 
 
 @pytest.mark.parametrize(

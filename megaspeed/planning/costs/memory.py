@@ -122,8 +122,7 @@ def _compression_state_bytes(run: Run, axis: DataAxis) -> int:
     if method is None:
         return 0
     if method.error_feedback:
-        is_hybrid = run.grid.is_hybrid
-        elements = sum(b.part if is_hybrid else b.elements for b in axis.compressed)
+        elements = sum(b.elements if b.is_sent_compressed else b.part for b in axis.compressed)
     if method.type == "powersgd":
         matrices, _ = powersgd_matrices(run, axis)
         elements += 3 * method.rank * sum(columns for _, columns in matrices)

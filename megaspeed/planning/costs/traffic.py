@@ -26,16 +26,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Literal
 
 from megaspeed.config.model import ContextMethod
 from megaspeed.config.resolve import BYTES_OF, Run
 from megaspeed.data_axis.axis import DataAxis, data_axis_of
 from megaspeed.data_axis.buckets import Bucket
-from megaspeed.data_axis.gathers import Gather, PassOfChunk
+from megaspeed.data_axis.gathers import Gather, Turn, turns_of
 from megaspeed.model.parameters import block_rows
 from megaspeed.pipeline.partition import blocks_of_stages
-from megaspeed.pipeline.schedules import Pipeline, passes_of, pipeline_of
+from megaspeed.pipeline.schedules import Pipeline, pipeline_of
 from megaspeed.pipeline.visits import holds_of
 from megaspeed.planning.costs.activations import (
     full_hidden_bytes,
@@ -143,7 +144,8 @@ def compressed_share(run: Run, pipeline_stage: int) -> float:
 
     def sent(buckets: Iterable[Bucket]) -> int:
         """The bytes between the ranks that send compressed gradients to each other."""
-        size = _part_bytes if run.grid.replicate > 1 else partial(_reduced_bytes, pipeline_of(run))
+        reduced = partial(_reduced_bytes, pipeline_of(run))
+        size = attrgetter("part_bytes") if run.grid.replicate > 1 else reduced
         return bytes_sent(collective, sum(map(size, buckets)), ranks)
 
     plain, messages = sent(axis.buckets), _compressed_messages(run, axis)
@@ -315,7 +317,7 @@ def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage:
             messages.add(name, how.collective, size, ranks=grid.size_along(how.axis))
         if how.replica_axis is not None and bucket.compression is None:
             ranks = grid.size_along(how.replica_axis)
-            messages.add(how.replica_axis, "all_reduce", _part_bytes(bucket), ranks=ranks)
+            messages.add(how.replica_axis, "all_reduce", bucket.part_bytes, ranks=ranks)
     for gather, count in _gathers(axis, pipeline, pipeline_stage).items():
         name, ranks = names.get(gather.axis, gather.axis), grid.size_along(gather.axis)
         messages.add(name, "all_gather", count * gather.message_bytes, ranks=ranks)
@@ -325,11 +327,7 @@ def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage:
 
 
 def _reduced_bytes(pipeline: Pipeline, bucket: Bucket) -> int:
-    return bucket.times(pipeline) * bucket.elements * BYTES_OF[bucket.reduction.sent]
-
-
-def _part_bytes(bucket: Bucket) -> int:
-    return bucket.part * BYTES_OF[bucket.reduction.sent]
+    return bucket.times(pipeline) * bucket.sent_bytes
 
 
 def _gathers(axis: DataAxis, pipeline: Pipeline, pipeline_stage: int) -> Counter[Gather]:
@@ -355,12 +353,8 @@ def _gathers(axis: DataAxis, pipeline: Pipeline, pipeline_stage: int) -> Counter
 
 
 @lru_cache(maxsize=1024)
-def _turns(
-    pipeline: Pipeline, stage: int
-) -> Mapping[tuple[PassOfChunk | None, PassOfChunk, PassOfChunk | None], int]:
-    """Return how often a step has each triple of passes: the one before, a pass, the next one."""
-    passes = passes_of(pipeline, stage)
-    return Counter(zip([None, *passes[:-1]], passes, [*passes[1:], None], strict=True))
+def _turns(pipeline: Pipeline, stage: int) -> Mapping[Turn, int]:
+    return Counter(turns_of(pipeline, stage))
 
 
 def _compressed_messages(run: Run, axis: DataAxis) -> Iterator[tuple[Collective, int]]:
