@@ -233,6 +233,19 @@ class ModelConfig(Section):
             return "torch's FlashAttention needs a head size that is a multiple of 8 up to 256"
         return None
 
+    def dropout_warning(self) -> str | None:
+        """Return a warning with the rates, the cost and a fix; None if there is no dropout."""
+        names = ("embedding_dropout", "attention_dropout", "residual_dropout")
+        rates = {name: getattr(self, name) for name in names if getattr(self, name) > 0.0}
+        if not rates:
+            return None
+        stated = ", ".join(f"model.{name} {rate:g}" for name, rate in rates.items())
+        cost = "each mask is computed again in backward"
+        if self.attention_dropout > 0.0:
+            cost = "attention runs without its fused kernel, and keeps S x S matrices of each head"
+        mend = " ".join(f"model.{name}=0" for name in rates)
+        return f"the model has dropout ({stated}), so {cost}; to train without it, --set {mend}"
+
     def local_heads(self, tp: int) -> tuple[int, int]:
         """Return the query and the key/value heads of one of ``tp`` tensor ranks."""
         return self.num_attention_heads // tp, max(1, self.num_key_value_heads // tp)

@@ -1,6 +1,6 @@
 """Resolve a config for a number of processes: replace "auto" and compute all derived numbers."""
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from megaspeed.config.layout import (
 )
 from megaspeed.config.model import ContextMethod
 from megaspeed.config.rules import ulysses_degrees
-from megaspeed.config.run import Compression, ParallelConfig, RunConfig
+from megaspeed.config.run import Compression, RunConfig
 from megaspeed.topology.grid import Grid
 
 GradientReduction = Literal["per_step", "per_visit", "per_micro_batch"]
@@ -294,29 +294,3 @@ def _message_sizes(config: RunConfig, tp: int, device_type: str) -> dict[str, An
     zero = config.zero_optimization
     omitted = (name for name in values if getattr(zero, name) is None)
     return {f"zero_optimization.{name}": values[name] for name in omitted}
-
-
-def describe_recomputation(parallel: ParallelConfig) -> str:
-    """Return what happens to the activations of blocks between forward and backward."""
-    kind, count = parallel.activation_checkpointing, parallel.recomputed_blocks
-    if kind == "none":
-        return "kept for backward"
-    details: list[str] = [kind] if kind == "selective" else []
-    if count is not None:
-        details.append(f"{count} {'block' if count == 1 else 'blocks'} of each pipeline stage")
-    return "recomputed in backward" + (f" ({', '.join(details)})" if details else "")
-
-
-def dropout_warning(run: Run) -> Iterator[str]:
-    """Yield a warning with the rates, the cost and a fix if the model has dropout."""
-    model = run.config.model
-    names = ("embedding_dropout", "attention_dropout", "residual_dropout")
-    rates = {name: getattr(model, name) for name in names if getattr(model, name) > 0.0}
-    if not rates:
-        return
-    stated = ", ".join(f"model.{name} {rate:g}" for name, rate in rates.items())
-    cost = "each mask is computed again in backward"
-    if model.attention_dropout > 0.0:
-        cost = "attention runs without its fused kernel, and keeps S x S matrices of each head"
-    mend = " ".join(f"model.{name}=0" for name in rates)
-    yield f"the model has dropout ({stated}), so {cost}; to train without it, --set {mend}"

@@ -135,6 +135,17 @@ class ParallelConfig(Section):
         count = self.recomputed_blocks
         return self.activation_checkpointing if count is None or block < count else "none"
 
+    @property
+    def recomputation_in_words(self) -> str:
+        """What happens to the activations of blocks between forward and backward."""
+        kind, count = self.activation_checkpointing, self.recomputed_blocks
+        if kind == "none":
+            return "kept for backward"
+        details: list[str] = [kind] if kind == "selective" else []
+        if count is not None:
+            details.append(f"{count} {'block' if count == 1 else 'blocks'} of each pipeline stage")
+        return "recomputed in backward" + (f" ({', '.join(details)})" if details else "")
+
 
 BUNDLED_CORPUS = "python-stdlib"
 """A source that every machine has: the files of Python's standard library."""

@@ -182,6 +182,14 @@ class Bucket:
             elif (first := max(at, begin)) < (last := min(at + size, end)):
                 yield OwnedRange(parameter, first - at, first - begin, last - first)
 
+    def compressed_by(self, shard: int) -> Iterator[OwnedRange]:
+        """Yield the parts of what a shard compresses: all gradients, or what it owns of them."""
+        if not self.is_sent_compressed:
+            yield from self.owned(shard)
+            return
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            yield OwnedRange(parameter, 0, start, parameter.elements)
+
 
 def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) -> list[Bucket]:
     """Return the buckets of a rank's parameters, in the order of DeepSpeed's parameter groups.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.table import Table
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.config.resolve import BYTES_OF, describe_recomputation, dropout_warning
+from megaspeed.config.resolve import BYTES_OF
 from megaspeed.data_axis.buckets import reduction_of_matrices
 from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.planning.costs.placement import AxisPlacement, Placement
@@ -91,7 +91,7 @@ def summary(plan: Plan) -> Iterator[str]:
         f"{counted(batch.gradient_accumulation_steps, 'micro-batch')} of {batch.micro_batch_size:,}"
     )
     yield (
-        f"activations: {describe_recomputation(run.config.parallel)}; "
+        f"activations: {run.config.parallel.recomputation_in_words}; "
         f"sequence parallelism {'on' if run.sequence_parallel else 'off'}"
     )
     if run.context_method is not None:
@@ -103,7 +103,8 @@ def summary(plan: Plan) -> Iterator[str]:
         why = model.why_mask(plan.prediction.fullest.device_type, BYTES_OF[run.precision])
         each = " for each micro-batch" if run.config.data.reset_at_documents else ""
         yield f"attention mask: {readable_memory(plan.mask_bytes)}{each}, because {why}"
-    yield from dropout_warning(run)
+    if warning := model.dropout_warning():
+        yield warning
     if run.grid.pp > 1:
         shape = pipeline_of(run)
         groups = f"{counted(shape.groups, 'group')} of micro-batches"

@@ -225,13 +225,11 @@ class Checkpointing:
         worker = self._worker
         engine = worker.engine
         for fragment in engine.state_fragments():
-            name = engine.names[fragment.parameter]
-            shard = worker.shards[name]
-            part = self._written_part(engine.owned_elements[fragment.parameter]) if owned else None
+            part = self._written_part(engine.owned_elements[fragment.name]) if owned else None
             for kind in kinds:
                 yield from pieces_of(
-                    key(kind, logical_name(self._run.config.model, name)),
-                    shard,
+                    key(kind, logical_name(self._run.config.model, fragment.name)),
+                    worker.shards[fragment.name],
                     fragment.start,
                     getattr(fragment, kind),
                     part=part,
@@ -289,12 +287,11 @@ def _compression_pieces(worker: Worker) -> Iterator[Piece]:
     """The pieces of compressed gradients that this rank writes: views of its state."""
     context, engine = worker.context, worker.engine
     for held in engine.gradients.feedback():
-        name = engine.names[held.parameter]
-        tensor = key(f"{FEEDBACK}{context.sender_rank}", name)
-        yield from pieces_of(tensor, worker.shards[name], held.start, held.values)
+        tensor = key(f"{FEEDBACK}{context.sender_rank}", held.name)
+        yield from pieces_of(tensor, worker.shards[held.name], held.start, held.values)
     if context.shard_rank == context.replica_rank == 0 and not context.grid.is_hybrid:
-        for parameter, factor in engine.gradients.factors():
-            yield _factor_piece(worker, engine.names[parameter], factor)
+        for factor in engine.gradients.factors():
+            yield _factor_piece(worker, *factor)
 
 
 def _load_compression(
@@ -321,8 +318,8 @@ def _load_compression(
     if not there or worker.run.compression is None:
         return
     assert saved.layout is not None, "a run has saved these tensors"
-    gradients, names = worker.engine.gradients, worker.engine.names
-    factors = [_factor_piece(worker, names[p], factor) for p, factor in gradients.factors()]
+    gradients = worker.engine.gradients
+    factors = [_factor_piece(worker, *each) for each in gradients.factors()]
     fitting = [piece for piece in factors if there.get(piece.key) == tuple(piece.full_shape)]
     grid, before = worker.run.grid, saved.layout.grid
     if before.tp == grid.tp and not grid.is_hybrid:
@@ -333,7 +330,7 @@ def _load_compression(
         ranks = [worker.context.sender_rank]
     # What all senders hold, divided by dp, is what was not sent of the mean.
     share = grid.dp_cp / before.dp_cp * before.senders / grid.senders / len(ranks)
-    feedback = {names[held.parameter]: held for held in gradients.feedback()}
+    feedback = {held.name: held for held in gradients.feedback()}
     for rank in ranks:
         pieces: list[Piece] = []
         read: list[tuple[torch.Tensor, torch.Tensor]] = []

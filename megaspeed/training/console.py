@@ -18,7 +18,7 @@ from megaspeed.bar_or_lines import BarOrLines
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.errors import shortened
-from megaspeed.config.resolve import Run, describe_recomputation, dropout_warning
+from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.gpt import DTYPES
@@ -99,7 +99,7 @@ def banner(run: Run, device: torch.device) -> Iterator[str]:
     )
     yield f"attention: {describe_attention(run, device)}"
     if parallel.activation_checkpointing != "none":
-        yield f"activations: {describe_recomputation(parallel)}"
+        yield f"activations: {parallel.recomputation_in_words}"
     services = "".join(f", {service}" for service in run.config.training.report_to)
     yield f"files: {run.run_dir}{services}"
 
@@ -155,7 +155,8 @@ def launch_warnings(
             f"parallel.tensor that divides {ranks}, and let pp or dp cross; megaspeed plan "
             "predicts the traffic, and megaspeed doctor measures what each link carries"
         )
-    yield from dropout_warning(run)
+    if warning := run.config.model.dropout_warning():
+        yield warning
     if has_bf16 and not {"bf16", "fp16"} & run.config.model_fields_set:
         yield (
             "the configuration states no precision, so the run trains in fp32, but this GPU "

@@ -119,7 +119,7 @@ _KINDS = (*_OF_THE_PROCESS, "nan", "corrupt")
 
 def _corrupt(fault: _Fault, engine: ZeroEngine) -> None:
     held = (one for one in engine.state_fragments() if len(one.weights))
-    next(one for one in held if fault.parameter in engine.names[one.parameter]).weights[0] += 1
+    next(one for one in held if fault.parameter in one.name).weights[0] += 1
 
 
 def _fault_of(rank: int) -> _Fault | None:

@@ -22,13 +22,12 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, logical_name, parameter_named
 from megaspeed.tensor_parallel.plan import key_value_replicas, query_rows
 from megaspeed.topology.store import ranks_named
 from megaspeed.training.worker import Worker
-from megaspeed.zero.model_states import parameter_fragments
 from megaspeed.zero.reductions import all_gather_numbers
 
 _ELEMENTS_AT_ONCE = 1 << 22
@@ -138,19 +137,18 @@ class Replicas:
     def _copies(self) -> Iterator[tuple[Slot, str, Tensor]]:
         """All copies that this rank holds: slot, parameter's name, and flat range of values."""
         engine = self._worker.engine
-        for parameter, start, values in parameter_fragments(engine.module, engine.optimizer):
-            for holders, name, part in self._by_holders(parameter, start, values):
+        for one in engine.parameter_fragments():
+            for holders, name, part in self._by_holders(one.name, one.start, one.values):
                 yield ("parameter", holders), name, part
-        for one in engine.state_fragments():
-            for holders, name, part in self._by_holders(one.parameter, one.start, one.weights):
+        for state in engine.state_fragments():
+            for holders, name, part in self._by_holders(state.name, state.start, state.weights):
                 yield ("master weight", holders), name, part
 
     def _by_holders(
-        self, parameter: nn.Parameter, start: int, values: Tensor
+        self, name: str, start: int, values: Tensor
     ) -> Iterator[tuple[Holders, str, Tensor]]:
         """Split the elements [start, start + len(values)) by the ranks that hold copies."""
         model = self._run.config.model
-        name = self._worker.engine.names[parameter]
         described = parameter_named(model, name)
         split = described.split
         values = values.detach().view(-1)

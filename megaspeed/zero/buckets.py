@@ -8,7 +8,7 @@ Each bucket is one collective, in place. Over gloo, the ranks exchange parts, an
 what it has received.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 from deepspeed import comm
 from torch import Tensor, nn
 
-from megaspeed.data_axis.buckets import Bucket
+from megaspeed.data_axis.buckets import Bucket, OwnedRange
 from megaspeed.model.gpt import DTYPES
 from megaspeed.topology.context import ParallelContext
-from megaspeed.zero.model_states import HeldRange
+from megaspeed.zero.model_states import Fragment
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,7 +29,7 @@ class CompressedGradients:
     plan: Bucket
     values: Tensor  # what the step does not send is left in it
     partition: Tensor  # to which the mean is written
-    ranges: Sequence[HeldRange]  # the place of each parameter in ``values``
+    ranges: Sequence[OwnedRange]  # the place of each parameter in ``values``
     feedback: Tensor | None = None  # what was not sent, without loss scale; None: it is discarded
 
 
@@ -56,6 +56,16 @@ class GradientBucket:
         if self.compressed is None or self.plan.is_sent_compressed:
             return self.partition
         return self.compressed.values
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What the partition has of each parameter."""
+        return fragments_of(self.partition, self.plan.owned(self.own_part))
+
+
+def fragments_of(flat: Tensor, ranges: Iterable[OwnedRange]) -> Iterator[Fragment]:
+    """Yield views of the parts of parameters in a flat tensor."""
+    for own in ranges:
+        yield Fragment(own.parameter.name, own.start, flat.narrow(0, own.offset, own.length))
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def build_engine(
         run,
         axis,
         context,
-        owned_elements=_owned_elements(parameters, shards, axis, context),
+        owned_elements=_owned_elements(shards, axis, context),
         loss=loss,
         loss_scale=loss_scale,
     )
@@ -180,15 +180,12 @@ def _prepare_deepspeed(context: ParallelContext) -> None:
 
 
 def _owned_elements(
-    parameters: Mapping[str, nn.Parameter],
-    shards: Mapping[str, ParameterShard],
-    axis: DataAxis,
-    context: ParallelContext,
-) -> dict[nn.Parameter, int]:
+    shards: Mapping[str, ParameterShard], axis: DataAxis, context: ParallelContext
+) -> dict[str, int]:
     owned = {}
     for local in axis.parameters:
         shard = shards[local.name]
         width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1
         later_copy = local.group == "tied" and not context.is_first_pipeline_stage
-        owned[parameters[local.name]] = 0 if later_copy else shard.owned_rows * width
+        owned[local.name] = 0 if later_copy else shard.owned_rows * width
     return owned

@@ -31,14 +31,14 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Int8Compression, PowerSgdCompression
 from megaspeed.data_axis.buckets import columns_sent_together, members_sent_together
 from megaspeed.topology.context import ParallelContext
-from megaspeed.zero.buckets import CompressedGradients, shape_of
+from megaspeed.zero.buckets import CompressedGradients
 
 _LEVELS = 127
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -66,8 +66,8 @@ class Compressor(ABC):
         """The tensors that are held from step to step."""
         return iter(())
 
-    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """(parameter, state of the method for it), equal on all data ranks."""
+    def factors(self) -> Iterator[tuple[str, Tensor]]:
+        """(full name of a parameter, state of the method for it), equal on all data ranks."""
         return iter(())
 
 
@@ -199,7 +199,7 @@ class _Batch:
 
     bucket: CompressedGradients  # which contains the matrices
     shape: tuple[int, int]
-    parameters: list[nn.Parameter] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of their parameters
     starts: list[int] = field(default_factory=list)
 
     @property
@@ -230,7 +230,7 @@ def batches_of(
     latest: dict[tuple[CompressedGradients, int, int], _Batch] = {}
     rest: list[tuple[CompressedGradients, slice]] = []
     for bucket, held in ((one, held) for one in compressed for held in one.ranges):
-        columns = shape_of(held.parameter)[1]
+        columns = held.parameter.shape[1]
         before = -held.start % columns  # elements of a row that begins on another rank
         rows = max(0, held.length - before) // columns
         if rank * (rows + columns) >= rows * columns:
@@ -243,7 +243,7 @@ def batches_of(
         if batch is None or not batch.continues(start):
             batch = latest[bucket, rows, columns] = _Batch(bucket, (rows, columns))
             batches.append(batch)
-        batch.parameters.append(held.parameter)
+        batch.names.append(held.parameter.name)
         batch.starts.append(start)
     return batches, rest
 
@@ -301,9 +301,9 @@ class PowerSgd(Compressor):
     def tensors(self) -> Iterator[Tensor]:
         yield from (self._initial, self._right, self._next)
 
-    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def factors(self) -> Iterator[tuple[str, Tensor]]:
         for batch, right in zip(self._batches, self._parts(self._right, 1), strict=True):
-            yield from zip(batch.parameters, right, strict=True)
+            yield from zip(batch.names, right, strict=True)
 
     def reduce(self, compressed: Sequence[CompressedGradients]) -> None:
         sums = [batch.of(batch.bucket.values) for batch in self._batches]
@@ -358,11 +358,11 @@ class PowerSgd(Compressor):
         return torch.cat([part.view(shards, -1)[self._shard] for part in parts])
 
     def _sizes(self, side: int) -> list[int]:
-        return [len(each.parameters) * each.shape[side] * self._rank_of for each in self._batches]
+        return [len(each.names) * each.shape[side] * self._rank_of for each in self._batches]
 
     def _parts(self, flat: Tensor, side: int) -> list[Tensor]:
         """Views (matrices, n, rank) of all P, or (matrices, m, rank) of all Q if ``side`` is 1."""
         return [
-            part.view(len(batch.parameters), batch.shape[side], self._rank_of)
+            part.view(len(batch.names), batch.shape[side], self._rank_of)
             for batch, part in zip(self._batches, flat.split(self._sizes(side)), strict=True)
         ]

@@ -34,9 +34,11 @@ from megaspeed.zero.gradients import Gradients
 from megaspeed.zero.host_inputs import HostInputs
 from megaspeed.zero.layer_gathers import LayerGathers
 from megaspeed.zero.model_states import (
+    Fragment,
     StateFragment,
     check_places,
     load_state,
+    parameter_fragments,
     state_fragments,
 )
 from megaspeed.zero.reductions import (
@@ -76,7 +78,7 @@ class ZeroEngine:
         run: the resolved run.
         axis: what this rank reduces and gathers. Each bucket is a parameter group.
         context: this rank's groups.
-        owned_elements: how many leading elements of each parameter this rank counts in the norm.
+        owned_elements: full name -> how many leading elements this rank counts in the norm.
         loss: the loss of the last pipeline stage.
         loss_scale: the gradients are those of the loss multiplied by it.
     """
@@ -88,7 +90,7 @@ class ZeroEngine:
         axis: DataAxis,
         context: ParallelContext,
         *,
-        owned_elements: Mapping[nn.Parameter, int],
+        owned_elements: Mapping[str, int],
         loss: VocabParallelLoss,
         loss_scale: float,
     ) -> None:
@@ -99,14 +101,13 @@ class ZeroEngine:
         """DeepSpeed's ZeRO optimizer."""
         self._context = context
         self.owned_elements = owned_elements
-        """How many leading elements of each local tensor this rank counts in the norm."""
+        """Full name -> how many leading elements of a parameter this rank counts in the norm."""
         self.loss = loss
         """The loss of the last pipeline stage."""
         self.of_hidden: Callable[..., Tensor] = loss
         """What the last pipeline stage computes: the loss, or a function of the same arguments."""
         self._loss_scale = loss_scale
-        self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
-        """Full name of each of this rank's parameters."""
+        self._axis = axis
         self._gathers: LayerGathers | None = None
         self.non_finite_parameter: str | None = None
         """This rank's first parameter with a non-finite gradient in the last step, if any."""
@@ -118,18 +119,18 @@ class ZeroEngine:
         remove_module_hooks(engine)
         drop_gradient_partitions(self.optimizer)
         keep_parameter_views(self.optimizer)
-        check_places(self.optimizer, self.names, axis, context)
+        check_places(self.optimizer, self.module, axis, context)
         recomputation = run.config.parallel.activation_checkpointing
         if recomputation == "full_offloaded" and not get_accelerator().is_synchronized_device():
             engine.module.inputs_in_host_memory = HostInputs().hooks
         if run.zero_stage == 3:
             self._gathers = LayerGathers(engine.module, context, axis)
-        parameters = {name: parameter for parameter, name in self.names.items()}
-        tied = {parameters[each.name] for each in axis.parameters if each.group == "tied"}
+        parameters = dict(self.module.named_parameters())
         self.gradients = Gradients(self.optimizer, run, axis, context, parameters)
         """This rank's gradients."""
         # Gradients of the weight that this rank shares with another pipeline stage.
-        self._tied = [f.values for f in self.gradients.fragments if f.parameter in tied]
+        tied = {each.name for each in axis.parameters if each.group == "tied"}
+        self._tied = [each.values for each in self.gradients.fragments if each.name in tied]
         self._owned_squares = OwnedSquares(self.gradients.fragments, owned_elements)
 
     def expect(self, passes: Iterable[tuple[Pass, int]]) -> None:
@@ -192,7 +193,7 @@ class ZeroEngine:
         if self._gathers is not None:
             self._gathers.begin("backward", chunk)
         torch.autograd.backward(output, gradient)
-        if missing := [self.names[parameter] for parameter in self.gradients.missing()]:
+        if missing := self.gradients.missing():
             raise RuntimeError(
                 "Every parameter must have a gradient in every micro-batch, because all ranks "
                 f"reduce the same buckets, but these have none: {', '.join(sorted(missing))}. Use "
@@ -246,9 +247,7 @@ class ZeroEngine:
         losses = [report[1] for report in reports]
         scaled_norm = self._norm_of([report[0] for report in reports], losses)
         finite = math.isfinite(scaled_norm)
-        self.non_finite_parameter = (
-            None if finite else first_non_finite(self.gradients.fragments, self.names)
-        )
+        self.non_finite_parameter = None if finite else first_non_finite(self.gradients.fragments)
         loss_scale = float(self.optimizer.loss_scale)  # of this step: the scaler may change it
         self.gradients.hand_over()
         use_norm(self.optimizer, scaled_norm)  # the step clips to ``gradient_clipping`` by it
@@ -263,7 +262,11 @@ class ZeroEngine:
 
     def state_fragments(self) -> Iterator[StateFragment]:
         """This rank's master weights and moments, to read or to write between two steps."""
-        return state_fragments(self.optimizer)
+        return state_fragments(self.optimizer, self._axis, self._context)
+
+    def parameter_fragments(self) -> Iterator[Fragment]:
+        """The parameters that this rank holds between two steps."""
+        return parameter_fragments(self.module, self._axis, self._context)
 
     def load_state(self, steps_taken: int) -> None:
         """Continue from the values that were written to ``state_fragments``.

@@ -21,6 +21,7 @@ followed by its backward, which is not so in a pipeline.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,12 +36,16 @@ from megaspeed.data_axis.buckets import Bucket
 from megaspeed.model.gpt import DTYPES
 from megaspeed.pipeline.schedules import End
 from megaspeed.topology.context import ParallelContext
-from megaspeed.zero.buckets import CompressedGradients, GradientBucket, Reducer, shape_of
+from megaspeed.zero.buckets import (
+    CompressedGradients,
+    GradientBucket,
+    Reducer,
+    fragments_of,
+    shape_of,
+)
 from megaspeed.zero.compression import Compressor, make_compressor
 from megaspeed.zero.model_states import (
-    GradientFragment,
-    HeldRange,
-    held_ranges,
+    Fragment,
     master_partitions,
     own_part,
     partitions_parameters,
@@ -55,7 +60,7 @@ class Gradients:
         run: the resolved run.
         axis: which gradients are reduced together, when and how.
         context: this rank's groups.
-        parameters: full name -> parameter.
+        parameters: full name -> parameter of this rank.
     """
 
     def __init__(
@@ -71,22 +76,15 @@ class Gradients:
         self._context, self._device = context, context.device
         self._is_offloaded = run.config.zero_optimization.offloads_optimizer
         self._reducer = Reducer(context, is_offloaded=self._is_offloaded)
-        held = list(held_ranges(optimizer))
         self._buckets = [
-            self._make_bucket(
-                plan,
-                [parameters[parameter.name] for parameter in plan.parameters],
-                master,
-                [each for each in held if each.bucket == index],
-            )
-            for index, (plan, master) in enumerate(
-                zip(axis.buckets, master_partitions(optimizer), strict=True)
-            )
+            self._make_bucket(plan, [parameters[each.name] for each in plan.parameters], master)
+            for plan, master in zip(axis.buckets, master_partitions(optimizer), strict=True)
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._of_chunks: dict[int, list[GradientBucket]] = {}
         for bucket in self._buckets:
             self._of_chunks.setdefault(bucket.plan.chunk, []).append(bucket)
+        self._names = {parameter: name for name, parameter in parameters.items()}
         self._in_backward = {parameters[p.name] for p in axis.parameters if p.in_backward}
         self._partial = [bucket for bucket in self._buckets if bucket.plan.group == "partial"]
         self._compressed = [b.compressed for b in self._buckets if b.compressed is not None]
@@ -104,19 +102,13 @@ class Gradients:
                 parameter.register_post_accumulate_grad_hook(self._take)
         self._begins_step = True  # whether the next forward is the first one of a step
         self._end: End = "step"  # what this backward ends
-        views = [self._buckets[h.bucket].partition.narrow(0, h.offset, h.length) for h in held]
-        self.fragments = tuple(
-            GradientFragment(each.parameter, each.start, values)
-            for each, values in zip(held, views, strict=True)
-        )
+        of_buckets = [[*each.fragments()] for each in self._buckets]
+        self.fragments = tuple(chain(*of_buckets))
         """Views of this rank's reduced gradients, without padding."""
-        of_buckets: list[list[Tensor]] = [[] for _ in self._buckets]
-        for each, view in zip(held, views, strict=True):
-            of_buckets[each.bucket].append(view)
         self._partitions = [
             [bucket.partition]
             if partitions_parameters(optimizer)
-            else GradPartitionBufferGroup(own, bucket.partition)
+            else GradPartitionBufferGroup([each.values for each in own], bucket.partition)
             for own, bucket in zip(of_buckets, self._buckets, strict=True)
         ]
 
@@ -157,12 +149,12 @@ class Gradients:
                 if not bucket.missing and (bucket.kept is not None or bucket.gradients):
                     self._collect(bucket)
 
-    def missing(self) -> list[nn.Parameter]:
-        """The parameters of which the last backward has computed no gradient.
+    def missing(self) -> list[str]:
+        """Full names of the parameters of which the last backward has computed no gradient.
 
         Their buckets have not been sent. Empty if everything is sent at the end of the step.
         """
-        return [parameter for bucket in self._buckets for parameter in bucket.missing]
+        return [self._names[each] for bucket in self._buckets for each in bucket.missing]
 
     def reduce(self) -> None:
         """Complete the reduction. Afterwards the partition is the average over the data axis.
@@ -213,24 +205,20 @@ class Gradients:
             else:
                 compressed.feedback.zero_()  # it was a part of the sum, which was sent completely
 
-    def feedback(self) -> Iterator[GradientFragment]:
+    def feedback(self) -> Iterator[Fragment]:
         """What this rank has not sent yet of each compressed gradient."""
-        for compressed in self._compressed:
-            if compressed.feedback is not None:
-                for held in compressed.ranges:
-                    values = compressed.feedback.narrow(0, held.offset, held.length)
-                    yield GradientFragment(held.parameter, held.start, values)
+        for each in self._compressed:
+            if each.feedback is not None:
+                yield from fragments_of(each.feedback, each.ranges)
 
-    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """PowerSGD's Q (columns, rank) of each compressed parameter, equal on all data ranks."""
+    def factors(self) -> Iterator[tuple[str, Tensor]]:
+        """(full name, PowerSGD's Q (columns, rank)) of each compressed parameter, equal on all data
+        ranks.
+        """
         return iter(()) if self._compressor is None else self._compressor.factors()
 
     def _make_bucket(
-        self,
-        plan: Bucket,
-        parameters: Sequence[nn.Parameter],
-        master: Tensor,
-        held: Sequence[HeldRange],
+        self, plan: Bucket, parameters: Sequence[nn.Parameter], master: Tensor
     ) -> GradientBucket:
         """Allocate what the plan states. ``master`` is the flat tensor of this rank's weights."""
         total, part, how = plan.reduction.total, plan.part, plan.compression
@@ -249,24 +237,25 @@ class Gradients:
         else:
             assert kept is not None
             partition = kept.narrow(0, index * part, part)
-        bucket = GradientBucket(
-            plan=plan, parameters=parameters, own_part=index, kept=kept, partition=partition
-        )
+        compressed = None
         if how is not None:
-            values = kept
-            if not plan.is_sent_compressed:
-                values = self._zeros(padded, total)
-            else:
-                held = [
-                    HeldRange(parameter, 0, 0, start, shape_of(parameter).numel())
-                    for parameter, start in zip(parameters, plan.starts, strict=True)
-                ]
+            values = kept if plan.is_sent_compressed else self._zeros(padded, total)
             assert values is not None, "a rule checked that ranks keep complete gradients"
-            feedback = torch.zeros_like(values) if how.error_feedback else None
-            bucket.compressed = CompressedGradients(
-                plan=plan, values=values, partition=partition, ranges=held, feedback=feedback
+            compressed = CompressedGradients(
+                plan=plan,
+                values=values,
+                partition=partition,
+                ranges=[*plan.compressed_by(index)],
+                feedback=torch.zeros_like(values) if how.error_feedback else None,
             )
-        return bucket
+        return GradientBucket(
+            plan=plan,
+            parameters=parameters,
+            own_part=index,
+            kept=kept,
+            partition=partition,
+            compressed=compressed,
+        )
 
     def _zeros(self, shape: int | Sequence[int], dtype: Precision) -> Tensor:
         return torch.zeros(shape, dtype=DTYPES[dtype], device=self._device)

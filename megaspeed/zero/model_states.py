@@ -15,8 +15,9 @@ A fragment is a flat range of one parameter. Whatever is written to it is what t
     3          the data axis       an equal flat range of every parameter
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -25,62 +26,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspeed.data_axis.axis import DataAxis
-from megaspeed.data_axis.buckets import Bucket
+from megaspeed.data_axis.buckets import Bucket, OwnedRange
 from megaspeed.topology.context import ParallelContext
 
 
 @dataclass(frozen=True)
-class GradientFragment:
-    """Elements [start, start + len(values)) of the flat local gradient of ``parameter``."""
+class Fragment:
+    """Elements [start, start + len(values)) of a flat local parameter, or of its gradient."""
 
-    parameter: nn.Parameter
+    name: str  # full name of the parameter
     start: int
     values: Tensor
 
 
 @dataclass(frozen=True)
-class HeldRange:
-    """The place of a part of a parameter in this rank's flat partitions."""
+class StateFragment:
+    """Elements [start, start + len(weights)) of the flat local state of a parameter, fp32."""
 
-    parameter: nn.Parameter
-    start: int  # first element of the part in the flat local tensor of the parameter
-    bucket: int  # index of the flat partition: one for each parameter group of the optimizer
-    offset: int  # first element of the part in that partition
-    length: int  # elements without padding; may be 0 at stage 3
-
-
-def partitions_parameters(optimizer: Any) -> bool:
-    """Whether this is DeepSpeed's optimizer of ZeRO-3; other stages use another class."""
-    return hasattr(optimizer, "fp16_groups")
-
-
-def held_ranges(optimizer: Any) -> Iterator[HeldRange]:
-    """The parts of parameters whose gradient and optimizer state this rank holds."""
-    if partitions_parameters(optimizer):
-        yield from _stage3_ranges(optimizer)
-    else:
-        yield from _flat_partition_ranges(optimizer)
-
-
-def _flat_partition_ranges(optimizer: Any) -> Iterator[HeldRange]:
-    for bucket, parameters in enumerate(optimizer.params_in_partition):
-        size = optimizer.single_partition_of_fp32_groups[bucket].numel()
-        rank = dist.get_rank(optimizer.real_dp_process_group[bucket])
-        for parameter in parameters:
-            key = optimizer.get_param_id(parameter)
-            start = int(optimizer.grad_start_offset[bucket][rank][key])
-            offset = int(optimizer.grad_partition_insertion_offset[bucket][rank][key])
-            length = min(parameter.numel() - start, size - offset)
-            yield HeldRange(parameter, start, bucket, offset, length)
-
-
-def _stage3_ranges(optimizer: Any) -> Iterator[HeldRange]:
-    for parameters in optimizer.fp16_groups:
-        for parameter in parameters:
-            bucket, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            start = optimizer._get_param_partition_rank(parameter) * parameter.partition_numel()
-            length = max(0, min(parameter.partition_numel(), parameter.ds_numel - start))
-            yield HeldRange(parameter, start, int(bucket), int(offset), length)
+    name: str  # full name of the parameter
+    start: int
+    weights: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
 
 def own_part(bucket: Bucket, context: ParallelContext) -> int:
@@ -88,18 +55,45 @@ def own_part(bucket: Bucket, context: ParallelContext) -> int:
     return context.rank_along(bucket.reduction.axis) % bucket.shards
 
 
+def owned_ranges(axis: DataAxis, context: ParallelContext) -> Iterator[tuple[int, OwnedRange]]:
+    """(index of a bucket, what this rank owns of one of its parameters)."""
+    for index, bucket in enumerate(axis.buckets):
+        yield from ((index, own) for own in bucket.owned(own_part(bucket, context)))
+
+
+def partitions_parameters(optimizer: Any) -> bool:
+    """Whether this is DeepSpeed's optimizer of ZeRO-3; other stages use another class."""
+    return hasattr(optimizer, "fp16_groups")
+
+
+def _places_in_deepspeed(optimizer: Any) -> Iterator[tuple[nn.Parameter, int, int, int, int]]:
+    """(parameter, first element, flat partition, offset in it, elements) of what this rank owns."""
+    if partitions_parameters(optimizer):
+        for parameter in chain(*optimizer.fp16_groups):
+            bucket, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start = optimizer._get_param_partition_rank(parameter) * parameter.partition_numel()
+            length = max(0, min(parameter.partition_numel(), parameter.ds_numel - start))
+            yield parameter, start, int(bucket), int(offset), length
+        return
+    for bucket, parameters in enumerate(optimizer.params_in_partition):
+        size = optimizer.single_partition_of_fp32_groups[bucket].numel()
+        rank = dist.get_rank(optimizer.real_dp_process_group[bucket])
+        for parameter in parameters:
+            key = optimizer.get_param_id(parameter)
+            start = int(optimizer.grad_start_offset[bucket][rank][key])
+            offset = int(optimizer.grad_partition_insertion_offset[bucket][rank][key])
+            yield parameter, start, bucket, offset, min(parameter.numel() - start, size - offset)
+
+
 def check_places(
-    optimizer: Any, names: Mapping[nn.Parameter, str], axis: DataAxis, context: ParallelContext
+    optimizer: Any, module: nn.Module, axis: DataAxis, context: ParallelContext
 ) -> None:
     """Raise RuntimeError if DeepSpeed's partitions or what it keeps gathered are not as planned."""
-    found = {
-        (names[held.parameter], held.start, held.bucket, held.offset, held.length)
-        for held in held_ranges(optimizer)
-    }
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found = {(names[parameter], *place) for parameter, *place in _places_in_deepspeed(optimizer)}
     planned = {
         (own.parameter.name, own.start, index, own.offset, own.length)
-        for index, bucket in enumerate(axis.buckets)
-        for own in bucket.owned(own_part(bucket, context))
+        for index, own in owned_ranges(axis, context)
     }
     kept = {name for parameter, name in names.items() if getattr(parameter, "ds_persist", False)}
     persistent = () if axis.persistent is None else axis.persistent.parameters
@@ -118,26 +112,16 @@ def check_places(
         )
 
 
-@dataclass(frozen=True)
-class StateFragment:
-    """Elements [start, start + len(weights)) of the flat local state of ``parameter``, fp32."""
-
-    parameter: nn.Parameter
-    start: int
-    weights: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-
-def state_fragments(optimizer: Any) -> Iterator[StateFragment]:
+def state_fragments(
+    optimizer: Any, axis: DataAxis, context: ParallelContext
+) -> Iterator[StateFragment]:
     """This rank's optimizer state without padding. Moments that do not exist yet are zeros."""
     masters = master_partitions(optimizer)
-    for held in held_ranges(optimizer):
-        master = masters[held.bucket]
-        moments = _moments(optimizer.optimizer, master)
-        flat = (master.data, moments["exp_avg"], moments["exp_avg_sq"])
-        views = [tensor.view(-1).narrow(0, held.offset, held.length) for tensor in flat]
-        yield StateFragment(held.parameter, held.start, *views)
+    for index, own in owned_ranges(axis, context):
+        moments = _moments(optimizer.optimizer, masters[index])
+        flat = (masters[index].data, moments["exp_avg"], moments["exp_avg_sq"])
+        views = [tensor.view(-1).narrow(0, own.offset, own.length) for tensor in flat]
+        yield StateFragment(own.parameter.name, own.start, *views)
 
 
 def load_state(optimizer: Any, steps_taken: int) -> None:
@@ -177,18 +161,18 @@ def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
 
 
 def parameter_fragments(
-    module: nn.Module, optimizer: Any
-) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
-    """(parameter, first element, flat values) of the parameters that this rank holds between steps:
-    the complete ones or, at ZeRO-3, this rank's part without padding.
+    module: nn.Module, axis: DataAxis, context: ParallelContext
+) -> Iterator[Fragment]:
+    """The parameters that this rank holds between steps: the complete ones or, at ZeRO-3, this
+    rank's part without padding.
     """
-    if partitions_parameters(optimizer):
-        for held in held_ranges(optimizer):
-            part: Tensor = held.parameter.ds_tensor  # type: ignore[attr-defined]  # DeepSpeed's
-            yield held.parameter, held.start, part.view(-1).narrow(0, 0, held.length)
+    parameters: dict[str, Any] = dict(module.named_parameters())
+    if axis.persistent is None:
+        yield from (Fragment(name, 0, each.view(-1)) for name, each in parameters.items())
         return
-    for parameter in module.parameters():
-        yield parameter, 0, parameter.view(-1)
+    for _, own in owned_ranges(axis, context):
+        part = parameters[own.parameter.name].ds_tensor.view(-1)
+        yield Fragment(own.parameter.name, own.start, part.narrow(0, 0, own.length))
 
 
 def gather_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -16,10 +16,10 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megaspeed.pipeline.p2p import as_message
-from megaspeed.zero.model_states import GradientFragment
+from megaspeed.zero.model_states import Fragment
 
 _MESSAGE_ELEMENTS = 1 << 26
 """A message needs a second one of its size in memory."""
@@ -58,16 +58,14 @@ class OwnedSquares:
 
     Args:
         fragments: this rank's reduced gradients; views, which are read at each call.
-        owned_elements: how many leading elements of each local parameter this rank owns.
+        owned_elements: full name of a parameter -> how many leading elements this rank owns.
     """
 
-    def __init__(
-        self, fragments: Iterable[GradientFragment], owned_elements: Mapping[nn.Parameter, int]
-    ) -> None:
+    def __init__(self, fragments: Iterable[Fragment], owned_elements: Mapping[str, int]) -> None:
         owned: list[Tensor] = []
         others: list[Tensor] = []
         for fragment in fragments:
-            length = max(0, owned_elements[fragment.parameter] - fragment.start)
+            length = max(0, owned_elements[fragment.name] - fragment.start)
             owned.append(fragment.values[:length])
             others.append(fragment.values[length:])
         self._owned = _joined(owned)
@@ -146,11 +144,6 @@ def all_gather_numbers(
     return numbers
 
 
-def first_non_finite(
-    fragments: Iterable[GradientFragment], names: Mapping[nn.Parameter, str]
-) -> str | None:
+def first_non_finite(fragments: Iterable[Fragment]) -> str | None:
     """Full name of this rank's first parameter with a non-finite gradient, or None."""
-    for fragment in fragments:
-        if not bool(torch.isfinite(fragment.values).all()):
-            return names[fragment.parameter]
-    return None
+    return next((one.name for one in fragments if not bool(one.values.isfinite().all())), None)

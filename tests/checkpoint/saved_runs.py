@@ -16,7 +16,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.worker import StepInputs, Worker
-from megaspeed.zero.model_states import GradientFragment
+from megaspeed.zero.model_states import Fragment
 from tests.support.machine import limit
 
 
@@ -81,7 +81,7 @@ class SavedRun:
         stretch = Stretch()
         for kind in KINDS:
             held = self.worker.engine.state_fragments()
-            fragments = (GradientFragment(f.parameter, f.start, getattr(f, kind)) for f in held)
+            fragments = (Fragment(f.name, f.start, getattr(f, kind)) for f in held)
             gathered = gather_fragments(self.worker, fragments)
             if gathered is not None:
                 stretch.state[kind] = dict(gathered.tensors)

@@ -43,21 +43,16 @@ def look(rank: SavedRun) -> Seen:
     engine = worker.engine
     feedback = []
     for held in engine.gradients.feedback():
-        name = engine.names[held.parameter]
-        complete = torch.zeros(worker.shards[name].local_shape)
+        complete = torch.zeros(worker.shards[held.name].local_shape)
         complete.view(-1)[held.start : held.start + held.values.numel()] = held.values
-        feedback.append((name, worker.shards[name], complete))
-    return Seen(
-        feedback,
-        {engine.names[p]: q.clone() for p, q in engine.gradients.factors()},
-    )
+        feedback.append((held.name, worker.shards[held.name], complete))
+    return Seen(feedback, {name: q.clone() for name, q in engine.gradients.factors()})
 
 
 def trained(rank: SavedRun, seen: Seen) -> Seen:
     seen.losses = [rank.train_step() for _ in range(STEPS)]
     for fragment in rank.worker.engine.state_fragments():
-        name = rank.worker.engine.names[fragment.parameter]
-        seen.weights[f"{name} {fragment.start}"] = fragment.weights.clone()
+        seen.weights[f"{fragment.name} {fragment.start}"] = fragment.weights.clone()
     return seen
 
 

@@ -59,8 +59,8 @@ def the_norm_counts_both_copies_of_a_tied_weight() -> AbstractContextManager[Non
         build,
         "_owned_elements",
         lambda owned: (
-            lambda parameters, shards, axis, _context: owned(
-                parameters, shards, axis, SimpleNamespace(is_first_pipeline_stage=True)
+            lambda shards, axis, _context: owned(
+                shards, axis, SimpleNamespace(is_first_pipeline_stage=True)
             )
         ),
     )

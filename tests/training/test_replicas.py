@@ -11,7 +11,6 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.replicas import Replicas, ReplicasDiffer
-from megaspeed.zero.model_states import parameter_fragments
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
 from tests.zero.one_rank import OFFLOAD, one_rank
@@ -94,11 +93,11 @@ class Damage(NamedTuple):
 
     def do(self, engine: Any) -> None:
         held = (
-            ((p, values) for p, _, values in parameter_fragments(engine.module, engine.optimizer))
+            ((part.name, part.values) for part in engine.parameter_fragments())
             if self.kind == "parameter"
-            else ((part.parameter, part.weights) for part in engine.state_fragments())
+            else ((part.name, part.weights) for part in engine.state_fragments())
         )
-        (values,) = (v for p, v in held if engine.names[p] == self.name and len(v))
+        (values,) = (values for name, values in held if name == self.name and len(values))
         if self.exchanges:
             first_two = values.detach()[:2]
             first_two.copy_(first_two.flip(0))

@@ -287,7 +287,7 @@ def poison(
         step += 1
         if step in steps and trainer.worker.context.rank == rank:
             for fragment in engine.gradients.fragments:
-                if engine.names[fragment.parameter] == name:
+                if fragment.name == name:
                     fragment.values[0] = math.inf
 
     engine.before_step = before_step

@@ -102,7 +102,7 @@ def logical_parameters(config: ModelConfig) -> int:
 def write_ones(rank: OneRank) -> None:
     """Write 1 to every logical element of this rank's gradient, and 1000 to vocabulary padding."""
     for fragment in rank.engine.gradients.fragments:
-        shard = rank.worker.shards[rank.engine.names[fragment.parameter]]
+        shard = rank.worker.shards[fragment.name]
         width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1
         logical = max(0, shard.logical_rows * width - fragment.start)
         fragment.values[:logical] = 1.0

@@ -66,7 +66,7 @@ def put_an_infinity(rank: OneRank) -> str:
     """Put an infinity into the last gradient that this rank holds. Return the parameter's name."""
     fragment = [f for f in rank.engine.gradients.fragments if f.values.numel()][-1]
     fragment.values[-1] = math.inf
-    return rank.engine.names[fragment.parameter]
+    return fragment.name
 
 
 def change_losses(rank: OneRank, change: Callable[[Tensor, Tensor], Tensor]) -> None:

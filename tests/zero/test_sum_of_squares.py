@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-from megaspeed.zero.model_states import GradientFragment
+from megaspeed.zero.model_states import Fragment
 from megaspeed.zero.reductions import OwnedSquares, sum_of_squares
 
 
@@ -30,21 +29,16 @@ def test_of_nothing_it_is_zero() -> None:
     assert float(sum_of_squares([torch.empty(0), torch.empty(0)])) == 0.0
 
 
-def fragments(values: list[float]) -> tuple[list[GradientFragment], nn.Parameter]:
+def fragments(values: list[float]) -> list[Fragment]:
     """Return one parameter in two fragments. The second begins at element 2."""
-    parameter = nn.Parameter(torch.zeros(len(values)))
     gradient = torch.tensor(values)
-    parts = [
-        GradientFragment(parameter, 0, gradient[:2]),
-        GradientFragment(parameter, 2, gradient[2:]),
-    ]
-    return parts, parameter
+    return [Fragment("weight", 0, gradient[:2]), Fragment("weight", 2, gradient[2:])]
 
 
 @pytest.mark.parametrize(("owned", "expected"), [(0, 0.0), (1, 1.0), (3, 14.0), (5, 55.0)])
 def test_the_leading_elements_that_a_rank_owns_are_counted(owned: int, expected: float) -> None:
-    parts, parameter = fragments([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert float(OwnedSquares(parts, {parameter: owned})()) == pytest.approx(expected)
+    parts = fragments([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert float(OwnedSquares(parts, {"weight": owned})()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -54,5 +48,4 @@ def test_a_number_that_is_not_finite_shows_even_if_another_rank_counts_it(
 ) -> None:
     values = [1.0, 2.0, 3.0, 4.0, 5.0]
     values[place] = bad
-    parts, parameter = fragments(values)
-    assert not math.isfinite(float(OwnedSquares(parts, {parameter: 1})()))
+    assert not math.isfinite(float(OwnedSquares(fragments(values), {"weight": 1})()))

@@ -309,7 +309,8 @@ def norm_by_deepspeed(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpu
             if run.zero_stage < 3:
                 norm = ends_the_rank_where_it_hangs("the norm", rank.optimizer.scaled_global_norm)
                 rank.optimizer.scaled_global_norm = norm
-            for parameter, owned in rank.engine.owned_elements.items():
+            for name, parameter in rank.engine.module.named_parameters():
+                owned = rank.engine.owned_elements[name]
                 parameter.model_parallel = owned > 0  # type: ignore[attr-defined]
             rank.train_step(0)
             return float(rank.optimizer._global_grad_norm)

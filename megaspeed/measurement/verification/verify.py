@@ -46,7 +46,7 @@ from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepInputs, Worker
-from megaspeed.zero.model_states import GradientFragment, gather_parameters
+from megaspeed.zero.model_states import Fragment, gather_parameters
 
 _TIMEOUT_SECONDS = 300.0
 
@@ -194,17 +194,14 @@ def gather_weights(worker: Worker) -> LogicalTensors | None:
     return _gather(worker, local)
 
 
-def gather_fragments(
-    worker: Worker, fragments: Iterable[GradientFragment]
-) -> LogicalTensors | None:
+def gather_fragments(worker: Worker, fragments: Iterable[Fragment]) -> LogicalTensors | None:
     """The tensors of which each rank holds these fragments, on rank 0 (None elsewhere)."""
-    names = worker.engine.names
     shapes = {name: shard.local_shape for name, shard in worker.shards.items()}
     flat = torch.zeros(sum(map(math.prod, shapes.values())))
     parts = flat.split([math.prod(shape) for shape in shapes.values()])
     by_name = dict(zip(shapes, parts, strict=True))
     for one in fragments:
-        by_name[names[one.parameter]][one.start : one.start + one.values.numel()] = one.values
+        by_name[one.name][one.start : one.start + one.values.numel()] = one.values
     if worker.run.grid.shard > 1:
         on_device = flat.to(worker.context.device)
         dist.all_reduce(on_device, group=worker.context.shard_group)

@@ -88,28 +88,6 @@ def model_states(run: Run, axis: DataAxis, *, on_host: bool = False) -> MemoryBy
     )
 
 
-def head_gradient_bytes(axis: DataAxis) -> int:
-    """Return the bytes of the sum of the head's gradients; 0 if the complete gradient contains it.
-
-    The forward of the loss adds to the sum, and a backward reduces it. The sum has the type in
-    which gradients are accumulated.
-    """
-    weight = axis.parameters.head
-    if weight is None or axis.of_matrices.keeps == "complete":
-        return 0
-    return weight.elements * BYTES_OF[axis.of_matrices.total]
-
-
-def gradient_copy_bytes(run: Run, axis: DataAxis) -> int:
-    """Return the bytes of the fp32 copy of the partition in the optimizer step; 0 if it is fp32.
-
-    The step updates one flat tensor at a time.
-    """
-    if axis.of_matrices.total == "fp32" or run.config.zero_optimization.offloads_optimizer:
-        return 0
-    return max(bucket.part for bucket in axis.buckets) * BYTES_OF["fp32"]
-
-
 # Compressed gradients.
 
 

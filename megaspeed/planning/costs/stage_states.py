@@ -18,13 +18,7 @@ from megaspeed.data_axis.axis import DataAxis, data_axis_key, data_axis_of
 from megaspeed.data_axis.buckets import Bucket
 from megaspeed.data_axis.parameters import LocalLayer, elements_of
 from megaspeed.pipeline.schedules import Pass
-from megaspeed.planning.costs.memory import (
-    MemoryBytes,
-    compression_buffer_bytes,
-    gradient_copy_bytes,
-    head_gradient_bytes,
-    model_states,
-)
+from megaspeed.planning.costs.memory import MemoryBytes, compression_buffer_bytes, model_states
 from megaspeed.planning.costs.moments import Moment
 
 _Value = TypeVar("_Value")
@@ -77,8 +71,12 @@ class StageStates:
 
     @cached_property
     def head_gradient(self) -> int:
-        """Bytes of buffers: the sum of the head's gradients, unless a complete one contains it."""
-        return head_gradient_bytes(self.axis)
+        """Bytes of buffers: the sum of the head's gradients, to which the forward of the loss adds
+        and which a backward reduces; 0 if the complete gradient contains it.
+        """
+        if self._head is None or self.axis.of_matrices.keeps == "complete":
+            return 0
+        return self._head.elements * BYTES_OF[self.axis.of_matrices.total]
 
     @cached_property
     def reducing(self) -> int:
@@ -89,8 +87,13 @@ class StageStates:
 
     @cached_property
     def updating(self) -> int:
-        """Bytes that the optimizer step adds: an fp32 copy of gradients of another type."""
-        return gradient_copy_bytes(self._run, self.axis)
+        """Bytes that the optimizer step adds: an fp32 copy of gradients of another type, for one
+        flat tensor at a time.
+        """
+        is_offloaded = self._run.config.zero_optimization.offloads_optimizer
+        if self.axis.of_matrices.total == "fp32" or is_offloaded:
+            return 0
+        return max(bucket.part for bucket in self.axis.buckets) * BYTES_OF["fp32"]
 
     @cached_property
     def visits(self) -> list[int]:

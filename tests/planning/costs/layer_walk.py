@@ -20,12 +20,10 @@ from megaspeed.planning.costs.memory import (
     Category,
     MemoryBytes,
     compression_buffer_bytes,
-    gradient_copy_bytes,
-    head_gradient_bytes,
     model_states,
 )
 from megaspeed.planning.costs.moments import Moment, moments_of
-from megaspeed.planning.costs.stage_states import held_bytes
+from megaspeed.planning.costs.stage_states import held_bytes, states_of
 
 
 def walked_peak(run: Run, pipeline_stage: int, device_type: str) -> MemoryBytes:
@@ -79,8 +77,10 @@ class _Walk:
         self.chunks = list(_chunks(run, pipeline_stage, self.parameters, device_type))
         self.hidden = hidden_bytes(run)
         self.shared = Activations(run, device_type).shared()
-        self.head, self.head_gradient = self.parameters.head, head_gradient_bytes(self.axis)
         self.pipeline, self.stage = pipeline_of(run), pipeline_stage
+        of_layers = states_of(run, pipeline_stage, self.pipeline.gathers, device_type)
+        self.head, self.head_gradient = self.parameters.head, of_layers.head_gradient
+        self.updating = of_layers.updating
         last = self.pipeline.virtual_stages - 1
         virtual = [self.pipeline.virtual(pipeline_stage, i) for i in range(len(self.chunks))]
         self.input = [self.hidden * (each > 0) for each in virtual]
@@ -99,7 +99,7 @@ class _Walk:
         if self.axis.of_matrices.keeps == "complete":
             copies += [bucket.message_bytes for bucket in self.axis.buckets]
         reduction.hold("communication_buffers", max(copies))
-        update.hold("gradients", gradient_copy_bytes(self.run, self.axis))
+        update.hold("gradients", self.updating)
         yield from (reduction, update)
 
     def moments(self) -> Iterator[Moment]:
