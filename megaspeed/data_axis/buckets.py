@@ -212,13 +212,13 @@ def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) ->
     for members, elements in parameters.groups:
         first = members[0]
         sizes = elements if padded == 1 else [_ceil(each, padded) for each in elements]
-        most, head = sum(sizes), None
+        most: int | None = sum(sizes)
+        head = None
         if run.grid.dp_cp > 1 and (run.grid.is_hybrid or not first.is_compressed):
-            most = _bucket_elements(run)
+            most = None
             # Until it is reduced, the head's gradient may have another type than the others.
             is_apart = of_matrices.keeps == "partition"
             head = next((i for i, each in enumerate(members) if each.is_head and is_apart), None)
-        together = neighbours(sizes, _within_a_sub_group(run, most), alone=head)
         found += [
             Bucket(
                 parameters=members[one.start : one.stop],
@@ -229,7 +229,7 @@ def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) ->
                 reduction=of_vectors if len(first.shape) == 1 else of_matrices,
                 compression=run.compression if first.is_compressed else None,
             )
-            for one in together
+            for one in within_a_bucket(run, sizes, most, alone=head)
         ]
     return found
 
@@ -279,32 +279,18 @@ def _reduction_of_vectors(run: Run, of_matrices: Reduction) -> Reduction:
     return replace(of_matrices, keeps="packed", when="step")
 
 
-def columns_sent_together(run: Run, rows: int, block: int) -> int:
-    """Return the number of columns of a gradient matrix that are compressed to int8 at a time.
-
-    Args:
-        run: the resolved run.
-        rows: number of rows of the matrix.
-        block: number of elements of a row that share a scale. The result is a multiple of it.
+def within_a_bucket(
+    run: Run, sizes: Sequence[int], most: int | None = None, alone: int | None = None
+) -> list[range]:
+    """Return ranges of neighbours, which are reduced together: those with at most ``most``
+    elements, by default ``reduce_bucket_size``. See ``neighbours``.
     """
-    return max(1, _bucket_elements(run) // rows // block) * block
-
-
-def members_sent_together(run: Run, bucket: Bucket) -> list[range]:
-    """Return which parameters of a bucket with rows are compressed to int8 at a time."""
-    return neighbours(bucket.sizes, _within_a_sub_group(run, _bucket_elements(run)))
-
-
-def _bucket_elements(run: Run) -> int:
-    elements = run.config.zero_optimization.reduce_bucket_size
-    assert elements is not None, "a resolved run states it"
-    return elements
-
-
-def _within_a_sub_group(run: Run, most: int) -> int:
-    if run.zero_stage < 3:
-        return most
-    return min(most, run.grid.shard * run.config.zero_optimization.sub_group_size)
+    zero = run.config.zero_optimization
+    assert zero.reduce_bucket_size is not None, "a resolved run states it"
+    most = zero.reduce_bucket_size if most is None else most
+    if run.zero_stage == 3:
+        most = min(most, run.grid.shard * zero.sub_group_size)
+    return neighbours(sizes, most, alone)
 
 
 def _ceil(elements: int, multiple: int) -> int:

@@ -36,7 +36,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogona
 
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Int8Compression, PowerSgdCompression
-from megaspeed.data_axis.buckets import columns_sent_together, members_sent_together
+from megaspeed.data_axis.compression import int8_parts, powersgd_matrix
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.buckets import CompressedGradients
 
@@ -147,22 +147,16 @@ class Int8(Compressor):
         self, bucket: CompressedGradients, mean: Tensor
     ) -> Iterator[tuple[list[Tensor], Tensor]]:
         """(columns of the gradient, (ranks, width) each; their place in the mean)."""
-        flat = bucket.values
-        plan = bucket.plan
-        if plan.layout == "rows" and not self._gathers:
-            parts = [part.view(self._rows, -1) for part in flat.split(list(plan.sizes))]
-            for members in members_sent_together(self._run, plan):
-                rows = parts[members.start : members.stop]
-                start = plan.starts[members.start] // self._rows
-                yield rows, mean.narrow(0, start, sum(row.shape[1] for row in rows))
-            return
-        matrix = flat.view(self._rows, -1)
-        columns = matrix.shape[1]
+        matrix = bucket.values.view(self._rows, -1)
         # Replicas have all rows of the partition, whose memory also has the padding after it.
-        own = mean.as_strided(matrix.shape, (columns, 1)) if self._gathers else mean
-        width = columns_sent_together(self._run, self._rows, self._block)
-        for start in range(0, columns, width):
-            yield [matrix[:, start : start + width]], own[..., start : start + width]
+        own = mean.as_strided(matrix.shape, (matrix.shape[1], 1)) if self._gathers else mean
+        sizes = list(bucket.plan.sizes)
+        for start, columns, parameters in int8_parts(self._run, bucket.plan):
+            rows = [matrix[:, start : start + columns]]
+            if parameters is not None:
+                members = bucket.values.split(sizes)[parameters.start : parameters.stop]
+                rows = [each.view(self._rows, -1) for each in members]
+            yield rows, own[..., start : start + columns]
 
     def _reduce(self, rows: list[Tensor], own: Tensor) -> None:
         width = sum(row.shape[1] for row in rows)
@@ -223,22 +217,18 @@ def batches_of(
     """All matrices of the buckets in few batches, and the ranges that are in none.
 
     Blocks of the model have equal matrices at equal distances, so the number of batches does not
-    depend on the number of blocks. A replica may hold a part of a matrix: its complete rows are a
-    matrix of their own, if rank x (rows + columns) numbers are fewer than it has.
+    depend on the number of blocks.
     """
     batches: list[_Batch] = []
     latest: dict[tuple[CompressedGradients, int, int], _Batch] = {}
     rest: list[tuple[CompressedGradients, slice]] = []
     for bucket, held in ((one, held) for one in compressed for held in one.ranges):
-        columns = held.parameter.shape[1]
-        before = -held.start % columns  # elements of a row that begins on another rank
-        rows = max(0, held.length - before) // columns
-        if rank * (rows + columns) >= rows * columns:
-            rest.append((bucket, slice(held.offset, held.offset + held.length)))
-            continue
+        before, rows, columns = powersgd_matrix(held, rank)
         start, end = held.offset + before, held.offset + before + rows * columns
         around = slice(held.offset, start), slice(end, held.offset + held.length)
         rest += [(bucket, part) for part in around if part.start < part.stop]
+        if rows == 0:
+            continue
         batch = latest.get((bucket, rows, columns))
         if batch is None or not batch.continues(start):
             batch = latest[bucket, rows, columns] = _Batch(bucket, (rows, columns))

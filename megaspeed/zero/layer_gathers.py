@@ -67,11 +67,9 @@ class GatheredLayer:
     def __init__(
         self, parameters: Sequence[Any], group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self._parameters = parameters
-        self._group = group
-        self._device = device
+        self._parameters, self._group, self._device = parameters, group, device
         ranks = dist.get_world_size(group)
-        sizes: list[int] = [ranks * parameter.partition_numel() for parameter in self._parameters]
+        sizes: list[int] = [ranks * parameter.partition_numel() for parameter in parameters]
         dtype = parameters[0].dtype if parameters else None
         self._empty = torch.empty(0, dtype=dtype, device=device)
         on_device = all(parameter.ds_tensor.device == device for parameter in parameters)
@@ -84,7 +82,7 @@ class GatheredLayer:
         self._own = [region.view(ranks, -1)[rank] for region in self._regions]
         self._views = [
             region[: parameter.ds_numel].view(parameter.ds_shape)
-            for region, parameter in zip(self._regions, self._parameters, strict=True)
+            for region, parameter in zip(self._regions, parameters, strict=True)
         ]
         self._free_memory()
         self._work: Any = None

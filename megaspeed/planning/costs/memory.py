@@ -20,11 +20,12 @@ The predictions here are more exact than the paper's table:
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from megaspeed.config.resolve import BYTES_OF, Run
 from megaspeed.data_axis.axis import DataAxis
-from megaspeed.data_axis.buckets import columns_sent_together, members_sent_together
+from megaspeed.data_axis.compression import int8_parts, powersgd_matrix
 
 _OPTIMIZER_BYTES = 12  # an element: fp32 master weight and AdamW's two fp32 moments
 
@@ -110,40 +111,20 @@ def _compression_state_bytes(run: Run, axis: DataAxis) -> int:
 def powersgd_matrices(run: Run, axis: DataAxis) -> tuple[list[tuple[int, int]], int]:
     """Return the matrices that PowerSGD sends as products, and the elements that it does not.
 
-    With shards and replicas, matrices are the complete rows that the first shard holds.
+    With shards and replicas, they are those of the first shard.
     """
-    method = run.compression
-    assert method is not None and method.type == "powersgd"
-    if not run.grid.is_hybrid:
-        shapes = (p.shape for bucket in axis.compressed for p in bucket.parameters)
-        return [(rows, columns) for rows, columns in shapes], 0
+    assert run.compression is not None and run.compression.type == "powersgd"
     matrices, elements = [], 0
-    for own in (own for bucket in axis.compressed for own in bucket.owned(0)):
-        columns = own.parameter.shape[1]
-        rows = own.length // columns
-        is_product = method.rank * (rows + columns) < rows * columns
-        matrices += [(rows, columns)] * is_product
-        elements += own.length - is_product * rows * columns
+    for own in chain(*(bucket.compressed_by(0) for bucket in axis.compressed)):
+        _, rows, columns = powersgd_matrix(own, run.compression.rank)
+        matrices += [(rows, columns)] * (rows > 0)
+        elements += own.length - rows * columns
     return matrices, elements
 
 
 def int8_columns(run: Run, axis: DataAxis) -> list[int]:
-    """Return the columns of each part of the gradients that int8 compresses and sends together.
-
-    Each part is a matrix with a row for each rank: each replica, or each data rank.
-    """
-    method, grid = run.compression, run.grid
-    if method is None or method.type != "int8":
-        return []
-    together, columns = columns_sent_together(run, grid.senders, method.block), []
-    for bucket in axis.compressed:
-        if bucket.layout == "rows" and grid.replicate == 1:
-            for one in members_sent_together(run, bucket):
-                columns.append(sum(bucket.sizes[one.start : one.stop]) // grid.shard)
-            continue
-        each = math.ceil(bucket.elements / grid.dp_cp)
-        columns += [min(together, each - start) for start in range(0, each, together)]
-    return columns
+    """Return the columns of each part of the gradients that int8 compresses and sends together."""
+    return [part.columns for bucket in axis.compressed for part in int8_parts(run, bucket)]
 
 
 def compression_buffer_bytes(run: Run, axis: DataAxis, *, on_host: bool = False) -> int:
