@@ -89,7 +89,6 @@ class Plain:
         self.buckets: dict[int, Tensor] = {}
         """Communication buffers that only DDP's hook can reach."""
         self._watched = watched
-        self._after_backward: Callable[[], None] = lambda: None
         self.model = self._complete_model()
         """The module with the parameters, under their full names."""
         self._called = self._engine()
@@ -116,7 +115,9 @@ class Plain:
             logits: Tensor = self._called(batch.tokens, batch.samples, batch.documents)
         return logits  # (B, S, V)
 
-    def train_step(self, load: Load, learning_rate: float) -> StepResult:
+    def train_step(
+        self, load: Load, learning_rate: float, after_backward: Callable[[], None] = lambda: None
+    ) -> StepResult:
         """Train one optimizer step on the micro-batches of ``load``, as torch's tutorials do it.
 
         The loss of the result is this rank's: the mean over the ranks is that of the step.
@@ -128,7 +129,7 @@ class Plain:
                 loss = self._loss(load(m))
                 loss.backward()
             losses.append(loss.detach())
-            self._after_backward()
+            after_backward()
         norm = self._clip()
         skipped = self._watched and not math.isfinite(norm)
         if not skipped:
@@ -182,10 +183,6 @@ class Plain:
         """Return the tensors whose gradients autograd computes."""
         gathered = [parameter.unsharded_param for parameter in _gathered_parameters(self.model)]
         return gathered or self.model.parameters()
-
-    def call_after_backward(self, function: Callable[[], None]) -> None:
-        """Set a function to call after the backward of each micro-batch."""
-        self._after_backward = function
 
     def _complete_model(self) -> GPT:
         """The model with all layers and megaspeed's initial values, in fp32."""

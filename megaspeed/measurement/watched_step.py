@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from megaspeed.config.resolve import Run
 from megaspeed.measurement.allocations import AllocationLog
+from megaspeed.pipeline.schedules import Backward, Instruction
 from megaspeed.planning.costs.memory import Category, MemoryBytes
 from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import Collective, Messages, Traffic, TrafficAxis
@@ -96,11 +97,10 @@ class Watched(Protocol):
     def differentiated(self) -> Iterable[Tensor]:
         """The tensors whose gradients autograd computes."""
 
-    def call_after_backward(self, function: Callable[[], None]) -> None:
-        """Set a function to call after the backward of each micro-batch."""
-
-    def train_step(self, load: Load, learning_rate: float) -> StepResult:
-        """One optimizer step."""
+    def train_step(
+        self, load: Load, learning_rate: float, after_backward: Callable[[], None]
+    ) -> StepResult:
+        """One optimizer step. ``after_backward`` is called after each micro-batch's backward."""
 
 
 class WatchedWorker:
@@ -108,19 +108,26 @@ class WatchedWorker:
 
     def __init__(self, worker: Worker) -> None:
         self.context = worker.context
-        self.train_step = worker.train_step
-        self._engine = worker.engine
+        self._worker = worker
 
     def held(self) -> Held:
-        return held_by(self._engine)
+        return held_by(self._worker.engine)
 
     def differentiated(self) -> Iterable[Tensor]:
-        return self._engine.module.parameters()
+        return self._worker.engine.module.parameters()
 
-    def call_after_backward(self, function: Callable[[], None]) -> None:
-        self._engine.after_backward = function
-        # Before the step, the gradients that the reduction made exist, too.
-        self._engine.before_step = function
+    def train_step(
+        self, load: Load, learning_rate: float, after_backward: Callable[[], None]
+    ) -> StepResult:
+        def watched_program() -> Iterator[Instruction]:
+            for instruction in self._worker.program:
+                yield instruction
+                if isinstance(instruction, Backward):
+                    after_backward()
+
+        executor = self._worker.compute_gradients(load, watched_program())
+        after_backward()  # now the gradients that the reduction made exist, too
+        return self._worker.update_weights(executor, learning_rate)
 
 
 def held_by(engine: ZeroEngine) -> Held:
@@ -172,12 +179,10 @@ def measure(
         tensor.register_hook(lambda gradient: log.claim("gradients", [gradient]))
         for tensor in watched.differentiated()
     ]
-    watched.call_after_backward(after_backward)
     try:
         with torch.compiler.set_stance("force_eager"), traffic, log:
-            result = watched.train_step(load, learning_rate)
+            result = watched.train_step(load, learning_rate, after_backward)
     finally:
-        watched.call_after_backward(lambda: None)
         for hook in hooks:
             hook.remove()
     return result, RankMeasurement(

@@ -9,8 +9,9 @@ graph. Backward needs only the last edge of the graph, so the output is freed af
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -54,14 +55,19 @@ _PARTS: dict[type, Part] = {
 """The part of a step that an instruction is timed as; "pipeline" for all others."""
 
 
-Outcome = TypeVar("Outcome")
+InsteadOfLoss = Callable[..., Tensor]
+"""A function of the loss's arguments, which the last stage of an evaluation computes instead."""
 
 
 class StageEngine(Protocol):
     """The engine of one pipeline stage."""
 
-    def forward(self, x: Tensor, batch: MicroBatch, chunk: int) -> Tensor:
-        """Run the layers of a chunk on ``x``. The model's last chunk returns the sum of losses."""
+    def forward(
+        self, x: Tensor, batch: MicroBatch, chunk: int, instead_of_loss: InsteadOfLoss | None
+    ) -> Tensor:
+        """Run the layers of a chunk on ``x``. The model's last chunk returns the sum of losses, or
+        what is computed instead.
+        """
 
     def backward(
         self, output: Tensor | GradientEdge, gradient: Tensor | None, chunk: int, end: End
@@ -99,6 +105,7 @@ class Executor:
         pipeline: the shape of the step.
         stage: this rank's stage.
         load: micro-batch index -> rows of this data rank, the same on every pipeline stage.
+        instead_of_loss: what the last stage computes; None for the loss.
         activity: records each instruction before it is executed.
         timeline: times each instruction.
     """
@@ -111,6 +118,7 @@ class Executor:
         stage: int,
         *,
         load: Callable[[int], MicroBatch],
+        instead_of_loss: InsteadOfLoss | None = None,
         activity: Activity | None = None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -119,7 +127,7 @@ class Executor:
         self._engine = engine
         self._links = links
         self._pipeline, self._stage = pipeline, stage
-        self._load = load
+        self._load, self._instead_of_loss = load, instead_of_loss
         self._batches: dict[int, MicroBatch] = {}
         self._received: dict[Receive, Tensor] = {}
         self._in_flight: Sequence[Receive] = ()  # may not be complete
@@ -129,43 +137,36 @@ class Executor:
         self._ends: dict[tuple[int, int], Tensor | GradientEdge] = {}
         self.losses: dict[int, Tensor] = {}
         """What the last stage has computed for each micro-batch: the sum of its losses (an fp32
-        scalar), or what ``engine.of_hidden`` returns. Empty on other stages."""
+        scalar), or what it computes instead. Empty on other stages."""
 
     @property
     def loss_sum(self) -> Tensor | None:
         """Sum of all losses so far (fp32 scalar); None except on the last stage."""
         return functools.reduce(torch.add, self.losses.values()) if self.losses else None
 
-    def run(
-        self,
-        program: Iterable[Instruction],
-        step: Callable[[Tensor | None], Outcome] | None = None,
-    ) -> Outcome | None:
-        """Execute a ``stage_program`` in order.
+    def run(self, program: Iterable[Instruction]) -> None:
+        """Execute a ``stage_program`` in order. Only its ``OptimizerStep`` is left to the caller.
 
-        Args:
-            program: of a step or of an evaluation.
-            step: called at ``OptimizerStep`` with the sum of this rank's losses (an fp32 scalar),
-                or None if this is not the last stage.
-
-        Returns:
-            What ``step`` has returned; None for an evaluation.
+        ``program`` may look at the rank after each instruction, before it yields the next one.
         """
-        outcome = None
         for instruction in program:
-            try:
-                self._activity.begin(instruction)
-                with self._timeline.part(_PARTS.get(type(instruction), "pipeline"), instruction):
-                    if isinstance(instruction, OptimizerStep):
-                        self._drain()
-                        outcome = None if step is None else step(self.loss_sum)
-                    else:
-                        self._execute(instruction)
-            except Exception as error:
-                note_phase(error, repr(instruction))
-                raise
+            with self.executing(instruction):
+                self._execute(instruction)
         self._drain()
-        return outcome
+
+    @contextmanager
+    def executing(self, instruction: Instruction) -> Iterator[None]:
+        """The time in which an instruction is executed. It is recorded before, and timed.
+
+        An exception that leaves the block gets a note with the instruction.
+        """
+        try:
+            self._activity.begin(instruction)
+            with self._timeline.part(_PARTS.get(type(instruction), "pipeline"), instruction):
+                yield
+        except Exception as error:
+            note_phase(error, repr(instruction))
+            raise
 
     def _drain(self) -> None:
         if self._links is not None:
@@ -219,7 +220,9 @@ class Executor:
         x = self._input_of(forward)
         if x is not None and torch.is_grad_enabled():
             self._inputs[key] = x.requires_grad_()
-        output = self._engine.forward(batch.tokens if x is None else x, batch, chunk)
+        output = self._engine.forward(
+            batch.tokens if x is None else x, batch, chunk, self._instead_of_loss
+        )
         sent = output_of(self._pipeline, self._stage, forward)
         if sent is None:
             self.losses[m] = output.detach()

@@ -210,9 +210,7 @@ class Trainer:
         timeline = self.worker.context.timeline
         if self._is_timed(before.step + 1):
             timeline.begin(before.step + 1)
-        result = self.worker.train_step(
-            self._inputs.load(before.samples), rate, lambda: self._stop.received or 0
-        )
+        result = self.worker.train_step(self._inputs.load(before.samples), rate, self._stop)
         progress = Progress(
             step=before.step + 1,
             steps_taken=before.steps_taken + (not result.skipped),

@@ -1,7 +1,8 @@
 """One rank of a run: its pipeline stage's engine, its links to other stages, its program.
 
     counts of samples and steps -> ``StepInputs`` -> micro-batches, learning rate
-    micro-batches, learning rate -> [schedule -> executor -> engine] -> loss, gradient norm, skipped
+    micro-batches -> [program -> executor -> engine] -> reduced gradients
+    reduced gradients, learning rate -> [engine] -> loss, gradient norm, skipped
 
 The worker computes one step or one evaluation. The trainer decides when, and on which samples.
 """
@@ -10,7 +11,7 @@ import math
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,12 +25,19 @@ from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.data.token_stream import StreamShard
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
-from megaspeed.pipeline.executor import Executor
+from megaspeed.pipeline.executor import Executor, InsteadOfLoss
 from megaspeed.pipeline.p2p import Links
 from megaspeed.pipeline.partition import chunks_of_stages
 from megaspeed.pipeline.programs import stage_program
-from megaspeed.pipeline.schedules import Pipeline, passes_of, pipeline_of
+from megaspeed.pipeline.schedules import (
+    Instruction,
+    OptimizerStep,
+    Pipeline,
+    passes_of,
+    pipeline_of,
+)
 from megaspeed.pipeline.simulation import check_schedule
+from megaspeed.supervision.process_end import StopSignal
 from megaspeed.tensor_parallel.context import share_sequences
 from megaspeed.tensor_parallel.parallelize import parallelize
 from megaspeed.topology.context import ParallelContext
@@ -188,7 +196,9 @@ class Worker:
         inject_into_model(context.activity, context.rank, self.engine)
         self._pipeline = pipeline_of(run)
         check_schedule(self._pipeline)
-        self._program = stage_program(self._pipeline, context.pp_rank)
+        *self.program, last = stage_program(self._pipeline, context.pp_rank)
+        """The instructions of a step before its ``OptimizerStep``."""
+        assert isinstance(last, OptimizerStep)
         self._links = self._connect()
         if self._links is not None:
             context.activity.pending = self._links.pending
@@ -210,24 +220,42 @@ class Worker:
             loss.of_chunk = self.compilation.compiled(loss.of_chunk)
 
     def train_step(
-        self, load: Load, learning_rate: float, stop_signal: Callable[[], int] = lambda: 0
+        self, load: Load, learning_rate: float, stop: StopSignal | None = None
     ) -> StepResult:
         """Run one optimizer step on the micro-batches that ``load`` returns.
 
         Args:
             load: micro-batch index -> this data rank's rows.
             learning_rate: the rate of this step.
-            stop_signal: returns the number of the stop signal that this process has received; 0 if
-                none. Called after the gradients are reduced.
+            stop: the stop signal that this process has received, read when the gradients of this
+                step are reduced.
+        """
+        executor = self.compute_gradients(load)
+        return self.update_weights(executor, learning_rate, stop)
+
+    def compute_gradients(
+        self, load: Load, program: Iterable[Instruction] | None = None
+    ) -> Executor:
+        """Load the micro-batches, run forwards and backwards, and reduce the gradients.
+
+        ``program`` is ``self.program``, which may look at the rank after each instruction.
         """
         self.engine.train(True)
         if self._pipeline.gathers == "layers":
             self.engine.expect(passes_of(self._pipeline, self.context.pp_rank))
-        notes = partial(self._notes, stop_signal)
-        step = partial(self.engine.step, learning_rate=learning_rate, notes=notes)
         executor = self._executor(self._pipeline, load)
-        outcome = executor.run(self._program, step)
-        assert outcome is not None, "the program of a step has an OptimizerStep"
+        executor.run(program or self.program)
+        return executor
+
+    def update_weights(
+        self, executor: Executor, learning_rate: float, stop: StopSignal | None = None
+    ) -> StepResult:
+        """Take the optimizer step with the gradients that ``compute_gradients`` has reduced."""
+        with executor.executing(OptimizerStep()):
+            signal_number = 0 if stop is None else stop.received or 0
+            timeline = self.context.timeline.pop_seconds()
+            notes = (peak_memory(self.context.device), signal_number, *timeline)
+            outcome = self.engine.step(executor.loss_sum, learning_rate, notes)
         self._losses = executor.losses
         peaks, signals, *timelines = zip(*outcome.notes, strict=True)
         return StepResult(
@@ -261,9 +289,8 @@ class Worker:
         All data ranks have the same rows.
         """
         context, size = self.context, len(batches) * self.run.batch.micro_batch_size
-        self.engine.of_hidden = self.engine.loss.likeliest
-        found = self._forward(batches.__getitem__, len(batches)).losses
-        self.engine.of_hidden = self.engine.loss
+        likeliest = self.engine.loss.likeliest
+        found = self._forward(batches.__getitem__, len(batches), likeliest).losses
         # Pipeline stages before the last one contribute tokens that are never the likeliest.
         found = found or {0: torch.tensor([[-math.inf], [0.0]]).expand(2, size)}
         own = torch.cat([*found.values()], dim=1).flatten()
@@ -271,7 +298,9 @@ class Worker:
         best = (max((rank[n], -rank[size + n]) for rank in ranks) for n in range(size))
         return [-int(token) for _, token in best]
 
-    def _forward(self, load: Load, micro_batches: int) -> Executor:
+    def _forward(
+        self, load: Load, micro_batches: int, instead_of_loss: InsteadOfLoss | None = None
+    ) -> Executor:
         """Run a forward of each micro-batch, without dropout."""
         self.engine.train(False)
         trained, chunks = self._pipeline, self._pipeline.chunks
@@ -279,7 +308,7 @@ class Worker:
         pipeline = replace(
             trained, schedule="forward_only", micro_batches=micro_batches, groups=groups
         )
-        executor = self._executor(pipeline, load)
+        executor = self._executor(pipeline, load, instead_of_loss)
         executor.run(stage_program(pipeline, self.context.pp_rank))
         return executor
 
@@ -294,18 +323,16 @@ class Worker:
         dist.all_gather_object(found, own, self.context.world_group)
         return found
 
-    def _notes(self, stop_signal: Callable[[], int]) -> tuple[float, ...]:
-        """Return the values that this rank sends to all ranks with the gradient norm."""
-        own_peak = peak_memory(self.context.device)
-        return own_peak, stop_signal(), *self.context.timeline.pop_seconds()
-
-    def _executor(self, pipeline: Pipeline, load: Load) -> Executor:
+    def _executor(
+        self, pipeline: Pipeline, load: Load, instead_of_loss: InsteadOfLoss | None = None
+    ) -> Executor:
         return Executor(
             self.engine,
             self._links,
             pipeline,
             self.context.pp_rank,
             load=load,
+            instead_of_loss=instead_of_loss,
             activity=self.context.activity,
             timeline=self.context.timeline,
         )

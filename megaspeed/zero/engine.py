@@ -15,7 +15,7 @@ step run Python code for every parameter and module.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge
 from megaspeed.config.resolve import Run
 from megaspeed.data_axis.axis import DataAxis
 from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.pipeline.executor import InsteadOfLoss
 from megaspeed.pipeline.schedules import End, Pass
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.topology.context import ParallelContext
@@ -104,17 +105,11 @@ class ZeroEngine:
         """Full name -> how many leading elements of a parameter this rank counts in the norm."""
         self.loss = loss
         """The loss of the last pipeline stage."""
-        self.of_hidden: Callable[..., Tensor] = loss
-        """What the last pipeline stage computes: the loss, or a function of the same arguments."""
         self._loss_scale = loss_scale
         self._axis = axis
         self._gathers: LayerGathers | None = None
         self.non_finite_parameter: str | None = None
         """This rank's first parameter with a non-finite gradient in the last step, if any."""
-        self.before_step: Callable[[], None] = lambda: None
-        """Called in ``step`` once all gradients are reduced, before any is clipped."""
-        self.after_backward: Callable[[], None] = lambda: None
-        """Called after each micro-batch's backward."""
         stay_at_the_smallest_scale(self.optimizer)
         remove_module_hooks(engine)
         drop_gradient_partitions(self.optimizer)
@@ -148,16 +143,23 @@ class ZeroEngine:
         assert self._gathers is not None, "only ZeRO-3 gathers chunks"
         self._gathers.release(chunk)
 
-    def forward(self, x: Tensor, batch: MicroBatch, chunk: int = 0) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        batch: MicroBatch,
+        chunk: int = 0,
+        instead_of_loss: InsteadOfLoss | None = None,
+    ) -> Tensor:
         """Run a chunk of this rank's layers on one micro-batch.
 
         Args:
             x: token ids (B, S) on the first pipeline stage, hidden states (B, S, D) on the others.
             batch: the rows of the micro-batch. Their sample indices determine the dropout masks.
             chunk: its number on this rank, from 0.
+            instead_of_loss: what the last pipeline stage computes; None for the loss.
 
         Returns:
-            What ``of_hidden`` returns on the last pipeline stage, hidden states on the others.
+            The loss, or what replaces it, on the last pipeline stage; hidden states on the others.
         """
         if torch.is_grad_enabled():
             self.gradients.begin_forward()
@@ -165,7 +167,7 @@ class ZeroEngine:
             self._gathers.begin("forward", chunk)
         # The loss is computed with its gradients, so the head's weight gets its gradient here.
         loss = functools.partial(
-            self.of_hidden,
+            instead_of_loss or self.loss,
             targets=batch.targets,
             scale=self._loss_scale * float(self.optimizer.loss_scale),
             gradient_sum=self.gradients.sum_of,
@@ -201,7 +203,6 @@ class ZeroEngine:
             )
         if self._gathers is not None:
             self._gathers.end_backward()
-        self.after_backward()
 
     def reduce_gradients(self) -> None:
         """Complete the reduction over the data axis, and partial gradients over the tensor axis."""
@@ -219,10 +220,7 @@ class ZeroEngine:
         add_gradients_of_other_end(self._tied, group, peer=peer, device=device)
 
     def step(
-        self,
-        loss: Tensor | None,
-        learning_rate: float,
-        notes: Callable[[], Sequence[float]] = tuple,
+        self, loss: Tensor | None, learning_rate: float, notes: Sequence[float] = ()
     ) -> StepOutcome:
         """Clip by the global norm and take an optimizer step, on all ranks or on none.
 
@@ -233,16 +231,14 @@ class ZeroEngine:
             loss: this rank's part of the loss, a scalar; None if it has none. If it is not finite
                 on any rank, all ranks skip the step.
             learning_rate: the rate of this step, for all parameter groups.
-            notes: returns numbers to send to the other ranks. All ranks return equally many. Called
-                after all gradients are reduced.
+            notes: numbers to send to the other ranks. All ranks have equally many.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.before_step()
         squares = self._owned_squares()
         context = self._context
         with context.timeline.part("world"):
-            own = (squares, loss, *notes())
+            own = (squares, loss, *notes)
             reports = all_gather_numbers(own, context.world_group, context.device)
         losses = [report[1] for report in reports]
         scaled_norm = self._norm_of([report[0] for report in reports], losses)

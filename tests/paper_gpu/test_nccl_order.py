@@ -123,7 +123,7 @@ class NotingEngine:
         self._other_end = other_end
         self._backwards = count()
 
-    def forward(self, x: Tensor, batch: MicroBatch, chunk: int) -> Tensor:
+    def forward(self, x: Tensor, batch: MicroBatch, chunk: int, instead_of_loss: object) -> Tensor:
         micro_batch = f"{int(batch.samples)} of chunk {chunk}"
         self._notes.actions.append(Compute(f"forward {micro_batch}"))
         if self._gathers_layers:

@@ -28,7 +28,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
 from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, TrainingSummary
-from megaspeed.training.worker import Worker
+from megaspeed.training.worker import StepResult, Worker
 from megaspeed.zero.model_states import gather_parameters
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
@@ -275,6 +275,17 @@ def test_the_summary_is_that_of_the_last_step(runs: Runs) -> None:
     assert record.summary.seconds >= sum(step.step_time_seconds for step in record.steps)
 
 
+def before_updates(trainer: Trainer, look: Callable[[], object]) -> None:
+    """Call ``look`` in each step when the gradients are reduced."""
+    update = trainer.worker.update_weights
+
+    def watched(*arguments: Any, **options: Any) -> StepResult:
+        look()
+        return update(*arguments, **options)
+
+    trainer.worker.update_weights = watched  # type: ignore[method-assign]
+
+
 def poison(
     trainer: Trainer, record: Record, *, rank: int, name: str, steps: tuple[int, ...]
 ) -> None:
@@ -282,7 +293,7 @@ def poison(
     engine = trainer.worker.engine
     step = 0
 
-    def before_step() -> None:
+    def look() -> None:
         nonlocal step
         step += 1
         if step in steps and trainer.worker.context.rank == rank:
@@ -290,7 +301,7 @@ def poison(
                 if fragment.name == name:
                     fragment.values[0] = math.inf
 
-    engine.before_step = before_step
+    before_updates(trainer, look)
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
@@ -345,15 +356,12 @@ def test_a_learning_rate_that_is_far_too_large_ends_the_run(
 def poison_and_watch(trainer: Trainer, record: Record, *, steps: tuple[int, ...]) -> None:
     """Make ``steps`` skipped steps, and keep the weights before every step."""
     poison(trainer, record, rank=0, name="blocks.0.mlp.up.bias", steps=steps)
-    engine = trainer.worker.engine
-    then = engine.before_step
 
-    def before_step() -> None:
-        record.weights.append(dict(gather_parameters(engine.module)))
+    def look() -> None:
+        record.weights.append(dict(gather_parameters(trainer.worker.engine.module)))
         record.timeouts.append(trainer.worker.context.activity.timeouts)
-        then()
 
-    engine.before_step = before_step
+    before_updates(trainer, look)
 
 
 def test_a_skipped_step_changes_no_weight_and_does_not_advance_the_learning_rate(
@@ -430,11 +438,11 @@ def test_skipped_steps_before_a_resume_count_towards_the_limit(
 def receive(trainer: Trainer, record: Record, *, number: signal.Signals, rank: int) -> None:
     """Send one rank a signal in the middle of its third step."""
 
-    def before_step() -> None:
+    def look() -> None:
         if len(record.steps) == 2 and trainer.worker.context.rank == rank:
             os.kill(os.getpid(), number)
 
-    trainer.worker.engine.before_step = before_step
+    before_updates(trainer, look)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])

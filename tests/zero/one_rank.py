@@ -49,11 +49,21 @@ class OneRank:
     def context(self) -> ParallelContext:
         return self.worker.context
 
-    def train_step(self, step: int, rate: float = LEARNING_RATE) -> StepResult:
-        """Train on the samples of step ``step``, counted from 0."""
+    def train_step(
+        self,
+        step: int,
+        rate: float = LEARNING_RATE,
+        look: Callable[[], object] = lambda: None,
+    ) -> StepResult:
+        """Train on the samples of step ``step``, counted from 0.
+
+        ``look`` is called when the gradients are reduced.
+        """
         samples_consumed = step * self.worker.run.batch.train_batch_size
         load = functools.partial(self.loader.micro_batch, samples_consumed)
-        return self.worker.train_step(load, rate)
+        executor = self.worker.compute_gradients(load)
+        look()
+        return self.worker.update_weights(executor, rate)
 
     def measured_steps(
         self, load: Callable[[int, int], MicroBatch] | None = None

@@ -381,8 +381,8 @@ def copies_differ_by(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
     found = []
     with one_rank(launch, run, corpus) as rank:
         for step in range(3):
-            rank.engine.before_step = lambda: found.append(gather_gradients(rank.worker))
-            assert not rank.train_step(step).skipped
+            result = rank.train_step(step, look=lambda: found.append(gather_gradients(rank.worker)))
+            assert not result.skipped
             found.append(gather_weights(rank.worker))
     return [each.copies_differ_by for each in found if each is not None]
 

@@ -69,11 +69,13 @@ def overflow_everywhere_in_turn(
         turns: list[Turn] = []
         poisoned: list[str] = []
         for bad in range(launch.world_size):
-            if launch.rank == bad:
-                rank.engine.before_step = lambda: poisoned.append(put_an_infinity(rank))
+
+            def look(bad: int = bad) -> None:
+                if launch.rank == bad:
+                    poisoned.append(put_an_infinity(rank))
+
             before = rank.weights()
-            result = rank.train_step(bad)
-            rank.engine.before_step = lambda: None
+            result = rank.train_step(bad, look=look)
             changed = any(not torch.equal(before[name], w) for name, w in rank.weights().items())
             blamed = [found.parameter for found in rank.worker.non_finite()]
             turns.append(Turn(result.skipped, changed, scale_of(rank), blamed))

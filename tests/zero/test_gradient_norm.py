@@ -111,8 +111,7 @@ def write_ones(rank: OneRank) -> None:
 
 def norm_of_ones(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
     with one_rank(launch, run, corpus) as rank:
-        rank.engine.before_step = lambda: write_ones(rank)
-        result = rank.train_step(0)
+        result = rank.train_step(0, look=lambda: write_ones(rank))
         assert not result.skipped
         return result.grad_norm
 

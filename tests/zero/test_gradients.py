@@ -27,7 +27,6 @@ def gradients_of_two_steps(
     """Return (logical gradients of step 1 on rank 0, the norms of both steps)."""
     with one_rank(launch, run, corpus) as rank:
         gradients, norm = first_step(rank)
-        rank.engine.before_step = lambda: None
         return gradients, [norm, rank.train_step(1).grad_norm]
 
 
@@ -169,8 +168,7 @@ def share_of_rounded_elements(launch: LaunchEnvironment, run: Run, corpus: Prepa
             rounded.append(fragment.values.bfloat16().float() == fragment.values)
 
     with one_rank(launch, run, corpus) as rank:
-        rank.engine.before_step = look
-        rank.train_step(0)
+        rank.train_step(0, look=look)
     return float(torch.cat(rounded).float().mean())
 
 

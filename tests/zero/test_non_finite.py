@@ -55,9 +55,9 @@ def without_memory(result: StepResult) -> StepResult:
     return dataclasses.replace(result, peak_memory_bytes=())
 
 
-def skip(rank: OneRank, step: int) -> Skipped:
+def skip(rank: OneRank, step: int, look: Callable[[], object] = lambda: None) -> Skipped:
     before = rank.weights()
-    result = rank.train_step(step)
+    result = rank.train_step(step, look=look)
     changed = any(not torch.equal(before[name], w) for name, w in rank.weights().items())
     return Skipped(result, changed, rank.worker.non_finite())
 
@@ -87,10 +87,12 @@ def three_bad_steps_and_a_good_one(
     with one_rank(launch, run, corpus) as rank:
         loss = rank.engine.loss
         poisoned: list[str] = []
-        if launch.rank == BAD_RANK:
-            rank.engine.before_step = lambda: poisoned.append(put_an_infinity(rank))
-        infinite_gradient = skip(rank, 0)
-        rank.engine.before_step = lambda: None
+
+        def poison() -> None:
+            if launch.rank == BAD_RANK:
+                poisoned.append(put_an_infinity(rank))
+
+        infinite_gradient = skip(rank, 0, poison)
 
         change_losses(rank, lambda losses, _: losses + math.nan)
         nan_loss_alone = skip(rank, 1)

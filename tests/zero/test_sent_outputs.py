@@ -2,6 +2,7 @@
 
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus
@@ -21,19 +21,21 @@ def outputs_during_backwards(
 ) -> list[tuple[int, int]]:
     """Return for each backward of two steps: outputs of the step so far, how many still exist."""
     with one_rank(launch, run, corpus) as rank:
-        forward = rank.engine.forward
+        forward, backward = rank.engine.forward, rank.engine.backward
         outputs: list[weakref.ref[torch.UntypedStorage]] = []
         seen: list[tuple[int, int]] = []
 
-        def watched(x: Tensor, batch: MicroBatch, chunk: int = 0) -> Tensor:
-            output = forward(x, batch, chunk)
+        def watched_forward(*arguments: Any, **options: Any) -> Tensor:
+            output = forward(*arguments, **options)
             outputs.append(weakref.ref(output.untyped_storage()))
             return output
 
-        rank.engine.forward = watched  # type: ignore[method-assign]
-        rank.engine.after_backward = lambda: seen.append(
-            (len(outputs), sum(storage() is not None for storage in outputs))
-        )
+        def watched_backward(*arguments: Any, **options: Any) -> None:
+            backward(*arguments, **options)
+            seen.append((len(outputs), sum(storage() is not None for storage in outputs)))
+
+        rank.engine.forward = watched_forward  # type: ignore[method-assign]
+        rank.engine.backward = watched_backward  # type: ignore[method-assign]
         for step in range(2):
             outputs.clear()
             rank.train_step(step)

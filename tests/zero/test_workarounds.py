@@ -101,8 +101,7 @@ def reference_of(run: Run, corpus: PreparedCorpus, steps: int = 1) -> ReferenceR
 def first_step(rank: OneRank) -> tuple[dict[str, Tensor], float]:
     """Return (logical gradients of step 1 on rank 0, the norm that the step reports)."""
     gathered: list[Any] = []
-    rank.engine.before_step = lambda: gathered.append(gather_gradients(rank.worker))
-    result = rank.train_step(0)
+    result = rank.train_step(0, look=lambda: gathered.append(gather_gradients(rank.worker)))
     return ({} if gathered[0] is None else dict(gathered[0].tensors)), result.grad_norm
 
 
@@ -443,12 +442,7 @@ def lines_about_a_skipped_step(
             one_rank(launch, run, corpus) as rank,
         ):
             logged.clear()
-
-            def spoil() -> None:
-                put_an_infinity(rank)
-
-            rank.engine.before_step = spoil
-            assert rank.train_step(0).skipped
+            assert rank.train_step(0, look=lambda: put_an_infinity(rank)).skipped
     return logged
 
 

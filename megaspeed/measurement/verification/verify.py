@@ -145,17 +145,16 @@ def train_rank(
     with ParallelContext.create(run.grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
         worker, inputs = Worker(run, context), StepInputs(run, corpus, context)
         initial = gather_weights(worker)
-        gathered: list[LogicalTensors | None] = []
-        worker.engine.before_step = lambda: gathered.append(gather_gradients(worker))
+        gradients: LogicalTensors | None = None
         losses, grad_norms = [], []
         for step in range(steps):
-            samples = step * run.batch.train_batch_size
-            result = worker.train_step(inputs.load(samples), inputs.learning_rate(step))
-            worker.engine.before_step = lambda: None
+            executor = worker.compute_gradients(inputs.load(step * run.batch.train_batch_size))
+            if step == 0:
+                gradients = gather_gradients(worker)
+            result = worker.update_weights(executor, inputs.learning_rate(step))
             losses.append(result.loss)
             grad_norms.append(result.grad_norm)
         final = gather_weights(worker)
-    gradients = gathered[0]
     if initial is None or gradients is None or final is None:
         return None
     return ParallelRun(
@@ -181,7 +180,7 @@ class LogicalTensors:
 def gather_gradients(worker: Worker) -> LogicalTensors | None:
     """The reduced gradients without fp16's loss scale, on rank 0 (None elsewhere).
 
-    Call it from the engine's ``before_step``.
+    They exist between the worker's ``compute_gradients`` and ``update_weights``.
     """
     scale = float(worker.engine.optimizer.loss_scale)
     fragments = worker.engine.gradients.fragments
