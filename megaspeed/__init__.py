@@ -4,21 +4,25 @@ The axes are ``pp`` (pipeline), ``dp`` (data, with ZeRO stages 0 to 3), ``cp`` (
 (tensor). Any layout of ranks trains the same model as one process. Each folder imports only from
 the folders above it:
 
-    units             counts and bytes as people read them
+    version, units    the version; counts and bytes as people read them
     files/            files and folders that are complete or absent
     topology/         rank arithmetic, and the process groups of a rank
-    supervision/      what happens if a rank fails, hangs or is stopped
+
     config/           the JSON of a run, strictly checked
     model/            the GPT as plain torch.nn, and the table of its parameters
     tensor_parallel/  layers split over tp, and ``parallelize``, which puts them into the model
+    pipeline/         the plan of the pipeline: schedules, their check, the executor
+    data_axis/        the plan of the data axis: buckets of gradients, gathers, their check
+    zero/             executes that plan with DeepSpeed
+    planning/         predicts memory, traffic, step time and cost, without torch
+
+    supervision/      what happens if a rank fails, hangs or is stopped
     data/             corpus, tokenizer, sampler, loader
     checked_run       loads the JSON of a run, and looks at its data
     checkpoint/       checkpoints that do not depend on the layout
     hugging_face/     models of transformers: import, export, generation, evaluation
-    pipeline/         schedules as data, the partition of layers, the executor
-    zero/             the fence round DeepSpeed
-    planning/         predicts memory, traffic, step time and cost, without torch
     training/         the rank's model, optimizer groups, learning rate, the loop, metrics
+    job/              the main job: starts, resumes, supervises and reports a run
     measurement/      trains to find something out: verify, compare, bench, scaling
     doctor/           checks whether a run can start
     reports/          compares the folders of runs, or shows them on one page
@@ -37,8 +41,9 @@ loaded at their first use, so ``import megaspeed`` stays light.
 from importlib import import_module
 from typing import Any
 
+from megaspeed.version import __version__
+
 __all__ = ["__version__", "load_config", "plan", "train"]  # see __getattr__
-__version__ = "0.3.0"
 
 
 def __getattr__(name: str) -> Any:

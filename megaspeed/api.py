@@ -112,7 +112,7 @@ def train(
     settings = _as_settings(overrides)
     arguments += ["--set", *settings] if settings else []
     if world_size is None:
-        from megaspeed.training.pretrain import main
+        from megaspeed.job.pretrain import main
 
         code = main(arguments)
     else:

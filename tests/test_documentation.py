@@ -24,8 +24,8 @@ from megaspeed import cli
 from megaspeed.config.document import Document, merge, read_document
 from megaspeed.config.layout import World
 from megaspeed.config.loading import check_document, load_run
-from megaspeed.training import pretrain
-from megaspeed.training.console import COLUMNS, banner, print_folded
+from megaspeed.job import pretrain
+from megaspeed.job.console import COLUMNS, banner, print_folded
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -19,7 +19,7 @@ from megaspeed.cli import parse as parse_command
 from megaspeed.config.document import read_document
 from megaspeed.config.layout import World
 from megaspeed.config.loading import check_document
-from megaspeed.training.pretrain import parse_arguments as parse_pretrain
+from megaspeed.job.pretrain import parse_arguments as parse_pretrain
 from tests.support.launched import free_port
 from tests.support.machine import limit
 from tests.support.nodes import ROOT

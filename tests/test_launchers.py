@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megaspeed.config.loading import read_config
-from megaspeed.training import pretrain
+from megaspeed.job import pretrain
 from tests.support.forked import Forked, run_forked
 from tests.support.launched import Launched, free_port, launch
 from tests.support.machine import limit

@@ -227,7 +227,7 @@ import os, signal, sys, time
 from pathlib import Path
 
 from megaspeed.supervision.process_end import end_process
-from megaspeed.training import supervisor
+from megaspeed.job import supervisor
 
 supervisor._SECONDS_TO_END = {seconds_to_end}
 rank, folder = int(os.environ["RANK"]), Path(__file__).parent

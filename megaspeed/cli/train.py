@@ -94,12 +94,12 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
         end_with_parent(int(starter))
     gc.disable()  # the objects that imports make live as long as the process
     launchers = launcher_processes()  # one that ends while torch is loaded would not be found later
+    from megaspeed.job.supervisor import run_supervised
     from megaspeed.supervision.process_end import keep_output_open
-    from megaspeed.training.supervisor import run_supervised
 
     def train() -> int:
         # Imported here, because a supervisor does not need them.
-        from megaspeed.training.pretrain import main
+        from megaspeed.job.pretrain import main
 
         gc.freeze()
         gc.enable()

@@ -30,11 +30,11 @@ import torch.distributed as dist
 from megaspeed.config.resolve import Run
 from megaspeed.doctor.checks import Findings
 from megaspeed.doctor.record import Link, Record, call_with_timeout, take_record
+from megaspeed.job.run_folder import appears
 from megaspeed.planning.costs.traffic import bytes_sent
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.store import GroupError, open_store, wait_for_keys
-from megaspeed.training.run_folder import appears
 
 # A record has several steps, each with a limit; making all groups of a large run takes minutes.
 _LIMITS_OF_A_RECORD = 4

@@ -16,7 +16,6 @@ import safetensors
 import torch
 from torch import Tensor
 
-from megaspeed import __version__
 from megaspeed.checkpoint.folders import GENERATION
 from megaspeed.checkpoint.run_state import Progress, RunState
 from megaspeed.checkpoint.tensors import (
@@ -49,6 +48,7 @@ from megaspeed.hugging_face.weights import (
     open_tensors,
     parts_of,
 )
+from megaspeed.version import __version__
 
 
 def import_model(

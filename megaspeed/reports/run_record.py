@@ -24,7 +24,7 @@ import numpy as np
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
 from megaspeed.files.json_values import leaves, read_records
-from megaspeed.training import run_folder
+from megaspeed.job import run_folder
 
 _LARGEST, _LARGEST_STEP = 1e100, 10**12
 """A larger value is treated as damaged, because sums and axes would overflow."""

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from megaspeed import __version__
 from megaspeed.files.json_values import leaves
 from megaspeed.supervision.process_end import SUPERVISOR
 from megaspeed.topology.launch import LaunchEnvironment
@@ -40,6 +39,7 @@ from megaspeed.topology.store import (
     ranks_named,
     wait_for_keys,
 )
+from megaspeed.version import __version__
 
 _SECONDS_UNTIL_READ = 10.0  # for other ranks to read why the run cannot start
 _MOST_NAMED = 16

@@ -210,7 +210,7 @@ def launcher_processes() -> list[int]:
 
         deepspeed (runner)  ->  python -m deepspeed.launcher.launch    ->  this rank
         torchrun, megaspeed train                                      ->  this rank
-        any of them, or none  ->  supervisor (training/supervisor.py)  ->  this rank
+        any of them, or none  ->  supervisor (job/supervisor.py)  ->  this rank
 
     DeepSpeed's runner does not forward signals to a launcher on the same host. If the runner is
     stopped, only the runner ends, and this process continues without it.

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from megaspeed import __version__
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import (
     CHECKPOINTS,
@@ -59,6 +58,7 @@ from megaspeed.supervision.answers import broadcast
 from megaspeed.topology.process_settings import use_device
 from megaspeed.training.resumed_run import data_changes, model_changes, resumed_progress
 from megaspeed.training.worker import Worker
+from megaspeed.version import __version__
 
 _PACKAGES = ("torch", "deepspeed")
 _SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION = 10.0

@@ -34,7 +34,9 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.training.metrics import own_work
 from megaspeed.training.pipeline_step import PipelineStep, StageTimes
-from megaspeed.training.run_folder import PROFILE
+
+PROFILE = "profile"
+"""The folder of profiles in a run folder."""
 
 MOST_RANKS = 16
 """How many ranks write a trace by default. A step may have 100,000 events of 200 bytes."""

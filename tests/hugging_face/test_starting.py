@@ -19,8 +19,8 @@ from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.cli import main
 from megaspeed.config.resolve import Run
 from megaspeed.hugging_face.importing import import_model
+from megaspeed.job import pretrain
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training import pretrain
 from megaspeed.training.checkpointing import generation_file
 from tests.checkpoint.saved_runs import SavedRun, started
 from tests.hugging_face.models import llama, saved, with_tokenizer

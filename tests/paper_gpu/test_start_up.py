@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megaspeed.job import pretrain
 from megaspeed.measurement.local_ranks import too_many_ranks
 from megaspeed.topology import context, process_settings
 from megaspeed.topology.grid import Grid, TopologyError
@@ -27,7 +28,6 @@ from megaspeed.topology.process_settings import (
     default_settings,
     open_files_of,
 )
-from megaspeed.training import pretrain
 from tests.support.machine import limit
 from tests.support.tiny import GPT2
 

@@ -12,6 +12,7 @@ from megaspeed.cli import main
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.job.job import choose_together
 from megaspeed.planning.costs.reserved_memory import reserved_memory
 from megaspeed.planning.micro_batch import Choice, choose_micro_batch
 from megaspeed.planning.plan import plan
@@ -20,7 +21,6 @@ from megaspeed.planning.variants import Training
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.devices import DEVICES, Device, device_by_name
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.job import choose_together
 from tests.config.small import small
 from tests.planning.tiny_runs import a100s
 from tests.support.machine import limit

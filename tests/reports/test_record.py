@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megaspeed.job.run_folder import METRICS, continue_run_folder
 from megaspeed.reports.run_record import RunFolderError, read_run
 from megaspeed.training.metrics import MetricsFile
-from megaspeed.training.run_folder import METRICS, continue_run_folder
 from tests.reports.written_runs import TEXT, loss_at, written_run
 from tests.support.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics

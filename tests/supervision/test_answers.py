@@ -6,12 +6,12 @@ import os
 import pytest
 
 from megaspeed.checkpoint.errors import CheckpointError, StorageFailed
+from megaspeed.job.pretrain import _exit_code
 from megaspeed.supervision.answers import RankFailed, broadcast, gather
 from megaspeed.supervision.process_end import EXIT_FAILED, EXIT_WRONG_INPUT
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.pretrain import _exit_code
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 

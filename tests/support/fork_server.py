@@ -23,8 +23,8 @@ IMPORTED_ONCE = [
     "megaspeed.doctor.examination",
     "megaspeed.planning.prediction",
     "megaspeed.measurement.compare",
-    "megaspeed.training.pretrain",
-    "megaspeed.training.supervisor",
+    "megaspeed.job.pretrain",
+    "megaspeed.job.supervisor",
     "matplotlib.backends.backend_agg",
     # DeepSpeed imports these at its first engine.
     "deepspeed.runtime.superoffload.superoffload_stage3",

@@ -192,8 +192,10 @@ def _loss_step(
 
     loss.of_chunk = of_chunk
     scale = 1 / float((targets != NOT_COUNTED).sum())
-    instead_of_logits = functools.partial(loss, targets=targets, scale=scale, gradient_sum=gradient_sum)
-    model(tokens, SAMPLES, None, instead_of_logits).backward()
+    of_hidden = functools.partial(
+        loss, targets=targets, scale=scale, gradient_sum=gradient_sum
+    )
+    model(tokens, SAMPLES, None, of_hidden).backward()
     logits, losses = seen
     return Step(logits.view(*targets.shape, -1), losses.view_as(targets), _gradients(model))
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.job import pretrain
 from megaspeed.measurement.verification.verify import ParallelRun, train_rank
 from megaspeed.topology.activity import Activity
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training import pretrain
 from megaspeed.training.compilation import Compilation, agree_to_compile, missing_compiler
 from tests.model.tiny_gpt import DROPOUTS
 from tests.support.machine import limit

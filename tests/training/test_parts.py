@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaspeed.job.console import SLOW, describe_slow_rank
 from megaspeed.topology import activity
 from megaspeed.topology.activity import PARTS, Timeline
 from megaspeed.training import worker
-from megaspeed.training.console import SLOW, describe_slow_rank
 from megaspeed.training.faults import inject_into_process
 from megaspeed.training.trainer import Trainer
 from tests.support.machine import limit

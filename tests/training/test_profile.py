@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.job import pretrain
 from megaspeed.pipeline.programs import stage_program
 from megaspeed.topology.activity import PARTS
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training import pretrain
 from megaspeed.training.profile import Profile, describe_times, profiled_ranks
 from tests.pipeline.test_schedules import shape
 from tests.support.rank_pool import RankPool

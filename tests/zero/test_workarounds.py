@@ -505,7 +505,7 @@ def test_without_a_named_accelerator_deepspeed_warns_of_the_cpu(pool: RankPool) 
 
 TRAIN_ALONE = """
 import json, sys
-from megaspeed.training.pretrain import main
+from megaspeed.job.pretrain import main
 before = "torch.distributed.checkpoint" in sys.modules
 code = main(sys.argv[1:])
 print(json.dumps([before, code, "torch._dynamo" in sys.modules]))

@@ -20,6 +20,7 @@ from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.job.resume import MOST_CHANGES, Start
 from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.parameters import training_flops_per_token
@@ -36,7 +37,6 @@ from megaspeed.training.metrics import (
     device_name,
     peak_flops_per_second,
 )
-from megaspeed.training.resume import MOST_CHANGES, Start
 from megaspeed.training.trainer import Observer, TrainingSummary
 from megaspeed.units import counted, traffic_unit
 

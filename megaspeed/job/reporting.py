@@ -26,8 +26,8 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import ReportTo
 from megaspeed.files.json_values import read_records
+from megaspeed.job.run_folder import TENSORBOARD, WANDB
 from megaspeed.training.metrics import Metrics, PartMetrics, SampleMetrics
-from megaspeed.training.run_folder import TENSORBOARD, WANDB
 
 CLOSING_SECONDS = 30.0
 """How long a run waits at its end until its services have received all records."""

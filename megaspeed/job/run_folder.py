@@ -40,10 +40,11 @@ from megaspeed.supervision.answers import broadcast, gather
 from megaspeed.supervision.meeting import RanksDisagree
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.metrics import records_up_to
+from megaspeed.training.profile import PROFILE
 
 CONFIG, LOSS_CURVE = "config.json", "loss.png"
 METRICS, PARTS, STARTS = "metrics.jsonl", "parts.jsonl", "starts.jsonl"
-TENSORBOARD, WANDB, PROFILE = "tensorboard", "wandb", "profile"
+TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 LOCK = ".lock"
 """Contains the host and the process id of rank 0 as "host pid". A user can signal the run with

@@ -7,8 +7,8 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+from megaspeed.job.reporting import draw_loss_curve, smoothed
 from megaspeed.training.metrics import MetricsFile, StepMetrics, ValidationMetrics
-from megaspeed.training.reporting import draw_loss_curve, smoothed
 from tests.training.metrics_of_steps import step_metrics
 
 LEARNING = [step_metrics(step=s, tokens=192 * s, loss=6.0 / s) for s in range(1, 20)]

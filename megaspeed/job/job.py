@@ -32,18 +32,7 @@ from megaspeed.data.background import Tokenization
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError, StreamEnded, raise_any
 from megaspeed.data.prompts import read_prompts
-from megaspeed.planning.micro_batch import Choice, choose_micro_batch
-from megaspeed.supervision.answers import RankFailed, broadcast, gather
-from megaspeed.supervision.failure import RankLog
-from megaspeed.supervision.meeting import Meeting, RanksDisagree
-from megaspeed.supervision.process_end import StopSignal
-from megaspeed.supervision.watch import Watch
-from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
-from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.devices import Device, device_by_name
-from megaspeed.training.checkpointing import Checkpointing
-from megaspeed.training.compilation import CannotCompile
-from megaspeed.training.console import (
+from megaspeed.job.console import (
     ConsoleObserver,
     banner,
     crowding,
@@ -56,11 +45,9 @@ from megaspeed.training.console import (
     show_preparation,
     summary_table,
 )
-from megaspeed.training.metrics import MetricsFile, device_name
-from megaspeed.training.replicas import ReplicasDiffer
-from megaspeed.training.reporting import Reporting, draw_loss_curve
-from megaspeed.training.resume import AUTO, Restarts, ResumeOptions, Start, find_start
-from megaspeed.training.run_folder import (
+from megaspeed.job.reporting import Reporting, draw_loss_curve
+from megaspeed.job.resume import AUTO, Restarts, ResumeOptions, Start, find_start
+from megaspeed.job.run_folder import (
     LOSS_CURVE,
     METRICS,
     PARTS,
@@ -71,6 +58,19 @@ from megaspeed.training.run_folder import (
     run_lock,
     start_run_folder,
 )
+from megaspeed.planning.micro_batch import Choice, choose_micro_batch
+from megaspeed.supervision.answers import RankFailed, broadcast, gather
+from megaspeed.supervision.failure import RankLog
+from megaspeed.supervision.meeting import Meeting, RanksDisagree
+from megaspeed.supervision.process_end import StopSignal
+from megaspeed.supervision.watch import Watch
+from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.devices import Device, device_by_name
+from megaspeed.training.checkpointing import Checkpointing
+from megaspeed.training.compilation import CannotCompile
+from megaspeed.training.metrics import MetricsFile, device_name
+from megaspeed.training.replicas import ReplicasDiffer
 from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import ZeroEngine

@@ -8,13 +8,13 @@ import torch
 from rich.console import Console
 
 from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import training_flops_per_token
-from megaspeed.training.console import (
+from megaspeed.job.console import (
     COLUMNS,
     banner,
     describe_attention,
     print_folded,
 )
+from megaspeed.model.parameters import training_flops_per_token
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

@@ -13,11 +13,11 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.config.resolve import Run
+from megaspeed.job.resume import Restarts, ResumeOptions, Start, check_resume, find_start
 from megaspeed.supervision.meeting import Meeting
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment, read_launch_environment
-from megaspeed.training.resume import Restarts, ResumeOptions, Start, check_resume, find_start
 from tests.checkpoint.written import change_index, write_checkpoint
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool

@@ -6,11 +6,11 @@ import pytest
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.job.job import check_agreement
 from megaspeed.supervision.meeting import RanksDisagree
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.job import check_agreement
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run

@@ -14,9 +14,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from megaspeed.config.resolve import Run
-from megaspeed.training import pretrain, reporting
+from megaspeed.job import pretrain, reporting
+from megaspeed.job.reporting import Reporting, Rows, Service
 from megaspeed.training.metrics import SampleMetrics, ValidationMetrics
-from megaspeed.training.reporting import Reporting, Rows, Service
 from tests.support.machine import limit
 from tests.support.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics

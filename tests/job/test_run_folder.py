@@ -18,12 +18,8 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
-from megaspeed.supervision.meeting import RanksDisagree
-from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.grid import Grid
-from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training import run_folder
-from megaspeed.training.run_folder import (
+from megaspeed.job import run_folder
+from megaspeed.job.run_folder import (
     LOCK,
     RunFolderLost,
     check_run_folder,
@@ -32,6 +28,10 @@ from megaspeed.training.run_folder import (
     run_lock,
     start_run_folder,
 )
+from megaspeed.supervision.meeting import RanksDisagree
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
 

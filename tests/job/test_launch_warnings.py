@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megaspeed.job.console import launch_warnings
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.console import launch_warnings
 from tests.zero.one_rank import OFFLOAD, small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

@@ -13,12 +13,12 @@ import pytest
 import torch
 from filelock import FileLock
 
+from megaspeed.job import pretrain, run_folder
+from megaspeed.job.resume import Restarts
+from megaspeed.job.run_folder import LOCK
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training import pretrain, run_folder
-from megaspeed.training.resume import Restarts
-from megaspeed.training.run_folder import LOCK
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2

@@ -24,13 +24,13 @@ from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.files.paths import expand_home, path_argument
+from megaspeed.job.run_folder import checkpoint_folder
+from megaspeed.job.supervisor import FINAL_CODE, SMALLER_SIZE
 from megaspeed.supervision.answers import broadcast
 from megaspeed.supervision.meeting import Meeting
 from megaspeed.supervision.process_end import SUPERVISOR
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.resumed_run import config_changes, rate_change, training_changes
-from megaspeed.training.run_folder import checkpoint_folder
-from megaspeed.training.supervisor import FINAL_CODE, SMALLER_SIZE
 
 AUTO, NEVER = "auto", "never"
 

@@ -23,6 +23,16 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.data.errors import DataError
+from megaspeed.job.console import (
+    describe_spare_ranks,
+    launch_warnings,
+    print_line,
+    print_warning,
+)
+from megaspeed.job.job import EXPECTED, STOPPED, ExplainMemory, Job
+from megaspeed.job.reporting import check_packages
+from megaspeed.job.resume import Restarts, ResumeOptions, check_resume, restart_number
+from megaspeed.job.run_folder import RunFolderLost, check_run_folder
 from megaspeed.model.bf16_on_cpu import bf16_warning
 from megaspeed.supervision.answers import RankFailed
 from megaspeed.supervision.failure import write_error_file
@@ -39,17 +49,7 @@ from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 from megaspeed.topology.process_settings import set_defaults
 from megaspeed.topology.store import GroupError, print_error
-from megaspeed.training.console import (
-    describe_spare_ranks,
-    launch_warnings,
-    print_line,
-    print_warning,
-)
 from megaspeed.training.faults import inject_into_process
-from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job
-from megaspeed.training.reporting import check_packages
-from megaspeed.training.resume import Restarts, ResumeOptions, check_resume, restart_number
-from megaspeed.training.run_folder import RunFolderLost, check_run_folder
 
 _SECONDS_FOR_RANK_0_TO_PRINT = 5.0
 """Launchers end the whole job if one process fails. Only rank 0 prints errors that all ranks have,

@@ -20,9 +20,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.mixture import Component, Mixture
 from megaspeed.data.token_file import TokenFile, TokenIndex
-from megaspeed.pipeline.partition import parameters_of_stages
-from megaspeed.topology.grid import Grid
-from megaspeed.training.console import (
+from megaspeed.job.console import (
     ConsoleObserver,
     crowding,
     describe_corpus,
@@ -33,6 +31,9 @@ from megaspeed.training.console import (
     describe_step,
     summary_table,
 )
+from megaspeed.job.resume import Start
+from megaspeed.pipeline.partition import parameters_of_stages
+from megaspeed.topology.grid import Grid
 from megaspeed.training.metrics import (
     MetricsFile,
     PartMetrics,
@@ -40,7 +41,6 @@ from megaspeed.training.metrics import (
     SampleMetrics,
     ValidationMetrics,
 )
-from megaspeed.training.resume import Start
 from megaspeed.training.trainer import TrainingSummary
 from tests.support.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics

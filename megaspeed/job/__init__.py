@@ -1,0 +1,1 @@
+"""The main job: starts a run, resumes and supervises it, and reports it."""
