@@ -41,10 +41,12 @@ from megaspeed.pipeline.schedules import Pipeline, pipeline_of
 from megaspeed.pipeline.simulation import check_schedule, format_grid
 from megaspeed.planning.cluster import CPU, ClusterConfig, read_cluster
 from megaspeed.planning.forecast import complete_training
+from megaspeed.planning.longest_sequence import longest_sequences
 from megaspeed.planning.measured_cpu import CpuSpeedError, measure_cpu
 from megaspeed.planning.plan import plan
 from megaspeed.planning.report import longest_report, report, what_if_report
-from megaspeed.planning.variants import Training, longest_sequences, what_if
+from megaspeed.planning.variants import Training
+from megaspeed.planning.what_if import what_if
 from megaspeed.supervision.process_end import end_with_starter
 from megaspeed.topology.launch import usable_processors
 from megaspeed.units import counted, show, table_of

@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_leaves
 from megaspeed.config.resolve import Run
 from megaspeed.measurement.allocations import AllocationLog
 from megaspeed.pipeline.schedules import Backward, Instruction
+from megaspeed.planning.changes import single_changes
 from megaspeed.planning.costs.memory import Category, MemoryBytes
 from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import Collective, Messages, Traffic, TrafficAxis
-from megaspeed.planning.variants import Training, single_changes
+from megaspeed.planning.variants import Training
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.worker import Load, StepResult, Worker, peak_memory
 from megaspeed.units import markdown_table, memory_unit

@@ -17,6 +17,7 @@ from megaspeed.files.json_values import json_value, picked
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
 from megaspeed.pipeline.schedules import peak_in_flight, pipeline_of
 from megaspeed.pipeline.visits import holds_of
+from megaspeed.planning.changes import Change, cheapest_change
 from megaspeed.planning.costs.activations import activations_of
 from megaspeed.planning.costs.placement import GPUS_PER_NODE, Placement
 from megaspeed.planning.costs.reserved_memory import (
@@ -30,7 +31,7 @@ from megaspeed.planning.costs.workload import Cluster
 from megaspeed.planning.forecast import Forecast, forecast
 from megaspeed.planning.micro_batch import choose_micro_batch
 from megaspeed.planning.prediction import Prediction, StagePrediction, predict
-from megaspeed.planning.variants import Change, Training, cheapest_change
+from megaspeed.planning.variants import Training
 
 
 @dataclass(frozen=True, kw_only=True)

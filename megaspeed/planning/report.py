@@ -11,9 +11,10 @@ from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.planning.costs.placement import AxisPlacement, Placement
 from megaspeed.planning.costs.traffic import axis_totals
 from megaspeed.planning.forecast import Forecast, TrainingTime
+from megaspeed.planning.longest_sequence import LongestSequence
 from megaspeed.planning.plan import Plan, PlannedStage, PlannedZero
 from megaspeed.planning.prediction import alike_stages
-from megaspeed.planning.variants import Layout, LongestSequence, WhatIf
+from megaspeed.planning.what_if import Variant, WhatIf
 from megaspeed.topology.grid import AXES
 from megaspeed.units import (
     GIB,
@@ -25,7 +26,7 @@ from megaspeed.units import (
     traffic_unit,
 )
 
-_SHOWN_LAYOUTS = 12
+_SHOWN_VARIANTS = 12
 """Rows of the table of a what-if. ``--json`` has all variants."""
 
 _LONGEST_GROUP = 28
@@ -347,20 +348,20 @@ def _verdict(plan: Plan) -> Iterator[str]:
 
 
 def what_if_report(found: WhatIf) -> Parts:
-    """Yield the fastest layouts that fit, and how to get the best."""
+    """Yield the fastest variants that fit, and how to get the best."""
     yield ""
     best = found.best
     if best is not None:
         grids = found.fastest_of_each_grid()
         yield f"What if: the fastest variant that fits, for each of {counted(len(grids), 'layout')}"
-        yield _layouts(grids[:_SHOWN_LAYOUTS])
-        if len(grids) > _SHOWN_LAYOUTS:
-            yield f"and {len(grids) - _SHOWN_LAYOUTS} more: --json"
+        yield _variants(grids[:_SHOWN_VARIANTS])
+        if len(grids) > _SHOWN_VARIANTS:
+            yield f"and {len(grids) - _SHOWN_VARIANTS} more: --json"
         yield f"{_CONFIGURED}; tight: the upper end of the interval of its memory does not fit"
         yield "R: replicas of ZeRO's partitions (parallel.replicate); at ZeRO-0, dp x cp"
-        if any(layout.settings.virtual_stages > 1 for layout in grids[:_SHOWN_LAYOUTS]):
+        if any(variant.settings.virtual_stages > 1 for variant in grids[:_SHOWN_VARIANTS]):
             yield "pp 8x2: 8 pipeline stages of 2 chunks each (parallel.virtual_stages)"
-        if any(layout.settings.cp > 1 for layout in grids[:_SHOWN_LAYOUTS]):
+        if any(variant.settings.cp > 1 for variant in grids[:_SHOWN_VARIANTS]):
             yield "dp 8x2: 8 data ranks of 2 context ranks each (parallel.context)"
         yield ""
         yield f"best: {best.run.grid}, ZeRO-{best.run.zero_stage}: {best.seconds:.3g} s a step"
@@ -370,7 +371,7 @@ def what_if_report(found: WhatIf) -> Parts:
         yield f"  {text}"
     elif found.least_peak_bytes is not None:
         yield f"the smallest variant needs {readable_memory(found.least_peak_bytes)} a rank"
-    yield f"{len(found.layouts):,} variants fit, {found.too_large:,} are too large"
+    yield f"{len(found.variants):,} variants fit, {found.too_large:,} are too large"
 
 
 def longest_report(found: Sequence[LongestSequence], model: ModelConfig) -> Parts:
@@ -382,38 +383,38 @@ def longest_report(found: Sequence[LongestSequence], model: ModelConfig) -> Part
     yield "Longest sequence that fits, for each layout. A micro-batch is one sequence."
     memory = memory_unit(each.peak_bytes for each in found)
     table = table_of(right=("pp", "dp", "cp", "tp", "tokens", f"peak\n{memory.name}"))
-    for each in found[:_SHOWN_LAYOUTS]:
+    for each in found[:_SHOWN_VARIANTS]:
         degrees = map(str, each.settings.degrees)
         table.add_row(*degrees, f"{each.tokens:,}", memory.of(each.peak_bytes))
     yield table
-    if len(found) > _SHOWN_LAYOUTS:
-        yield f"and {len(found) - _SHOWN_LAYOUTS} more: --json"
+    if len(found) > _SHOWN_VARIANTS:
+        yield f"and {len(found) - _SHOWN_VARIANTS} more: --json"
     if model.positions == "learned":
         yield f"model.max_position_embeddings {model.max_position_embeddings:,} is the limit"
 
 
-def _layouts(shown: Sequence[Layout]) -> Table:
-    memory = memory_unit(layout.peak_bytes for layout in shown)
+def _variants(shown: Sequence[Variant]) -> Table:
+    memory = memory_unit(variant.peak_bytes for variant in shown)
     headings = ("pp", "dp", "tp", "ZeRO", "R", "sum\neach", "recompute")
     sizes = ("micro-\nbatches", "of\nsize")
     table = table_of(right=(*headings, *sizes, "step\ns", "MFU", f"peak\n{memory.name}"))
     table.add_column("", no_wrap=True)
-    for layout in shown:
-        run, grid, mfu = layout.run, layout.run.grid, layout.forecast.mfu
-        chunks = layout.settings.virtual_stages
+    for variant in shown:
+        run, grid, mfu = variant.run, variant.run.grid, variant.forecast.mfu
+        chunks = variant.settings.virtual_stages
         table.add_row(
             f"{grid.pp}{f'x{chunks}' if chunks > 1 else ''}",
             f"{grid.dp}{f'x{grid.cp}' if grid.cp > 1 else ''}",
             str(grid.tp),
-            f"{run.zero_stage}{'' if layout.set_text else ' *'}",
+            f"{run.zero_stage}{'' if variant.set_text else ' *'}",
             str(grid.replicate),
             _REDUCED_EACH[reduction_of_matrices(run, "cuda").when][:5],
             run.config.parallel.activation_checkpointing.replace("_offloaded", "+host"),
             f"{run.batch.gradient_accumulation_steps:,}",
             f"{run.batch.micro_batch_size:,}",
-            f"{layout.seconds:.3g}",
+            f"{variant.seconds:.3g}",
             "" if mfu is None else f"{mfu:.0%}",
-            memory.of(layout.peak_bytes),
-            "tight" if layout.verdict == "tight" else "",
+            memory.of(variant.peak_bytes),
+            "tight" if variant.verdict == "tight" else "",
         )
     return table

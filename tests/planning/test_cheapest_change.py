@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from megaspeed.planning.changes import Change, cheapest_change
 from megaspeed.planning.costs.reserved_memory import reserved_memory
 from megaspeed.planning.prediction import predict
-from megaspeed.planning.variants import Change, Training, cheapest_change
+from megaspeed.planning.variants import Training
 from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny
 
 CHUNKS = (

@@ -11,8 +11,10 @@ from megaspeed.cli import main
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run, read_config
 from megaspeed.planning.cluster import read_cluster
+from megaspeed.planning.longest_sequence import longest_sequences
 from megaspeed.planning.prediction import predict
-from megaspeed.planning.variants import Training, _verdict, longest_sequences, what_if
+from megaspeed.planning.variants import Training, verdict_of
+from megaspeed.planning.what_if import what_if
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "ds_configs/llama3_8b_long.json"
@@ -55,10 +57,10 @@ def test_the_next_longer_sequence_does_not_fit() -> None:
         settings, count = found.settings, own.run.batch.gradient_accumulation_steps
         run = own.at_length(settings, found.tokens, count)
         peak = predict(run, "cuda").fullest.peak_bytes
-        assert peak == found.peak_bytes and _verdict(run, peak, cluster(8)) == "fits"
+        assert peak == found.peak_bytes and verdict_of(run, peak, cluster(8)) == "fits"
         longer = own.at_length(settings, found.tokens + 1024, count)
         peak = predict(longer, "cuda").fullest.peak_bytes
-        assert _verdict(longer, peak, cluster(8)) == "tight"
+        assert verdict_of(longer, peak, cluster(8)) == "tight"
 
 
 def test_learned_positions_limit_the_sequence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,8 +78,8 @@ def test_longer_sequences_have_more_context_degrees(tmp_path: Path) -> None:
         what_if(training(8, f"data.sequence_length={length}", "train_batch_size=8"), cluster(8))
         for length in (4096, 65536)
     )
-    assert {layout.settings.cp for layout in short.layouts} == {1, 8}  # 8 is stated
-    assert {layout.settings.cp for layout in long.layouts} == {1, 2, 4, 8}
+    assert {layout.settings.cp for layout in short.variants} == {1, 8}  # 8 is stated
+    assert {layout.settings.cp for layout in long.variants} == {1, 2, 4, 8}
     best = tmp_path / "best.json"
     options = ["--set", "data.sequence_length=65536", "--world-size", "8", "--json"]
     again = [tmp_path / f"{number}.json" for number in range(2)]

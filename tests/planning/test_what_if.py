@@ -14,15 +14,15 @@ from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.step_time import predict_step_time
 from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.forecast import forecast
-from megaspeed.planning.variants import Layout, WhatIf, what_if
+from megaspeed.planning.what_if import Variant, WhatIf, what_if
 from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny, tiny_file
 
 Key = tuple[int, int, int, int, str, str, str, int]
 Figures = dict[Key, tuple[float, int]]
 
 
-def key_of(layout: Layout) -> Key:
-    run, grid = layout.run, layout.run.grid
+def key_of(variant: Variant) -> Key:
+    run, grid = variant.run, variant.run.grid
     parallel = run.config.parallel
     return (
         *(grid.pp, grid.dp, grid.tp, run.zero_stage),
@@ -34,9 +34,9 @@ def key_of(layout: Layout) -> Key:
 def figures_of(found: WhatIf) -> Figures:
     """The figures of the variants with one chunk."""
     return {
-        key_of(layout): (layout.seconds, layout.peak_bytes)
-        for layout in found.layouts
-        if layout.settings.virtual_stages == 1
+        key_of(variant): (variant.seconds, variant.peak_bytes)
+        for variant in found.variants
+        if variant.settings.virtual_stages == 1
     }
 
 
@@ -102,31 +102,31 @@ def test_variants_that_are_too_large_are_omitted(file: Path, brute: Figures) -> 
     reserved = reserved_memory(some.run, a100s().device, 8, 0).total
     cluster = a100s(memory_bytes=reserved + peaks[len(peaks) // 2])
     found = what_if(some, cluster)
-    for layout in found.layouts:
-        beside = reserved_memory(layout.run, cluster.device, 8, layout.peak_bytes)
-        assert layout.verdict == verdict(layout.peak_bytes, beside, cluster.device)
-    assert 0 < len(found.layouts) < len(brute)
+    for variant in found.variants:
+        beside = reserved_memory(variant.run, cluster.device, 8, variant.peak_bytes)
+        assert variant.verdict == verdict(variant.peak_bytes, beside, cluster.device)
+    assert 0 < len(found.variants) < len(brute)
     assert len(figures_of(found)) + found.too_large == len(brute)
     assert found.best is not None and found.best.verdict == "fits"
 
 
 def test_if_nothing_fits_the_smallest_is_still_reported(file: Path, brute: Figures) -> None:
     found = what_if(from_file(file, world_size=8), a100s(memory_bytes=1000))
-    assert (found.layouts, found.best) == ((), None)
+    assert (found.variants, found.best) == ((), None)
     assert found.least_peak_bytes == min(peak for _, peak in brute.values())
 
 
 def test_the_variants_are_ranked_by_time(file: Path) -> None:
     found = what_if(from_file(file, world_size=8), a100s())
-    times = [layout.seconds for layout in found.layouts]
+    times = [variant.seconds for variant in found.variants]
     assert times == sorted(times)
-    assert found.best is found.layouts[0]
+    assert found.best is found.variants[0]
     fastest = found.fastest_of_each_grid()
-    grids = [layout.run.grid for layout in fastest]
+    grids = [variant.run.grid for variant in fastest]
     assert len(set(grids)) == len(grids) == 8
-    for layout in fastest:
-        same = [each.seconds for each in found.layouts if each.run.grid == layout.run.grid]
-        assert layout.seconds == min(same)
+    for variant in fastest:
+        same = [each.seconds for each in found.variants if each.run.grid == variant.run.grid]
+        assert variant.seconds == min(same)
 
 
 def test_processes_that_share_the_work_find_the_same(file: Path) -> None:
@@ -138,41 +138,41 @@ def test_processes_that_share_the_work_find_the_same(file: Path) -> None:
 
 
 def test_tensor_groups_are_at_most_as_wide_as_a_node(file: Path) -> None:
-    layouts = what_if(from_file(file, world_size=8), a100s(gpus_per_node=2)).layouts
-    assert max(layout.run.grid.tp for layout in layouts) == 2
+    variants = what_if(from_file(file, world_size=8), a100s(gpus_per_node=2)).variants
+    assert max(variant.run.grid.tp for variant in variants) == 2
 
 
 def test_a_variant_is_reached_by_its_text(file: Path) -> None:
     training = from_file(file, world_size=8)
-    for layout in what_if(training, a100s()).layouts[::17]:
-        assert from_file(file, *layout.set_text, world_size=8).run == layout.run
+    for variant in what_if(training, a100s()).variants[::17]:
+        assert from_file(file, *variant.set_text, world_size=8).run == variant.run
 
 
 def test_no_variant_is_faster_on_more_nodes() -> None:
     """No variant is faster if the four ranks are on two nodes instead of one."""
     training = tiny("zero_optimization.stage=3", world_size=4)
-    fast = what_if(training, a100s(gpus_per_node=4)).layouts
-    slow = what_if(training, a100s(gpus_per_node=2)).layouts
-    times = {key_of(layout): layout.seconds for layout in slow}
-    same = [layout for layout in fast if key_of(layout) in times]
-    assert same and all(times[key_of(layout)] >= layout.seconds for layout in same)
+    fast = what_if(training, a100s(gpus_per_node=4)).variants
+    slow = what_if(training, a100s(gpus_per_node=2)).variants
+    times = {key_of(variant): variant.seconds for variant in slow}
+    same = [variant for variant in fast if key_of(variant) in times]
+    assert same and all(times[key_of(variant)] >= variant.seconds for variant in same)
 
 
 def test_replicas_are_listed_with_the_number_that_is_fastest() -> None:
     """On two nodes of four GPUs, the number of replicas is tried for dp 4 and dp 8."""
     stated, cluster = "zero_optimization.stage=3", a100s(gpus_per_node=4)
-    layouts = what_if(tiny(stated, world_size=8), cluster).layouts
-    alone = {key_of(layout): layout for layout in layouts if layout.run.grid.replicate == 1}
-    several = {key_of(layout): layout for layout in layouts if layout.run.grid.is_hybrid}
+    variants = what_if(tiny(stated, world_size=8), cluster).variants
+    alone = {key_of(variant): variant for variant in variants if variant.run.grid.replicate == 1}
+    several = {key_of(variant): variant for variant in variants if variant.run.grid.is_hybrid}
     assert several and several.keys() <= alone.keys()
-    for key, layout in alone.items():
-        grid, zero_stage = layout.run.grid, layout.run.zero_stage
+    for key, variant in alone.items():
+        grid, zero_stage = variant.run.grid, variant.run.zero_stage
         seconds = {}
         for count in divisors(grid.dp)[1:-1] if zero_stage > 0 else []:
-            keys = (stated, *layout.set_text, f"parallel.replicate={count}")
+            keys = (stated, *variant.set_text, f"parallel.replicate={count}")
             seconds[count] = forecast(tiny(*keys, world_size=8).run, cluster).seconds
         fastest = min(seconds, key=seconds.__getitem__, default=1)
-        if seconds and seconds[fastest] < 0.99 * layout.seconds:
+        if seconds and seconds[fastest] < 0.99 * variant.seconds:
             assert several[key].run.grid.replicate == fastest
             assert several[key].seconds == seconds[fastest]
         else:
@@ -195,10 +195,10 @@ def test_chunks_win_if_the_bubble_is_large() -> None:
     typed = from_file(FOLDER / "zero_7.5b.json", *keys, *best.set_text, world_size=8)
     assert typed.run == best.run
     # Other variants with several chunks are listed only if they are the fastest of their degrees.
-    fastest = {layout.run.grid: layout for layout in found.fastest_of_each_grid()}
-    for layout in found.layouts:
-        if layout.settings.virtual_stages > 1 and layout.verdict == "fits":
-            assert fastest[layout.run.grid].settings.virtual_stages > 1
+    fastest = {variant.run.grid: variant for variant in found.fastest_of_each_grid()}
+    for variant in found.variants:
+        if variant.settings.virtual_stages > 1 and variant.verdict == "fits":
+            assert fastest[variant.run.grid].settings.virtual_stages > 1
 
 
 def test_one_group_of_chunks_wins_at_zero_3_on_a_slow_network() -> None:
@@ -211,7 +211,7 @@ def test_one_group_of_chunks_wins_at_zero_3_on_a_slow_network() -> None:
         gpus_per_node=2,
         memory_bytes=int(26.5 * 2**30),
     )
-    at_2_4_1 = [each for each in found.layouts if (each.settings.pp, each.settings.tp) == (2, 1)]
+    at_2_4_1 = [each for each in found.variants if (each.settings.pp, each.settings.tp) == (2, 1)]
     best = at_2_4_1[0]
     assert (best.run.zero_stage, best.settings.virtual_stages) == (3, 4)
     assert best.run.config.parallel.micro_batch_groups == workload_of(best.run).reductions == 1
@@ -225,11 +225,11 @@ def test_stated_chunks_are_listed_with_and_without(groups: str, tmp_path: Path) 
     changes = (f"parallel.micro_batch_groups={groups}", "parallel.gradient_reduction=per_visit")
     file = tiny_file(tmp_path, *stated, "train_micro_batch_size_per_gpu=1")
     training = from_file(file, *changes, world_size=4)
-    layouts = what_if(training, a100s()).layouts
-    assert [layout.run for layout in layouts if not layout.set_text] == [training.run]
-    for layout in layouts:
-        assert from_file(file, *changes, *layout.set_text, world_size=4).run == layout.run
-    chunks = {(layout.run.grid.pp, layout.settings.virtual_stages) for layout in layouts}
+    variants = what_if(training, a100s()).variants
+    assert [variant.run for variant in variants if not variant.set_text] == [training.run]
+    for variant in variants:
+        assert from_file(file, *changes, *variant.set_text, world_size=4).run == variant.run
+    chunks = {(variant.run.grid.pp, variant.settings.virtual_stages) for variant in variants}
     assert {(1, 1), (2, 1), (2, 2), (4, 1)} <= chunks
 
 
@@ -247,14 +247,14 @@ def test_stated_chunks_are_listed_with_and_without(groups: str, tmp_path: Path) 
     ids=["every rank", "compression that is refused with one replica"],
 )
 def test_the_stated_number_of_replicas_is_listed(stated: tuple[str, ...]) -> None:
-    layouts = what_if(tiny(*stated, world_size=4), a100s()).layouts
-    assert [layout for layout in layouts if not layout.set_text]
+    variants = what_if(tiny(*stated, world_size=4), a100s()).variants
+    assert [variant for variant in variants if not variant.set_text]
 
 
 def test_replicas_that_zero_0_states_are_no_replicas_of_another_stage(tmp_path: Path) -> None:
     file = tiny_file(tmp_path, "zero_optimization.stage=0", "parallel.replicate=4")
     training = from_file(file, world_size=4)
-    layouts = what_if(training, a100s()).layouts
-    for layout in layouts:
-        assert from_file(file, *layout.set_text, world_size=4).run.grid == layout.run.grid
-    assert [layout for layout in layouts if not layout.set_text]
+    variants = what_if(training, a100s()).variants
+    for variant in variants:
+        assert from_file(file, *variant.set_text, world_size=4).run.grid == variant.run.grid
+    assert [variant for variant in variants if not variant.set_text]

@@ -192,9 +192,7 @@ def _loss_step(
 
     loss.of_chunk = of_chunk
     scale = 1 / float((targets != NOT_COUNTED).sum())
-    of_hidden = functools.partial(
-        loss, targets=targets, scale=scale, gradient_sum=gradient_sum
-    )
+    of_hidden = functools.partial(loss, targets=targets, scale=scale, gradient_sum=gradient_sum)
     model(tokens, SAMPLES, None, of_hidden).backward()
     logits, losses = seen
     return Step(logits.view(*targets.shape, -1), losses.view_as(targets), _gradients(model))
