@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
@@ -123,6 +124,9 @@ def _tokens(text: str) -> int:
 _MOST_TOKENS = 1e18
 
 
+_CPU_SPEED = (sys.executable, "-m", "megaspeed.measurement.cpu_speed")
+
+
 def run_plan(options: argparse.Namespace) -> int:
     """Print the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
     stated = _stated_cluster(options)
@@ -131,7 +135,7 @@ def run_plan(options: argparse.Namespace) -> int:
         cluster = stated.cluster()
         if stated.device == CPU:
             say(f"measuring this machine with {counted(training.run.grid.world_size, 'rank')}")
-            cluster = replace(measure_cpu(training.run), calibration=stated.calibrate)
+            cluster = replace(measure_cpu(training.run, _CPU_SPEED), calibration=stated.calibrate)
     except CpuSpeedError as error:
         say(f"megaspeed plan: {error}", error=True)
         return EXIT_FAILED

@@ -103,9 +103,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
 
         gc.freeze()
         gc.enable()
-        return main(
-            arguments, as_command=as_command, launchers=launchers, explain_memory=_explain_memory
-        )
+        return main(arguments, as_command=as_command, launchers=launchers)
 
     keep_output_open()
     try:
@@ -114,13 +112,6 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
     except KeyboardInterrupt:  # before the ranks are connected
         code = 128 + signal.SIGINT
     end_process(code)
-
-
-def _explain_memory(*run: Any) -> str:
-    # Imported here, because it is rarely needed.
-    from megaspeed.measurement.watched_step import explain_out_of_memory
-
-    return explain_out_of_memory(*run)
 
 
 def _start(arguments: Sequence[str], ranks: int) -> int:

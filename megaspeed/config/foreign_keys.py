@@ -247,38 +247,47 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
     problems: list[Problem] = []
     _rename(tree, notes, problems)
     _refuse_other_optimizers(tree, problems)
-    dropped: dict[str, list[KeyPath]] = defaultdict(list)
-    kept: dict[str, list[KeyPath]] = defaultdict(list)
+    chosen: list[KeyPath] = []
     auto: list[KeyPath] = []
+    refused: list[KeyPath] = []
+    dropped: dict[str, list[KeyPath]] = defaultdict(list)  # by reason
+    kept: dict[str, list[KeyPath]] = defaultdict(list)
     train, micro, accumulation = (tree.get(key) for key in BATCH_KEYS)
     chooses = micro == "auto" and train not in (None, "auto") and accumulation in (None, "auto")
-    stage = _at(tree, ("zero_optimization", "stage"))
+    zero_stage = _at(tree, ("zero_optimization", "stage")) or 0
     for path in (path for path in paths_in(tree) if path[0] not in _OWN):
-        name, value = dotted(path), _at(tree, path)
-        if str(path[-1]).startswith("_"):
-            dropped["the name of a comment begins with _"].append(path)
-        elif chooses and name == BATCH_KEYS[1]:
-            notes.append(f'{name} "auto": a run takes the largest size that is predicted to fit')
-        elif chooses and name == BATCH_KEYS[2]:
-            dropped["it follows from the other two numbers of the batch"].append(path)
-        elif value == "auto" and name in known:
-            auto.append(path)
-        elif name in _SIZES and value == 0:
-            dropped["0 stands for the default"].append(path)
-        elif name in NO_EFFECT:
-            dropped[NO_EFFECT[name]].append(path)
-        elif name in REFUSED and _is_off(name, value):
-            dropped["this value changes nothing"].append(path)
-        elif name in REFUSED:
-            reason = REFUSED[name].replace("this number", json.dumps(value))
-            problems.append(Problem(path, f"{name} cannot be used here: {reason}"))
-        elif (stages := _stages_of(path)) and (stage or 0) not in stages and value is not None:
-            kept[f"it is for ZeRO-{', '.join(map(str, stages))}"].append(path)
+        name, value, stages = dotted(path), _at(tree, path), _stages_of(path)
+        of_others = bool(stages) and zero_stage not in stages and value is not None
+        for applies, paths in (
+            (str(path[-1]).startswith("_"), dropped["the name of a comment begins with _"]),
+            (chooses and name == BATCH_KEYS[1], chosen),
+            (
+                chooses and name == BATCH_KEYS[2],
+                dropped["it follows from the other two numbers of the batch"],
+            ),
+            (value == "auto" and name in known, auto),
+            (name in _SIZES and value == 0, dropped["0 stands for the default"]),
+            (name in NO_EFFECT, dropped[NO_EFFECT.get(name, "")]),
+            (name in REFUSED and _is_off(name, value), dropped["this value changes nothing"]),
+            (name in REFUSED, refused),
+            (of_others, kept[f"it is for ZeRO-{', '.join(map(str, stages))}"]),
+        ):
+            if applies:
+                paths.append(path)
+                break
+    notes += (
+        f'{dotted(path)} "auto": a run takes the largest size that is predicted to fit'
+        for path in chosen
+    )
+    for path in refused:
+        reason = REFUSED[dotted(path)].replace("this number", json.dumps(_at(tree, path)))
+        problems.append(Problem(path, f"{dotted(path)} cannot be used here: {reason}"))
     for path in chain(auto, *dropped.values(), (problem.path for problem in problems)):
         remove(tree, path)
     notes += (
         f"no effect here: {', '.join(map(dotted, paths))}: {reason}"
         for reason, paths in chain(dropped.items(), kept.items())
+        if paths
     )
     return Accepted(tree, tuple(problems), tuple(notes), tuple(auto))
 

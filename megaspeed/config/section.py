@@ -1,11 +1,15 @@
 """The base class of every section of the JSON, field types, and the largest numbers accepted."""
 
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from megaspeed.files.paths import path_problem
+
+
+class AbsentKey(AttributeError):
+    """A rule reads a key that the config does not have, because its value was wrong."""
 
 
 class Section(BaseModel):
@@ -16,6 +20,13 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    if not TYPE_CHECKING:  # with it, a type checker would allow any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise AbsentKey(name)
+            return super().__getattr__(name)
 
     @field_validator("*")
     @classmethod

@@ -81,12 +81,6 @@ STOPPED = (RanksDisagree, CannotCompile, TrainingDiverged, ReplicasDiffer, Strea
 EXPECTED = (*STOPPED, RankFailed, RunFolderLost, OSError)
 """Exceptions with a message for the user. Any other is reported here, with its traceback."""
 
-ExplainMemory = Callable[[Run, ParallelContext, ZeroEngine | None], str]
-"""Explains why a rank is out of memory. The engine is None before it is built.
-
-The function is in ``measurement``, which imports this folder. So the caller passes it.
-"""
-
 _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 """The minimum timeout of collectives. If a run hangs, the watch usually ends it much earlier."""
 
@@ -159,7 +153,6 @@ class Job:
     stop: StopSignal  # the stop signals that this process has received
     console: Console  # quiet on all ranks but rank 0
     launchers: Sequence[int]  # process numbers of the launchers above this process
-    explain_memory: ExplainMemory | None = None  # called if memory runs out
     log: RankLog = field(init=False)  # this rank's log file
     watch: Watch = field(init=False)  # watches the other ranks
     tokenization: Tokenization = field(init=False)  # of streams, while this rank trains
@@ -329,9 +322,11 @@ class Job:
             is_first_step = self.activity.steps == 0 and str(self.activity).startswith("step ")
             if is_memory and smaller is not None and is_first_step:
                 error.add_note(Restarts(self.meeting).back_off(smaller))
-            if is_memory and self.explain_memory is not None:
+            if is_memory:
                 with suppress(Exception):  # there may be no memory for an explanation either
-                    error.add_note(self.explain_memory(self.run, context, engine))
+                    from megaspeed.measurement.watched_step import explain_out_of_memory
+
+                    error.add_note(explain_out_of_memory(self.run, context, engine))
             raise
 
     def _begin(

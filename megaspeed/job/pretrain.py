@@ -29,7 +29,7 @@ from megaspeed.job.console import (
     print_line,
     print_warning,
 )
-from megaspeed.job.job import EXPECTED, STOPPED, ExplainMemory, Job
+from megaspeed.job.job import EXPECTED, STOPPED, Job
 from megaspeed.job.reporting import check_packages
 from megaspeed.job.resume import Restarts, ResumeOptions, check_resume, restart_number
 from megaspeed.job.run_folder import RunFolderLost, check_run_folder
@@ -65,7 +65,6 @@ def main(
     *,
     as_command: bool = False,
     launchers: Sequence[int] | None = None,
-    explain_memory: ExplainMemory | None = None,
 ) -> int:
     """Train as the command line states, and return the exit code.
 
@@ -73,7 +72,6 @@ def main(
         arguments: the command line; this process's own if omitted.
         as_command: whether messages and help name ``megaspeed train``, not the script.
         launchers: process ids of the launchers above this process; looked up if omitted.
-        explain_memory: called if memory runs out.
 
     The caller must exit with ``end_process``, because threads may still wait for other ranks.
     """
@@ -118,7 +116,6 @@ def main(
             stop=stop,
             console=console,
             launchers=launcher_processes() if launchers is None else launchers,
-            explain_memory=explain_memory,
         )
         return _run(job)
 

@@ -15,9 +15,8 @@ Only parts of the run are measured, never the run itself.
 
 import json
 import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,8 +90,12 @@ def _changed(
     return resolve_run(config, World(ranks, "the measurement"), name=run.name)
 
 
-def measure_cpu(run: Run) -> Cluster:
+def measure_cpu(run: Run, program: Sequence[str]) -> Cluster:
     """Measure this machine with as many processes as the run has ranks; takes a few seconds.
+
+    Args:
+        run: the resolved run.
+        program: the command that measures it, and prints the figures.
 
     Raises:
         CpuSpeedError: the measurement failed.
@@ -100,19 +103,18 @@ def measure_cpu(run: Run) -> Cluster:
     with tempfile.TemporaryDirectory(prefix="megaspeed-cpu-") as folder:
         file = Path(folder) / "run.json"
         file.write_text(json.dumps(run.as_json()), encoding="utf-8")
-        command = [sys.executable, "-m", "megaspeed.measurement.cpu_speed"]
-        command += ["--config", str(file), "--ranks", str(run.grid.world_size)]
+        command = [*program, "--config", str(file), "--ranks", str(run.grid.world_size)]
         try:
-            program = subprocess.Popen(
+            process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
             try:
-                output, errors = program.communicate(timeout=_TIMEOUT_SECONDS)
+                output, errors = process.communicate(timeout=_TIMEOUT_SECONDS)
             finally:  # not killed, as ``subprocess.run`` does: it ends its ranks
-                program.terminate()
-                program.wait()
-            if program.returncode:
-                reason = errors.strip().rpartition("\n")[-1] or f"exit code {program.returncode}"
+                process.terminate()
+                process.wait()
+            if process.returncode:
+                reason = errors.strip().rpartition("\n")[-1] or f"exit code {process.returncode}"
                 raise ValueError(reason)
             return cluster_of(run, json.loads(output))
         except (OSError, subprocess.TimeoutExpired, ValueError) as error:

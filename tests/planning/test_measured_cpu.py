@@ -135,11 +135,10 @@ def test_ranks_that_share_processors_are_measured_together(tmp_path: Path) -> No
     assert 0.005 < step.total < limit(60)
 
 
-def test_a_failed_measurement_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_measurement_is_one_line(tmp_path: Path) -> None:
     def failed(program: str) -> str:
-        monkeypatch.setattr(sys, "executable", program)
         with pytest.raises(CpuSpeedError) as caught:
-            measure_cpu(run_of())
+            measure_cpu(run_of(), [program])
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
