@@ -61,9 +61,9 @@ from megaspeed.planning.costs.network_time import Network
 from megaspeed.planning.costs.reserved_memory import reserved_memory
 from megaspeed.planning.costs.step_time import (
     AGAIN,
+    LayerParts,
     Layers,
     LayerTime,
-    Parts,
     Rates,
     StepTime,
     recomputed_seconds,
@@ -125,12 +125,12 @@ _KERNELS: Mapping[str, AttentionKernel | None] = {
 """FlashAttention 1 with a causal mask: 30 to 50 % and 25 to 35 % of the peak (Dao 2023,
 FlashAttention-2, section 1)."""
 
-_AGAIN: Mapping[str, Parts] = {
+_AGAIN: Mapping[str, LayerParts] = {
     **AGAIN,
     # the attention between its two projections (Korthikanti et al. 2022, section 5)
-    "attention": Parts(attention=1),
+    "attention": LayerParts(attention=1),
     # Every second product, and all operations that are no product (torchtitan's "selective op").
-    "operations": Parts(products=0.5, pointwise=1),
+    "operations": LayerParts(products=0.5, pointwise=1),
 }
 """What is recomputed -> the share of each part of a block's forward."""
 
@@ -372,8 +372,8 @@ def _block(run: Published, rates: Rates) -> LayerTime:
 
 def _scaled(layer: LayerTime, factor: float) -> LayerTime:
     return LayerTime(
-        forward_parts=Parts(*(factor * seconds for seconds in layer.forward_parts)),
-        backward_parts=Parts(*(factor * seconds for seconds in layer.backward_parts)),
+        forward_parts=LayerParts(*(factor * seconds for seconds in layer.forward_parts)),
+        backward_parts=LayerParts(*(factor * seconds for seconds in layer.backward_parts)),
         recomputation=factor * layer.recomputation,
     )
 

@@ -25,7 +25,7 @@ flat range of a matrix is at most three boxes of each section of its rows:
     c c . .                       c: the beginning of the last row
 
 Rows and columns of the shard are shifted to their place in the logical tensor
-(``tensor_parallel.plan.ParameterShard``). Vocabulary padding is not stored, because it belongs
+(``tensor_parallel.shards.ParameterShard``). Vocabulary padding is not stored, because it belongs
 to no logical tensor.
 """
 
@@ -40,7 +40,7 @@ from megaspeed.config.errors import shortened
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Compression
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Shape, parameters_of
-from megaspeed.tensor_parallel.plan import ParameterShard, is_compressed, shard_of
+from megaspeed.tensor_parallel.shards import ParameterShard, is_compressed, shard_of
 from megaspeed.topology.grid import Grid
 
 WEIGHTS = "weights"

@@ -364,7 +364,7 @@ def _row_of(bucket: Bucket, pipeline: Pipeline) -> dict[str, Any]:
     elif how.replica_axis is not None:
         collectives.append("all_reduce")
     is_reduced = how.collective is not None
-    when = "after a forward" if bucket.is_of_the_loss else _WHEN[how.when]
+    when = "after a forward" if bucket.is_from_loss else _WHEN[how.when]
     return {
         "parameters": [parameter.name for parameter in bucket.parameters],
         "keeps": how.keeps,

@@ -39,9 +39,9 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
     read_as = {"text_field": options.text_field, "split": options.split}
     # Not validated: a configuration must be UTF-8, but the name of a file need not be.
     paths = [Source.model_construct(path=path, **read_as) for path in options.input]
-    of_datasets = {name: getattr(options, name) for name in _OF_DATASETS}
-    datasets = [Source(dataset=name, **of_datasets, **read_as) for name in options.dataset]
-    if any(of_datasets.values()) and not datasets:
+    dataset_options = {name: getattr(options, name) for name in _OF_DATASETS}
+    datasets = [Source(dataset=name, **dataset_options, **read_as) for name in options.dataset]
+    if any(dataset_options.values()) and not datasets:
         names = ", ".join(f"--{name}" for name in _OF_DATASETS)
         raise DataError(f"{names} need --dataset; name it, or remove the options")
     return list(chain(*files_by_source(find([*paths, *datasets]), "INPUT")))

@@ -22,7 +22,7 @@ from megaspeed.cli.options import (
 )
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.pieces import BadRecord
-from megaspeed.data.tokenize import Progress, tokenize
+from megaspeed.data.tokenize import TokenizationProgress, tokenize
 from megaspeed.data.tokenizer import load_tokenizer
 from megaspeed.files.paths import path_argument
 
@@ -49,7 +49,7 @@ class _Display:
         seconds = max(1e-9, time.monotonic() - self._started_at)
         return (self._tokens - (self._tokens_before or 0)) / seconds
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: TokenizationProgress) -> None:
         """Show the progress. The first call shows the progress of earlier commands."""
         self._tokens, self.skipped = progress.tokens, progress.skipped
         if self._tokens_before is None:

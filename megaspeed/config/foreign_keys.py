@@ -257,7 +257,7 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
     zero_stage = _at(tree, ("zero_optimization", "stage")) or 0
     for path in (path for path in paths_in(tree) if path[0] not in _OWN):
         name, value, stages = dotted(path), _at(tree, path), _stages_of(path)
-        of_others = bool(stages) and zero_stage not in stages and value is not None
+        is_for_others = bool(stages) and zero_stage not in stages and value is not None
         for applies, paths in (
             (str(path[-1]).startswith("_"), dropped["the name of a comment begins with _"]),
             (chooses and name == BATCH_KEYS[1], chosen),
@@ -270,7 +270,7 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
             (name in NO_EFFECT, dropped[NO_EFFECT.get(name, "")]),
             (name in REFUSED and _is_off(name, value), dropped["this value changes nothing"]),
             (name in REFUSED, refused),
-            (of_others, kept[f"it is for ZeRO-{', '.join(map(str, stages))}"]),
+            (is_for_others, kept[f"it is for ZeRO-{', '.join(map(str, stages))}"]),
         ):
             if applies:
                 paths.append(path)

@@ -352,5 +352,5 @@ _NEED_WORLD = (
 
 def violations(config: RunConfig, world: World | None = None) -> list[str]:
     """Return the messages of all rules. Without a world, those that depend on it are omitted."""
-    of_world = () if world is None else (partial(each, world=world) for each in _NEED_WORLD)
-    return list(dict.fromkeys(check([*RULES, batch_is_determined, *of_world], config)))
+    world_rules = () if world is None else (partial(each, world=world) for each in _NEED_WORLD)
+    return list(dict.fromkeys(check([*RULES, batch_is_determined, *world_rules], config)))

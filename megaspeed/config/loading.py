@@ -129,10 +129,12 @@ def check_document(document: Document, world: World | None = None) -> Checked:
             if not file_problems or problem.path[:1] != ("model",)
         ]
     origins = {**document.origins, **file_origins}
-    of_keys = [*document.problems, *(_with_origin(each, origins) for each in found)]
-    wrong = {_without_indices(path) for each in of_keys for path in (each.path, each.meant)} - {()}
+    key_problems = [*document.problems, *(_with_origin(each, origins) for each in found)]
+    wrong = {
+        _without_indices(path) for each in key_problems for path in (each.path, each.meant)
+    } - {()}
     correct = config if config is not None and not wrong else _correct_part(values, wrong)
-    messages = [*(problem.message for problem in of_keys), *violations(correct, world)]
+    messages = [*(problem.message for problem in key_problems), *violations(correct, world)]
     if config is None or messages:
         return Checked(tuple(dict.fromkeys(messages)), correct)
     found_values = config if world is None else resolve_run(config, world, name="run").config

@@ -16,7 +16,7 @@ from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.hold_out import hold_out_start, hold_out_tokens
 from megaspeed.data.mixture import Component, Mixture
 from megaspeed.data.selection import Selection, Share, find_problems, first_ids, select_files
-from megaspeed.data.text_cache import Parts, TokenizedText, build_text, recall_text
+from megaspeed.data.text_cache import FilesOfShares, TokenizedText, build_text, recall_text
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_sources import open_tokens
 from megaspeed.data.token_stream import StreamShard, TokenStream, open_stream
@@ -205,7 +205,9 @@ def _corpus_of(
     )
 
 
-def _mixture(shares: Sequence[Share], texts: Parts, tokens: Parts) -> Mixture | None:
+def _mixture(
+    shares: Sequence[Share], texts: FilesOfShares, tokens: FilesOfShares
+) -> Mixture | None:
     """One component for each share: first its text, then its token sources; None without files."""
     files = [(*text, *others) for text, others in zip(texts, tokens, strict=True)]
     if not any(files):

@@ -55,7 +55,7 @@ _FORMAT = 2
 _ENTRY = "entry.json"
 _TOKENIZER = "tokenizer"
 
-Parts = list[tuple[TokenFile, ...]]
+FilesOfShares = list[tuple[TokenFile, ...]]
 """The token files of each share, or parts of them; empty if it has none."""
 
 
@@ -71,8 +71,8 @@ class TokenizedText:
         documents: number of the documents of ``data.train``, held-out ones included.
     """
 
-    train: Parts
-    validation: Parts
+    train: FilesOfShares
+    validation: FilesOfShares
     tokenizer: Path | None
     documents: int
 
@@ -161,8 +161,8 @@ def _open(cache: Cache, entry: Path, facts: Facts) -> TokenizedText:
     folder = None if facts["tokenizer"] is None else entry / _TOKENIZER
     if folder is not None and load_tokenizer(str(folder)).identity != facts["tokenizer"]:
         raise DataError(f"the tokenizer in {folder} was changed")
-    train: Parts = []
-    validation: Parts = []
+    train: FilesOfShares = []
+    validation: FilesOfShares = []
     for side, parts in (("train", train), ("validation", validation)):
         for share, span in enumerate(facts[side]):
             place = entry / f"{share}-{side}"

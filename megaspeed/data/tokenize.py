@@ -51,7 +51,7 @@ _SAVED_AT_ONCE_BYTES = 1 << 26
 
 
 @dataclass
-class Progress:
+class TokenizationProgress:
     """What has been written so far.
 
     Attributes:
@@ -88,7 +88,7 @@ class TokenFolderWriter:
         progress: what has been written so far.
     """
 
-    def __init__(self, folder: Path, shard_tokens: int, progress: Progress) -> None:
+    def __init__(self, folder: Path, shard_tokens: int, progress: TokenizationProgress) -> None:
         """Truncate the files to what ``progress`` states, and remove the others.
 
         Raises:
@@ -177,7 +177,7 @@ def tokenize(
     files: Sequence[SourceFile],
     tokenizer: TextTokenizer,
     folder: Path,
-    report: Callable[[Progress], None],
+    report: Callable[[TokenizationProgress], None],
     *,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     skip: OnBad | None = None,
@@ -260,7 +260,9 @@ def _read(
         writer.progress.read_bytes = bytes_before + size
 
 
-def _finish(folder: Path, tokenizer: TextTokenizer, progress: Progress) -> TokenFolderIndex:
+def _finish(
+    folder: Path, tokenizer: TextTokenizer, progress: TokenizationProgress
+) -> TokenFolderIndex:
     """Write the index, and remove the files that only an unfinished folder has."""
     index = TokenFolderIndex(
         dtype=id_type(tokenizer.vocab_size),
@@ -321,12 +323,12 @@ def _plan(
     }
 
 
-def _save(folder: Path, plan: Facts, progress: Progress) -> None:
+def _save(folder: Path, plan: Facts, progress: TokenizationProgress) -> None:
     flush_folder(folder)
     write_sealed(folder / PLAN, plan | {_PROGRESS: asdict(progress)})
 
 
-def _earlier_progress(folder: Path, plan: Facts) -> Progress:
+def _earlier_progress(folder: Path, plan: Facts) -> TokenizationProgress:
     """Return the progress of an earlier call with this plan; an empty one if there was none.
 
     Raises:
@@ -346,13 +348,13 @@ def _earlier_progress(folder: Path, plan: Facts) -> Progress:
                 f"tokens must be written to a new or empty folder, but {folder} has {len(others)} "
                 f"entries that cannot be continued, the first {others[0]}; name another --output"
             )
-        return Progress()
+        return TokenizationProgress()
     stored = before.pop(_PROGRESS, None)
     differing = [key for key, value in plan.items() if before.get(key) != value]
     if not differing:
-        return TypeAdapter(Progress).validate_python(stored)
+        return TypeAdapter(TokenizationProgress).validate_python(stored)
     if "format" not in differing and not stored["shards"]:
-        return Progress()  # nothing was written yet
+        return TokenizationProgress()  # nothing was written yet
     raise DataError(
         f"the tokenization in {folder} can only be continued as it was started, but its "
         f"{' and '.join(differing)} differed then; restore that, name another --output, or remove "

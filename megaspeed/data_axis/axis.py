@@ -30,9 +30,9 @@ class DataAxis:
         self._split = run.grid.shard, BYTES_OF[run.precision]
         self.parameters = local_parameters(run, pipeline_stage)
         """The parameters of a rank, in the order of the model."""
-        self.of_matrices = reduction_of_matrices(run, device_type)
+        self.matrix_reduction = reduction_of_matrices(run, device_type)
         """How the gradients of matrices are reduced."""
-        self.buckets = buckets_of(run, self.parameters, self.of_matrices)
+        self.buckets = buckets_of(run, self.parameters, self.matrix_reduction)
         """Parameters whose gradients are reduced together. Each parameter is in one of them."""
         self.persistent: Gather | None = None
         """ZeRO-3: the small parameters that stay gathered."""
@@ -97,7 +97,7 @@ class DataAxis:
             yield from (layer for layer in hold if layer not in held)
             held = hold
 
-    def of_chunk(self, chunk: int, *, forward: bool) -> list[Gather]:
+    def chunk_gathers(self, chunk: int, *, forward: bool) -> list[Gather]:
         """Return the gathers of a complete chunk. Without a ``forward``, they omit what backwards
         do not read: the embedding and the weight of the head.
         """

@@ -28,7 +28,7 @@ from megaspeed.config.resolve import BYTES_OF, Precision, Run
 from megaspeed.config.run import Compression
 from megaspeed.data_axis.parameters import LocalParameter, LocalParameters
 from megaspeed.pipeline.schedules import ENDS, End, Pipeline, passes_of
-from megaspeed.tensor_parallel.plan import OptimizerGroup
+from megaspeed.tensor_parallel.shards import OptimizerGroup
 from megaspeed.topology.grid import Axis
 
 _ELEMENTS_ALIGNED = 2  # DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py:369: 4 bytes in bf16
@@ -139,7 +139,7 @@ class Bucket:
         return self.compression is not None and self.reduction.replica_axis is None
 
     @property
-    def is_of_the_loss(self) -> bool:
+    def is_from_loss(self) -> bool:
         """Whether only the forward of the loss computes its gradients: the head's weight alone."""
         return not any(parameter.in_backward for parameter in self.parameters)
 
@@ -164,7 +164,7 @@ class Bucket:
         backward reduces it only if a forward came directly before.
         """
         times = self.reduction.times(pipeline)
-        if times == 1 or not self.is_of_the_loss:
+        if times == 1 or not self.is_from_loss:
             return times
         own = (name for name, c in passes_of(pipeline, pipeline.stages - 1) if c == self.chunk)
         return min(times, sum(turn == ("forward", "backward") for turn in pairwise(own)))
@@ -191,7 +191,7 @@ class Bucket:
             yield OwnedRange(parameter, 0, start, parameter.elements)
 
 
-def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) -> list[Bucket]:
+def buckets_of(run: Run, parameters: LocalParameters, matrix_reduction: Reduction) -> list[Bucket]:
     """Return the buckets of a rank's parameters, in the order of DeepSpeed's parameter groups.
 
     A bucket has one parameter, or at most ``reduce_bucket_size`` elements. It may be a complete
@@ -207,7 +207,7 @@ def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) ->
     shards, has_rows = run.grid.shard, run.zero_stage == 3
     # ZeRO-3 pads each parameter, the other stages each flat tensor.
     padded, multiple = (shards, 1) if has_rows else (1, _ELEMENTS_ALIGNED * shards)
-    of_vectors = _reduction_of_vectors(run, of_matrices)
+    vector_reduction = _reduction_of_vectors(run, matrix_reduction)
     found = []
     for members, elements in parameters.groups:
         first = members[0]
@@ -217,7 +217,7 @@ def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) ->
         if run.grid.dp_cp > 1 and (run.grid.is_hybrid or not first.is_compressed):
             most = None
             # Until it is reduced, the head's gradient may have another type than the others.
-            is_apart = of_matrices.keeps == "partition"
+            is_apart = matrix_reduction.keeps == "partition"
             head = next((i for i, each in enumerate(members) if each.is_head and is_apart), None)
         found += [
             Bucket(
@@ -226,7 +226,7 @@ def buckets_of(run: Run, parameters: LocalParameters, of_matrices: Reduction) ->
                 elements=_ceil(sum(sizes[one.start : one.stop]), multiple),
                 shards=shards,
                 layout="rows" if has_rows and shards > 1 else "flat",
-                reduction=of_vectors if len(first.shape) == 1 else of_matrices,
+                reduction=vector_reduction if len(first.shape) == 1 else matrix_reduction,
                 compression=run.compression if first.is_compressed else None,
             )
             for one in within_a_bucket(run, sizes, most, alone=head)
@@ -271,12 +271,12 @@ def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
     )
 
 
-def _reduction_of_vectors(run: Run, of_matrices: Reduction) -> Reduction:
+def _reduction_of_vectors(run: Run, matrix_reduction: Reduction) -> Reduction:
     groups = run.config.parallel.micro_batch_groups
-    times = groups if of_matrices.when == "visit" else run.batch.gradient_accumulation_steps
-    if of_matrices.keeps == "complete" or times == 1:
-        return of_matrices
-    return replace(of_matrices, keeps="packed", when="step")
+    times = groups if matrix_reduction.when == "visit" else run.batch.gradient_accumulation_steps
+    if matrix_reduction.keeps == "complete" or times == 1:
+        return matrix_reduction
+    return replace(matrix_reduction, keeps="packed", when="step")
 
 
 def within_a_bucket(

@@ -13,7 +13,12 @@ from megaspeed.config.resolve import Run
 from megaspeed.config.run import Compression
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameters_of
 from megaspeed.pipeline.partition import chunks_of_stages
-from megaspeed.tensor_parallel.plan import OptimizerGroup, is_compressed, optimizer_group, shard_of
+from megaspeed.tensor_parallel.shards import (
+    OptimizerGroup,
+    is_compressed,
+    optimizer_group,
+    shard_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

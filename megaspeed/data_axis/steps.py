@@ -37,9 +37,9 @@ class Work(NamedTuple):
 def steps_of(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[Work]:
     """Yield the work of each instruction of a step, in order."""
     ends, turns = ends_of(pipeline, stage), turns_of(pipeline, stage)
-    gathers_layers = pipeline.gathers == "layers" and axis.passes and not axis.is_local
+    gathers_layers = pipeline.gather_policy == "layers" and axis.passes and not axis.is_local
     persistent = [] if axis.persistent is None or axis.is_local else [axis.persistent]
-    of_the_loss: Counter[Bucket] = Counter()  # gradients that forwards have added
+    loss_gradients: Counter[Bucket] = Counter()  # gradients that forwards have added
     for instruction in stage_program(pipeline, stage):
         gathers: Sequence[Gather] = ()
         reduces: list[Bucket] = []
@@ -49,14 +49,14 @@ def steps_of(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[Work]:
                 turn, own = next(turns), [each for each in axis.buckets if each.chunk == chunk]
                 gathers = [*persistent, *(axis.gathered(*turn) if gathers_layers else ())]
                 if isinstance(instruction, Forward):
-                    of_the_loss.update(bucket for bucket in own if bucket.is_of_the_loss)
+                    loss_gradients.update(bucket for bucket in own if bucket.is_from_loss)
                 else:
                     end = ends.get(instruction, "micro_batch")
-                    reduces = [b for b in own if _is_reduced(b, end, of_the_loss[b])]
+                    reduces = [b for b in own if _is_reduced(b, end, loss_gradients[b])]
                     sums = [b for b in reduces if end == "step" and _sums_early(b)]
-                    of_the_loss.subtract({bucket: of_the_loss[bucket] for bucket in reduces})
+                    loss_gradients.subtract({bucket: loss_gradients[bucket] for bucket in reduces})
             case schedules.Gather(chunk, forward):
-                gathers = [*persistent, *axis.of_chunk(chunk, forward=forward)]
+                gathers = [*persistent, *axis.chunk_gathers(chunk, forward=forward)]
             case ReduceGradients():
                 reduces = [b for b in axis.buckets if b.reduction.when == "after"]
                 sums = [b for b in axis.buckets if _sums_parts(b) and not _sums_early(b)]
@@ -76,10 +76,10 @@ def _sums_early(bucket: Bucket) -> bool:
     return how.replica_axis is not None and how.overlaps and bucket.compression is None
 
 
-def _is_reduced(bucket: Bucket, end: schedules.End, of_the_loss: int) -> bool:
+def _is_reduced(bucket: Bucket, end: schedules.End, loss_gradients: int) -> bool:
     """Whether a backward with which ``end`` ends reduces a bucket."""
     how = bucket.reduction
-    has_gradient = of_the_loss > 0 or not bucket.is_of_the_loss or how.keeps != "partition"
+    has_gradient = loss_gradients > 0 or not bucket.is_from_loss or how.keeps != "partition"
     return how.collects(end) and has_gradient and (how.keeps != "packed" or end == how.when)
 
 
@@ -151,7 +151,7 @@ def _of_gradients(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[st
         if isinstance(instruction, Forward | Backward):
             is_forward = isinstance(instruction, Forward)
             own = (bucket for bucket in axis.buckets if bucket.chunk == instruction.chunk)
-            added.update(bucket for bucket in own if bucket.is_of_the_loss == is_forward)
+            added.update(bucket for bucket in own if bucket.is_from_loss == is_forward)
         for bucket in reduces:
             reduced[bucket] += 1
             name = bucket.parameters[0].name

@@ -42,7 +42,7 @@ from megaspeed.hugging_face.verifying import Agreement, compare, new_model_folde
 from megaspeed.hugging_face.weights import (
     SAFETENSORS_INDEX,
     HuggingFaceError,
-    Part,
+    TensorPart,
     is_finite,
     parts_of,
 )
@@ -162,7 +162,7 @@ class StockModel:
                 raise HuggingFaceError(self._refusal(part))
         return tensors
 
-    def _read(self, parts: Iterable[Part], dtype: torch.dtype) -> dict[str, Tensor]:
+    def _read(self, parts: Iterable[TensorPart], dtype: torch.dtype) -> dict[str, Tensor]:
         """Their name -> tensor; the checkpoint's files are read directly into these tensors."""
         tensors: dict[str, Tensor] = {}
         pieces: list[Piece] = []
@@ -176,7 +176,7 @@ class StockModel:
         read_pieces(self.checkpoint, pieces)
         return tensors
 
-    def _refusal(self, part: Part) -> str:
+    def _refusal(self, part: TensorPart) -> str:
         """The error message for a tensor with values that are not finite in this precision."""
         exact = self._read([part], torch.float32)[part.theirs]
         lost = int((~exact.to(self.dtype).isfinite()).sum())

@@ -42,8 +42,8 @@ from megaspeed.hugging_face.tokenizer import (
 from megaspeed.hugging_face.verifying import Agreement, compare, new_model_folder
 from megaspeed.hugging_face.weights import (
     HuggingFaceError,
-    Part,
     StoredTensor,
+    TensorPart,
     matching_tensors,
     open_tensors,
     parts_of,
@@ -151,6 +151,6 @@ def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[
                 yield part.piece(_rows_of(tensor, rows, part).contiguous(), start=first + start)
 
 
-def _rows_of(tensor: StoredTensor, rows: slice, part: Part) -> Tensor:
+def _rows_of(tensor: StoredTensor, rows: slice, part: TensorPart) -> Tensor:
     """Rows in our layout. In a transposed tensor, these are columns."""
     return tensor.read(slice(None), rows).T if part.transposed else tensor.read(rows)

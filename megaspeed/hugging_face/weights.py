@@ -141,7 +141,7 @@ def _tensors_in(file: Path, opened: _Open) -> dict[str, StoredTensor]:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Rows of one of our tensors that are together one of theirs."""
 
     ours: str  # full name of our parameter
@@ -175,7 +175,7 @@ class Part:
         return Piece(key(WEIGHTS, self.ours), self.full_shape, offsets, values)
 
 
-def parts_of(model: ModelConfig) -> Iterator[Part]:
+def parts_of(model: ModelConfig) -> Iterator[TensorPart]:
     """Every part of a model, in the order of our parameters. A tied head has no part."""
     family = FAMILIES[model.architecture]
     for parameter in parameters_of(model).values():
@@ -186,7 +186,7 @@ def parts_of(model: ModelConfig) -> Iterator[Part]:
             theirs = f"{module}.{parameter.kind}"
             if is_in_block:
                 theirs = f"{family.blocks}.{parameter.layer.removeprefix('blocks.')}.{theirs}"
-            yield Part(
+            yield TensorPart(
                 ours=parameter.name,
                 full_shape=parameter.shape,
                 rows=range(start, start + height),
@@ -262,7 +262,7 @@ def matching_tensors(
     return stored
 
 
-def _problems_of(part: Part, tensor: StoredTensor) -> Iterator[str]:
+def _problems_of(part: TensorPart, tensor: StoredTensor) -> Iterator[str]:
     if tensor.shape != part.shape:
         yield (
             f"{part.theirs} is {shape_text(tensor.shape)} in {tensor.file.name}, but "

@@ -96,9 +96,9 @@ def main(
         timeout = START_UP_TIMEOUTS * run.config.training.hang_timeout_seconds
         meeting = check_in(launch, run.common_json(), timeout)
     except (TopologyError, GroupError, RanksDisagree) as error:
-        of_this_rank_alone = isinstance(error, TopologyError)
+        is_of_this_rank = isinstance(error, TopologyError)
         no_rank_0 = launch.rank == 1 and isinstance(error, GroupError)  # rank 0 may be missing
-        _report(error, rank, prints=launch.local_rank == 0 or of_this_rank_alone or no_rank_0)
+        _report(error, rank, prints=launch.local_rank == 0 or is_of_this_rank or no_rank_0)
         return _exit_code(error)
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:

@@ -36,17 +36,17 @@ _CLOSING_SECONDS_OF_A_FAILURE = 5.0
 
 _WAITING_RECORDS = 10_000
 
-Row = tuple[int, Mapping[str, float | str]]
+ServiceRecord = tuple[int, Mapping[str, float | str]]
 """The step of a record, and its numbers and samples by name. Both services show HTML."""
 
-Rows = Iterator[Row]
+ServiceRecords = Iterator[ServiceRecord]
 """All records. Ends at the end of the run."""
 
-Service = Callable[[Run, int, Rows], None]
+Service = Callable[[Run, int, ServiceRecords], None]
 """Sends all rows of a run that starts or resumes at a step; called in a separate thread."""
 
 
-def write_tensorboard(run: Run, begin: int, rows: Rows) -> None:
+def write_tensorboard(run: Run, begin: int, rows: ServiceRecords) -> None:
     """Write event files to ``tensorboard/`` in the run folder.
 
     TensorBoard hides records of steps after ``begin`` that an earlier start has written.
@@ -61,7 +61,7 @@ def write_tensorboard(run: Run, begin: int, rows: Rows) -> None:
                 add(name, value, step)
 
 
-def log_to_wandb(run: Run, begin: int, rows: Rows) -> None:
+def log_to_wandb(run: Run, begin: int, rows: ServiceRecords) -> None:
     """Log a W&B run. W&B's environment variables (``WANDB_PROJECT``, ...) have their usual effect.
 
     A resumed run continues the same W&B run: its id is stored in the run folder.
@@ -131,9 +131,9 @@ class Reporting:
         self._warn = warn
         self._closing = threading.Event()
         self._slow: set[ReportTo] = set()  # the services whose queue was full
-        self._senders: dict[ReportTo, tuple[threading.Thread, queue.Queue[Row]]] = {}
+        self._senders: dict[ReportTo, tuple[threading.Thread, queue.Queue[ServiceRecord]]] = {}
         for name in dict.fromkeys(run.config.training.report_to):
-            rows: queue.Queue[Row] = queue.Queue(_WAITING_RECORDS)
+            rows: queue.Queue[ServiceRecord] = queue.Queue(_WAITING_RECORDS)
             send = functools.partial(services[name], run, step)
             # A daemon thread, so a service that hangs does not keep the process alive.
             thread = threading.Thread(target=self._send, args=(name, send, rows), daemon=True)
@@ -165,7 +165,9 @@ class Reporting:
             if thread.is_alive() or name in self._slow:
                 self._warn(f"{name} was too slow for all records; metrics.jsonl has all")
 
-    def _send(self, name: str, send: Callable[[Rows], None], rows: "queue.Queue[Row]") -> None:
+    def _send(
+        self, name: str, send: Callable[[ServiceRecords], None], rows: "queue.Queue[ServiceRecord]"
+    ) -> None:
         try:
             send(self._until_closed(rows))
         except (Exception, SystemExit) as error:
@@ -174,7 +176,7 @@ class Reporting:
                 f"metrics.jsonl has all: {type(error).__name__}: {error}"
             )
 
-    def _until_closed(self, rows: "queue.Queue[Row]") -> Rows:
+    def _until_closed(self, rows: "queue.Queue[ServiceRecord]") -> ServiceRecords:
         while True:
             try:
                 yield rows.get(timeout=0.2)

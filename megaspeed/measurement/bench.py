@@ -26,7 +26,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.config.resolve import Run
 from megaspeed.measurement.deepspeed_peers import DeepspeedPipeline, HfDeepspeed, Settings
-from megaspeed.measurement.report import Bar, Column, Part, Report, Table
+from megaspeed.measurement.report import Bar, Column, Report, ReportPart, Table
 from megaspeed.measurement.torch_trainers import Ddp, Fsdp2, Plain, refusal
 from megaspeed.measurement.turns import WARM_UP_STEPS, Result, Row
 from megaspeed.measurement.verification.comparison import TOLERANCES, relative_difference
@@ -224,7 +224,7 @@ def report(result: BenchResult) -> Report:
     ]
     both = [row.label for row in better if row.settings is not None]
     has_chunks = result.run.config.parallel.virtual_stages > 1
-    parts: list[Part] = [
+    parts: list[ReportPart] = [
         f"{counted(result.turns, 'turn')} of {counted(result.steps, 'step')} each, after "
         f"{WARM_UP_STEPS} that warm up. Contestants take turns, and each turn starts new "
         "processes. A step lasts on rank 0 from the end of the step before until its loss is read. "

@@ -35,7 +35,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.resolve import GradientReduction, Run, resolve_run
 from megaspeed.measurement.local_ranks import DeviceType
-from megaspeed.measurement.report import Bar, Column, Part, Report, Table
+from megaspeed.measurement.report import Bar, Column, Report, ReportPart, Table
 from megaspeed.measurement.torch_trainers import Ddp, Fsdp2, refusal
 from megaspeed.measurement.turns import Result, Row, noise_of
 from megaspeed.measurement.verification.comparison import TOLERANCES, relative_difference
@@ -337,7 +337,7 @@ def report(result: ComparisonResult) -> Report:
     """Return the report: memory and traffic by pipeline stage, a line for each row, the verdict."""
     memory = memory_unit(row.peak_bytes or 0 for row in result.timed)
     traffic = memory_unit(row.sent_bytes or 0 for row in result.timed)
-    parts: list[Part] = [
+    parts: list[ReportPart] = [
         "By pipeline stage, with predicted / measured in brackets. States: of the model, between "
         "micro-batches. Peak: of the fullest rank. Sent: by the busiest rank in one step. They are "
         "those of a step without compilation.",

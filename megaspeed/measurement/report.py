@@ -63,7 +63,7 @@ class Table:
         return [{each.key: each.value(row) for each in self.columns} for row in self.rows]
 
 
-Part = str | list[str] | Table
+ReportPart = str | list[str] | Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Report:
     title: str
     run: Run  # described below the title
     result: Result[Any]  # its notes come next
-    parts: Sequence[Part]
+    parts: Sequence[ReportPart]
     facts: Mapping[str, Any]  # what the JSON file has beside the result's facts and the tables
     unit: str  # of the picture
     bars: Sequence[Bar]  # of the picture; without them, there is none

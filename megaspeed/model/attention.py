@@ -280,8 +280,8 @@ class JointNorm:
     def normalized(self, qkv: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
         """Queries (B, t, H K), keys and values (B, t, H_kv K) of ``qkv``, times their scales."""
         q, k, v = self._sections(qkv)
-        of_queries, of_keys = self._weights()
-        q, k = q * scales[0] * of_queries, k * scales[1] * self.shared(of_keys)  # in fp32
+        query_weight, key_weight = self._weights()
+        q, k = q * scales[0] * query_weight, k * scales[1] * self.shared(key_weight)  # in fp32
         return q.to(v.dtype), k.to(v.dtype), v
 
     def joined(self, qkv: Tensor, scales: Tensor) -> Tensor:

@@ -276,11 +276,11 @@ def _attention(
     """The output (B t, H, K), and the logarithm of each softmax's sum (H, B t), in fp32."""
     mixed = torch.empty(q.shape, dtype=q.dtype)
     sums = torch.empty((1, q.shape[1], len(q)), dtype=torch.float32)
-    lengths, of_keys = cu_seqlens.diff().tolist(), cu_keys.diff().tolist()
-    runs = zip(_split(q, lengths), _split(k, of_keys), _split(v, of_keys), strict=True)
+    lengths, key_lengths = cu_seqlens.diff().tolist(), cu_keys.diff().tolist()
+    runs = zip(_split(q, lengths), _split(k, key_lengths), _split(v, key_lengths), strict=True)
     results = zip(_split(mixed, lengths), sums.split(lengths, dim=2), strict=True)
-    for run, of_run in zip(runs, results, strict=True):
-        for result, value in zip(of_run, _attend(*run, scale), strict=True):
+    for run, own_results in zip(runs, results, strict=True):
+        for result, value in zip(own_results, _attend(*run, scale), strict=True):
             result.copy_(value)
     return mixed, sums[0]
 
@@ -294,9 +294,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tenso
         return mixed, sums
     before = forward(k[:, :, :earlier], v[:, :, :earlier], _NO_DROPOUT, not _CAUSAL)
     # Each result is a mean of values. Its weight is its part of the softmax's sum.
-    of_both = torch.logaddexp(sums, before[1])
-    weights = [(part - of_both).exp_().unsqueeze(3) for part in (sums, before[1])]
-    return (mixed * weights[0] + before[0] * weights[1]).to(q.dtype), of_both
+    joint_sums = torch.logaddexp(sums, before[1])
+    weights = [(part - joint_sums).exp_().unsqueeze(3) for part in (sums, before[1])]
+    return (mixed * weights[0] + before[0] * weights[1]).to(q.dtype), joint_sums
 
 
 @torch.library.impl(_BACKWARD, "cpu")
@@ -312,19 +312,24 @@ def _attention_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``q``, ``k`` and ``v``."""
-    of_q, of_k, of_v = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
-    lengths, of_keys = cu_seqlens.diff().tolist(), cu_keys.diff().tolist()
+    q_gradient, k_gradient, v_gradient = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+    lengths, key_lengths = cu_seqlens.diff().tolist(), cu_keys.diff().tolist()
     runs = zip(
         *(_split(x, lengths) for x in (gradient, q)),
-        *(_split(x, of_keys) for x in (k, v)),
+        *(_split(x, key_lengths) for x in (k, v)),
         _split(mixed, lengths),
         sums.unsqueeze(0).split(lengths, dim=2),
         strict=True,
     )
-    results = zip(_split(of_q, lengths), _split(of_k, of_keys), _split(of_v, of_keys), strict=True)
-    for run, of_run in zip(runs, results, strict=True):
-        _add_attend_backward(run, of_run, scale)
-    return of_q, of_k, of_v
+    results = zip(
+        _split(q_gradient, lengths),
+        _split(k_gradient, key_lengths),
+        _split(v_gradient, key_lengths),
+        strict=True,
+    )
+    for run, own_results in zip(runs, results, strict=True):
+        _add_attend_backward(run, own_results, scale)
+    return q_gradient, k_gradient, v_gradient
 
 
 def _add_attend_backward(
@@ -335,13 +340,13 @@ def _add_attend_backward(
     With the output and the sums of all keys, the backward of each part of the keys computes its
     part of the gradients (Dao 2023, FlashAttention-2, section 3.1.2).
     """
-    (gradient, q, k, v, mixed, sums), (of_q, of_k, of_v) = run, results
+    (gradient, q, k, v, mixed, sums), (q_gradient, k_gradient, v_gradient) = run, results
     earlier = k.shape[2] - q.shape[2]
     for keys, is_causal in ((slice(earlier, None), _CAUSAL), (slice(earlier), not _CAUSAL)):
         if k[:, :, keys].shape[2] > 0:
             own = gradient, q, k[:, :, keys], v[:, :, keys], mixed, sums
             added = _flash_backward(*own, _NO_DROPOUT, is_causal, scale=scale)
-            totals = of_q, of_k[:, :, keys], of_v[:, :, keys]
+            totals = q_gradient, k_gradient[:, :, keys], v_gradient[:, :, keys]
             for total, value in zip(totals, added, strict=True):
                 total.add_(value)
 

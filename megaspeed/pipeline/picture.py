@@ -19,7 +19,7 @@ from megaspeed.pipeline.schedules import (
     Pipeline,
     peak_in_flight,
 )
-from megaspeed.pipeline.simulation import Timeline, simulate
+from megaspeed.pipeline.simulation import SimulatedStep, simulate
 from megaspeed.pipeline.visits import holds_of, visits_of
 from megaspeed.units import counted
 
@@ -46,7 +46,7 @@ class Panel(NamedTuple):
     """A drawing of one step, whose first forward begins at 0."""
 
     title: str
-    timeline: Timeline
+    timeline: SimulatedStep
     lines: Sequence[Sequence[Line]] = ()  # of each pipeline stage
     end: float = 0.0  # of the step, if it continues after the last backward
 

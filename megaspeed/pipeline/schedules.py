@@ -45,7 +45,7 @@ class Pipeline:
     # forward, which takes one tick. With full recomputation, it repeats the forward.
     backward_ticks: int = 2
     # What ZeRO-3 gathers together: a layer, or a chunk, maybe while the visit before it computes.
-    gathers: Literal["layers", "chunks", "chunks_ahead"] = "layers"
+    gather_policy: Literal["layers", "chunks", "chunks_ahead"] = "layers"
 
     @property
     def virtual_stages(self) -> int:
@@ -277,11 +277,11 @@ def pipeline_of(run: Run) -> Pipeline:
         chunks=parallel.virtual_stages,
         groups=parallel.micro_batch_groups,
         backward_ticks=3 if parallel.recomputes_fully else 2,
-        gathers=_gathers(run),
+        gather_policy=_gather_policy(run),
     )
 
 
-def _gathers(run: Run) -> Literal["layers", "chunks", "chunks_ahead"]:
+def _gather_policy(run: Run) -> Literal["layers", "chunks", "chunks_ahead"]:
     """What ZeRO-3 gathers together. Chunks are gathered ahead if any three of a stage fit into
     ``stage3_max_live_parameters``: one computes forwards, one backwards, and one comes next.
     """

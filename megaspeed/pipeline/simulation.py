@@ -83,7 +83,7 @@ class Span(Generic[_Kind]):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class SimulatedStep:
     """A step: the spans of each pipeline stage, in order."""
 
     computes: list[list[Span[Compute]]]
@@ -128,7 +128,7 @@ class _DataAxis:
         return start + seconds
 
 
-def simulate(pipeline: Pipeline, durations: Durations | None = None) -> Timeline:
+def simulate(pipeline: Pipeline, durations: Durations | None = None) -> SimulatedStep:
     """Simulate a step, by default in ticks.
 
     All events are taken in the order of the timetable. Each depends only on earlier ones.
@@ -171,7 +171,7 @@ def simulate(pipeline: Pipeline, durations: Durations | None = None) -> Timeline
                 complete[stage] = max(complete[stage], both)
         for _, receiver, received in sent:
             arrived[receiver, received] = complete[receiver]
-    return Timeline(spans, [axis.spans for axis in axes])
+    return SimulatedStep(spans, [axis.spans for axis in axes])
 
 
 def format_grid(pipeline: Pipeline, width: int | None = None) -> str:
@@ -268,7 +268,7 @@ def _reason_against(
             return None
         case Release(chunk):
             return "comes before the chunk is gathered." if held.pop(chunk, None) is None else None
-        case Forward(_, chunk) | Backward(_, chunk) if pipeline.gathers != "layers":
+        case Forward(_, chunk) | Backward(_, chunk) if pipeline.gather_policy != "layers":
             if chunk not in held or (isinstance(work, Forward) and not held[chunk]):
                 return "comes before all that it needs is gathered."
     if work not in required:

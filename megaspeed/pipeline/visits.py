@@ -67,14 +67,14 @@ def holds_of(pipeline: Pipeline, stage: int) -> tuple[Hold, ...]:
     With ``gathers`` "chunks_ahead", a chunk is gathered when the visit before it begins, unless the
     stage would then hold all its chunks. Empty if the stage does not gather chunks.
     """
-    if pipeline.gathers == "layers":
+    if pipeline.gather_policy == "layers":
         return ()
     holds: list[Hold] = []
     newest: dict[int, int] = {}  # chunk -> index of its last hold
     opened: list[Hold] = []
     for visit in visits_of(pipeline, stage):
         first = visit.first
-        if pipeline.gathers == "chunks_ahead" and opened:
+        if pipeline.gather_policy == "chunks_ahead" and opened:
             start = opened[-1].first
             opened = [each for each in opened if each.last >= start]
             if len({visit.chunk, *(each.chunk for each in opened)}) < pipeline.chunks:

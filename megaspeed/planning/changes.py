@@ -125,8 +125,8 @@ def _more_recomputation(s: Settings, blocks: int) -> list[Settings]:
     def cost(kind: Recomputation, count: int | None) -> tuple[int, float]:
         return kinds.index(kind), count or inf
 
-    of_a_stage = -(-blocks // s.pp)
-    quarters = sorted({of_a_stage * quarter // 4 for quarter in (1, 2, 3)} - {0})
+    stage_blocks = -(-blocks // s.pp)
+    quarters = sorted({stage_blocks * quarter // 4 for quarter in (1, 2, 3)} - {0})
     choices: list[tuple[Recomputation, int | None]] = [("selective", None)]
     choices += [("full", count) for count in (*quarters, None)]
     now = cost(s.activation_checkpointing, s.recomputed_blocks)

@@ -61,7 +61,7 @@ class PlannedZero:
     verdict: Verdict | None = None
 
     @property
-    def gathers(self) -> int:
+    def chunk_gathers(self) -> int:
         """Gathers of chunks in a step, on the stage with the most; 0 if layers are gathered."""
         assert self.prediction is not None, "only for stages that are not refused"
         shape = pipeline_of(self.prediction.run)
@@ -86,7 +86,7 @@ class PlannedZero:
             "reserved_bytes": json_value(self.reserved),
             "gradient_reduction": prediction.run.gradient_reduction,
             "reductions": prediction.reductions,
-            "gathers_of_chunks": self.gathers,
+            "gathers_of_chunks": self.chunk_gathers,
             "model_state_bytes": prediction.heaviest.state_bytes,
             "peak_bytes": prediction.fullest.peak_bytes,
             "sent_bytes": prediction.busiest.sent_bytes,

@@ -65,7 +65,7 @@ class Prediction:
     @property
     def reductions(self) -> int:
         """How many times a step reduces the gradient of a matrix over the shards."""
-        return self.fullest.memory.axis.of_matrices.times(pipeline_of(self.run))
+        return self.fullest.memory.axis.matrix_reduction.times(pipeline_of(self.run))
 
     @property
     def fullest(self) -> StagePrediction:

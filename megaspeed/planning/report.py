@@ -49,10 +49,10 @@ TERMS: Mapping[str, str] = {
 }
 """Term of a step -> its name."""
 
-Parts = Iterator[str | Table]
+ReportParts = Iterator[str | Table]
 
 
-def report(plan: Plan, training: TrainingTime | None = None) -> Parts:
+def report(plan: Plan, training: TrainingTime | None = None) -> ReportParts:
     """Yield the lines and tables of a plan, and of the complete training if it is given."""
     yield from summary(plan)
     for part in (_ranks, _stages, _memory, _traffic):
@@ -116,7 +116,7 @@ def summary(plan: Plan) -> Iterator[str]:
         )
 
 
-def _ranks(plan: Plan) -> Parts:
+def _ranks(plan: Plan) -> ReportParts:
     """Yield the groups of each axis, and whether they stay within a node."""
     nodes, per_node = plan.ranks.nodes, plan.ranks.gpus_per_node
     yield (
@@ -141,7 +141,7 @@ def _place(axis: AxisPlacement) -> str:
     return "within a node" if axis.most_nodes == 1 else f"across {axis.most_nodes:,} nodes"
 
 
-def _stages(plan: Plan) -> Parts:
+def _stages(plan: Plan) -> ReportParts:
     """Yield the layers and parameters of the pipeline stages; alike stages share a row."""
     run = plan.run
     yield "Pipeline stages"
@@ -176,7 +176,7 @@ def _layers(stage: PlannedStage, *, is_last: bool) -> str:
     return " + ".join(parts + ["head"] * is_last)
 
 
-def _memory(plan: Plan) -> Parts:
+def _memory(plan: Plan) -> ReportParts:
     """Yield the memory of the fullest rank and the peaks of all pipeline stages, by ZeRO stage."""
     predictions = [each.prediction for each in plan.zero_stages]
     unit = memory_unit(each.fullest.peak_bytes for each in predictions if each is not None)
@@ -190,10 +190,10 @@ def _memory(plan: Plan) -> Parts:
         sizes |= {f"  {name.replace('_', ' ')}": size for name, size in vars(peak).items()}
         if reserved is not None and reserved.total:
             sizes["besides tensors"] = reserved.total
-        reduction = prediction.fullest.memory.axis.of_matrices
+        reduction = prediction.fullest.memory.axis.matrix_reduction
         figures = {"gradients are reduced each": _REDUCED_EACH[reduction.when]}
         if plan.run.config.parallel.virtual_stages > 1:
-            count = f"{prediction.reductions}, {planned.gathers}"
+            count = f"{prediction.reductions}, {planned.chunk_gathers}"
             figures["reductions, gathers of chunks"] = count
         figures |= {row: unit.of(size) for row, size in sizes.items()}
         if reserved is not None and plan.cluster is not None:
@@ -229,7 +229,7 @@ def _zero_stage(plan: Plan, zero_stage: int) -> str:
     return f"ZeRO-{zero_stage}{' *' * (zero_stage == plan.run.zero_stage)}"
 
 
-def _traffic(plan: Plan) -> Parts:
+def _traffic(plan: Plan) -> ReportParts:
     """Yield what the busiest rank sends in one step, by axis and by kind of link."""
     predictions = [each.prediction for each in plan.zero_stages if each.prediction is not None]
     unit = traffic_unit(each.busiest.sent_bytes for each in predictions)
@@ -252,7 +252,7 @@ def _traffic(plan: Plan) -> Parts:
     yield f"{_CONFIGURED}; between nodes: on average over the ranks of a group"
 
 
-def _time(plan: Plan, forecast: Forecast) -> Parts:
+def _time(plan: Plan, forecast: Forecast) -> ReportParts:
     """Yield the step time by its terms and ZeRO stages, and the throughput."""
     steps = [each.forecast.step for each in plan.zero_stages if each.forecast is not None]
     unit, size = ("s", 1.0) if max(step.total for step in steps) >= 10 else ("ms", 1e-3)
@@ -347,7 +347,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
 # A what-if.
 
 
-def what_if_report(found: WhatIf) -> Parts:
+def what_if_report(found: WhatIf) -> ReportParts:
     """Yield the fastest variants that fit, and how to get the best."""
     yield ""
     best = found.best
@@ -374,7 +374,7 @@ def what_if_report(found: WhatIf) -> Parts:
     yield f"{len(found.variants):,} variants fit, {found.too_large:,} are too large"
 
 
-def longest_report(found: Sequence[LongestSequence], model: ModelConfig) -> Parts:
+def longest_report(found: Sequence[LongestSequence], model: ModelConfig) -> ReportParts:
     """Yield the longest sequence that fits, for each layout."""
     yield ""
     if not found:

@@ -88,14 +88,14 @@ def _figures(run: RunRecord) -> dict[str, str]:
 
     # With training.tokens, the number of steps depends on the batch, which may change.
     planned, target = (run.settings.get(f"training.{key}") for key in ("steps", "tokens"))
-    of_steps = f" of {planned:,}" if isinstance(planned, int) and target is None else ""
-    of_tokens = f" of {target:,}" if isinstance(target, int) else ""
+    planned_steps = f" of {planned:,}" if isinstance(planned, int) and target is None else ""
+    planned_tokens = f" of {target:,}" if isinstance(target, int) else ""
     peaks = [_last(run.curves[name].values) for name in run.names_of("peak_memory_bytes/")]
     return {
-        "step": f"{run.last_step:,}{of_steps}",
+        "step": f"{run.last_step:,}{planned_steps}",
         "loss": figure("loss", ".4f"),
         "validation loss": figure("validation_loss", ".4f"),
-        "tokens": figure("tokens", ",.0f") + of_tokens,
+        "tokens": figure("tokens", ",.0f") + planned_tokens,
         "tokens/s (median)": figure("tokens_per_second", ",.0f", np.median),
         "seconds of its steps": figure("step_time_seconds", ",.1f", np.sum),
         "peak memory by pipeline stage": ", ".join(

@@ -26,7 +26,7 @@ from megaspeed.tensor_parallel.collectives import (
     reduce_scatter_sum,
     start_all_reduce,
 )
-from megaspeed.tensor_parallel.plan import tokens_of_a_chunk
+from megaspeed.tensor_parallel.shards import tokens_of_a_chunk
 
 GradientSum = Callable[[nn.Parameter], Tensor]
 """A parameter -> the tensor to which its gradient is added, in fp32 or in the parameter's type."""
@@ -44,7 +44,7 @@ class VocabParallelLoss:
     def __init__(self, vocabulary: range, axis: TensorAxis) -> None:
         self.axis = axis
         self._vocabulary = vocabulary
-        self.of_chunk = self.cross_entropy
+        self.chunk_losses = self.cross_entropy
         """``cross_entropy``, or its compiled form."""
 
     def __call__(
@@ -173,8 +173,8 @@ class _Loss(torch.autograd.Function):
         for start in range(0, len(rows), size):
             chunk = slice(start, start + size)
             logits = rows[chunk] @ weight.t()
-            of_chunk = None if scales is None else scales[chunk]
-            total += loss.of_chunk(logits, targets[chunk], of_chunk).sum()
+            chunk_scales = None if scales is None else scales[chunk]
+            total += loss.chunk_losses(logits, targets[chunk], chunk_scales).sum()
             if gradient is not None and weight_gradient is not None:
                 torch.mm(logits, weight, out=gradient[chunk])
                 _add_product(weight_gradient, logits, rows[chunk])

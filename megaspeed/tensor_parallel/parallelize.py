@@ -32,7 +32,12 @@ from megaspeed.tensor_parallel.layers import (
     VocabParallelEmbedding,
     sum_shared_rows,
 )
-from megaspeed.tensor_parallel.plan import ParameterShard, key_value_replicas, query_rows, shard_of
+from megaspeed.tensor_parallel.shards import (
+    ParameterShard,
+    key_value_replicas,
+    query_rows,
+    shard_of,
+)
 
 
 def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, ParameterShard]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megaspeed.pipeline.picture import Line, Panel, draw
 from megaspeed.pipeline.schedules import Backward, Compute, Forward, Pipeline, order_of
-from megaspeed.pipeline.simulation import Durations, Span, Timeline, simulate
+from megaspeed.pipeline.simulation import Durations, SimulatedStep, Span, simulate
 from megaspeed.topology.activity import Part
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class PipelineStep:
         forward, backward = statistics.fmean(forwards), statistics.fmean(backwards)
         equal = Durations(forward=[forward] * len(forwards), backward=[backward] * len(backwards))
         self.length = max(stage.end for stage in stages) - min(stage.begin for stage in stages)
-        self.measured = Timeline(spans, [[] for _ in stages])
+        self.measured = SimulatedStep(spans, [[] for _ in stages])
         self.steady = simulate(pipeline, Durations(forward=forwards, backward=backwards))
         self.equal = simulate(pipeline, equal)
         self.work = pipeline.chunks * pipeline.micro_batches * (forward + backward)

@@ -19,7 +19,7 @@ from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.collectives import ContextAxis, TensorAxis
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
-from megaspeed.tensor_parallel.plan import vocabulary_rows_per_rank
+from megaspeed.tensor_parallel.shards import vocabulary_rows_per_rank
 from megaspeed.topology.context import ParallelContext
 
 

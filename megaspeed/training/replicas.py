@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, logical_name, parameter_named
-from megaspeed.tensor_parallel.plan import key_value_replicas, query_rows
+from megaspeed.tensor_parallel.shards import key_value_replicas, query_rows
 from megaspeed.topology.store import ranks_named
 from megaspeed.training.worker import Worker
 from megaspeed.zero.reductions import all_gather_numbers

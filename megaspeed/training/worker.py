@@ -217,7 +217,7 @@ class Worker:
             )
             self.compilation.compile_blocks(module)
             loss = self.engine.loss
-            loss.of_chunk = self.compilation.compiled(loss.of_chunk)
+            loss.chunk_losses = self.compilation.compiled(loss.chunk_losses)
 
     def train_step(
         self, load: Load, learning_rate: float, stop: StopSignal | None = None
@@ -241,7 +241,7 @@ class Worker:
         ``program`` is ``self.program``, which may look at the rank after each instruction.
         """
         self.engine.train(True)
-        if self._pipeline.gathers == "layers":
+        if self._pipeline.gather_policy == "layers":
             self.engine.expect(passes_of(self._pipeline, self.context.pp_rank))
         executor = self._executor(self._pipeline, load)
         executor.run(program or self.program)

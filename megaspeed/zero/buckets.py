@@ -69,7 +69,7 @@ def fragments_of(flat: Tensor, ranges: Iterable[OwnedRange]) -> Iterator[Fragmen
 
 
 @dataclass(frozen=True)
-class _Message:
+class _PendingSum:
     """A bucket, or its partition, that is being summed."""
 
     bucket: GradientBucket
@@ -96,8 +96,8 @@ class Reducer:
 
     def __init__(self, context: ParallelContext, *, is_offloaded: bool) -> None:
         self._context, self._is_offloaded = context, is_offloaded
-        self._in_flight: list[_Message] = []
-        self._between_replicas: list[_Message] = []
+        self._in_flight: list[_PendingSum] = []
+        self._between_replicas: list[_PendingSum] = []
 
     def send(self, bucket: GradientBucket, *, last: bool) -> None:
         """Start to reduce a bucket. Without overlap, ``send`` waits for it if it needs a copy.
@@ -160,7 +160,7 @@ class Reducer:
         sent = part.to(self._context.device, DTYPES[how.sent], non_blocking=True)
         group = self._context.group_along(how.replica_axis)
         work = comm.all_reduce(sent, group=group, async_op=True)
-        self._between_replicas.append(_Message(bucket, work, sent, sent))
+        self._between_replicas.append(_PendingSum(bucket, work, sent, sent))
         if how.copies_sums and not how.overlaps:
             self._receive_replicas()
 
@@ -207,7 +207,7 @@ class Reducer:
         torch.cat([part.view(plan.shards, -1) for part in parts], dim=1, out=rows)
         return packed
 
-    def _start(self, bucket: GradientBucket, packed: Tensor, is_last: bool) -> _Message:
+    def _start(self, bucket: GradientBucket, packed: Tensor, is_last: bool) -> _PendingSum:
         """Start to sum a bucket, in place: all of it, or this rank's row."""
         how, rows = bucket.plan.reduction, packed.view(bucket.plan.shards, -1)
         group = self._context.group_along(how.axis)
@@ -219,9 +219,9 @@ class Reducer:
             work = comm.reduce_scatter_fn(received, packed, group=group, async_op=True)
         elif how.collective == "all_reduce":
             work = comm.all_reduce(packed, group=group, async_op=True)
-        return _Message(bucket, work, packed, received, parts, is_last)
+        return _PendingSum(bucket, work, packed, received, parts, is_last)
 
-    def _add(self, message: _Message) -> None:
+    def _add(self, message: _PendingSum) -> None:
         bucket, received = message.bucket, message.received
         how, is_on_host = bucket.plan.reduction, bucket.sum.device != received.device
         if how.divides == "after" and self._is_offloaded and bucket.sum is bucket.partition:

@@ -21,7 +21,7 @@ from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.parallelize import materialize, shared_initial_shard
-from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.workarounds import (

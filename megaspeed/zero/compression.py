@@ -129,14 +129,14 @@ class Int8(Compressor):
         self._block = run.compression.block
         self._keeps_error = run.compression.error_feedback
         self._run, self._dp = run, run.grid.dp_cp
-        self._gathers = context.replica_group is not None
+        self._is_replica = context.replica_group is not None
         self._axis = context.replica_group or context.shard_group
         self._rank, self._rows = context.sender_rank, run.grid.senders
 
     def reduce(self, compressed: Sequence[CompressedGradients]) -> None:
         for bucket in compressed:
             mean = bucket.partition
-            if self._gathers and self._run.config.zero_optimization.offloads_optimizer:
+            if self._is_replica and self._run.config.zero_optimization.offloads_optimizer:
                 mean = torch.empty_like(bucket.values)  # the other has no padding
             for rows, own in self._parts(bucket, mean):
                 self._reduce(rows, own)
@@ -149,7 +149,7 @@ class Int8(Compressor):
         """(columns of the gradient, (ranks, width) each; their place in the mean)."""
         matrix = bucket.values.view(self._rows, -1)
         # Replicas have all rows of the partition, whose memory also has the padding after it.
-        own = mean.as_strided(matrix.shape, (matrix.shape[1], 1)) if self._gathers else mean
+        own = mean.as_strided(matrix.shape, (matrix.shape[1], 1)) if self._is_replica else mean
         sizes = list(bucket.plan.sizes)
         for start, columns, parameters in int8_parts(self._run, bucket.plan):
             rows = [matrix[:, start : start + columns]]
@@ -169,7 +169,7 @@ class Int8(Compressor):
         received = torch.empty_like(message)
         dist.all_to_all_single(received, message, group=self._axis)
         total = unpacked(received).sum(0)
-        if self._gathers:
+        if self._is_replica:
             levels, scales = quantized(total)
             message = packed(levels, scales)
             # The owner of these elements sends the error of the sum in the next step.

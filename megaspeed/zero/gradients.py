@@ -102,14 +102,14 @@ class Gradients:
                 parameter.register_post_accumulate_grad_hook(self._take)
         self._begins_step = True  # whether the next forward is the first one of a step
         self._end: End = "step"  # what this backward ends
-        of_buckets = [[*each.fragments()] for each in self._buckets]
-        self.fragments = tuple(chain(*of_buckets))
+        fragments = [[*each.fragments()] for each in self._buckets]
+        self.fragments = tuple(chain(*fragments))
         """Views of this rank's reduced gradients, without padding."""
         self._partitions = [
             [bucket.partition]
             if partitions_parameters(optimizer)
             else GradPartitionBufferGroup([each.values for each in own], bucket.partition)
-            for own, bucket in zip(of_buckets, self._buckets, strict=True)
+            for own, bucket in zip(fragments, self._buckets, strict=True)
         ]
 
     def tensors(self) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from megaspeed.checkpoint.tensors import Box, boxes_of
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import parameters_of
-from megaspeed.tensor_parallel.plan import ParameterShard, shard_of
+from megaspeed.tensor_parallel.shards import ParameterShard, shard_of
 from tests.support.tiny import GPT2, LLAMA
 
 MANY = 10**9

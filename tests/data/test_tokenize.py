@@ -24,7 +24,7 @@ from megaspeed.data.token_sources import (
     read_index,
     token_paths,
 )
-from megaspeed.data.tokenize import Progress, tokenize
+from megaspeed.data.tokenize import TokenizationProgress, tokenize
 from megaspeed.data.tokenizer import TextTokenizer, encode
 from tests.data.watching import Record, contents
 from tests.data.words import WORDS, documents
@@ -180,7 +180,7 @@ def test_input_that_changes_during_the_work_is_refused(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
     class Append(Record):
-        def __call__(self, progress: Progress) -> None:
+        def __call__(self, progress: TokenizationProgress) -> None:
             with files[-1].path.open("a") as stream:
                 stream.write("more")
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megaspeed.data.tokenize import Progress
+from megaspeed.data.tokenize import TokenizationProgress
 
 
 class Record:
@@ -11,7 +11,7 @@ class Record:
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: TokenizationProgress) -> None:
         self.tokens.append(progress.tokens)
 
 
@@ -22,7 +22,7 @@ class Stop(Record):
         super().__init__()
         self._batches = after_batches
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: TokenizationProgress) -> None:
         super().__call__(progress)
         if len(self.tokens) == 1 + self._batches:  # the first report comes before the first batch
             raise KeyboardInterrupt

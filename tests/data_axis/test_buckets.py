@@ -59,7 +59,7 @@ def test_the_heads_weight_is_alone_unless_the_complete_gradient_is_kept(
     plan = plan_of(2, zero, parallel={"gradient_reduction": reduction}, model=UNTIED)
     bucket = plan.bucket_of["head.output.weight"]
     assert (names(bucket) == ["head.output.weight"]) is alone
-    assert bucket.is_of_the_loss is alone
+    assert bucket.is_from_loss is alone
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -112,13 +112,13 @@ KINDS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_when_and_how_gradients_are_reduced(kind: str) -> None:
-    dp, zero, changes, of_matrices, of_vectors = KINDS[kind]
+    dp, zero, changes, matrix_reduction, vector_reduction = KINDS[kind]
     run = run_of(dp, {"overlap_comm": False, **zero}, **changes)
     plan, pipeline = data_axis_of(run, 0, "cuda"), pipeline_of(run)
     for bucket in plan.buckets:
         how, is_vector = bucket.reduction, len(bucket.parameters[0].shape) == 1
         found = (how.keeps, how.when, how.collective, how.copies, bucket.times(pipeline))
-        assert found == (of_vectors if is_vector else of_matrices)
+        assert found == (vector_reduction if is_vector else matrix_reduction)
     on_cpu = data_axis_of(run, 0, "cpu")
     for here, there in zip(plan.buckets, on_cpu.buckets, strict=True):
         if here.reduction.collective == "reduce_scatter":  # gloo's sends twice as many bytes
@@ -129,7 +129,7 @@ def test_when_and_how_gradients_are_reduced(kind: str) -> None:
 
 def test_a_sum_that_is_too_large_for_fp16_is_divided_first() -> None:
     for sent, divides in (("fp16", "before"), ("bf16", "after")):
-        how = plan_of(2, {"stage": 1}, communication_data_type=sent).of_matrices
+        how = plan_of(2, {"stage": 1}, communication_data_type=sent).matrix_reduction
         assert (how.divides, how.copies, how.total, how.sent) == (divides, True, "fp32", sent)
 
 
@@ -149,7 +149,7 @@ def test_a_visit_adds_up_its_gradients() -> None:
     )
     plan, pipeline = data_axis_of(run, 1, "cuda"), pipeline_of(run)
     assert {bucket.chunk for bucket in plan.buckets} == {0, 1}
-    how = plan.of_matrices
+    how = plan.matrix_reduction
     assert (how.keeps, how.when, how.computed) == ("partition", "visit", "fp32")
     assert how.times(pipeline) == 2
     packed = [bucket for bucket in plan.buckets if bucket.reduction.keeps == "packed"]

@@ -43,7 +43,7 @@ def test_gathers_and_reductions_over_shards_add_up_to_the_predicted_traffic(seed
                     count * bucket.elements * BYTES_OF[bucket.reduction.sent]
                     for bucket, count in times.items()
                 )
-                collective = axis.of_matrices.collective
+                collective = axis.matrix_reduction.collective
                 assert collective is not None
                 rounds = 2 if collective == "all_reduce" else 1
                 assert sent[name, collective] == rounds * size * (shards - 1) // shards

@@ -41,14 +41,14 @@ def whole_logits(rank: SavedRun, context: ParallelContext) -> Tensor | None:
         seen.append(logits.clone().unflatten(0, (-1, sequence)))
         return loss.cross_entropy(logits, targets, scales)
 
-    loss.of_chunk = look
+    loss.chunk_losses = look
     rows = run.batch.train_batch_size
     worker.evaluate(
         rank.inputs.load(0),
         shape.gradient_accumulation_steps,
         rows * run.config.data.sequence_length,
     )
-    loss.of_chunk = loss.cross_entropy
+    loss.chunk_losses = loss.cross_entropy
     own = {(row, context.tp_rank): logits for row, logits in _rows_of(seen, shape)}
     everyones: list[dict[tuple[int, int], Tensor]] = [{} for _ in range(context.grid.world_size)]
     dist.all_gather_object(everyones, own, context.world_group)

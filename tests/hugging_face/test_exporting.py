@@ -22,7 +22,7 @@ from megaspeed.data.errors import DataError
 from megaspeed.hugging_face import exporting
 from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
-from megaspeed.hugging_face.weights import HuggingFaceError, Part, StoredTensor
+from megaspeed.hugging_face.weights import HuggingFaceError, StoredTensor, TensorPart
 from megaspeed.model.gpt import SwiGluMlp
 from tests.checkpoint.written import CONFIG, write_checkpoint
 from tests.hugging_face.models import END_OF_TEXT, llama, same, saved, weights_in, with_tokenizer
@@ -136,7 +136,7 @@ def test_a_model_that_has_diverged_is_refused_in_every_precision(
 ) -> None:
     """transformers would load it, but it could not be imported again."""
 
-    def rows_of(tensor: StoredTensor, rows: slice, part: Part) -> Tensor:
+    def rows_of(tensor: StoredTensor, rows: slice, part: TensorPart) -> Tensor:
         values = _rows_of(tensor, rows, part)
         return values + torch.tensor([value, *[0.0] * 31]) if "k_proj" in part.theirs else values
 

@@ -22,7 +22,7 @@ from megaspeed.hugging_face import exporting, importing, weights
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.verifying import Disagreement
-from megaspeed.hugging_face.weights import Part, parts_of
+from megaspeed.hugging_face.weights import TensorPart, parts_of
 from megaspeed.model import attention, gpt
 from megaspeed.model.parameters import Row
 from tests.hugging_face.models import (
@@ -43,10 +43,10 @@ Patch = pytest.MonkeyPatch
 QKV, GATE_UP, SQUARE = "attention.qkv.weight", "mlp.gate_up.weight", "attention.output.weight"
 
 
-def exchanged(inner: str, *order: int) -> Callable[[ModelConfig], Iterator[Part]]:
+def exchanged(inner: str, *order: int) -> Callable[[ModelConfig], Iterator[TensorPart]]:
     """Return the table in which parts of one tensor exchange their rows."""
 
-    def mutated(model: ModelConfig) -> Iterator[Part]:
+    def mutated(model: ModelConfig) -> Iterator[TensorPart]:
         parts = list(parts_of(model))
         for name in {part.ours for part in parts if part.ours.endswith(inner)}:
             places = [i for i, part in enumerate(parts) if part.ours == name]
@@ -58,14 +58,14 @@ def exchanged(inner: str, *order: int) -> Callable[[ModelConfig], Iterator[Part]
     return mutated
 
 
-def turned(model: ModelConfig) -> Iterator[Part]:
+def turned(model: ModelConfig) -> Iterator[TensorPart]:
     """Yield the table with one mistake: a square matrix is transposed, or is not transposed."""
     for part in parts_of(model):
         is_square = part.ours == f"blocks.1.{SQUARE}"
         yield dataclasses.replace(part, transposed=part.transposed != is_square)
 
 
-def mapped_by(table: Callable[[ModelConfig], Iterator[Part]]) -> Callable[[Patch], None]:
+def mapped_by(table: Callable[[ModelConfig], Iterator[TensorPart]]) -> Callable[[Patch], None]:
     """Let imports and exports use another table."""
 
     def mutate(patch: Patch) -> None:

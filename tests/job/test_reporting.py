@@ -15,7 +15,7 @@ import pytest
 
 from megaspeed.config.resolve import Run
 from megaspeed.job import pretrain, reporting
-from megaspeed.job.reporting import Reporting, Rows, Service
+from megaspeed.job.reporting import Reporting, Service, ServiceRecords
 from megaspeed.training.metrics import SampleMetrics, ValidationMetrics
 from tests.support.machine import limit
 from tests.support.tiny import tiny_run
@@ -144,7 +144,7 @@ def test_a_missing_package_ends_the_job_with_2_before_it_starts(
 def collecting(steps: list[int], failing_step: int | None = None) -> Service:
     """A service that keeps the steps. Its network fails at ``failing_step``."""
 
-    def send(run: Run, begin: int, rows: Rows) -> None:
+    def send(run: Run, begin: int, rows: ServiceRecords) -> None:
         for step, _ in rows:
             if step == failing_step:
                 raise ConnectionError("no route to host")
@@ -179,7 +179,7 @@ def test_a_service_that_hangs_costs_a_step_nothing_and_the_end_little(
     monkeypatch.setattr(reporting, "_WAITING_RECORDS", 100)
     for_ever, warnings = threading.Event(), list[str]()
 
-    def hang(run: Run, begin: int, rows: Rows) -> None:
+    def hang(run: Run, begin: int, rows: ServiceRecords) -> None:
         for_ever.wait()
 
     run = reporting_run(tmp_path, "wandb")

@@ -184,7 +184,7 @@ def noted(
     with fake_pipeline(stages, stage) as group, patch.context() as patched:
         links = Links.connect(group, shape=(1,), dtype=torch.float32, device=torch.device("cpu"))
         patched.setattr(dist, "batch_isend_irecv", notes.batch_isend_irecv)
-        by_layer = pipeline.gathers == "layers"
+        by_layer = pipeline.gather_policy == "layers"
         engine = NotingEngine(notes, group, other_end, gathers_layers=by_layer)
         executor = Executor(engine, links, pipeline, stage, load=load)
         with torch.set_grad_enabled(pipeline.schedule != "forward_only"):
@@ -253,7 +253,7 @@ def pipelines(schedule: str, stages: int) -> list[Pipeline]:
     if schedule == "chunks":
         return chunked(stages)
     if schedule == "visits":
-        return [replace(each, gathers="chunks_ahead") for each in chunked(stages)]
+        return [replace(each, gather_policy="chunks_ahead") for each in chunked(stages)]
     return [shape(schedule, stages, micro_batches) for micro_batches in MICRO_BATCHES]
 
 

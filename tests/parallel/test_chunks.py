@@ -76,7 +76,7 @@ def name_of(row: Row) -> str:
 
 def test_every_possible_pair_of_settings_is_covered(documents: Path) -> None:
     assert possible_pairs(CHUNKED) == set().union(*map(pairs_of, ROWS))
-    gathers = {pipeline_of(run_of(row, documents)).gathers for row in ROWS}
+    gathers = {pipeline_of(run_of(row, documents)).gather_policy for row in ROWS}
     assert gathers == {"layers", "chunks", "chunks_ahead"}
 
 

@@ -170,7 +170,7 @@ def run_stage(
     """Run one step of a schedule, or an evaluation."""
     pipeline = shape(schedule, launch.world_size, micro_batches, chunks, groups)
     if chunks > 1:
-        pipeline = replace(pipeline, gathers="chunks")
+        pipeline = replace(pipeline, gather_policy="chunks")
     grid = Grid(pp=launch.world_size, dp=1, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         stage, stages = context.pp_rank, context.grid.pp

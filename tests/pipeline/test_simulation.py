@@ -242,7 +242,7 @@ def test_gathers_and_reductions_run_beside_the_computation() -> None:
 
     F0.0 F1.0 F0.1 F1.1 ... B0.1 B1.1 B0.0 B1.0
     """
-    pipeline = replace(shape("1f1b", 2, 2, chunks=2), gathers="chunks")
+    pipeline = replace(shape("1f1b", 2, 2, chunks=2), gather_policy="chunks")
     durations = Durations(
         forward=[1] * 4, backward=[2] * 4, gather=[0.5, 0.5, 3, 3], reduce=[4, 4, 1, 1]
     )

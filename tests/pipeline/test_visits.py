@@ -27,7 +27,7 @@ from tests.pipeline.test_simulation import Edit, edited, inserted, moved, swappe
 
 
 def by_chunks(pipeline: Pipeline, gathers: Literal["chunks", "chunks_ahead"]) -> Pipeline:
-    return replace(pipeline, gathers=gathers)
+    return replace(pipeline, gather_policy=gathers)
 
 
 def without_messages(program: StageProgram) -> list[str]:
@@ -84,7 +84,7 @@ def test_each_chunk_is_held_while_it_computes(pipeline: Pipeline) -> None:
         passes = 1 if pipeline.schedule == "forward_only" else 2
         assert pipeline.chunks <= len(holds) <= passes * pipeline.groups * pipeline.chunks
         most = max(map(len, held))
-        if pipeline.gathers == "chunks":
+        if pipeline.gather_policy == "chunks":
             assert most <= 2
         else:
             assert most <= 3

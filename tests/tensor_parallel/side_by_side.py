@@ -27,7 +27,7 @@ from megaspeed.tensor_parallel import plan
 from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
-from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
@@ -181,7 +181,7 @@ def _loss_step(
     loss = VocabParallelLoss(vocabulary, axis)
     seen: list[Tensor] = []
 
-    def of_chunk(logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:
+    def chunk_losses(logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:
         seen.append(logits.clone())
         seen.append(loss.cross_entropy(logits, targets, scales))
         return seen[-1]
@@ -190,7 +190,7 @@ def _loss_step(
         weight.grad = torch.zeros_like(weight)
         return weight.grad
 
-    loss.of_chunk = of_chunk
+    loss.chunk_losses = chunk_losses
     scale = 1 / float((targets != NOT_COUNTED).sum())
     of_hidden = functools.partial(loss, targets=targets, scale=scale, gradient_sum=gradient_sum)
     model(tokens, SAMPLES, None, of_hidden).backward()

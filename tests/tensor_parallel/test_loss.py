@@ -14,7 +14,7 @@ from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.tensor_parallel import plan
 from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
-from megaspeed.tensor_parallel.plan import vocabulary_rows_per_rank
+from megaspeed.tensor_parallel.shards import vocabulary_rows_per_rank
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment

@@ -19,7 +19,7 @@ from megaspeed.tensor_parallel.parallelize import (
     parallelize,
     shared_initial_shard,
 )
-from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment

@@ -8,7 +8,7 @@ import torch
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
-from megaspeed.tensor_parallel.plan import (
+from megaspeed.tensor_parallel.shards import (
     ParameterShard,
     shard_of,
     vocabulary_rows_per_rank,

@@ -94,7 +94,7 @@ def compressed_bucket(
         elements=flat.numel(),
         shards=run.grid.shard,
         layout="rows" if run.zero_stage == 3 else "flat",
-        reduction=data_axis_of(run, 0, "cpu").of_matrices,
+        reduction=data_axis_of(run, 0, "cpu").matrix_reduction,
         compression=run.compression,
     )
     ranges = [*plan.compressed_by(0)]

@@ -78,7 +78,7 @@ def change_losses(rank: OneRank, change: Callable[[Tensor, Tensor], Tensor]) -> 
         return change(losses, logits)
 
     if rank.context.dp_rank == 1:
-        loss.of_chunk = changed
+        loss.chunk_losses = changed
 
 
 def three_bad_steps_and_a_good_one(
@@ -96,11 +96,11 @@ def three_bad_steps_and_a_good_one(
 
         change_losses(rank, lambda losses, _: losses + math.nan)
         nan_loss_alone = skip(rank, 1)
-        loss.of_chunk = loss.cross_entropy
+        loss.chunk_losses = loss.cross_entropy
 
         change_losses(rank, lambda losses, gradient: losses + gradient.mul_(math.nan).sum())
         nan_everywhere = skip(rank, 2)
-        loss.of_chunk = loss.cross_entropy
+        loss.chunk_losses = loss.cross_entropy
 
         good = without_memory(rank.train_step(3))
         fresh = OneRank(Worker(run, rank.context), rank.loader)

@@ -42,7 +42,7 @@ from megaspeed.measurement.verification.reference import CPU, ReferenceRun, trai
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.model.parameters import logical_name
-from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepInputs, Worker
@@ -109,15 +109,15 @@ def compare(
     allowed = TOLERANCES[run.precision]
     dtype = DTYPES[run.precision]
 
-    def of_steps(
+    def differences(
         name: str, base: float, numbers: Callable[[ReferenceRun], list[float]]
     ) -> list[Difference]:
         limits = allowed_at_steps(base, numbers(reference), list(map(numbers, again)))
         return compare_numbers(name, numbers(parallel), numbers(reference), limits)
 
     return Comparison(
-        losses=of_steps("loss", allowed.loss, lambda one: one.losses),
-        grad_norms=of_steps("gradient norm", allowed.grad_norm, lambda one: one.grad_norms),
+        losses=differences("loss", allowed.loss, lambda one: one.losses),
+        grad_norms=differences("gradient norm", allowed.grad_norm, lambda one: one.grad_norms),
         gradients=compare_gradients(
             parallel.first_gradients, reference.first_gradients, allowed.gradient
         ),

@@ -56,7 +56,7 @@ from functools import cache, lru_cache
 from megaspeed.config.resolve import BYTES_OF, Run, RunKey
 from megaspeed.config.run import Recomputation
 from megaspeed.model.parameters import mlp_parts, parameter_named
-from megaspeed.tensor_parallel.plan import shard_of, tokens_of_a_chunk, vocabulary_rows_per_rank
+from megaspeed.tensor_parallel.shards import shard_of, tokens_of_a_chunk, vocabulary_rows_per_rank
 
 _FP32, _INT32, _INT64 = 4, 4, 8
 
@@ -327,8 +327,8 @@ class Activations:
         copy = 0 if is_in_place else tokens * columns * _FP32
         is_added = self._run.accumulation_dtype == self._run.precision
         product = 0 if is_added else weight * self._a
-        of_tokens = self._n * _FP32 + tokens * _OF_A_TOKENS_LOSS
-        chunk = logits + max(copy, product) + of_tokens
+        token_bytes = self._n * _FP32 + tokens * _OF_A_TOKENS_LOSS
+        chunk = logits + max(copy, product) + token_bytes
         # The output of the norm, for all tokens, and its gradient, which is kept.
         rows = self._hidden
         if self._splits_sequence:

@@ -104,7 +104,7 @@ def messages_of(pipeline: Pipeline, stage: int) -> Sequence[int]:
     A message is received when its sender has computed it, which may be long before its use. What a
     stage sends is held until the next batch of messages starts, or the stage waits for its batch.
     """
-    pipeline = replace(pipeline, gathers="layers")  # has the same timetable, which is cached
+    pipeline = replace(pipeline, gather_policy="layers")  # has the same timetable, which is cached
     own = timetable(pipeline)[stage]
     ticks = sorted(each.arrived for each in own if each.arrived is not None)
     held, used, sent_at = [], 0, -1

@@ -31,7 +31,7 @@ from megaspeed.pipeline.schedules import Pipeline
 from megaspeed.pipeline.simulation import Durations, simulate
 from megaspeed.pipeline.visits import holds_of
 from megaspeed.planning.costs.placement import Placement
-from megaspeed.planning.costs.workload import Cluster, Message, Workload, block_parameters
+from megaspeed.planning.costs.workload import Cluster, CollectiveKind, Workload, block_parameters
 from megaspeed.topology.grid import Axis
 
 LINK_EFFICIENCY = 0.78
@@ -190,7 +190,7 @@ class Network:
             return 0.0
         blocks, count = work.blocks_of_stages[stage], work.micro_batches
         overlaps = work.overlaps_dp and self.overlaps
-        if work.gathers != "layers":
+        if work.gather_policy != "layers":
             return self._chunks(stage, forward, backward, waits)
         if work.zero_stage == 3:
             together, group, reduce = self._layer(blocks)
@@ -237,7 +237,7 @@ class Network:
         visit. Both are empty if chunks are not gathered, or nothing runs beside computation.
         """
         work = self.work
-        if work.gathers == "layers" or work.grid.shard == 1 or not self.overlaps:
+        if work.gather_policy == "layers" or work.grid.shard == 1 or not self.overlaps:
             return [], []
         together, group, reduce = self._layer(max(work.blocks))
         visit = work.reductions / work.groups * reduce if work.reduces_in_backward else 0.0
@@ -262,9 +262,9 @@ class Network:
         beside = reduced if work.reduces_in_backward else 0.0
         computing = work.blocks_of_stages[stage] * work.micro_batches * (forward + backward)
         first, last = group, reduce if beside else 0.0
-        if work.gathers == "chunks":
+        if work.gather_policy == "chunks":
             first *= len(holds)
-        if waits is None and work.gathers == "chunks":
+        if waits is None and work.gather_policy == "chunks":
             late = [group / together - (forward if hold.forward else backward) for hold in holds]
             queued = beside / len(holds)
             waits = sum(max(0.0, queued + b * each) for b, each in zip(blocks, late, strict=True))
@@ -287,7 +287,7 @@ class Network:
             reduction = _beside(reduction, work.blocks_of_stages[stage] * backward, buckets)
         return reduction
 
-    def collective(self, axis: Axis, kind: Message, message: float) -> float:
+    def collective(self, axis: Axis, kind: CollectiveKind, message: float) -> float:
         """Return the seconds of an all-reduce (2 rounds), or of another collective (1 round).
 
         n ranks on N nodes form a ring. Each sends rounds x (n-1)/n of the message in
@@ -363,8 +363,8 @@ def closed_form(
     micro-batches of a group if this is more. Nothing hides the messages before the first backward
     and after the last forward.
     """
-    of_stages = work.of_stages(forward), work.of_stages(backward)
-    times = [sum(both) for both in zip(*of_stages, strict=True)]
+    sums = work.stage_sums(forward), work.stage_sums(backward)
+    times = [sum(both) for both in zip(*sums, strict=True)]
     count, pp, size = work.micro_batches, work.grid.pp, math.ceil(work.micro_batches / work.groups)
     alone = (work.chunks - 1) * size
     waited = max(0.5, pp / size) if work.chunks > 1 else 1.0
@@ -433,7 +433,7 @@ def simulated(
     if work.grid.pp == 1:
         return 0.0, 0.0
     both = [sum(each) for each in zip(forward, backward, strict=True)]
-    own = work.micro_batches * max(work.of_stages(both))
+    own = work.micro_batches * max(work.stage_sums(both))
     quiet = pipeline_seconds(work, Durations(forward=forward, backward=backward))
     durations = Durations(forward=forward, backward=backward, message=message)
     return quiet - own, pipeline_seconds(work, durations) - quiet

@@ -63,10 +63,10 @@ class StageMemory:
 
     def __init__(self, run: Run, pipeline_stage: int, device_type: str = "cuda") -> None:
         self._stage, self._pipeline = pipeline_stage, pipeline_of(run)
-        self._states = states_of(run, pipeline_stage, self._pipeline.gathers, device_type)
+        self._states = states_of(run, pipeline_stage, self._pipeline.gather_policy, device_type)
         self.axis = self._states.axis
         """What the rank reduces and gathers."""
-        self._sums_visits = self.axis.of_matrices.when == "visit"
+        self._sums_visits = self.axis.matrix_reduction.when == "visit"
         activations = activations_of(run, device_type)
         self._shared, self._hidden = activations.shared(), hidden_bytes(run)
         self._chunks = list(_chunks(run, pipeline_stage, activations))
@@ -96,7 +96,7 @@ class StageMemory:
                 kept += self._kept[compute.chunk]
                 continue
             held = kept
-            if self._pipeline.gathers != "layers":
+            if self._pipeline.gather_policy != "layers":
                 held += self._states.gathered[compute.chunk, False]
             if backward is not None and self._sums_visits and compute.chunk == backward:
                 held += self._states.visits[compute.chunk]

@@ -41,13 +41,13 @@ class LayerStates(NamedTuple):
     left_buffers: int
 
 
-def states_of(run: Run, pipeline_stage: int, gathers: str, device_type: str) -> "StageStates":
+def states_of(run: Run, pipeline_stage: int, gather_policy: str, device_type: str) -> "StageStates":
     """Return the states of a rank of a pipeline stage, on "cuda" or "cpu".
 
-    ``gathers`` is ``Pipeline.gathers`` of the run.
+    ``gather_policy`` is that of the run.
     """
     key = data_axis_key(run, pipeline_stage)
-    gathers_layers = run.zero_stage == 3 and gathers == "layers"
+    gathers_layers = run.zero_stage == 3 and gather_policy == "layers"
     return _states_of(key, pipeline_stage, gathers_layers, device_type)
 
 
@@ -74,9 +74,9 @@ class StageStates:
         """Bytes of buffers: the sum of the head's gradients, to which the forward of the loss adds
         and which a backward reduces; 0 if the complete gradient contains it.
         """
-        if self._head is None or self.axis.of_matrices.keeps == "complete":
+        if self._head is None or self.axis.matrix_reduction.keeps == "complete":
             return 0
-        return self._head.elements * BYTES_OF[self.axis.of_matrices.total]
+        return self._head.elements * BYTES_OF[self.axis.matrix_reduction.total]
 
     @cached_property
     def reducing(self) -> int:
@@ -91,7 +91,7 @@ class StageStates:
         flat tensor at a time.
         """
         is_offloaded = self._run.config.zero_optimization.offloads_optimizer
-        if self.axis.of_matrices.total == "fp32" or is_offloaded:
+        if self.axis.matrix_reduction.total == "fp32" or is_offloaded:
             return 0
         return max(bucket.part for bucket in self.axis.buckets) * BYTES_OF["fp32"]
 
@@ -116,7 +116,7 @@ class StageStates:
             return dict.fromkeys(chunks, 0)
         return {
             (chunk, forward): sum(
-                gather.held_bytes for gather in self.axis.of_chunk(chunk, forward=forward)
+                gather.held_bytes for gather in self.axis.chunk_gathers(chunk, forward=forward)
             )
             for chunk, forward in chunks
         }
@@ -132,8 +132,8 @@ class StageStates:
             gathered = [0] * len(layers)
             if self._gathers_layers and not self.axis.is_local:
                 gathered = held_bytes(self.axis, moment.direction, following)
-            of_pass = self._forward if moment.direction == "forward" else self._backward
-            found = groupby(of_pass(moment, layers, gathered))
+            layer_states = self._forward if moment.direction == "forward" else self._backward
+            found = groupby(layer_states(moment, layers, gathered))
             self._runs[key] = [(len([*alike]), states) for states, alike in found]
         return self._runs[key]
 
@@ -191,7 +191,7 @@ class StageStates:
 
     def _fresh_bytes(self, elements: int) -> int:
         """Return the bytes of a gradient of autograd, and of its copy if sums have another type."""
-        precision, computed = self._run.precision, self.axis.of_matrices.computed
+        precision, computed = self._run.precision, self.axis.matrix_reduction.computed
         copy = (precision != computed) * BYTES_OF[computed]
         return elements * (BYTES_OF[precision] + copy)
 

@@ -68,7 +68,7 @@ _SLOW_HEAD = 4.0
 this many times as long."""
 
 
-class Parts(NamedTuple):
+class LayerParts(NamedTuple):
     """The parts of a layer's forward or backward: seconds, or the share that is computed again."""
 
     products: float = 0.0
@@ -78,15 +78,15 @@ class Parts(NamedTuple):
     cp: float = 0.0
 
 
-AGAIN: Mapping[str, Parts] = {
-    "none": Parts(),
-    "selective": Parts(pointwise=1),
-    "full": Parts(products=1, attention=1, pointwise=1, tp=1, cp=1),
+AGAIN: Mapping[str, LayerParts] = {
+    "none": LayerParts(),
+    "selective": LayerParts(pointwise=1),
+    "full": LayerParts(products=1, attention=1, pointwise=1, tp=1, cp=1),
 }
 """Kind of recomputation -> the share of each part of a block's forward that is computed again."""
 
 
-def recomputed_seconds(forward: Parts, again: Parts) -> float:
+def recomputed_seconds(forward: LayerParts, again: LayerParts) -> float:
     """Return the seconds of what a block's backward computes again."""
     return sum(share * seconds for share, seconds in zip(again, forward, strict=True))
 
@@ -95,8 +95,8 @@ def recomputed_seconds(forward: Parts, again: Parts) -> float:
 class LayerTime:
     """Seconds of one layer and one micro-batch on one rank."""
 
-    forward_parts: Parts
-    backward_parts: Parts
+    forward_parts: LayerParts
+    backward_parts: LayerParts
     recomputation: float = 0.0  # of the backward
     host: float = 0.0  # half of it in each pass
 
@@ -116,9 +116,9 @@ class LayerTime:
         return self.forward + self.backward
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> LayerParts:
         """Seconds of each part in both passes, without what is computed again."""
-        return Parts(*map(sum, zip(self.forward_parts, self.backward_parts, strict=True)))
+        return LayerParts(*map(sum, zip(self.forward_parts, self.backward_parts, strict=True)))
 
 
 class Layers(NamedTuple):
@@ -232,12 +232,12 @@ class Rates:
         """Return the time of the step of the slowest stage, if layers take these times."""
         work, (embedding, block, head) = self.work, layers
         forward, backward = stage_times(work, layers)
-        times = work.of_stages([sum(both) for both in zip(forward, backward, strict=True)])
+        times = work.stage_sums([sum(both) for both in zip(forward, backward, strict=True)])
         slowest = times.index(max(times))
         count, last = work.micro_batches, work.grid.pp - 1
         # Micro-batches for which that stage computes a block, the embedding and the head.
-        of_blocks = count * work.blocks_of_stages[slowest]
-        of_embedding, of_head = count * (slowest == 0), count * (slowest == last)
+        blocks = count * work.blocks_of_stages[slowest]
+        embeddings, heads = count * (slowest == 0), count * (slowest == last)
         pipeline = simulated if simulates else closed_form
         message, waits = self.network.message, None
         bubble, p2p = pipeline(work, forward, backward, message)
@@ -251,18 +251,18 @@ class Rates:
         return StepTime(
             layers=layers,
             stage=slowest,
-            products=of_blocks * parts.products,
-            attention=of_blocks * parts.attention,
-            pointwise=of_blocks * parts.pointwise + of_embedding * first.pointwise,
-            head=of_head * (head.both - end.tp - head.host),
-            recomputation=of_blocks * block.recomputation,
-            tp=of_blocks * parts.tp + of_embedding * first.tp + of_head * end.tp,
-            cp=of_blocks * parts.cp,
+            products=blocks * parts.products,
+            attention=blocks * parts.attention,
+            pointwise=blocks * parts.pointwise + embeddings * first.pointwise,
+            head=heads * (head.both - end.tp - head.host),
+            recomputation=blocks * block.recomputation,
+            tp=blocks * parts.tp + embeddings * first.tp + heads * end.tp,
+            cp=blocks * parts.cp,
             bubble=bubble,
             p2p=p2p,
             dp=self.network.dp(slowest, block.forward, block.backward, waits),
             optimizer=self.optimizer(slowest),
-            host=(of_blocks + of_embedding + of_head) * self.host,
+            host=(blocks + embeddings + heads) * self.host,
         )
 
     def linear(self, product: Product) -> tuple[float, float]:
@@ -277,7 +277,7 @@ class Rates:
         linear = map(sum, zip(*map(self.linear, products), strict=True))
         network = self.network.tp, self.network.cp
         each = (linear, self.attention(), self.pointwise(products), *network)
-        forward, backward = (Parts(*seconds) for seconds in zip(*each, strict=True))
+        forward, backward = (LayerParts(*seconds) for seconds in zip(*each, strict=True))
         again = recomputed_seconds(forward, AGAIN[work.recomputation])
         return LayerTime(
             forward_parts=forward,
@@ -364,8 +364,8 @@ class Rates:
         seconds = 3 * self.work.tokens * self.work.model.hidden_size * self.width / self.memory
         tp, _ = self.network.tp_of_ends
         return LayerTime(
-            forward_parts=Parts(pointwise=seconds, tp=tp),
-            backward_parts=Parts(pointwise=seconds),
+            forward_parts=LayerParts(pointwise=seconds, tp=tp),
+            backward_parts=LayerParts(pointwise=seconds),
             host=self.host,
         )
 
@@ -380,8 +380,8 @@ class Rates:
         forward, backward = self.linear(product)
         _, tp = self.network.tp_of_ends
         return LayerTime(
-            forward_parts=Parts(products=forward, pointwise=loss / 2, tp=tp),
-            backward_parts=Parts(products=backward, pointwise=loss / 2),
+            forward_parts=LayerParts(products=forward, pointwise=loss / 2, tp=tp),
+            backward_parts=LayerParts(products=backward, pointwise=loss / 2),
             host=self.host,
         )
 
@@ -396,8 +396,8 @@ class Rates:
 
 @lru_cache(maxsize=1 << 16)
 def _linear_seconds(product: Product, rates: tuple[float, float, int, int]) -> tuple[float, float]:
-    of_input, of_weight = (product_seconds(each, *rates) for each in product.backward)
-    return product_seconds(product, *rates), of_input + of_weight
+    for_input, for_weight = (product_seconds(each, *rates) for each in product.backward)
+    return product_seconds(product, *rates), for_input + for_weight
 
 
 def product_seconds(

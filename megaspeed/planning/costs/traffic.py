@@ -45,7 +45,7 @@ from megaspeed.planning.costs.activations import (
     tokens_of,
 )
 from megaspeed.planning.costs.memory import int8_columns, powersgd_matrices
-from megaspeed.tensor_parallel.plan import key_value_replicas
+from megaspeed.tensor_parallel.shards import key_value_replicas
 from megaspeed.topology.grid import Axis
 
 Collective = Literal[
@@ -139,7 +139,7 @@ def compressed_share(run: Run, pipeline_stage: int) -> float:
     if run.compression is None:
         return 1.0
     axis, ranks = data_axis_of(run, pipeline_stage, "cuda"), run.grid.senders
-    collective = "all_reduce" if run.grid.replicate > 1 else axis.of_matrices.collective
+    collective = "all_reduce" if run.grid.replicate > 1 else axis.matrix_reduction.collective
     assert collective is not None, "a run with one data rank compresses nothing"
 
     def sent(buckets: Iterable[Bucket]) -> int:
@@ -292,7 +292,7 @@ def _tied_gradient_bytes(run: Run, axis: DataAxis) -> int:
 def _gradient_element_bytes(run: Run, axis: DataAxis) -> int:
     """Return the bytes of an element. Offloaded gradients are those of master weights."""
     offloaded = run.config.zero_optimization.offloads_optimizer
-    return BYTES_OF["fp32" if offloaded else axis.of_matrices.total]
+    return BYTES_OF["fp32" if offloaded else axis.matrix_reduction.total]
 
 
 def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage: int) -> None:
@@ -318,7 +318,7 @@ def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage:
         if how.replica_axis is not None and bucket.compression is None:
             ranks = grid.size_along(how.replica_axis)
             messages.add(how.replica_axis, "all_reduce", bucket.part_bytes, ranks=ranks)
-    for gather, count in _gathers(axis, pipeline, pipeline_stage).items():
+    for gather, count in _gather_counts(axis, pipeline, pipeline_stage).items():
         name, ranks = names.get(gather.axis, gather.axis), grid.size_along(gather.axis)
         messages.add(name, "all_gather", count * gather.message_bytes, ranks=ranks)
     name = "replica" if grid.replicate > 1 else "shard"
@@ -330,7 +330,7 @@ def _reduced_bytes(pipeline: Pipeline, bucket: Bucket) -> int:
     return bucket.times(pipeline) * bucket.sent_bytes
 
 
-def _gathers(axis: DataAxis, pipeline: Pipeline, pipeline_stage: int) -> Counter[Gather]:
+def _gather_counts(axis: DataAxis, pipeline: Pipeline, pipeline_stage: int) -> Counter[Gather]:
     """Return how often a rank executes each gather in an optimizer step.
 
     A pass gathers its layers, but not those that the pass before it still holds. So M micro-batches
@@ -344,8 +344,8 @@ def _gathers(axis: DataAxis, pipeline: Pipeline, pipeline_stage: int) -> Counter
     found = Counter(axis.gathers_after_step)
     if axis.passes and not axis.is_local:
         for hold in holds_of(pipeline, pipeline_stage):
-            found.update(axis.of_chunk(hold.chunk, forward=hold.forward))
-        if pipeline.gathers == "layers":
+            found.update(axis.chunk_gathers(hold.chunk, forward=hold.forward))
+        if pipeline.gather_policy == "layers":
             for turn, count in _turns(pipeline, pipeline_stage).items():
                 for gather in axis.gathered(*turn):
                     found[gather] += count

@@ -24,7 +24,7 @@ from megaspeed.planning.costs.traffic import compressed_share
 from megaspeed.topology.devices import Device
 from megaspeed.topology.grid import Grid
 
-Message = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 """The kinds of collectives."""
 
 _Number = TypeVar("_Number", int, float)
@@ -87,7 +87,7 @@ class Workload:
     blocks: tuple[int, ...]
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     groups: int = 1  # into which micro-batches are divided, if a stage has several chunks
-    gathers: Literal["layers", "chunks", "chunks_ahead"] = "layers"  # of ZeRO-3
+    gather_policy: Literal["layers", "chunks", "chunks_ahead"] = "layers"  # of ZeRO-3
     zero_stage: int = 0
     precision: Precision = "bf16"
     gradient_bytes: int = 4  # of an element of a reduced gradient
@@ -113,7 +113,7 @@ class Workload:
             chunks=self.chunks,
             groups=self.groups,
             backward_ticks=3 if self.recomputation == "full" else 2,
-            gathers=self.gathers,
+            gather_policy=self.gather_policy,
         )
 
     @property
@@ -124,9 +124,9 @@ class Workload:
     @cached_property
     def blocks_of_stages(self) -> list[int]:
         """The number of blocks of each pipeline stage, in all its chunks."""
-        return self.of_stages(self.blocks)
+        return self.stage_sums(self.blocks)
 
-    def of_stages(self, values: Sequence[_Number]) -> list[_Number]:
+    def stage_sums(self, values: Sequence[_Number]) -> list[_Number]:
         """Sum values of the virtual stages over the chunks of each pipeline stage."""
         if self.chunks == 1:
             return list(values)
@@ -197,7 +197,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         blocks=tuple(chain.from_iterable(zip(*counts, strict=True))),
         schedule=parallel.schedule,
         groups=pipeline.groups,
-        gathers=pipeline.gathers,
+        gather_policy=pipeline.gather_policy,
         zero_stage=run.zero_stage,
         precision=run.precision,
         gradient_bytes=gradient_bytes,

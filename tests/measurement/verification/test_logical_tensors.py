@@ -5,7 +5,7 @@ import math
 import torch
 
 from megaspeed.measurement.verification.verify import merge_shards
-from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.tensor_parallel.shards import ParameterShard
 
 
 def copy_of(value: float) -> tuple[str, ParameterShard, torch.Tensor]:

@@ -78,7 +78,7 @@ class _Walk:
         self.hidden = hidden_bytes(run)
         self.shared = Activations(run, device_type).shared()
         self.pipeline, self.stage = pipeline_of(run), pipeline_stage
-        of_layers = states_of(run, pipeline_stage, self.pipeline.gathers, device_type)
+        of_layers = states_of(run, pipeline_stage, self.pipeline.gather_policy, device_type)
         self.head, self.head_gradient = self.parameters.head, of_layers.head_gradient
         self.updating = of_layers.updating
         last = self.pipeline.virtual_stages - 1
@@ -96,7 +96,7 @@ class _Walk:
             yield self.forward(moment) if moment.direction == "forward" else self.backward(moment)
         reduction, update = self.start(), self.start()
         copies = [compression_buffer_bytes(self.run, self.axis, on_host=self.on_host)]
-        if self.axis.of_matrices.keeps == "complete":
+        if self.axis.matrix_reduction.keeps == "complete":
             copies += [bucket.message_bytes for bucket in self.axis.buckets]
         reduction.hold("communication_buffers", max(copies))
         update.hold("gradients", self.updating)
@@ -104,7 +104,7 @@ class _Walk:
 
     def moments(self) -> Iterator[Moment]:
         if len(self.chunks) > 1:
-            sums_visits = self.axis.of_matrices.when == "visit"
+            sums_visits = self.axis.matrix_reduction.when == "visit"
             yield from chain(*moments_of(self.pipeline, self.stage, sums_visits=sums_visits))
         else:
             yield from _moments_of_one_chunk(
@@ -127,9 +127,11 @@ class _Walk:
             ledger.hold("communication_buffers", self.head_gradient)
         if moment.summed is not None:
             own = (p for p in self.parameters if p.chunk == moment.summed and p != self.head)
-            ledger.hold("gradients", elements_of(own) * BYTES_OF[self.axis.of_matrices.computed])
+            ledger.hold(
+                "gradients", elements_of(own) * BYTES_OF[self.axis.matrix_reduction.computed]
+            )
         for chunk, forward in moment.gathered:
-            gathers = [] if self.axis.is_local else self.axis.of_chunk(chunk, forward=forward)
+            gathers = [] if self.axis.is_local else self.axis.chunk_gathers(chunk, forward=forward)
             ledger.hold("communication_buffers", sum(each.held_bytes for each in gathers))
         return ledger
 
@@ -165,7 +167,7 @@ class _Walk:
         """Return the layers of a pass, and the bytes that are gathered while each one computes."""
         layers = self.chunks[moment.chunk]
         gathered = [0] * len(layers)
-        if self.pipeline.gathers == "layers" and self.axis.passes and not self.axis.is_local:
+        if self.pipeline.gather_policy == "layers" and self.axis.passes and not self.axis.is_local:
             gathered = held_bytes(self.axis, moment.direction, moment.following)
         return list(zip(layers, gathered, strict=True))
 
@@ -235,7 +237,7 @@ def _moments_of_one_chunk(
 
 def _fresh_bytes(run: Run, axis: DataAxis, elements: int) -> int:
     """Return the bytes of a gradient of autograd, and of its copy if sums have another type."""
-    computed = axis.of_matrices.computed
+    computed = axis.matrix_reduction.computed
     copied = (run.precision != computed) * BYTES_OF[computed]
     return elements * (BYTES_OF[run.precision] + copied)
 

@@ -28,7 +28,7 @@ def shape(stages: int, chunks: int, micro_batches: int, groups: int) -> Pipeline
         micro_batches=micro_batches,
         chunks=chunks,
         groups=groups,
-        gathers="chunks_ahead",
+        gather_policy="chunks_ahead",
     )
 
 

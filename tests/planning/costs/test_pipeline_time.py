@@ -14,8 +14,8 @@ from megaspeed.pipeline.visits import holds_of
 from megaspeed.planning.costs import network_time
 from megaspeed.planning.costs.network_time import Network, pipeline_seconds
 from megaspeed.planning.costs.step_time import (
+    LayerParts,
     LayerTime,
-    Parts,
     Rates,
     predict_step_time,
     stage_times,
@@ -32,7 +32,7 @@ from megaspeed.topology.grid import Grid
 from tests.planning.tiny_runs import FOLDER, from_file, tiny
 from tests.support.machine import limit
 
-NOTHING = LayerTime(forward_parts=Parts(), backward_parts=Parts())
+NOTHING = LayerTime(forward_parts=LayerParts(), backward_parts=LayerParts())
 
 BLOCKS = {
     "equal": (8, 8, 8, 8),
@@ -228,13 +228,13 @@ def test_what_collectives_of_chunks_add_is_that_of_the_timetable(
         micro_batches=micro_batches,
         overlaps_dp=True,
         reductions=groups,
-        gathers=gathers,
+        gather_policy=gathers,
     )
     nodes = replace(cluster(network_bandwidth), gpus_per_node=1)
     step, simulated = (predict_step_time(work, nodes, simulates=s) for s in (False, True))
     # Messages are not compared here.
     assert step.total - step.p2p == pytest.approx(simulated.total - simulated.p2p, rel=error)
-    slower = predict_step_time(replace(work, gathers="chunks"), nodes, simulates=True)
+    slower = predict_step_time(replace(work, gather_policy="chunks"), nodes, simulates=True)
     assert simulated.dp <= slower.dp + 1e-9
 
 
@@ -244,7 +244,9 @@ def test_collectives_of_chunks_and_computation_take_turns_on_processors() -> Non
         pointwise=3.0, optimizer=7e-9, latency=1e-3, message_bandwidth=1e9, host=1e-3
     )
     processors = replace(cluster(), measured=measured)
-    work = chunked((2,) * 16, 2, zero_stage=3, gathers="chunks", reductions=2, overlaps_dp=True)
+    work = chunked(
+        (2,) * 16, 2, zero_stage=3, gather_policy="chunks", reductions=2, overlaps_dp=True
+    )
     network = Network(work, processors)
     weights = block_parameters(work.model)
     gather = network.collective("shard", "all_gather", 2 * weights)
@@ -262,9 +264,9 @@ def test_visits_reduce_as_often_as_there_are_groups() -> None:
     work = workload_of(tiny(*keys, groups, "train_micro_batch_size_per_gpu=1", world_size=4).run)
     assert (work.chunks, work.groups, work.reductions, work.micro_batches) == (2, 2, 2, 8)
     assert (work.blocks, work.blocks_of_stages) == ((1, 1, 1, 1), [2, 2])
-    assert work.gathers == "layers"
+    assert work.gather_policy == "layers"
     at_3 = tiny(*keys[:2], groups, "zero_optimization.stage=3", world_size=4).run
-    assert workload_of(at_3).gathers == "chunks"
+    assert workload_of(at_3).gather_policy == "chunks"
 
 
 @given(
