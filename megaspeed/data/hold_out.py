@@ -1,9 +1,10 @@
 """Select the part of the data that is held out for validation.
 
-**Text.** The hash of a document's text decides, so equal documents are always on the same side, and
-the order of files does not matter. Complete documents are held out. If they are less than 9/10 of
-the fraction, the end of the longest document is, too. If all documents have copies, there are only
-complete documents; more than twice the fraction is refused.
+**Text.** The hash of its text decides whether a document is held out. So equal documents are always
+on the same side, and the order of files does not matter. If the documents that are held out are
+less than 9/10 of the fraction, the end of the longest other document is held out, too. A document
+with a copy is never cut. If no document can be cut, a complete one is held out, unless it is more
+than twice the fraction, which is an error.
 
 **Token files.** Blocks are held out, chosen by the hash of their first ids. They begin and end
 between documents, if a document ends near enough.

@@ -125,10 +125,10 @@ class Parameter:
 
 
 def mlp_parts(rows: int, tokens: int, width: int) -> list[int]:
-    """The tokens of a row in each part into which an MLP's input (rows, tokens, width) is divided.
+    """Divide the tokens of an MLP's input (rows, tokens, width). Return how many each part has.
 
-    With all rows, a part has about ``width`` tokens, so its intermediates are as large as a weight
-    (Bekman et al. 2025, "Arctic Long Sequence Training", on tiled computation).
+    In all rows together, a part has about ``width`` tokens. So its intermediates are as large as a
+    weight (Bekman et al. 2025, "Arctic Long Sequence Training", on tiled computation).
     """
     size = math.ceil(tokens / math.ceil(rows * tokens / width))
     return [min(size, tokens - start) for start in range(0, tokens, size)]

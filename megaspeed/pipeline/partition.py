@@ -60,7 +60,9 @@ def _smallest_bottleneck(costs: Sequence[int], pipeline_stages: int) -> int:
 
 
 def _most_even_ends(cumulative: Sequence[int], pipeline_stages: int, bottleneck: int) -> list[int]:
-    """The end of each stage in the most even split with no stage above the bottleneck."""
+    """Split the layers so that no stage costs more than the bottleneck, and the sum of the squared
+    costs is as small as possible. Return where each stage ends.
+    """
     layers = len(cumulative) - 1
     # squares[k]: smallest sum of squared stage costs for layers k.. on the stages so far, counted
     # from the last stage; None if no split stays below the bottleneck.

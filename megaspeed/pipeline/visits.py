@@ -23,9 +23,8 @@ from megaspeed.pipeline.schedules import Backward, Compute, End, Forward, Pipeli
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A chunk is gathered from before one computation of a stage until after another one.
-
-    ``first`` and ``last`` are indices into the ``order_of`` the stage.
+    """A time in which a chunk is gathered: from before the computation ``first`` of the stage until
+    after the computation ``last``. Both are indices into the ``order_of`` the stage.
     """
 
     chunk: int

@@ -170,7 +170,7 @@ class Timeline:
 
     def intervals(self) -> Iterator[tuple[Part, object, float]]:
         """Yield the part, the work and the seconds of each interval of the last timed step, in
-        order. An inner block without work belongs to the work of the block around it.
+        order. If a block names no work, its work is that of the block that contains it.
 
         The device must have finished the step, and ``pop_seconds`` must not have returned it.
         """

@@ -221,8 +221,8 @@ class Network:
         return self.work.sent_share if self.work.grid.replicate == 1 else 1.0
 
     def _layer(self, blocks: int) -> tuple[int, float, float]:
-        """ZeRO-3: how many of these blocks are gathered together, the seconds of this gather, and
-        those of the reduction of one block.
+        """ZeRO-3: return how many of these blocks are gathered together, how long that gather
+        takes, and how long the reduction of one block's gradients takes.
         """
         work = self.work
         weights = block_parameters(work.model) / work.grid.tp
@@ -233,8 +233,8 @@ class Network:
 
     @cached_property
     def collectives(self) -> tuple[list[float], list[float]]:
-        """ZeRO-3's seconds of a gather of each virtual stage, and of the reductions of a
-        visit. Both are empty if chunks are not gathered, or nothing runs beside computation.
+        """ZeRO-3 with chunks: for each virtual stage, the seconds of its gather, and those of the
+        reductions in one visit. Both lists are empty if nothing of this runs beside computation.
         """
         work = self.work
         if work.gather_policy == "layers" or work.grid.shard == 1 or not self.overlaps:

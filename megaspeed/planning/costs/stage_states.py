@@ -172,7 +172,7 @@ class StageStates:
                 is_sent = moment.reduces and how.when != "after"
                 if not (is_complete and is_sent) or bucket.is_sent_compressed:
                     continue
-                # If a visit sums gradients, the last one is beside the sum while it is sent.
+                # A visit's sum is sent while autograd still holds the gradient it has just added.
                 beside = self._fresh_bytes(parameter.elements) if sums and not is_head else 0
                 buffers += bucket.message_bytes - in_flight
                 if gradients + beside + buffers > most_gradients + most_buffers:
