@@ -3,7 +3,7 @@
     x --f--> [column-parallel A_i] -> nonlinearity -> [row-parallel B_i] --g--> sum_i
 
 A pair of them needs one collective forward and one backward (Shoeybi et al. 2019, section 3; f and
-g are in ``collectives``). Each layer holds only its shard, which ``plan`` determines.
+g are in ``collectives``). Each layer holds only its shard, which ``shards`` determines.
 """
 
 from dataclasses import dataclass

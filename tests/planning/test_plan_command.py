@@ -137,7 +137,7 @@ def test_the_json_has_every_variant_of_a_what_if(
 def test_rows_that_are_not_shown_are_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megaspeed.planning.report._SHOWN_LAYOUTS", 2)
+    monkeypatch.setattr("megaspeed.planning.report._SHOWN_VARIANTS", 2)
     options = (*TWO_BY_TWO_BY_TWO, "--device", "a100-80gb", "--what-if")
     shown = printed(capsys, *options).partition("What if")[2]
     layouts = int(re.findall(r"for each of (\d+) layouts", shown)[0])
