@@ -16,7 +16,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.comparison import TOLERANCES, Tolerance
 from megaspeed.measurement.verification.verify import ParallelRun, train_rank
-from megaspeed.tensor_parallel import plan
+from megaspeed.tensor_parallel import shards
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.covering import (
     LAYOUTS,
@@ -207,7 +207,7 @@ def train_rank_in_chunks(
 ) -> ParallelRun | None:
     """Train with the logits of only a few tokens in memory at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "_LOGITS_OF_A_CHUNK", 1000)
+        patch.setattr(shards, "_LOGITS_OF_A_CHUNK", 1000)
         return train_rank(launch, run, corpus, steps)
 
 
@@ -228,7 +228,7 @@ def test_logits_in_chunks_change_nothing(
         },
         zero_optimization={"stage": 0 if dp == 1 else 2 + (tp > 1)},
     )
-    columns = plan.vocabulary_rows_per_rank(run.config.model.vocab_size, tp)
+    columns = shards.vocabulary_rows_per_rank(run.config.model.vocab_size, tp)
     tokens = run.batch.micro_batch_size * run.config.data.sequence_length
     assert tokens * columns > 3 * 1000, "more than three chunks"
     comparison = train_and_compare(pool, references, run, FEW_STEPS, train_rank_in_chunks)

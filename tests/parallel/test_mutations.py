@@ -30,7 +30,7 @@ from megaspeed.measurement.verification.reference import ReferenceRun, train_ref
 from megaspeed.measurement.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.model.micro_batch import MicroBatch
-from megaspeed.tensor_parallel import layers, plan
+from megaspeed.tensor_parallel import layers, shards
 from megaspeed.tensor_parallel.collectives import Pending, reduce_from_tensor_axis
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 from megaspeed.topology.launch import LaunchEnvironment
@@ -139,10 +139,10 @@ def every_tensor_rank_drops_the_same_part() -> AbstractContextManager[None]:
 
 def later_pipeline_stages_do_not_receive_documents() -> AbstractContextManager[None]:
     def received_by_half(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attend(self: ZeroEngine, x: Tensor, batch: MicroBatch, chunk: int) -> Tensor:
+        def attend(self: ZeroEngine, x: Tensor, batch: MicroBatch, *others: Any) -> Tensor:
             if not self._context.is_first_pipeline_stage:
                 batch = dataclasses.replace(batch, documents=None)
-            return forward(self, x, batch, chunk)
+            return forward(self, x, batch, *others)
 
         return attend
 
@@ -151,7 +151,7 @@ def later_pipeline_stages_do_not_receive_documents() -> AbstractContextManager[N
 
 def the_norm_of_each_head_keeps_its_ranks_gradient() -> AbstractContextManager[None]:
     # The weight is replicated, but each rank applies it to its own heads.
-    return replaced(plan, "gradient_is_partial", lambda _: lambda _parameter, **_axis: False)
+    return replaced(shards, "gradient_is_partial", lambda _: lambda _parameter, **_axis: False)
 
 
 def planned(**changes: Any) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspeed.model.dropout import MaskShard, SampleDropout
-from megaspeed.tensor_parallel import collectives, layers, loss, plan
+from megaspeed.tensor_parallel import collectives, layers, loss, shards
 from megaspeed.tensor_parallel.collectives import Pending, TensorAxis, start_all_reduce
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 
@@ -79,7 +79,7 @@ def key_value_gradients_not_summed(patch: pytest.MonkeyPatch, axis: TensorAxis) 
 
 def replicated_gradients_not_summed(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
     """Norms and row-parallel biases learn only from this rank's part of the sequence."""
-    patch.setattr(plan, "gradient_is_partial", lambda parameter, **_axis: False)
+    patch.setattr(shards, "gradient_is_partial", lambda parameter, **_axis: False)
 
 
 def first_mask_shard_everywhere(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:

@@ -4,7 +4,7 @@
     pool.run(tp, steps_on_rank, cases)   -> the results of each rank, for each case
     differences(plain, ranks)            -> the tensors that differ, and by how much
 
-This file joins the shards only by the ranges of the plan. So the code under test takes no part in
+This file joins the shards only by their ranges. So the code under test takes no part in
 the comparison.
 """
 
@@ -23,7 +23,7 @@ from megaspeed.config.run import Recomputation
 from megaspeed.model.gpt import GPT
 from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameter_named
-from megaspeed.tensor_parallel import plan
+from megaspeed.tensor_parallel import shards
 from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
@@ -202,7 +202,7 @@ def _sum_partial_gradients(gradients: dict[str, Tensor], case: Case, axis: Tenso
     """Sum partial gradients, as ``Gradients`` does once a step."""
     for name, gradient in gradients.items():
         parameter = parameter_named(case.config, name)
-        if plan.gradient_is_partial(
+        if shards.gradient_is_partial(
             parameter, size=axis.size, sequence_parallel=axis.sequence_parallel
         ):
             dist.all_reduce(gradient, group=axis.group)

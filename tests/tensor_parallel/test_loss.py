@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megaspeed.measurement.allocations import AllocationLog
 from megaspeed.model.micro_batch import NOT_COUNTED
-from megaspeed.tensor_parallel import plan
+from megaspeed.tensor_parallel import shards
 from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.shards import vocabulary_rows_per_rank
@@ -236,7 +236,7 @@ def torchs_step(x: Tensor, projection: nn.Linear, targets: Tensor) -> HeadStep:
 def test_chunks_are_torchs_loss_and_gradients_and_add_to_what_is_there(
     dtype: torch.dtype, rtol: float, tokens_in_a_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "_LOGITS_OF_A_CHUNK", tokens_in_a_chunk * 33)
+    monkeypatch.setattr(shards, "_LOGITS_OF_A_CHUNK", tokens_in_a_chunk * 33)
     x, projection, targets = head_of(24, 33, dtype)
     before = torch.ones(33, x.shape[-1])
     ours = our_step(x, projection, targets, before.clone())
@@ -250,11 +250,11 @@ def test_chunks_are_torchs_loss_and_gradients_and_add_to_what_is_there(
 
 
 def test_chunks_are_equally_long_if_possible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_LOGITS_OF_A_CHUNK", 1000)
-    assert plan.tokens_of_a_chunk(96, 10) == 96, "960 logits are one chunk"
-    assert plan.tokens_of_a_chunk(96, 50) == 16, "6 chunks, because 5 would not be equal"
-    assert plan.tokens_of_a_chunk(97, 50) == 20, "a prime number"
-    assert plan.tokens_of_a_chunk(4, 5000) == 1
+    monkeypatch.setattr(shards, "_LOGITS_OF_A_CHUNK", 1000)
+    assert shards.tokens_of_a_chunk(96, 10) == 96, "960 logits are one chunk"
+    assert shards.tokens_of_a_chunk(96, 50) == 16, "6 chunks, because 5 would not be equal"
+    assert shards.tokens_of_a_chunk(97, 50) == 20, "a prime number"
+    assert shards.tokens_of_a_chunk(4, 5000) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -262,7 +262,7 @@ def test_at_128k_tokens_of_vocabulary_only_a_chunk_of_logits_exists(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab_size, tokens, chunk = 2**17, 64, 8
-    monkeypatch.setattr(plan, "_LOGITS_OF_A_CHUNK", chunk * vocab_size)
+    monkeypatch.setattr(shards, "_LOGITS_OF_A_CHUNK", chunk * vocab_size)
     x, projection, targets = head_of(tokens, vocab_size, dtype)
     total = torch.zeros(vocab_size, x.shape[-1])
     our_step(x, projection, targets, total)

@@ -1,4 +1,4 @@
-"""Applying the plan: each rank gets the bits of its part of the initial weights, layer by layer."""
+"""Applying shards: each rank gets the bits of its part of the initial weights, layer by layer."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The plan: the tensor ranks hold every logical element, and count each exactly once."""
+"""Shards: the tensor ranks hold every logical element, and count each exactly once."""
 
 from collections.abc import Iterator
 
