@@ -16,7 +16,7 @@ import torch
 from megaspeed.cli import main, parse
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import format_grid
-from tests.pipeline.test_schedules import shape
+from tests.pipeline.shapes import shape
 from tests.support.machine import limit
 
 ROOT = Path(__file__).parents[1]

@@ -8,179 +8,19 @@ import json
 import os
 import re
 import signal
-import socket
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import psutil
 import pytest
 
-from tests.support.forked import Forked
+from tests.support.jobs import HANG_SECONDS, HOST, Job, Launcher, rank_alone
 from tests.support.launched import free_port
 from tests.support.machine import limit
-from tests.support.tiny import GPT2
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain.py"
-TEXT = Path(__file__).parents[1] / "LICENSE"
-HOST = socket.gethostname()
 SECONDS_TO_END = limit(30)
 """README.md promises 30 s. They are those of a machine with factor 1 (tests/support/machine.py)."""
-HANG_SECONDS = limit(8)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
-
-CONFIG = {
-    "model": GPT2,
-    "data": {"train": [str(TEXT)], "validation_fraction": 0, "sequence_length": 16},
-    "train_batch_size": 12,
-    "train_micro_batch_size_per_gpu": 3,
-}
-
-
-Launcher = Literal["forked", "agent", "deepspeed", "torchrun", "megaspeed"]
-
-
-@dataclass
-class Ended:
-    """A launch that has ended.
-
-    Attributes:
-        code: exit code of the launcher.
-        out, err: the output to the console.
-        seconds: from the fault to the end of the last process.
-        log: returns the log of a rank.
-    """
-
-    code: int
-    out: str
-    err: str
-    seconds: float
-    run_dir: Path
-
-    def log(self, rank: int) -> str:
-        return (self.run_dir / "logs" / f"rank-{rank:05d}.log").read_text()
-
-    @property
-    def saved(self) -> bool:
-        return any((self.run_dir / "checkpoints").glob("step-*"))
-
-
-class Job:
-    """A run under a launcher. All processes that it starts can be found, and end with it.
-
-    If the launcher does not matter, the ranks are forked (``tests/support/forked.py``). With
-    "agent" the store is kept as torchrun's agent keeps it. Other launchers are forked, too, but
-    start their ranks as new programs.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        launcher: Launcher,
-        *changes: str,
-        fault: str = "",
-        ranks: int = 2,
-        arguments: Sequence[str] = (),
-        launcher_options: Sequence[str] = (),
-        **variables: str,
-    ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.run_dir = folder / "run"
-        training = {"steps": 100_000, "run_dir": str(self.run_dir), "log_interval": 1000}
-        training["hang_timeout_seconds"] = HANG_SECONDS
-        (folder / "tiny.json").write_text(json.dumps({**CONFIG, "training": training}))
-        self.mark = f"mark-{free_port()}-{os.getpid()}"
-        environment = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "MEGASPEED_CACHE": str(folder / "cache"),
-            "MEGASPEED_FAULT": fault,
-            "MEGASPEED_TEST_MARK": self.mark,
-            **variables,
-        }
-        self._out, self._err = folder / "out", folder / "err"
-        command = ["--config", str(folder / "tiny.json")]
-        command += [*arguments, "--set", *changes] if changes else arguments
-        start = [*_launcher(launcher, ranks), *launcher_options]
-        start += [] if launcher == "megaspeed" else [str(SCRIPT)]
-        self.launcher = Forked(
-            [*start, *command],
-            folder,
-            environment,
-            self._out,
-            self._err,
-            ranks if launcher in ("forked", "agent") else 1,
-            keeps_store=launcher == "agent",
-        )
-        self._since = time.monotonic()
-
-    def processes(self) -> list[psutil.Process]:
-        """Return the living processes of this job, even if their launcher is dead."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                # A forked process shows the variables of the process that it was forked from.
-                ours = os.getsid(process.pid) == self.launcher.pid
-                ours = ours or process.environ().get("MEGASPEED_TEST_MARK") == self.mark
-                if ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.Error, ProcessLookupError):
-                continue
-        return found
-
-    def console(self) -> str:
-        """Return the output so far."""
-        return "".join(file.read_text() for file in (self._out, self._err) if file.exists())
-
-    def wait_until_training(self) -> None:
-        metrics = self.run_dir / "metrics.jsonl"
-        deadline = time.monotonic() + limit(240)
-        runs = True
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
-            assert runs and time.monotonic() < deadline, self.console()
-            time.sleep(0.1)
-            runs = self.launcher.poll() is None
-        self._since = time.monotonic()
-
-    def wait_until_said(self, words: str, seconds: float = 60) -> None:
-        deadline = time.monotonic() + limit(seconds)
-        while words not in self.console():
-            assert time.monotonic() < deadline, self.console()
-            time.sleep(0.1)
-        self._since = time.monotonic()
-
-    def ended(self, within: float = 120) -> Ended:
-        try:
-            code = self.launcher.wait(timeout=within)
-            while self.processes():
-                assert time.monotonic() - self._since < limit(within), "processes are left"
-                time.sleep(0.2)
-            seconds = time.monotonic() - self._since
-        finally:
-            for process in self.processes():
-                process.kill()
-            self.launcher.wait()
-        out, err = self._out.read_text(), self._err.read_text()
-        return Ended(code, out, err, seconds, self.run_dir)
-
-
-def _launcher(name: str, ranks: int) -> list[str]:
-    """Return the command line between Python and the script."""
-    port = str(free_port())
-    if name in ("forked", "agent"):
-        return []
-    if name == "deepspeed":
-        program = str(Path(sys.executable).with_name("deepspeed"))
-        return [program, "--num_accelerators", str(ranks), "--master_port", port]
-    if name == "torchrun":
-        options = ["--nproc-per-node", str(ranks), "--master-port", port]
-        return ["-m", "torch.distributed.run", *options]
-    return ["-m", "megaspeed.cli", "train", "--world-size", str(ranks)]
 
 
 @pytest.mark.parametrize(("launcher", "rank"), [("torchrun", 0), ("megaspeed", 1)])
@@ -354,7 +194,9 @@ def test_a_spare_rank_ends_as_the_run_does(tmp_path: Path) -> None:
     for rank in "012":
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
         changes = (run_dir, "parallel.spare_ranks=true", "parallel.tensor=2")
-        ranks.append(alone(tmp_path / rank, *changes, MASTER_PORT=port, fault=fault, **variables))
+        ranks.append(
+            rank_alone(tmp_path / rank, *changes, MASTER_PORT=port, fault=fault, **variables)
+        )
     ended = [rank.ended() for rank in ranks]
     assert [one.code for one in ended] == [1, 1, 1]
     assert "step 4, Forward(micro_batch=0)] RuntimeError: an injected fault" in ended[1].err
@@ -543,14 +385,6 @@ def test_nohup_keeps_a_run_alive_without_its_terminal(tmp_path: Path) -> None:
     assert ended.code == 0 and "stopped by SIGTERM" in ended.out
 
 
-def alone(folder: Path, *changes: str, fault: str = "", **variables: str) -> Job:
-    """Start one rank of two without the other one."""
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
-    patience = f"training.hang_timeout_seconds={limit(5)}"
-    return Job(folder, "forked", patience, *changes, fault=fault, ranks=1, **place)
-
-
 @pytest.mark.parametrize(
     ("rank", "said"),
     [
@@ -559,7 +393,7 @@ def alone(folder: Path, *changes: str, fault: str = "", **variables: str) -> Job
     ],
 )
 def test_a_rank_that_never_comes_is_named(tmp_path: Path, rank: str, said: str) -> None:
-    job = alone(tmp_path, "training.hang_timeout_seconds=5", RANK=rank, LOCAL_RANK=rank)
+    job = rank_alone(tmp_path, "training.hang_timeout_seconds=5", RANK=rank, LOCAL_RANK=rank)
     job.wait_until_said("the limit is 20 s")
     assert re.search(said, job.console()), job.console()
     ended = job.ended()
@@ -571,8 +405,10 @@ def test_ranks_with_other_degrees_are_named_before_they_wait(tmp_path: Path) -> 
     other.
     """
     port = str(free_port())
-    first = alone(tmp_path / "0", "parallel.tensor=2", MASTER_PORT=port)
-    second = alone(tmp_path / "1", "parallel.tensor=1", MASTER_PORT=port, RANK="1", LOCAL_RANK="1")
+    first = rank_alone(tmp_path / "0", "parallel.tensor=2", MASTER_PORT=port)
+    second = rank_alone(
+        tmp_path / "1", "parallel.tensor=1", MASTER_PORT=port, RANK="1", LOCAL_RANK="1"
+    )
     ended = [first.ended(), second.ended()]
     assert [one.code for one in ended] == [2, 2]
     assert all(one.seconds < SECONDS_TO_END for one in ended)

@@ -15,9 +15,9 @@ import pytest
 
 from megaspeed.supervision import watchdog
 from tests.support.forked import Forked
+from tests.support.jobs import CONFIG, HOST, SCRIPT, Job, Launcher, rank_alone
 from tests.support.launched import free_port
 from tests.support.machine import limit
-from tests.test_faults import CONFIG, HOST, SCRIPT, Job, Launcher, alone
 
 # To run more: KILLS=50 python -m pytest tests/test_restarts.py -k random --timeout 4000
 KILLS = int(os.environ.get("KILLS", "2"))
@@ -210,7 +210,9 @@ def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -
     patience = f"training.hang_timeout_seconds={limit(15)}"
     same = (*SAVES, "training.restart=2", f"training.run_dir={tmp_path / 'run'}", patience)
     jobs = [
-        alone(tmp_path / str(rank), *same, MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank))
+        rank_alone(
+            tmp_path / str(rank), *same, MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank)
+        )
         for rank in range(2)
     ]
     for job in jobs:

@@ -17,7 +17,6 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.machine import limit
 from tests.support.tiny import GPT2
 
@@ -27,7 +26,7 @@ _SECONDS_AT_MOST = limit(100)
 
 RANKS = """
 from megaspeed.measurement.local_ranks import run_on_ranks
-from tests.test_stopped_commands import wait_for_signal
+from tests.support.waiting_rank import wait_for_signal
 run_on_ranks(wait_for_signal, world_size=2, device_type="cpu")
 """
 
@@ -44,10 +43,6 @@ sys.setprofile(lambda frame, event, _: interrupt(frame.f_code.co_name))
 from megaspeed.cli import main
 sys.exit(main(arguments))
 """
-
-
-def wait_for_signal(launch: LaunchEnvironment) -> None:
-    time.sleep(10**6)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from megaspeed.supervision.process_end import has_ended
 from tests.data.words import WORDS
 from tests.data.written_formats import json_lines
 from tests.support.hub import COMMIT, Hub
+from tests.support.jobs import Job, Launcher
 from tests.support.machine import limit
-from tests.test_faults import Job, Launcher
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 

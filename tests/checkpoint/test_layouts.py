@@ -24,7 +24,7 @@ from tests.checkpoint.saved_runs import (
     save_and_continue,
 )
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import LLAMA, tiny_corpus
+from tests.support.tiny import BF16_IN_FP32, LLAMA, tiny_corpus
 from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -32,7 +32,6 @@ LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2,
 LATER_LAYOUTS = (1, 3, 2, 5)
 """The order matters, because each loads what the next one saved: pp 2, tp 2, dp 3, dp 2 x tp 2."""
 BEFORE, AFTER = 2, 2
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_type": "linear"}}
 
 # No degree divides the 301 tokens, or the number of layers (embedding, 3 blocks and head). Both
@@ -47,7 +46,10 @@ ROUNDS: dict[str, dict[str, Any]] = {
             "tie_word_embeddings": False,
         },
     },
-    "gpt2-untied-bf16": {"model": {"tie_word_embeddings": False, "residual_dropout": 0.1}, **BF16},
+    "gpt2-untied-bf16": {
+        "model": {"tie_word_embeddings": False, "residual_dropout": 0.1},
+        **BF16_IN_FP32,
+    },
 }
 
 

@@ -17,7 +17,7 @@ from megaspeed.data_axis.gathers import Gather
 from megaspeed.data_axis.steps import check_data_axis, steps_of
 from megaspeed.pipeline.schedules import ScheduleError, pipeline_of
 from megaspeed.planning.costs.traffic import predict_traffic
-from tests.planning.costs.test_stage_memory import random_runs
+from tests.planning.costs.random_runs import random_runs
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

@@ -11,7 +11,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
 from megaspeed.hugging_face.text_model import TextModel
 from tests.checkpoint.written import seal, write_checkpoint
-from tests.model.test_transformers_equality import stock_gpt2, stock_llama
+from tests.model.stock_models import stock_of
 
 LICENSE = Path(__file__).parents[2] / "LICENSE"
 
@@ -41,7 +41,7 @@ def tiny_model(
     config: ModelConfig, folder: Path, opening: tuple[int, ...] = (0,)
 ) -> tuple[TextModel, PreTrainedModel]:
     """Return a model with random weights and the tiny tokenizer, and its stock model alone."""
-    stock = stock_gpt2(config) if config.architecture == "gpt2" else stock_llama(config)
+    stock = stock_of(config)
     positions = config.max_position_embeddings
     return TextModel(folder, stock, tiny_tokenizer(folder), opening, (0,), positions), stock
 

@@ -6,6 +6,7 @@ model, the executor, DeepSpeed's engine and its ZeRO optimizers.
 
     accelerator.py     tells DeepSpeed that it is asynchronous, so DeepSpeed takes its CUDA
                        branches; records streams, events and waits of the host
+    cases.py           runs with each feature
     fake_world.py      torch's ``fake`` process groups: one process is any rank of any grid
     on_device.py       each feature in a fake world on the real device
     recorder.py        what the step launches, sends and reads, in order

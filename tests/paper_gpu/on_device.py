@@ -142,17 +142,17 @@ def train_on_device(changes: dict[str, Any]) -> None:
 
 def compare_attention() -> None:
     """Compare torch's FlashAttention within documents and windows with a mask."""
-    from tests.paper_gpu import test_varlen
+    from tests.paper_gpu.rows_of_documents import CONFIGS, compare_with_mask
 
     device = torch.device(_DEVICE)
     kernel = [
         config
-        for config in test_varlen.CONFIGS.values()
+        for config in CONFIGS.values()
         if attends_without_mask(config, device, torch.bfloat16)
     ]
     assert kernel, "no configuration uses the kernel"
     for config in kernel:
-        test_varlen.test_torchs_own_kernel_agrees_with_the_mask(config)
+        compare_with_mask(config, device)
 
 
 def checks() -> dict[str, Callable[[], None]]:

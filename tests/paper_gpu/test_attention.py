@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megaspeed.config.model import PRESETS, ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.tensor_parallel.collectives import ContextAxis, TensorAxis
 from megaspeed.tensor_parallel.context import share_sequences
@@ -28,10 +28,11 @@ from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.paper_gpu.shrunk_presets import SEQUENCE, every_model
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 
-SAMPLES, SEQUENCE = (3, 8), 16
+SAMPLES = (3, 8)
 
 
 @dataclass(frozen=True)
@@ -122,35 +123,6 @@ def why_not_flash(call: Call) -> list[str]:
         "causal": call.is_causal,
     }
     return [name for name, passes in filters.items() if not passes]
-
-
-def shrunk(preset: Mapping[str, Any], key_value_heads: int) -> ModelConfig:
-    """Return one layer with the preset's head size and its query heads for each key/value head."""
-    heads, stored = preset["num_attention_heads"], preset.get("num_key_value_heads")
-    group = heads // (stored or heads)
-    values = {
-        "architecture": preset["architecture"],
-        "vocab_size": 32,
-        "hidden_size": preset["hidden_size"] // heads * group * key_value_heads,
-        "num_hidden_layers": 1,
-        "num_attention_heads": group * key_value_heads,
-        "max_position_embeddings": SEQUENCE,
-    }
-    if stored is not None:
-        values.update(num_key_value_heads=key_value_heads, intermediate_size=64)
-    return ModelConfig(**values)
-
-
-def every_model() -> dict[str, ModelConfig]:
-    """Return each preset once, and those with fewer key/value heads than two."""
-    models = {name: shrunk(preset, 2) for name, preset in PRESETS.items()}
-    shared = {
-        f"{name}, one key/value head": shrunk(preset, 1)
-        for name, preset in PRESETS.items()
-        if preset.get("num_key_value_heads", preset["num_attention_heads"])
-        < preset["num_attention_heads"]
-    }
-    return models | shared
 
 
 def calls_on_rank(

@@ -45,7 +45,7 @@ from tests.paper_gpu.nccl_simulator import (
     Wait,
     find_stuck,
 )
-from tests.pipeline.test_schedules import shape
+from tests.pipeline.shapes import shape
 
 ALL_SCHEDULES = [*SCHEDULES, "forward_only"]
 MICRO_BATCHES = (1, 2, 3, 4, 7, 8, 16)

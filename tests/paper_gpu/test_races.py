@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero.layer_gathers import GatheredLayer
 from tests.paper_gpu.accelerator import PaperStream, paper_accelerator
+from tests.paper_gpu.cases import CASES, OVERLAP, PER_MICRO_BATCH, chunks, replicas, zero
 from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
 from tests.paper_gpu.races import RaceFinder
 from tests.paper_gpu.recorder import caller
-from tests.paper_gpu.test_host_waits import CASES, OVERLAP, PER_MICRO_BATCH, chunks, replicas, zero
 from tests.support.rank_pool import RankPool
 
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}

@@ -5,9 +5,7 @@ written from FlashAttention's documentation. Everything else on a GPU's path is 
 of the operator, its autograd, recomputation, shards and the compiler.
 """
 
-import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,23 +41,28 @@ from megaspeed.model.sequence_part import WHOLE, SequencePart
 from megaspeed.topology.activity import Activity
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.compilation import Compilation
-from tests.model.tiny_gpt import LENGTHS, gpt2, gradients, initialized, llama, packed
+from tests.model.tiny_gpt import gpt2, gradients, initialized, llama, packed
 from tests.paper_gpu.fake_world import LLAMA
 from tests.paper_gpu.paper_step import PaperStep, step_of
-from tests.paper_gpu.test_attention import every_model
+from tests.paper_gpu.rows_of_documents import (
+    CONFIGS,
+    KEY_VALUE_HEADS,
+    OTHERS,
+    ROWS,
+    SHARES_HEADS,
+    compare_with_mask,
+    has_kernel,
+    largest_difference,
+    path,
+    trained,
+)
+from tests.paper_gpu.shrunk_presets import every_model
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import LLAMA as TINY_LLAMA
 from tests.support.tiny import short_documents, tiny_corpus, tiny_run
 
-# Before torch 2.13, the kernel does not support shared key/value heads, and a mask replaces it.
-SHARES_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-KEY_VALUE_HEADS = 2 if SHARES_HEADS else 4
 WITH_KERNEL = llama(num_key_value_heads=KEY_VALUE_HEADS)
 PAPER_LLAMA = {**LLAMA, "num_key_value_heads": KEY_VALUE_HEADS}
-
-
-def has_kernel(config: ModelConfig, *_: object) -> bool:
-    return SHARES_HEADS or config.num_key_value_heads == config.num_attention_heads
 
 
 def weights_of(
@@ -128,59 +131,6 @@ def backward_kernel(
     return tuple(x.to(q.dtype).contiguous() for x in (of_q, *grouped))
 
 
-@contextmanager
-def path(name: str) -> Iterator[None]:
-    """Compute attention within documents on a "cpu", on a "gpu" in 16 bits, or with a "mask"."""
-    with pytest.MonkeyPatch.context() as patch:
-        if name != "cpu":
-            decide = has_kernel if name == "gpu" else lambda *_: False
-            patch.setattr("megaspeed.model.gpt.attends_without_mask", decide)
-        if name == "gpu":
-            patch.setattr("megaspeed.model.documents._is_on_cpu", lambda _: False)
-        yield
-
-
-CONFIGS = {
-    "gpt2": gpt2(),
-    "llama": llama(),
-    "one key/value head": llama(num_key_value_heads=1),
-    "head norms": llama(qk_norm=True),
-    "a window": llama(sliding_window=3),
-    "a window of one": llama(sliding_window=1),
-    "a window longer than the row": llama(sliding_window=30),
-}
-# A row may end with a document of one token, be one document, or begin with several of one token.
-ROWS = packed((*LENGTHS, (23, 1)))
-OTHERS = [packed(((24,),) * 4), packed(((1,) * 24,) * 4), packed(((2, 22),) * 4)]
-
-
-def trained(
-    config: ModelConfig,
-    documents: Documents | None,
-    device: torch.device | None = None,
-    **options: Any,
-) -> list[Tensor]:
-    """Return logits and gradients, computed in fp32, or in bf16 if a device is given."""
-    segments_of_rows.cache_clear()
-    model = initialized(config, **options)
-    tokens = torch.arange(96).view(4, 24) * 7 % config.vocab_size
-    if device is not None:
-        model, tokens = model.to(device, torch.bfloat16), tokens.to(device)
-        if documents is not None:
-            documents = documents.moved(lambda tensor: tensor.to(device))
-    logits = model(tokens, None, documents)
-    (logits * torch.linspace(-1, 1, logits.shape[-1], device=device)).sum().backward()
-    return [x.float() for x in (logits.detach(), *gradients(model).values())]
-
-
-def largest_difference(some: list[Tensor], others: list[Tensor]) -> float:
-    """Return the largest norm of a difference, relative to the other's norm or to 1 if that is
-    less.
-    """
-    pairs = zip(some, others, strict=True)
-    return max(float((a - b).norm() / b.norm().clamp(min=1.0)) for a, b in pairs)
-
-
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_without_a_mask_logits_and_gradients_are_those_with_one(config: ModelConfig) -> None:
     for documents in (ROWS, *OTHERS):
@@ -194,12 +144,7 @@ def test_without_a_mask_logits_and_gradients_are_those_with_one(config: ModelCon
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_torchs_own_kernel_agrees_with_the_mask(config: ModelConfig) -> None:
-    device = torch.device("cuda")
-    for documents in (ROWS, OTHERS[2], None):
-        found = trained(config, documents, device)
-        with path("mask"):
-            expected = trained(config, documents, device)
-        assert largest_difference(found, expected) < 3e-2
+    compare_with_mask(config, torch.device("cuda"))
 
 
 def test_torch_2_11_has_the_kernel_unless_heads_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from megaspeed.pipeline.schedules import (
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.pipeline.test_schedules import shape
+from tests.pipeline.shapes import shape
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 

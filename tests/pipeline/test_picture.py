@@ -1,38 +1,22 @@
 """A picture of a step has a box for each computation, at its time, in the colour of its chunk."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib import colormaps
-from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from megaspeed.data_axis.buckets import reduction_of_matrices
 from megaspeed.pipeline.picture import HELD, REDUCED, Panel, draw, draw_schedule, save
 from megaspeed.pipeline.schedules import Backward, Forward, pipeline_of
 from megaspeed.pipeline.simulation import simulate
-from tests.pipeline.test_schedules import shape
+from tests.pipeline.bars import BLACK, bars
+from tests.pipeline.shapes import shape
 from tests.support.tiny import tiny_run
 
-Spans = dict[int, set[tuple[float, float]]]  # row -> (start, end)
-
 LIGHT, DARK = (colormaps["tab20"].colors[first::2] for first in (1, 0))  # type: ignore[attr-defined]
-BLACK = (0.0, 0.0, 0.0)
-
-
-def bars(figure: Figure, *, boxes: bool, panel: int = 0) -> dict[tuple[float, ...], Spans]:
-    """Return the spans of each colour of a panel: boxes, or the lines below them."""
-    found: dict[tuple[float, ...], Spans] = defaultdict(lambda: defaultdict(set))
-    for each in figure.axes[panel].collections:
-        assert isinstance(each, PolyCollection)
-        colour = tuple(each.get_facecolor()[0][:3])
-        for path in each.get_paths():
-            box = path.get_extents()
-            if (box.height > 0.5) == boxes:
-                found[colour][round(box.y0)].add((box.x0, box.x1))
-    return found
 
 
 def schedule(pp: int, v: int, m: int, k: int, **changes: Any) -> Figure:

@@ -1,9 +1,7 @@
 """Schedules as drawings that a person can check, and as their instructions."""
 
 from dataclasses import replace
-from itertools import product
 from textwrap import dedent
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +14,6 @@ from megaspeed.pipeline.schedules import (
     Forward,
     LoadMicroBatch,
     OptimizerStep,
-    Pipeline,
     ReceiveActivation,
     ReceiveGradient,
     ReduceGradients,
@@ -29,18 +26,7 @@ from megaspeed.pipeline.schedules import (
     peak_in_flight,
 )
 from megaspeed.pipeline.simulation import Durations, format_grid, simulate
-
-
-def shape(
-    schedule: Any, stages: int, micro_batches: int, chunks: int = 1, groups: int = 1
-) -> Pipeline:
-    return Pipeline(
-        schedule=schedule,
-        stages=stages,
-        micro_batches=micro_batches,
-        chunks=chunks,
-        groups=groups,
-    )
+from tests.pipeline.shapes import CHUNKED, shape
 
 
 def drawn(grid: str) -> str:
@@ -187,15 +173,6 @@ def test_peak_in_flight_and_bubble(stages: int, micro_batches: int) -> None:
         busy = sum(span.end - span.start for spans in timeline.computes for span in spans)
         assert pipeline.ideal_bubble == (stages - 1) / (micro_batches + stages - 1)
         assert pipeline.ideal_bubble == pytest.approx((available - busy) / available, abs=1e-12)
-
-
-CHUNKED = [
-    shape("1f1b", stages, micro_batches, chunks, groups)
-    for stages, chunks in product(range(2, 9), range(2, 5))
-    for micro_batches in range(stages, 4 * stages + 3)
-    for most in [micro_batches // stages]
-    for groups in sorted({1, min(2, most), most})
-]
 
 
 def test_chunks_divide_the_bubble_for_any_number_of_groups() -> None:

@@ -1,29 +1,24 @@
 """check_programs accepts our programs and refuses each broken one; simulate returns seconds."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
-from megaspeed.pipeline.programs import stage_program
 from megaspeed.pipeline.schedules import (
     SCHEDULES,
     Backward,
     Forward,
-    Instruction,
     LoadMicroBatch,
     OptimizerStep,
-    Pipeline,
     ReceiveActivation,
     ReceiveGradient,
     ReduceGradients,
     ScheduleError,
     SendActivation,
     SendGradient,
-    StageProgram,
     Transfer,
 )
 from megaspeed.pipeline.simulation import (
@@ -33,55 +28,8 @@ from megaspeed.pipeline.simulation import (
     check_schedule,
     simulate,
 )
-from tests.pipeline.test_schedules import CHUNKED, shape
-
-Edit = Callable[[StageProgram], StageProgram]
-
-
-def edited(pipeline: Pipeline, stage: int, *edits: Edit) -> list[StageProgram]:
-    """Return the programs of all stages, with those of one stage changed.
-
-    Each message of this stage is a transfer of its own, so that an edit can name it.
-    """
-    programs = [stage_program(pipeline, each) for each in range(pipeline.stages)]
-    program: StageProgram = []
-    for one in programs[stage]:
-        messages = one.messages if isinstance(one, Transfer) else ()
-        program += [Transfer((message,)) for message in messages] or [one]
-    for edit in edits:
-        program = edit(program)
-    programs[stage] = program
-    return programs
-
-
-def alone(message: Any) -> Transfer:
-    return Transfer((message,))
-
-
-def without(*dropped: Instruction) -> Edit:
-    return lambda program: [one for one in program if one not in dropped]
-
-
-def swapped(first: Instruction, second: Instruction) -> Edit:
-    exchange = {first: second, second: first}
-    return lambda program: [exchange.get(one, one) for one in program]
-
-
-def moved(what: Instruction, *, before: Instruction) -> Edit:
-    def edit(program: StageProgram) -> StageProgram:
-        rest = [one for one in program if one != what]
-        at = rest.index(before)
-        return [*rest[:at], what, *rest[at:]]
-
-    return edit
-
-
-def inserted(what: Instruction, *, before: Instruction) -> Edit:
-    def edit(program: StageProgram) -> StageProgram:
-        at = program.index(before)
-        return [*program[:at], what, *program[at:]]
-
-    return edit
+from tests.pipeline.edits import Edit, alone, edited, inserted, moved, swapped, without
+from tests.pipeline.shapes import CHUNKED, shape
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "forward_only"])

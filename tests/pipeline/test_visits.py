@@ -22,8 +22,8 @@ from megaspeed.pipeline.schedules import (
 )
 from megaspeed.pipeline.simulation import check_programs, check_schedule
 from megaspeed.pipeline.visits import holds_of, visits_of
-from tests.pipeline.test_schedules import shape
-from tests.pipeline.test_simulation import Edit, edited, inserted, moved, swapped, without
+from tests.pipeline.edits import Edit, edited, inserted, moved, swapped, without
+from tests.pipeline.shapes import shape
 
 
 def by_chunks(pipeline: Pipeline, gathers: Literal["chunks", "chunks_ahead"]) -> Pipeline:

@@ -28,6 +28,10 @@ LLAMA = {
     "max_position_embeddings": 24,
 }
 
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+BF16_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+"""Compute in bf16, and add up gradients in fp32."""
+
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return ``base`` with ``changes`` laid over it, section by section."""

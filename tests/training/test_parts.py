@@ -15,7 +15,7 @@ from megaspeed.training.trainer import Trainer
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
-from tests.training.test_trainer import Record, train
+from tests.training.recorded import Record, train
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 SLOW_STEP, SLEEP_SECONDS = 4, limit(0.4)

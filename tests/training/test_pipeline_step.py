@@ -5,8 +5,8 @@ import pytest
 from megaspeed.pipeline.schedules import Backward, Forward, LoadMicroBatch, OptimizerStep, Pipeline
 from megaspeed.pipeline.simulation import Durations, simulate
 from megaspeed.training.pipeline_step import EXPOSED, PipelineStep, StageTimes
-from tests.pipeline.test_picture import BLACK, bars
-from tests.pipeline.test_schedules import shape
+from tests.pipeline.bars import BLACK, bars
+from tests.pipeline.shapes import shape
 
 
 def stages_of(

@@ -23,10 +23,10 @@ from megaspeed.topology.activity import PARTS
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.profile import Profile, describe_times, profiled_ranks
-from tests.pipeline.test_schedules import shape
+from tests.pipeline.shapes import shape
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, tiny_corpus, tiny_run
-from tests.training.test_trainer import Record, receive, train
+from tests.training.recorded import Record, receive, train
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 

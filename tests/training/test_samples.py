@@ -34,7 +34,7 @@ from megaspeed.zero.model_states import gather_parameters
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, LLAMA, merge, short_documents, tiny_corpus, tiny_run
-from tests.training.test_trainer import Record
+from tests.training.recorded import Record
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 PROMPTS = ["", "You", "the te", "1", "and/or", "Work", "(c)"]

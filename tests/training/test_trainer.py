@@ -2,37 +2,26 @@
 
 import functools
 import math
-import os
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.reference import train_reference
 from megaspeed.measurement.verification.verify import whole_batch
 from megaspeed.model.gpt import GPT
-from megaspeed.supervision.process_end import STOP_SIGNALS, StopSignal
+from megaspeed.supervision.process_end import STOP_SIGNALS
 from megaspeed.topology.activity import START_UP_TIMEOUTS
-from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.checkpointing import Checkpointing
-from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
-from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, TrainingSummary
-from megaspeed.training.worker import StepResult, Worker
+from megaspeed.training.trainer import Trainer
 from megaspeed.zero.model_states import gather_parameters
-from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
+from tests.training.recorded import Record, before_updates, receive, train
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 STEPS = 6
@@ -42,73 +31,6 @@ WARMUP = {
     "type": "WarmupLR",
     "params": {"warmup_num_steps": 4, "warmup_min_lr": 5e-4, "warmup_type": "linear"},
 }
-
-
-@dataclass
-class Record(Observer):
-    """The record of one rank's run."""
-
-    steps: list[StepMetrics] = field(default_factory=list)
-    validations: list[ValidationMetrics] = field(default_factory=list)
-    parts_of_steps: list[PartMetrics] = field(default_factory=list)
-    saves: list[SaveReport] = field(default_factory=list)
-    events: list[tuple[str, int]] = field(default_factory=list)  # (event, step), in order
-    summary: TrainingSummary | None = None
-    diverged: str | None = None
-    weights: list[dict[str, Tensor]] = field(default_factory=list)  # before each step, if watched
-    timeouts: list[float] = field(default_factory=list)  # in each step, if watched
-
-    def step(self, metrics: StepMetrics) -> None:
-        self.steps.append(metrics)
-        self.events.append(("step", metrics.step))
-
-    def parts(self, metrics: PartMetrics) -> None:
-        self.parts_of_steps.append(metrics)
-        self.events.append(("parts", metrics.step))
-
-    def validation(self, metrics: ValidationMetrics) -> None:
-        self.validations.append(metrics)
-        self.events.append(("validation", metrics.step))
-
-    def stopping(self, stopped_by: str, step: int) -> None:
-        self.events.append((stopped_by, step))
-
-    def saved(self, report: SaveReport) -> None:
-        self.saves.append(report)
-        self.events.append(("checkpoint", report.step))
-
-
-Prepare = Callable[[Trainer, Record], None]
-
-
-def train(
-    launch: LaunchEnvironment,
-    run: Run,
-    corpus: PreparedCorpus,
-    prepare: Prepare | None = None,
-    checkpoint: Path | None = None,
-) -> Record:
-    """Train one rank from the start or from a checkpoint.
-
-    ``prepare`` may change the trainer before it starts.
-    """
-    record = Record()
-    grid = run.grid
-    with (
-        StopSignal() as stop,
-        ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context,
-    ):
-        worker = Worker(run, context)
-        checkpointing = Checkpointing(worker, corpus)
-        begin = Progress() if checkpoint is None else checkpointing.load(checkpoint)
-        trainer = Trainer(worker, corpus, checkpointing, stop, record)
-        if prepare is not None:
-            prepare(trainer, record)
-        try:
-            record.summary = trainer.train(begin)
-        except TrainingDiverged as error:
-            record.diverged = str(error)
-    return record
 
 
 @pytest.fixture(scope="module")
@@ -275,17 +197,6 @@ def test_the_summary_is_that_of_the_last_step(runs: Runs) -> None:
     assert record.summary.seconds >= sum(step.step_time_seconds for step in record.steps)
 
 
-def before_updates(trainer: Trainer, look: Callable[[], object]) -> None:
-    """Call ``look`` in each step when the gradients are reduced."""
-    update = trainer.worker.update_weights
-
-    def watched(*arguments: Any, **options: Any) -> StepResult:
-        look()
-        return update(*arguments, **options)
-
-    trainer.worker.update_weights = watched  # type: ignore[method-assign]
-
-
 def poison(
     trainer: Trainer, record: Record, *, rank: int, name: str, steps: tuple[int, ...]
 ) -> None:
@@ -433,16 +344,6 @@ def test_skipped_steps_before_a_resume_count_towards_the_limit(
     (after,) = pool.run(1, train, run, corpus, functools.partial(skip, steps=(1,)), saved)
     assert before.diverged is None, "two skipped steps in a row are allowed"
     assert after.diverged is not None and "3 steps in a row (up to step 5)" in after.diverged
-
-
-def receive(trainer: Trainer, record: Record, *, number: signal.Signals, rank: int) -> None:
-    """Send one rank a signal in the middle of its third step."""
-
-    def look() -> None:
-        if len(record.steps) == 2 and trainer.worker.context.rank == rank:
-            os.kill(os.getpid(), number)
-
-    before_updates(trainer, look)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])

@@ -1,6 +1,8 @@
 """One rank of a tiny run, which a job of the rank pool steps by hand."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from torch import Tensor
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import LoaderShape, TrainingLoader
+from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
+from megaspeed.measurement.verification.verify import whole_batch
 from megaspeed.measurement.watched_step import RankMeasurement, measure
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.context import ParallelContext
@@ -96,6 +100,11 @@ def small_run(text: Path, **changes: Any) -> Run:
     return tiny_run(text, **merge(small, changes))
 
 
+def reference_of(run: Run, corpus: PreparedCorpus, steps: int = 1) -> ReferenceRun:
+    """Return the run of one process of plain torch."""
+    return train_reference(run, functools.partial(whole_batch, run, corpus), steps=steps)
+
+
 @contextmanager
 def one_rank(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> Iterator[OneRank]:
     """Build this rank of ``run``, ready to train."""
@@ -111,3 +120,15 @@ def one_rank(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> Ite
             context_axis(run, context).tokens,
         )
         yield OneRank(worker, TrainingLoader(corpus, shape, context.device))
+
+
+def put_an_infinity(rank: OneRank) -> str:
+    """Put an infinity into the last gradient that this rank holds. Return the parameter's name."""
+    fragment = [f for f in rank.engine.gradients.fragments if f.values.numel()][-1]
+    fragment.values[-1] = math.inf
+    return fragment.name
+
+
+def without_memory(result: StepResult) -> StepResult:
+    """Remove the memory from the result, because the peak of a process never decreases."""
+    return dataclasses.replace(result, peak_memory_bytes=())

@@ -4,7 +4,6 @@ AdamW hardly depends on the size of its gradients. With an epsilon of 1, far abo
 its update is proportional to them. Then the weights show how much the gradients were clipped.
 """
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import pytest
 from torch import Tensor
 
 from megaspeed.config.resolve import Run
-from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
-from megaspeed.measurement.verification.verify import train_rank, whole_batch
+from megaspeed.measurement.verification.verify import train_rank
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import merge, tiny_corpus
-from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, small_run
+from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, reference_of, small_run
 
 STEPS = 3
 LIMIT = 0.05
@@ -28,11 +26,6 @@ def proportional_run(text: Path, limit: float, **changes: Any) -> Run:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1.0, "weight_decay": 0.0}},
     }
     return small_run(text, **merge(proportional, changes))
-
-
-def reference_of(run: Run, cache: Path) -> ReferenceRun:
-    corpus = tiny_corpus(run, cache)
-    return train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
 
 
 def change(run: Any) -> dict[str, Tensor]:
@@ -50,8 +43,8 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def test_the_reference_moves_further_without_a_limit(text: Path, cache: Path) -> None:
-    clipped = reference_of(proportional_run(text, LIMIT), cache)
-    free = reference_of(proportional_run(text, 0.0), cache)
+    runs = proportional_run(text, LIMIT), proportional_run(text, 0.0)
+    clipped, free = (reference_of(run, tiny_corpus(run, cache), STEPS) for run in runs)
     assert clipped.grad_norms[0] == free.grad_norms[0] > 10 * LIMIT
     assert norm(change(free)) > 10 * norm(change(clipped))
 
@@ -72,8 +65,9 @@ def test_the_update_is_the_clipped_one_of_one_process(
 ) -> None:
     zero = {"zero_optimization": {"stage": stage, **offload}}
     run = proportional_run(text, limit, pp=2, dp=2, **zero)
-    parallel = pool.run(4, train_rank, run, tiny_corpus(run, cache), STEPS)[0]
+    corpus = tiny_corpus(run, cache)
+    parallel = pool.run(4, train_rank, run, corpus, STEPS)[0]
     assert parallel is not None
-    reference = reference_of(run, cache)
+    reference = reference_of(run, corpus, STEPS)
     assert parallel.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
     assert difference(change(parallel), change(reference)) < 1e-4

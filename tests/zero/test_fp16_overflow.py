@@ -20,8 +20,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import Worker
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus
-from tests.zero.one_rank import OneRank, one_rank, small_run
-from tests.zero.test_non_finite import put_an_infinity, without_memory
+from tests.zero.one_rank import OneRank, one_rank, put_an_infinity, small_run, without_memory
 
 POWER = 10
 FP16 = {"enabled": True, "initial_scale_power": POWER, "hysteresis": 1, "loss_scale_window": 1000}

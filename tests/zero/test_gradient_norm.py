@@ -16,7 +16,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import merge, tiny_corpus, tiny_run
+from tests.support.tiny import BF16, BF16_IN_FP32, merge, tiny_corpus, tiny_run
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank
 
 # 1, 2, 3 and 4 divide the 12 heads. 2, 3 and 4 do not divide the vocabulary.
@@ -42,8 +42,6 @@ UNTIED = {**GPT2, "tie_word_embeddings": False}
 TIED_LLAMA = {**LLAMA, "tie_word_embeddings": True}
 ONE_KEY_VALUE_HEAD = {**LLAMA, "num_key_value_heads": 1}
 
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 KEEP_SMALL_PARAMETERS = {"stage3_param_persistence_threshold": 500}
 PER_MICRO_BATCH = {"parallel": {"gradient_reduction": "per_micro_batch"}}
 PER_STEP = {"parallel": {"gradient_reduction": "per_step"}}

@@ -12,13 +12,31 @@ from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.comparison import TOLERANCES, compare_gradients
+from megaspeed.measurement.verification.reference import ReferenceRun
+from megaspeed.measurement.verification.verify import gather_gradients
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero.buckets import GradientBucket, Reducer
 from tests.support.rank_pool import RankFailure, RankPool
-from tests.support.tiny import tiny_corpus
-from tests.zero.one_rank import OFFLOAD, one_rank, small_run
-from tests.zero.test_workarounds import BF16_IN_FP32, are_equal, first_step, reference_of
+from tests.support.tiny import BF16_IN_FP32, tiny_corpus
+from tests.zero.one_rank import OFFLOAD, OneRank, one_rank, reference_of, small_run
+
+
+def first_step(rank: OneRank) -> tuple[dict[str, Tensor], float]:
+    """Return (logical gradients of step 1 on rank 0, the norm that the step reports)."""
+    gathered: list[Any] = []
+    result = rank.train_step(0, look=lambda: gathered.append(gather_gradients(rank.worker)))
+    return ({} if gathered[0] is None else dict(gathered[0].tensors)), result.grad_norm
+
+
+def are_equal(
+    gradients: dict[str, Tensor],
+    reference: ReferenceRun,
+    allowed: float = TOLERANCES["fp32"].gradient,
+) -> bool:
+    """Return whether the logical gradients of step 1 are those of the reference."""
+    return all(d.equal for d in compare_gradients(gradients, reference.first_gradients, allowed))
 
 
 def gradients_of_two_steps(

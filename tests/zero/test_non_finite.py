@@ -1,6 +1,5 @@
 """If a value is infinite anywhere, no rank takes the step. The next step is not affected."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +15,19 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import NonFinite, StepResult, Worker
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import merge, tiny_corpus
-from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank, small_run
+from tests.support.tiny import BF16, BF16_IN_FP32, merge, tiny_corpus
+from tests.zero.one_rank import (
+    OFFLOAD,
+    OFFLOAD_ALL,
+    OneRank,
+    one_rank,
+    put_an_infinity,
+    small_run,
+    without_memory,
+)
 
 BAD_RANK = 1  # on the first pipeline stage, with the second data index
 
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 INT8 = {"parallel": {"gradient_compression": {"type": "int8"}}}
 POWER_SGD = {"parallel": {"gradient_compression": {"type": "powersgd", "start_step": 1}}}
 PER_STEP = {"parallel": {"gradient_reduction": "per_step"}}
@@ -50,23 +55,11 @@ class Outcome:
     weights_equal: bool
 
 
-def without_memory(result: StepResult) -> StepResult:
-    """Remove the memory from the result, because the peak of a process never decreases."""
-    return dataclasses.replace(result, peak_memory_bytes=())
-
-
 def skip(rank: OneRank, step: int, look: Callable[[], object] = lambda: None) -> Skipped:
     before = rank.weights()
     result = rank.train_step(step, look=look)
     changed = any(not torch.equal(before[name], w) for name, w in rank.weights().items())
     return Skipped(result, changed, rank.worker.non_finite())
-
-
-def put_an_infinity(rank: OneRank) -> str:
-    """Put an infinity into the last gradient that this rank holds. Return the parameter's name."""
-    fragment = [f for f in rank.engine.gradients.fragments if f.values.numel()][-1]
-    fragment.values[-1] = math.inf
-    return fragment.name
 
 
 def change_losses(rank: OneRank, change: Callable[[Tensor, Tensor], Tensor]) -> None:

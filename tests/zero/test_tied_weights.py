@@ -13,10 +13,8 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero.reductions import add_gradients_of_other_end
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import merge, tiny_corpus
+from tests.support.tiny import BF16_IN_FP32, merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OneRank, one_rank, small_run
-
-BF16_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def own_copy(rank: OneRank) -> Tensor | None:

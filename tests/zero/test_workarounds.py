@@ -3,7 +3,6 @@
 If a test of a "without" fails, DeepSpeed may no longer need that work-around.
 """
 
-import functools
 import importlib
 import json
 import logging
@@ -34,9 +33,6 @@ from torch import Tensor, nn
 from megaspeed import zero
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.measurement.verification.comparison import TOLERANCES, compare_gradients
-from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
-from megaspeed.measurement.verification.verify import gather_gradients, whole_batch
 from megaspeed.model.parameters import parameters_of
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
@@ -46,18 +42,14 @@ from megaspeed.zero.build import model_parallel_unit
 from megaspeed.zero.workarounds import import_muon_uncompiled, stay_at_the_smallest_scale
 from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
-from tests.support.tiny import LLAMA, tiny_corpus
+from tests.support.tiny import BF16_IN_FP32, LLAMA, tiny_corpus
 from tests.zero.held import is_gathered
-from tests.zero.one_rank import OneRank, one_rank, small_run
-from tests.zero.test_non_finite import put_an_infinity
+from tests.zero.one_rank import one_rank, put_an_infinity, reference_of, small_run
 
 # A call that takes this long hangs.
 HANG_SECONDS = limit(4)
 
 T = TypeVar("T")
-
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def nothing(*_args: object) -> None:
@@ -92,25 +84,6 @@ def ends_the_rank_where_it_hangs(name: str, function: Callable[..., T]) -> Calla
             timer.cancel()
 
     return watched
-
-
-def reference_of(run: Run, corpus: PreparedCorpus, steps: int = 1) -> ReferenceRun:
-    return train_reference(run, functools.partial(whole_batch, run, corpus), steps=steps)
-
-
-def first_step(rank: OneRank) -> tuple[dict[str, Tensor], float]:
-    """Return (logical gradients of step 1 on rank 0, the norm that the step reports)."""
-    gathered: list[Any] = []
-    result = rank.train_step(0, look=lambda: gathered.append(gather_gradients(rank.worker)))
-    return ({} if gathered[0] is None else dict(gathered[0].tensors)), result.grad_norm
-
-
-def are_equal(
-    gradients: dict[str, Tensor],
-    reference: ReferenceRun,
-    allowed: float = TOLERANCES["fp32"].gradient,
-) -> bool:
-    return all(d.equal for d in compare_gradients(gradients, reference.first_gradients, allowed))
 
 
 # --- module_hooks ---------------------------------------------------------------------------------

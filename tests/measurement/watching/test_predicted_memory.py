@@ -16,7 +16,7 @@ from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import LLAMA, merge, tiny_corpus, tiny_run
+from tests.support.tiny import BF16, BF16_IN_FP32, LLAMA, merge, tiny_corpus, tiny_run
 from tests.zero.one_rank import one_rank
 
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 1003}
@@ -27,12 +27,10 @@ FEW_TOKENS: dict[str, Any] = {
     "model": {**WIDE, "hidden_size": 128, "vocab_size": 301},
     "train_batch_size": 4,
 }
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 LARGE_TABLE: dict[str, Any] = {
     "model": {"vocab_size": 2000, "num_hidden_layers": 5, "max_position_embeddings": 32},
     "data": {"sequence_length": 32},
 }
-FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 UNTIED = {"model": {"tie_word_embeddings": False}}
 RECOMPUTED = {"parallel": {"activation_checkpointing": "full"}}
 INT8 = {"parallel": {"gradient_compression": {"type": "int8"}}}
@@ -86,7 +84,7 @@ def states_only(memory: MemoryBytes) -> tuple[int, int, int]:
     [
         (1, 2, 2, UNTIED),
         (2, 2, 2, BF16),
-        (2, 3, 1, FP32_SUMS),
+        (2, 3, 1, BF16_IN_FP32),
     ],
 )
 def test_states_of_every_zero_stage(
@@ -145,7 +143,7 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
         [
             *({**FEW_TOKENS, "zero_optimization": {"stage": stage}} for stage in range(4)),
             {**FEW_TOKENS, **BF16, "zero_optimization": {"stage": 2}},
-            {**FEW_TOKENS, **FP32_SUMS, "zero_optimization": {"stage": 3}},
+            {**FEW_TOKENS, **BF16_IN_FP32, "zero_optimization": {"stage": 3}},
         ],
     ),
     "compressed gradients, few tokens": (
@@ -171,7 +169,7 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
         (2, 2, 1),
         [
             {**LONG, "zero_optimization": {"stage": 1}},
-            {**LONG, **FP32_SUMS, "zero_optimization": {"stage": 3}},
+            {**LONG, **BF16_IN_FP32, "zero_optimization": {"stage": 3}},
             merge(LONG, {"parallel": {"schedule": "gpipe"}, "zero_optimization": {"stage": 2}}),
             merge(LONG, RECOMPUTED),
             merge(LONG, SELECTIVE),
@@ -216,7 +214,7 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
         (1, 1, 2),
         [
             {**LONG},
-            merge(LONG, {"parallel": {"sequence_parallel": True}, **FP32_SUMS}),
+            merge(LONG, {"parallel": {"sequence_parallel": True}, **BF16_IN_FP32}),
             merge(LONG, merge(SELECTIVE, {"parallel": {"sequence_parallel": True}})),
             merge(
                 LONG, {"model": {**LLAMA, **LONG["model"]}, "parallel": {"sequence_parallel": True}}
@@ -276,7 +274,7 @@ EVERY_TWO = [(2, 1, 1), (2, 2, "auto"), (2, 3, 1), (3, 1, "auto"), (3, 2, 1), (3
             for groups in (1, "auto")
             for stage in (2, 3)
         ),
-        (2, 2, "auto", 4, merge(WEIGHTS, {"zero_optimization": {"stage": 3}, **FP32_SUMS})),
+        (2, 2, "auto", 4, merge(WEIGHTS, {"zero_optimization": {"stage": 3}, **BF16_IN_FP32})),
         # The gradient of the embedding is large beside all else.
         (2, 2, "auto", 8, {**LARGE_TABLE, "zero_optimization": {"stage": 2}}),
         (2, 2, "auto", 8, {**LARGE_TABLE, "zero_optimization": {"stage": 3}}),

@@ -4,7 +4,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
-from tests.model.documents.packed_rows import SHAPES, stock_of
+from tests.model.documents.packed_rows import SHAPES
+from tests.model.stock_models import stock_of
 
 
 @pytest.fixture(params=SHAPES.values(), ids=list(SHAPES))

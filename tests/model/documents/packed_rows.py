@@ -8,13 +8,7 @@ from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
-from tests.model.test_transformers_equality import (
-    Weights,
-    from_gpt2,
-    from_llama,
-    stock_gpt2,
-    stock_llama,
-)
+from tests.model.stock_models import from_gpt2, from_llama
 from tests.model.tiny_gpt import LENGTHS, gpt2, llama, packed, random_tokens
 
 SHAPES = {
@@ -36,18 +30,13 @@ def pieces(x: Tensor) -> list[Tensor]:
 DOCUMENTS = packed(LENGTHS)
 
 
-def stock_of(config: ModelConfig) -> PreTrainedModel:
-    """Return Hugging Face's model of this shape, with random weights."""
-    return stock_gpt2(config) if config.architecture == "gpt2" else stock_llama(config)
-
-
 def tokens_of(config: ModelConfig) -> Tensor:
     return random_tokens(config, batch=len(LENGTHS), sequence=24)
 
 
 def ours(config: ModelConfig, stock: PreTrainedModel, **options: Any) -> GPT:
     """Return our model with the stock model's weights. None is 0, and each affects the result."""
-    weights: Weights = from_gpt2(stock) if config.architecture == "gpt2" else from_llama(stock)
+    weights = from_gpt2(stock) if config.architecture == "gpt2" else from_llama(stock)
     model = GPT(config, **options)
     model.load_state_dict(weights)
     return model

@@ -21,9 +21,9 @@ from tests.model.documents.packed_rows import (
     difference,
     ours,
     pieces,
-    stock_of,
     tokens_of,
 )
+from tests.model.stock_models import stock_of
 from tests.model.tiny_gpt import gpt2, gradients, llama, packed, random_tokens
 
 ROUNDING = 1e-5  # relative to the largest logit or gradient

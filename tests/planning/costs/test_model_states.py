@@ -12,7 +12,7 @@ from megaspeed.pipeline.schedules import Pass
 from megaspeed.planning.costs.memory import MemoryBytes, compression_buffer_bytes, model_states
 from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.stage_states import held_bytes
-from tests.support.tiny import tiny_run
+from tests.support.tiny import BF16, tiny_run
 
 TEXT = Path(__file__)
 
@@ -26,7 +26,6 @@ def states_of(**changes: Any) -> tuple[MemoryBytes, int]:
 # GPT2 of 3 blocks and width 32: two norms in each block and the last norm, and the biases of
 # attention's qkv and output and of the MLP's up and down.
 VECTORS = 3 * (4 * 32 + 96 + 32 + 128 + 32) + 2 * 32
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megaspeed.pipeline.partition import chunks_of_stages, layers_of_stages
 from megaspeed.planning.costs.traffic import Traffic, predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import LLAMA, merge, tiny_corpus
+from tests.support.tiny import BF16, BF16_IN_FP32, LLAMA, merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, one_rank, small_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
@@ -24,8 +24,6 @@ TEXT = Path(__file__).parents[3] / "LICENSE"
 FP32_BYTES = 4
 Layout = tuple[int, int, int]
 
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-BF16_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 UNTIED = {"tie_word_embeddings": False}
 SHARED_HEADS = {"num_key_value_heads": 1}
 
