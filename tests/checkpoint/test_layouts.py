@@ -83,11 +83,7 @@ def test_every_zero_stage_follows_every_other() -> None:
         assert len({save for save, _ in pairs}) >= 3
 
 
-def run_at(layout: int, zero_stage: int, folder: Path, changes: dict[str, Any]) -> Run:
-    return run_of(LAYOUTS[layout], zero_stage, folder, changes)
-
-
-def run_of(
+def run_at(
     layout: tuple[int, int, int],
     zero_stage: int,
     folder: Path,
@@ -117,7 +113,7 @@ def run_of(
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
-    run = run_at(0, 0, Path("unused"), {})
+    run = run_at(LAYOUTS[0], 0, Path("unused"), {})
     return tiny_corpus(run, tmp_path_factory.mktemp("cache"))
 
 
@@ -130,13 +126,13 @@ def test_a_run_continues_at_every_layout(
     saved: dict[Path, Stretch] = {}
     checkpoints: dict[int, Path] = {}
     for layout in layouts_of(number):
-        run = run_at(layout, stages(number, layout)[0], tmp_path / f"{layout}", changes)
+        run = run_at(LAYOUTS[layout], stages(number, layout)[0], tmp_path / f"{layout}", changes)
         world_size = run.grid.world_size
         stretch = pool.run(world_size, save_and_continue, run, corpus, BEFORE, AFTER)[0]
         checkpoints[layout] = only_checkpoint(run.run_dir)
         saved[checkpoints[layout]] = stretch
     for layout in layouts_of(number):
-        run = run_at(layout, stages(number, layout)[1], tmp_path / "unused", changes)
+        run = run_at(LAYOUTS[layout], stages(number, layout)[1], tmp_path / "unused", changes)
         wanted = [checkpoints[source] for source in sources(number, layout)]
         resumed = pool.run(run.grid.world_size, continue_from, run, corpus, wanted, AFTER)[0]
         for checkpoint, after in zip(wanted, resumed, strict=True):
@@ -203,12 +199,12 @@ def test_a_run_continues_with_other_keys(
     changes, layouts = OTHER_KEYS[name]
     saved: dict[Path, Stretch] = {}
     for number, (layout, stage, keys) in enumerate(layouts):
-        run = run_of(layout, stage, tmp_path / f"{number}", changes, keys)
+        run = run_at(layout, stage, tmp_path / f"{number}", changes, keys)
         size = run.grid.world_size
         stretch = pool.run(size, save_and_continue, run, corpus, BEFORE, AFTER)[0]
         saved[only_checkpoint(run.run_dir)] = stretch
     for layout, stage, keys in layouts:
-        run = run_of(layout, stage, tmp_path / "unused", changes, keys)
+        run = run_at(layout, stage, tmp_path / "unused", changes, keys)
         wanted = list(saved)
         resumed = pool.run(run.grid.world_size, continue_from, run, corpus, wanted, AFTER)[0]
         for checkpoint, after in zip(wanted, resumed, strict=True):

@@ -26,7 +26,7 @@ RANKS = 4
 SLACK_BYTES = 14 << 20
 
 
-def run_of(folder: Path, in_background: bool = False, **changes: object) -> Run:
+def large_run(folder: Path, in_background: bool = False, **changes: object) -> Run:
     training = {"run_dir": str(folder), "async_save": in_background}
     return small_run(TEXT, model=MODEL, training=training, **changes)
 
@@ -54,7 +54,7 @@ def save_and_load(
 def written_by_one(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the run folder of one rank that saved the complete model alone."""
     folder = tmp_path_factory.mktemp("alone")
-    run = run_of(folder)
+    run = large_run(folder)
     pool.run(1, save_only, run, tiny_corpus(run, folder / "cache"))
     return folder
 
@@ -65,7 +65,7 @@ def test_a_save_and_a_load_add_no_more_than_the_share(
     pool: RankPool, tmp_path: Path, written_by_one: Path, stage: int, in_background: bool
 ) -> None:
     zero = {"stage": stage}
-    run = run_of(tmp_path, in_background, dp=RANKS, zero_optimization=zero)
+    run = large_run(tmp_path, in_background, dp=RANKS, zero_optimization=zero)
     corpus = tiny_corpus(run, written_by_one / "cache")
     all_bytes = 4 * sum(map(math.prod, expected_tensors(run.config.model).values()))
     share = all_bytes // RANKS

@@ -16,13 +16,13 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 UNTIED = {"tie_word_embeddings": False}
 
 
-def run_of(dp: int, zero: dict[str, Any] | None = None, **changes: Any) -> Run:
+def run_of_data_ranks(dp: int, zero: dict[str, Any] | None = None, **changes: Any) -> Run:
     values = {"gradient_accumulation_steps": 2, "train_batch_size": 2 * dp, **changes}
     return tiny_run(TEXT, dp=dp, zero_optimization=zero or {}, **values)
 
 
 def plan_of(dp: int, zero: dict[str, Any], device: str = "cuda", **changes: Any) -> DataAxis:
-    return data_axis_of(run_of(dp, zero, **changes), 0, device)
+    return data_axis_of(run_of_data_ranks(dp, zero, **changes), 0, device)
 
 
 def names(bucket: Bucket) -> list[str]:
@@ -113,7 +113,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_when_and_how_gradients_are_reduced(kind: str) -> None:
     dp, zero, changes, matrix_reduction, vector_reduction = KINDS[kind]
-    run = run_of(dp, {"overlap_comm": False, **zero}, **changes)
+    run = run_of_data_ranks(dp, {"overlap_comm": False, **zero}, **changes)
     plan, pipeline = data_axis_of(run, 0, "cuda"), pipeline_of(run)
     for bucket in plan.buckets:
         how, is_vector = bucket.reduction, len(bucket.parameters[0].shape) == 1

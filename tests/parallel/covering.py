@@ -6,6 +6,7 @@ every two values of two settings, pp, dp and tp among them  pairwise (Cohen et a
 
 A second table has shards and replicas (``HYBRID``), a third one several chunks on each pipeline
 stage (``CHUNKED``), and a fourth one a context axis (``CONTEXT``), again with all pairs.
+``runs_of_rows.py`` turns a row of any table into a run.
 """
 
 import itertools

@@ -6,16 +6,14 @@ chunk             0       0      1      1
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megaspeed.config.resolve import Run
 from megaspeed.pipeline.schedules import pipeline_of
 from tests.parallel.covering import CHUNKED, Row, pairs_of, possible_pairs, rows_of
 from tests.parallel.references import FEW_STEPS, References, train_and_compare
+from tests.parallel.runs_of_rows import run_of
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import GPT2, LLAMA, tiny_run
 
 ROWS = rows_of(CHUNKED)
 # ZeRO-3 gathers the chunk of the next visit ahead only if there are three.
@@ -24,49 +22,6 @@ ROWS += [
     for row in ROWS
     if row["zero_stage"] == 3 and not (row["chunks"] == 3 and row["gathers_ahead"])
 ]
-
-
-def run_of(row: Row, text: Path) -> Run:
-    pp, dp, tp = row["layout"]
-    zero: dict[str, Any] = {
-        "stage": row["zero_stage"],
-        "overlap_comm": row["overlap_comm"],
-        "stage3_param_persistence_threshold": row["persistent"],
-    }
-    if not row["gathers_ahead"]:
-        zero["stage3_prefetch_bucket_size"] = 0
-    return tiny_run(
-        text,
-        pp=pp,
-        dp=dp,
-        tp=tp,
-        train_batch_size=dp * row["micro_batches"],
-        data={"reset_at_documents": row["reset_at_documents"]},
-        model={
-            **(GPT2 if row["architecture"] == "gpt2" else LLAMA),
-            # Chunks and stages have different lengths.
-            "num_hidden_layers": pp * row["chunks"] + 1,
-            "tie_word_embeddings": row["tied"],
-            "embedding_dropout": row["dropout"],
-            "attention_dropout": row["dropout"],
-            "residual_dropout": row["dropout"],
-        },
-        parallel={
-            "virtual_stages": row["chunks"],
-            "micro_batch_groups": row["groups"],
-            **{
-                name: row[name]
-                for name in (
-                    "replicate",
-                    "gradient_reduction",
-                    "sequence_parallel",
-                    "activation_checkpointing",
-                )
-            },
-        },
-        gradient_accumulation_steps=row["micro_batches"],
-        zero_optimization=zero,
-    )
 
 
 def name_of(row: Row) -> str:

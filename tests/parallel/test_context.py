@@ -21,51 +21,12 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.rank_model import context_axis
 from tests.parallel.covering import CONTEXT, Row, pairs_of, possible_pairs, rows_of
 from tests.parallel.references import FEW_STEPS, TEXT, References, train_and_compare
+from tests.parallel.runs_of_rows import run_of
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
+from tests.support.tiny import LLAMA, tiny_corpus, tiny_run
 from tests.zero.one_rank import LEARNING_RATE, one_rank
 
 ROWS = rows_of(CONTEXT)
-
-
-def run_of(row: Row, text: Path) -> Run:
-    pp, dp, tp = row["layout"]
-    interleaved = row["schedule"] == "interleaved"
-    return tiny_run(
-        text,
-        pp=pp,
-        dp=dp,
-        cp=row["context"],
-        tp=tp,
-        train_batch_size=8,
-        data={"reset_at_documents": row["reset_at_documents"]},
-        model={
-            **(GPT2 if row["architecture"] == "gpt2" else LLAMA),
-            "num_attention_heads": 8,
-            "num_key_value_heads": row["key_value_heads"],
-            "num_hidden_layers": 4 if interleaved else 3,
-            "tie_word_embeddings": row["tied"],
-            "embedding_dropout": row["dropout"],
-            "attention_dropout": row["dropout"],
-            "residual_dropout": row["dropout"],
-        },
-        parallel={
-            "context_method": row["method"],
-            "schedule": "1f1b" if interleaved else row["schedule"],
-            "virtual_stages": 2 if interleaved else 1,
-            **{
-                name: row[name]
-                for name in (
-                    "replicate",
-                    "gradient_reduction",
-                    "sequence_parallel",
-                    "activation_checkpointing",
-                )
-            },
-        },
-        gradient_accumulation_steps=2,
-        zero_optimization={"stage": row["zero_stage"], "overlap_comm": row["overlap_comm"]},
-    )
 
 
 def name_of(row: Row) -> str:

@@ -27,8 +27,9 @@ from tests.parallel.covering import (
     possible_pairs,
 )
 from tests.parallel.references import FEW_STEPS, TEXT, References, train_and_compare
+from tests.parallel.runs_of_rows import run_of
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import GPT2, LLAMA, tiny_run
+from tests.support.tiny import LLAMA
 from tests.zero.one_rank import small_run
 
 STEPS = 10
@@ -48,38 +49,6 @@ def test_every_possible_pair_of_settings_is_covered() -> None:
     assert len({row["layout"] for row in ROWS}) == len(LAYOUTS) == 17
     assert sum(map(is_first_at_its_layout, ROWS)) == 17
     assert len({(axes_in_use(row["layout"]), row["zero_stage"]) for row in ROWS}) == 8 * 4
-
-
-def run_of(row: Row, text: Path) -> Run:
-    pp, dp, tp = row["layout"]
-    dropout = row["dropout"]
-    return tiny_run(
-        text,
-        pp=pp,
-        dp=dp,
-        tp=tp,
-        data={"reset_at_documents": row["reset_at_documents"]},
-        model={
-            **(GPT2 if row["architecture"] == "gpt2" else LLAMA),
-            # The number is odd in a pipeline, so its stages have different lengths.
-            "num_hidden_layers": {1: 2, 2: 3, 4: 5}[pp],
-            "tie_word_embeddings": row["tied"],
-            "embedding_dropout": dropout,
-            "attention_dropout": dropout,
-            "residual_dropout": dropout,
-        },
-        parallel={
-            name: row[name]
-            for name in (
-                "schedule",
-                "gradient_reduction",
-                "sequence_parallel",
-                "activation_checkpointing",
-            )
-        },
-        gradient_accumulation_steps=row["micro_batches"],
-        zero_optimization={"stage": row["zero_stage"]},
-    )
 
 
 def name_of(row: Row) -> str:

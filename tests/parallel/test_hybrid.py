@@ -19,8 +19,9 @@ from megaspeed.planning.costs.traffic import by_axis, predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.covering import HYBRID, Row, pairs_of, possible_pairs, rows_of
 from tests.parallel.references import FEW_STEPS, TEXT, References, train_and_compare
+from tests.parallel.runs_of_rows import run_of
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import GPT2, merge, tiny_corpus, tiny_run
+from tests.support.tiny import merge, tiny_corpus, tiny_run
 from tests.zero.one_rank import one_rank
 
 ROWS = rows_of(HYBRID)
@@ -29,29 +30,6 @@ POWER_SGD = {
     "model": {"hidden_size": 64},
     "parallel": {"gradient_compression": {"type": "powersgd", "rank": 2, "start_step": 1}},
 }
-
-
-def run_of(row: Row) -> Run:
-    pp, replicate, shard, tp = row["layout"]
-    communication: dict[str, Any] = {}
-    if row["reduced_in"] != "fp32":
-        communication = {"communication_data_type": "bf16", "bf16": {"enabled": True}}
-        communication["data_types"] = {"grad_accum_dtype": "fp32"}
-    return tiny_run(
-        TEXT,
-        pp=pp,
-        dp=replicate * shard,
-        tp=tp,
-        train_batch_size=48,
-        model={**GPT2, "num_hidden_layers": 3, "tie_word_embeddings": row["tied"]},
-        parallel={
-            "replicate": replicate,
-            **{key: row[key] for key in ("gradient_reduction", "schedule", "sequence_parallel")},
-        },
-        gradient_accumulation_steps=row["micro_batches"],
-        zero_optimization={"stage": row["zero_stage"], "overlap_comm": row["overlap_comm"]},
-        **communication,
-    )
 
 
 def name_of(row: Row) -> str:
@@ -66,7 +44,7 @@ def test_every_possible_pair_of_settings_is_covered() -> None:
 def test_shards_and_replicas_equal_one_process(
     row: Row, pool: RankPool, references: References
 ) -> None:
-    comparison = train_and_compare(pool, references, run_of(row), FEW_STEPS)
+    comparison = train_and_compare(pool, references, run_of(row, TEXT), FEW_STEPS)
     assert comparison.weights_bitwise_equal
     assert comparison.equal, comparison.largest
 

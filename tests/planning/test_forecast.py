@@ -11,13 +11,13 @@ from megaspeed.planning.forecast import TYPICAL_FACTOR, complete_training, forec
 from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny
 
 
-def run_of(name: str, world_size: int, *overrides: str) -> Run:
+def run_of_file(name: str, world_size: int, *overrides: str) -> Run:
     return from_file(FOLDER / f"{name}.json", *overrides, world_size=world_size).run
 
 
 def test_mfu_is_that_of_korthikantis_formula() -> None:
     """Korthikanti et al. 2022, appendix A: 72 B L S H^2 (1 + S / 6H + V / 12LH) FLOPs a step."""
-    run = run_of("gpt3_175b", 1024)
+    run = run_of_file("gpt3_175b", 1024)
     made, model = forecast(run, a100s()), run.config.model
     batch, length = run.batch.train_batch_size, run.config.data.sequence_length
     hidden, layers = model.hidden_size, model.num_hidden_layers
@@ -31,7 +31,7 @@ def test_mfu_is_that_of_korthikantis_formula() -> None:
 
 
 def test_the_ends_of_the_interval_are_the_stated_factor_away() -> None:
-    made = forecast(run_of("gpt3_175b", 1024), a100s())
+    made = forecast(run_of_file("gpt3_175b", 1024), a100s())
     low, high = made.interval_seconds
     assert low < made.seconds < high
     assert made.seconds / low == pytest.approx(TYPICAL_FACTOR)
@@ -46,7 +46,7 @@ def test_a_short_step_is_less_certain() -> None:
 
 
 def test_a_slow_network_gives_a_warning() -> None:
-    run = run_of("llama2_70b_64", 64)
+    run = run_of_file("llama2_70b_64", 64)
     slow = replace(a100s(), network_bandwidth=1.0)
     assert (
         forecast(run, a100s()).communication_fraction
@@ -57,7 +57,7 @@ def test_a_slow_network_gives_a_warning() -> None:
 
 
 def test_days_and_cost_are_those_of_all_steps() -> None:
-    made = forecast(run_of("gpt3_175b", 1024), a100s())
+    made = forecast(run_of_file("gpt3_175b", 1024), a100s())
     tokens = 10**6 * made.run.tokens_per_step
     stated = {"device": "a100-80gb", "nodes": 129, "dollars_per_gpu_hour": 2.0}
     time = complete_training(made, read_cluster(stated), tokens)
@@ -74,22 +74,22 @@ def test_a_window_leaves_fewer_operations() -> None:
     """With the full square, the MFU was 290 % for a window of 64 of 65,536 tokens."""
     window = ("model.sliding_window=64", "model.max_position_embeddings=65536")
     long = ("data.sequence_length=65536", "train_batch_size=8", "train_micro_batch_size_per_gpu=1")
-    made = forecast(run_of("gpt2_1.5b", 8, *window, *long), a100s())
+    made = forecast(run_of_file("gpt2_1.5b", 8, *window, *long), a100s())
     full, causal = made.mfu, made.mfu_causal
     assert full is not None and full > 1
     assert causal is not None and causal < 0.7
 
 
 def test_what_is_not_predicted_is_warned_of() -> None:
-    offloaded = run_of("zero3_offload", 4)
+    offloaded = run_of_file("zero3_offload", 4)
     assert any("offloading" in warning for warning in forecast(offloaded, a100s()).warnings)
-    tf32 = run_of("gpt2_1.5b", 8, "bf16.enabled=false", "training.allow_tf32=true")
+    tf32 = run_of_file("gpt2_1.5b", 8, "bf16.enabled=false", "training.allow_tf32=true")
     assert any("allow_tf32" in warning for warning in forecast(tf32, a100s()).warnings)
 
 
 def test_the_tokens_of_a_training_are_those_that_it_states() -> None:
     stated = read_cluster({"device": "a100-80gb"})
-    run = run_of("gpt3_175b", 1024, "training.tokens=300.5B", "train_batch_size=1024")
+    run = run_of_file("gpt3_175b", 1024, "training.tokens=300.5B", "train_batch_size=1024")
     time = complete_training(forecast(run, a100s()), stated)
     assert (time.tokens, time.steps) == (300_500_000_000, run.steps)
     assert run.steps == math.ceil(300.5e9 / 1024 / 2048)

@@ -40,8 +40,8 @@ FIGURES = {
 }
 
 
-def run_of(*overrides: str, ranks: int = 2, config: str = "zero3") -> Run:
-    return load_run(FOLDER / f"{config}.json", overrides, World(ranks, "the test"))
+def zero3_run(*overrides: str) -> Run:
+    return load_run(FOLDER / "zero3.json", overrides, World(2, "the test"))
 
 
 def machine(run: Run, pointwise: float, host: float) -> Cluster:
@@ -60,7 +60,7 @@ def machine(run: Run, pointwise: float, host: float) -> Cluster:
     ],
 )
 def test_a_machine_is_recovered_from_the_times_that_it_takes(overrides: tuple[str, ...]) -> None:
-    run = run_of(*overrides)
+    run = zero3_run(*overrides)
     made = machine(run, pointwise=2.5, host=2e-3)
     block = Rates(workload_of(block_run(run), "cpu"), made).block().both
     step = predict_step_time(workload_of(small_run(run), "cpu"), made).total
@@ -70,14 +70,14 @@ def test_a_machine_is_recovered_from_the_times_that_it_takes(overrides: tuple[st
 
 
 def test_a_host_that_takes_no_time_is_not_negative() -> None:
-    measured = cluster_of(run_of(), FIGURES).measured
+    measured = cluster_of(zero3_run(), FIGURES).measured
     assert measured is not None and (measured.pointwise, measured.host) == (0.0, 0.0)
 
 
 def test_what_is_measured_is_not_the_run() -> None:
     """It measures one block of at most 768 x 1,024 tokens, and runs of another width."""
-    wide = run_of("model.preset=llama-3-8b", "data.sequence_length=8192")
-    for run in (run_of(), wide):
+    wide = zero3_run("model.preset=llama-3-8b", "data.sequence_length=8192")
+    for run in (zero3_run(), wide):
         block = block_run(run)
         one, model = block.config.model, run.config.model
         assert one.num_hidden_layers == 1 and one.head_dim == model.head_dim
@@ -100,7 +100,7 @@ def test_a_block_with_a_window_is_measured_with_its_mask(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Block, "forward", noted)
     for window in ("null", "16", "64"):
-        run = run_of("data.sequence_length=64", f"model.sliding_window={window}")
+        run = zero3_run("data.sequence_length=64", f"model.sliding_window={window}")
         _block(block_run(run))()
     assert [mask is None for mask in masks] == [True, False, True]
     assert masks[1] is not None
@@ -125,7 +125,7 @@ def test_ranks_that_share_processors_are_measured_together(tmp_path: Path) -> No
         if 0.3 < share < 0.7:
             break
     assert 0.3 < share < 0.7
-    run = run_of("parallel.tensor=2", "zero_optimization.stage=1")
+    run = zero3_run("parallel.tensor=2", "zero_optimization.stage=1")
     cluster = cluster_of(run, shared)
     step = predict_step_time(workload_of(run, "cpu"), cluster)
     # The bounds are wide, because other programs may run beside the test.
@@ -138,7 +138,7 @@ def test_ranks_that_share_processors_are_measured_together(tmp_path: Path) -> No
 def test_a_failed_measurement_is_one_line(tmp_path: Path) -> None:
     def failed(program: str) -> str:
         with pytest.raises(CpuSpeedError) as caught:
-            measure_cpu(run_of(), [program])
+            measure_cpu(zero3_run(), [program])
         assert "\n" not in str(caught.value)
         return str(caught.value)
 

@@ -30,7 +30,7 @@ A100 = DEVICES["a100-80gb"]
 KEY = "train_micro_batch_size_per_gpu"
 
 
-def run_of(size: int | str, *, ranks: int = 2, device_type: str = "cuda", **keys: Any) -> Run:
+def run_of_size(size: int | str, *, ranks: int = 2, device_type: str = "cuda", **keys: Any) -> Run:
     """Return the small run (16 samples a step) with this size."""
     config = parse_config(small(**{"train_batch_size": 32, KEY: size, **keys}))
     return resolve_run(config, World(ranks, "the test", device_type), name="run")
@@ -44,13 +44,13 @@ def needed(run: Run) -> int:
 
 def chosen(memory_bytes: int, at_most: int | None = None, **keys: Any) -> Choice:
     device = replace(A100, memory_bytes=memory_bytes)
-    return choose_micro_batch(run_of("auto", **keys), "cuda", device, 8, at_most)
+    return choose_micro_batch(run_of_size("auto", **keys), "cuda", device, 8, at_most)
 
 
 def test_the_size_is_the_largest_that_fits_to_the_byte() -> None:
     """A data rank has 16 samples a step."""
     sizes = (1, 2, 4, 8, 16)
-    memory = {size: needed(run_of(size)) for size in sizes}
+    memory = {size: needed(run_of_size(size)) for size in sizes}
     assert sorted(memory.values()) == list(memory.values())
     for smaller, size in zip((None, *sizes), sizes, strict=False):
         choice = chosen(memory[size])
@@ -64,8 +64,8 @@ def test_the_size_is_the_largest_that_fits_to_the_byte() -> None:
 
 
 def test_the_chosen_run_is_that_of_a_file_that_states_the_size() -> None:
-    choice = chosen(needed(run_of(4)))
-    assert choice.run == run_of(4) != run_of(8)
+    choice = chosen(needed(run_of_size(4)))
+    assert choice.run == run_of_size(4) != run_of_size(8)
     again = parse_config(choice.run.as_json())
     assert resolve_run(again, World(2, "the test", "cuda"), name="run") == choice.run
 
@@ -87,11 +87,11 @@ def test_each_pipeline_stage_has_a_micro_batch(chunks: int) -> None:
 
 
 def test_a_plan_has_the_size_for_its_device_and_other_changes_state_theirs() -> None:
-    memory = needed(run_of(4))
+    memory = needed(run_of_size(4))
     stated = parse_config(small(**{"train_batch_size": 32, KEY: "auto"}))
-    training = Training(run=run_of("auto"), stated=stated)
+    training = Training(run=run_of_size("auto"), stated=stated)
     planned = plan(training, a100s(memory_bytes=memory))
-    assert planned.run == run_of(4) and planned.verdict == "fits"
+    assert planned.run == run_of_size(4) and planned.verdict == "fits"
     settings = replace(training, run=planned.run).settings
     assert training.set_text(replace(settings, zero_stage=1)) == (
         "zero_optimization.stage=1",
@@ -131,8 +131,8 @@ class _Memory:
 
 
 def test_all_ranks_choose_the_size_for_the_smallest_of_them(pool: RankPool) -> None:
-    run = run_of("auto", device_type="cpu")
-    memory = predict(run_of(2, device_type="cpu"), "cpu").fullest.peak_bytes
+    run = run_of_size("auto", device_type="cpu")
+    memory = predict(run_of_size(2, device_type="cpu"), "cpu").fullest.peak_bytes
     for memories in ([memory, 10**15], [10**15, memory]):
         for choice in pool.run(2, choose_on_rank, run, memories):
-            assert choice.run == run_of(2, device_type="cpu")
+            assert choice.run == run_of_size(2, device_type="cpu")

@@ -27,7 +27,7 @@ SAVED_COSINE = (
 )
 
 
-def run_of(steps: int = STEPS, scheduler: Any = COSINE, **changes: Any) -> Run:
+def run_for(steps: int = STEPS, scheduler: Any = COSINE, **changes: Any) -> Run:
     return tiny_run(TEXT, training={"steps": steps}, scheduler=scheduler, **changes)
 
 
@@ -42,11 +42,11 @@ def next_rate(run: Run) -> float:
 
 
 def test_the_same_configuration_continues_the_rate() -> None:
-    assert rate_change(saved_by(run_of()), run_of()) is None
+    assert rate_change(saved_by(run_for()), run_for()) is None
 
 
 def test_more_steps_stretch_the_cosine_and_both_rates_are_named() -> None:
-    before, now = run_of(), run_of(200)
+    before, now = run_for(), run_for(200)
     change = rate_change(saved_by(before), now)
     rates = f"step 61 is {next_rate(now):.3e}", f"{next_rate(before):.3e}"
     mend = f"--set optimizer.params.lr=0.001 scheduler=null {SAVED_COSINE}"
@@ -55,16 +55,16 @@ def test_more_steps_stretch_the_cosine_and_both_rates_are_named() -> None:
 
 
 def test_keys_of_a_later_version_do_not_hide_the_change() -> None:
-    saved = saved_by(run_of())
+    saved = saved_by(run_for())
     training = {**saved.config["training"], "key_of_a_later_version": 1}
     of_later = saved.model_copy(update={"config": {**saved.config, "training": training}})
-    assert rate_change(of_later, run_of(200)) == rate_change(saved, run_of(200)) is not None
+    assert rate_change(of_later, run_for(200)) == rate_change(saved, run_for(200)) is not None
 
 
 def test_the_settings_of_the_warning_keep_the_rate() -> None:
     params = {**COSINE["params"], "total_num_steps": 100}
-    kept = run_of(200, {**COSINE, "params": params})
-    assert rate_change(saved_by(run_of()), kept) is None
+    kept = run_for(200, {**COSINE, "params": params})
+    assert rate_change(saved_by(run_for()), kept) is None
 
 
 LR_2E_3: dict[str, Any] = {"optimizer": {"params": {"lr": 2e-3}}}
@@ -73,29 +73,29 @@ LR_2E_3: dict[str, Any] = {"optimizer": {"params": {"lr": 2e-3}}}
 @pytest.mark.parametrize(
     ("now", "mend"),
     [
-        (run_of(**LR_2E_3), f"optimizer.params.lr=0.001 scheduler=null {SAVED_COSINE}"),
+        (run_for(**LR_2E_3), f"optimizer.params.lr=0.001 scheduler=null {SAVED_COSINE}"),
         (
-            run_of(scheduler={"type": "cosine", "params": {"warmup_num_steps": 10}}),
+            run_for(scheduler={"type": "cosine", "params": {"warmup_num_steps": 10}}),
             f"optimizer.params.lr=0.001 scheduler=null {SAVED_COSINE}",
         ),
-        (run_of(scheduler=None), f"optimizer.params.lr=0.001 {SAVED_COSINE}"),
+        (run_for(scheduler=None), f"optimizer.params.lr=0.001 {SAVED_COSINE}"),
     ],
 )
 def test_the_saved_rate_and_schedule_are_named(now: Run, mend: str) -> None:
-    change = rate_change(saved_by(run_of()), now)
+    change = rate_change(saved_by(run_for()), now)
     assert change is not None and change.endswith(f"pass --set {mend}")
 
 
 def test_a_new_schedule_can_be_removed() -> None:
-    change = rate_change(saved_by(run_of(scheduler=None)), run_of())
+    change = rate_change(saved_by(run_for(scheduler=None)), run_for())
     assert change is not None and change.endswith(
         "pass --set optimizer.params.lr=0.001 scheduler=null"
     )
 
 
 def test_an_imported_model_had_no_rate() -> None:
-    imported = run_state(1, imported_from="gpt2", config={"model": run_of().as_json()["model"]})
-    assert rate_change(imported, run_of()) is None
+    imported = run_state(1, imported_from="gpt2", config={"model": run_for().as_json()["model"]})
+    assert rate_change(imported, run_for()) is None
 
 
 DECAY = {"warmup_num_steps": 10, "min_ratio": 0.2}
@@ -115,7 +115,7 @@ SCALED = {"lr_scaling": "linear", "base_batch_size": 8}
 
 
 def wsd(decay: int, steps: int = STEPS, **params: Any) -> Run:
-    return run_of(steps, {"type": "wsd", "params": {**DECAY, "decay_num_steps": decay, **params}})
+    return run_for(steps, {"type": "wsd", "params": {**DECAY, "decay_num_steps": decay, **params}})
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def wsd(decay: int, steps: int = STEPS, **params: Any) -> Run:
     [
         (wsd(20), wsd(20, 79), False),  # the next step is the first of the decay
         (wsd(20), wsd(10, 200, decay_shape="linear"), False),
-        (run_of(scheduler=SCHEDULERS["constant"]), wsd(20, 79), False),
+        (run_for(scheduler=SCHEDULERS["constant"]), wsd(20, 79), False),
         (wsd(20), wsd(20, 78), True),  # the decay would have begun a step earlier
         (wsd(42), wsd(42, 101), True),  # the checkpoint is in the decay of the saved run
         (wsd(42), wsd(42), False),
-        (wsd(20), run_of(79, COSINE), True),
+        (wsd(20), run_for(79, COSINE), True),
     ],
 )
 def test_a_decay_that_starts_at_a_checkpoint_is_no_jump(before: Run, now: Run, jumps: bool) -> None:
@@ -141,7 +141,7 @@ def test_the_warning_names_the_end_of_a_schedule_without_one() -> None:
     # 60 steps of 256 tokens are trained, and 24 x 16 tokens a step are left to step 117.
     training = {"steps": None, "tokens": 60 * 256 + 57 * 384 - 5}
     tokens = tiny_run(TEXT, training=training, scheduler=COSINE)
-    change = rate_change(saved_by(tokens), run_of(scheduler=None))
+    change = rate_change(saved_by(tokens), run_for(scheduler=None))
     assert tokens.steps == 97 and change is not None and '"total_num_steps": 117' in change
 
 
@@ -153,7 +153,7 @@ def test_the_command_of_the_warning_gives_the_saved_rates_again(
 ) -> None:
     """A user appends the command's part to other changes in a shell, with the same file."""
     file = tmp_path / "run.json"
-    values = {**run_of(scheduler=SCHEDULERS[before]).as_json(), "scheduler": SCHEDULERS[before]}
+    values = {**run_for(scheduler=SCHEDULERS[before]).as_json(), "scheduler": SCHEDULERS[before]}
     values["training"] |= scaling
     file.write_text(json.dumps(values))
 

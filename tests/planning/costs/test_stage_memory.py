@@ -30,7 +30,7 @@ def test_the_peak_is_that_of_a_walk(seed: int) -> None:
 def calls_of_a_prediction(blocks: int) -> int:
     """Return the number of Python calls of a prediction, after one with another micro-batch."""
 
-    def run_of(size: int) -> Run:
+    def run_of_size(size: int) -> Run:
         sizes = (f"model.num_hidden_layers={blocks}", f"train_micro_batch_size_per_gpu={size}")
         # No other test has this vocabulary, so nothing of these runs is in a cache.
         own = ("zero_optimization.stage=3", "model.vocab_size=302")
@@ -42,7 +42,7 @@ def calls_of_a_prediction(blocks: int) -> int:
         if event == "call":
             calls.append(frame.f_code)
 
-    first, second = run_of(1), run_of(2)
+    first, second = run_of_size(1), run_of_size(2)
     StageMemory(first, 0).peak  # noqa: B018
     sys.setprofile(count)
     StageMemory(second, 0).peak  # noqa: B018

@@ -44,7 +44,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def run_of(layout: Layout, changes: Mapping[str, Any]) -> Run:
+def run_at(layout: Layout, changes: Mapping[str, Any]) -> Run:
     pp, dp, tp = layout
     return small_run(TEXT, pp=pp, dp=dp, tp=tp, **changes)
 
@@ -72,7 +72,7 @@ def assert_predicted(pool: RankPool, cache: Path, run: Run) -> None:
 def test_every_zero_stage_and_reduction(
     pool: RankPool, cache: Path, zero_stage: int, gradient_reduction: str
 ) -> None:
-    run = run_of(
+    run = run_at(
         (2, 2, 1),
         {
             "zero_optimization": {"stage": zero_stage},
@@ -117,7 +117,7 @@ DATA_AXIS: dict[str, tuple[Layout, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("layout", "changes"), DATA_AXIS.values(), ids=DATA_AXIS)
 def test_data_axis(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
-    assert_predicted(pool, cache, run_of(layout, changes))
+    assert_predicted(pool, cache, run_at(layout, changes))
 
 
 @pytest.mark.parametrize(("all_reduces", "times"), [(False, 2), (True, 3)])
@@ -131,7 +131,7 @@ def test_zero1_with_a_pipeline_moves_its_parameters_twice(
     zero = {"stage": 1}
     if all_reduces:
         zero["use_multi_rank_bucket_allreduce"] = True
-    run = run_of((2, dp, 1), {"zero_optimization": zero, "train_batch_size": 16})
+    run = run_at((2, dp, 1), {"zero_optimization": zero, "train_batch_size": 16})
     for stage, sent in enumerate(most_sent(pool, cache, run)):
         parameters = local_parameters(run, stage)
         whole = elements_of(parameters) * FP32_BYTES
@@ -191,7 +191,7 @@ def test_compressed_gradients(
     pool: RankPool, cache: Path, layout: Layout, how: Any, changes: dict[str, Any]
 ) -> None:
     changes = merge(changes, {"parallel": {"gradient_compression": how}})
-    assert_predicted(pool, cache, run_of(layout, changes))
+    assert_predicted(pool, cache, run_at(layout, changes))
 
 
 GPT2_SMALL = {
@@ -205,7 +205,7 @@ GPT2_SMALL = {
 
 def gradients_sent(stage: int, how: Any) -> int:
     """Return the bytes that a rank of GPT-2 with 8 data ranks sends for its gradients."""
-    run = run_of(
+    run = run_at(
         (1, 8, 1),
         {
             "model": GPT2_SMALL,
@@ -249,7 +249,7 @@ def test_zero3_gathers_twice_a_micro_batch(pool: RankPool, cache: Path) -> None:
     Here this is for each micro-batch. A backward gathers neither the embedding nor the weight of
     the head, and the gradients of norms and biases are reduced once a step.
     """
-    run = run_of((1, 2, 1), {"zero_optimization": {"stage": 3, **NOTHING_AHEAD}, "model": UNTIED})
+    run = run_at((1, 2, 1), {"zero_optimization": {"stage": 3, **NOTHING_AHEAD}, "model": UNTIED})
     micro_batches = run.batch.gradient_accumulation_steps
     for stage, sent in enumerate(most_sent(pool, cache, run)):
         parameters = local_parameters(run, stage)
@@ -338,7 +338,7 @@ ZERO_3: dict[str, tuple[Layout, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("layout", "changes"), ZERO_3.values(), ids=ZERO_3)
 def test_zero3(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
-    assert_predicted(pool, cache, run_of(layout, changes))
+    assert_predicted(pool, cache, run_at(layout, changes))
 
 
 # --- chunks of pipeline stages --------------------------------------------------------------------
@@ -363,7 +363,7 @@ CHUNKED: list[tuple[Layout, int, int, int, int, dict[str, Any]]] = [
 def chunked(
     layout: Layout, chunks: int, micro_batches: int, groups: int, stage: int, parallel: Any
 ) -> Run:
-    return run_of(
+    return run_at(
         layout,
         {
             "gradient_accumulation_steps": micro_batches,
@@ -509,14 +509,14 @@ MODEL_AXES: dict[str, tuple[Layout, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("layout", "changes"), MODEL_AXES.values(), ids=MODEL_AXES)
 def test_model_axes(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
-    assert_predicted(pool, cache, run_of(layout, changes))
+    assert_predicted(pool, cache, run_at(layout, changes))
 
 
 def test_tensor_and_pipeline_traffic_worked_by_hand() -> None:
     """Embedding and two blocks are on one stage, the head on the other. There are 2 micro-batches
     of 12 x 16.
     """
-    run = run_of((2, 1, 2), {"model": {**LLAMA, "num_hidden_layers": 2}})
+    run = run_at((2, 1, 2), {"model": {**LLAMA, "num_hidden_layers": 2}})
     assert layers_of_stages(run) == [(0, 1, 2), (3,)]
     tokens = 12 * 16
     hidden = tokens * 32 * FP32_BYTES
@@ -535,7 +535,7 @@ def test_a_tied_weights_gradient_worked_by_hand() -> None:
     of two data ranks has half of it.
     """
     for zero_stage, dp in ((0, 1), (1, 2)):
-        run = run_of((2, dp, 2), {"zero_optimization": {"stage": zero_stage}})
+        run = run_at((2, dp, 2), {"zero_optimization": {"stage": zero_stage}})
         micro_batches = run.batch.gradient_accumulation_steps
         hidden = run.batch.micro_batch_size * 16 * 32 * FP32_BYTES
         for stage in (0, 1):
