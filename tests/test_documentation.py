@@ -29,7 +29,10 @@ from megaspeed.job.console import COLUMNS, banner, print_folded
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ds_configs/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "ds_configs/README.md", "tests/README.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PLACEHOLDERS = {
@@ -310,3 +313,20 @@ def test_a_link_leads_to_a_file_or_a_heading(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
             anchors = [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings]
             assert heading in anchors
+
+
+def test_each_module_has_a_test_of_its_name_or_is_listed_with_its_tests() -> None:
+    package, tests = ROOT / "megaspeed", ROOT / "tests"
+    _, _, table = (tests / "README.md").read_text().partition("| modules | tests |\n|---|---|\n")
+    listed: set[str] = set()
+    for row in table.splitlines():
+        modules, files = (re.findall(r"`([^`]+)`", cell) for cell in row.strip("| ").split("|"))
+        listed.update(modules)
+        assert files and [name for name in files if not (tests / name).is_file()] == [], row
+    of_another_name = {
+        str(module.relative_to(package))
+        for module in package.rglob("*.py")
+        if module.name != "__init__.py"
+        and not any((tests / module.relative_to(package).parent).rglob(f"test_{module.name}"))
+    }
+    assert listed == of_another_name
