@@ -60,38 +60,23 @@ InsteadOfLoss = Callable[..., Tensor]
 
 
 class StageEngine(Protocol):
-    """The engine of one pipeline stage."""
+    """The engine of one pipeline stage. ``ZeroEngine`` in ``zero/engine.py`` implements it."""
 
     def forward(
         self, x: Tensor, batch: MicroBatch, chunk: int, instead_of_loss: InsteadOfLoss | None
-    ) -> Tensor:
-        """Run the layers of a chunk on ``x``. The model's last chunk returns the sum of losses, or
-        what is computed instead.
-        """
+    ) -> Tensor: ...
 
     def backward(
         self, output: Tensor | GradientEdge, gradient: Tensor | None, chunk: int, end: End
-    ) -> None:
-        """Back-propagate from the loss (``gradient`` is None) or from the edge of an output.
+    ) -> None: ...
 
-        Args:
-            output: of the chunk's forward.
-            gradient: of the output.
-            chunk: its number on this stage, from 0.
-            end: what ends for the chunk with this backward.
-        """
+    def gather(self, chunk: int, *, forward: bool) -> None: ...
 
-    def gather(self, chunk: int, *, forward: bool) -> None:
-        """Start to gather a chunk; if not ``forward``, only what a backward needs."""
+    def release(self, chunk: int) -> None: ...
 
-    def release(self, chunk: int) -> None:
-        """Free the gathered parameters of a chunk."""
+    def reduce_gradients(self) -> None: ...
 
-    def reduce_gradients(self) -> None:
-        """Average over the data axis, and sum partial gradients over the tensor axis."""
-
-    def reduce_tied_gradients(self) -> None:
-        """Sum the gradients over the pipeline stages that share a weight."""
+    def reduce_tied_gradients(self) -> None: ...
 
 
 class Executor:
@@ -161,6 +146,7 @@ class Executor:
         An exception that leaves the block gets a note with the instruction.
         """
         try:
+            # Before it runs, so that the report of a hang names an instruction that does not end.
             self._activity.begin(instruction)
             with self._timeline.part(_PARTS.get(type(instruction), "pipeline"), instruction):
                 yield
@@ -208,6 +194,7 @@ class Executor:
         needed = input_of(self._pipeline, self._stage, compute)
         if needed is None:
             return None
+        # As late as possible: the messages travel while the stage computes.
         if needed in self._in_flight:
             self._drain()
             self._in_flight = ()

@@ -91,6 +91,7 @@ class Links:
             PipelineProtocolError: two neighbours expect different shapes or dtypes. Every rank of
                 the pipeline raises it, so no rank waits for another.
         """
+        # The stages agree once. A step has no headers, which the host would have to read.
         messages = [""] * group.size()
         dist.all_gather_object(messages, _describe(shape, dtype), group)
         stages = zip(dist.get_process_group_ranks(group), messages, strict=True)
@@ -161,7 +162,7 @@ class Links:
         may call this method.
         """
         on_gpu = self._device.type != "cpu"
-        use_device(self._device)
+        use_device(self._device)  # of the other thread, whose current GPU would be GPU 0
         if all(work.is_completed() for work in self._works) if on_gpu else not self._is_waiting:
             return []
         return self._in_flight

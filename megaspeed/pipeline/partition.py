@@ -75,7 +75,7 @@ def _most_even_ends(cumulative: Sequence[int], pipeline_stages: int, bottleneck:
             for end in range(start + 1, layers + 1):
                 cost = cumulative[end] - cumulative[start]
                 if cost > bottleneck:
-                    break
+                    break  # costs are not negative, so no later end is cheaper
                 rest, known = later[end], squares[start]
                 if rest is not None and (known is None or cost**2 + rest < known):
                     squares[start], choice[start] = cost**2 + rest, end
@@ -152,7 +152,6 @@ def parameters_of_chunks(run: Run) -> list[list[int]]:
 
 
 def blocks_of_stages(run: Run) -> list[int]:
-    """The number of transformer blocks of each pipeline stage."""
     head = layer_count(run.config.model) - 1
     return [len(layers) - (0 in layers) - (head in layers) for layers in layers_of_stages(run)]
 

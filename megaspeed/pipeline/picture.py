@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megaspeed.files.durable import write_file
-from megaspeed.pipeline.schedules import (
-    Backward,
-    Compute,
-    Forward,
-    Pipeline,
-    peak_in_flight,
-)
+from megaspeed.pipeline.schedules import Backward, Compute, Forward, Pipeline, peak_in_flight
 from megaspeed.pipeline.simulation import SimulatedStep, simulate
 from megaspeed.pipeline.visits import holds_of, visits_of
 from megaspeed.units import counted
@@ -83,14 +77,7 @@ def draw_schedule(pipeline: Pipeline, *, sums_visits: bool) -> "Figure":
 
 
 def draw(pipeline: Pipeline, panels: Sequence[Panel], unit: str, title: str = "") -> "Figure":
-    """Draw panels, one below the other.
-
-    Args:
-        pipeline: the shape of the step.
-        panels: drawings of this step.
-        unit: of the times; written below them.
-        title: of all panels.
-    """
+    """Draw panels, one below the other. ``unit`` is that of the times, and written below them."""
     # Imported here: matplotlib takes long to import.
     from matplotlib.figure import Figure
     from matplotlib.legend_handler import HandlerTuple

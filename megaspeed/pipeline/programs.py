@@ -49,7 +49,7 @@ class Ticks(NamedTuple):
     arrived: int | None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # the programs of all stages read one timetable
 def timetable(pipeline: Pipeline) -> list[list[Ticks]]:
     """For each stage, the ticks of each computation of its order. Messages take no time.
 

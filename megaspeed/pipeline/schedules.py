@@ -7,7 +7,6 @@
 A schedule is a function that yields forwards and backwards. Everything else follows from their
 order: a stage loads a micro-batch before its first forward, sends each result when it is computed,
 and receives what it needs. So a schedule can be compared, printed and simulated without a process.
-The executor runs the instructions one after another.
 
 **Chunks.** A stage has one or several chunks of consecutive layers. Chunk c of stage s is the
 virtual stage c x stages + s, so activations pass through all stages several times, from the last
@@ -49,7 +48,6 @@ class Pipeline:
 
     @property
     def virtual_stages(self) -> int:
-        """The number of chunks of all stages."""
         return self.stages * self.chunks
 
     @property
@@ -267,7 +265,6 @@ def _groups(pipeline: Pipeline) -> Iterator[range]:
 
 
 def pipeline_of(run: Run) -> Pipeline:
-    """The shape of a run's step."""
     parallel = run.config.parallel
     assert parallel.micro_batch_groups != "auto", "a resolved run states it"
     return Pipeline(
@@ -286,22 +283,23 @@ def _gather_policy(run: Run) -> Literal["layers", "chunks", "chunks_ahead"]:
     ``stage3_max_live_parameters``: one computes forwards, one backwards, and one comes next.
     """
     chunks, zero = run.config.parallel.virtual_stages, run.config.zero_optimization
+    # Otherwise the partitions are the parameters, and there is nothing to gather.
     is_partitioned = run.grid.shard > 1 or zero.offloads_parameters
     if run.zero_stage < 3 or chunks == 1 or not is_partitioned:
         return "layers"
     bound = zero.stage3_max_live_parameters
+    # With two chunks, gathering ahead would hold all weights of the stage.
     if chunks == 2 or zero.stage3_prefetch_bucket_size == 0:
         return "chunks"
     if bound is not None:
         largest = max(sum(sorted(sizes)[-3:]) for sizes in parameters_of_chunks(run))
-        if largest > bound * run.grid.tp:
+        if largest > bound * run.grid.tp:  # sizes are of all tensor ranks, the bound is of one
             return "chunks"
     return "chunks_ahead"
 
 
 @lru_cache(maxsize=256)
 def order_of(pipeline: Pipeline, stage: int) -> tuple[Compute, ...]:
-    """What a stage computes, in order."""
     schedule = SCHEDULES.get(pipeline.schedule, forward_only)
     return tuple(schedule(pipeline, stage))
 

@@ -169,6 +169,7 @@ def simulate(pipeline: Pipeline, durations: Durations | None = None) -> Simulate
             both = max(begun[sender], begun[receiver]) + times.message
             for stage in (sender, receiver):
                 complete[stage] = max(complete[stage], both)
+        # A stage waits for a batch, not for one of its messages: NCCL runs a batch as one kernel.
         for _, receiver, received in sent:
             arrived[receiver, received] = complete[receiver]
     return SimulatedStep(spans, [axis.spans for axis in axes])

@@ -7,8 +7,8 @@ A visit is a run of forwards, or of backwards, of one chunk:
     held         |--- chunk 0 ---| |--- chunk 1 ----| ...
 
 If a stage has several chunks, ZeRO-3 gathers a chunk when a visit begins, and frees it when the
-visit ends. If a forward visit and a backward visit of a chunk overlap, it is gathered once for
-both. So a step gathers each chunk at most 2 x ``groups`` times, for any number of micro-batches.
+visit ends, or once for two visits that overlap. So a step gathers each chunk at most 2 x ``groups``
+times, for any number of micro-batches.
 """
 
 from collections import defaultdict
@@ -76,10 +76,12 @@ def holds_of(pipeline: Pipeline, stage: int) -> tuple[Hold, ...]:
         if pipeline.gather_policy == "chunks_ahead" and opened:
             start = opened[-1].first
             opened = [each for each in opened if each.last >= start]
+            # All chunks together are all weights of the stage, so partitions would save nothing.
             if len({visit.chunk, *(each.chunk for each in opened)}) < pipeline.chunks:
                 first = start
         opened.append(visit)
         before = newest.get(visit.chunk)
+        # + 1: a chunk is not freed if the next computation would gather it again.
         if before is None or holds[before].last + 1 < first:
             newest[visit.chunk] = len(holds)
             holds.append(replace(visit, first=first))
