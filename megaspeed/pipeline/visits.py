@@ -7,8 +7,8 @@ A visit is a run of forwards, or of backwards, of one chunk:
     held         |--- chunk 0 ---| |--- chunk 1 ----| ...
 
 If a stage has several chunks, ZeRO-3 gathers a chunk when a visit begins, and frees it when the
-visit ends, or once for two visits that overlap. So a step gathers each chunk at most 2 x ``groups``
-times, for any number of micro-batches.
+visit ends. Visits of a chunk that overlap share one gather. So a step gathers each chunk at most
+2 x ``groups`` times, for any number of micro-batches.
 """
 
 from collections import defaultdict

@@ -120,7 +120,7 @@ class Reducer:
         if how.divides == "before":
             packed = packed / how.ranks
         self._in_flight.append(self._start(bucket, packed, last))
-        del packed
+        del packed  # only the message holds a copy, so it is freed as soon as it is added
         if how.is_one_at_a_time and not how.overlaps:
             self._receive_parts()
 
@@ -155,7 +155,7 @@ class Reducer:
         if how.replica_axis is None or bucket.is_compressed:
             return
         if how.copies_sums:
-            self._receive_replicas()
+            self._receive_replicas()  # so only one copy at a time is in memory
         part = bucket.sum[: bucket.partition.numel()]
         sent = part.to(self._context.device, DTYPES[how.sent], non_blocking=True)
         group = self._context.group_along(how.replica_axis)
@@ -186,6 +186,7 @@ class Reducer:
         packed = torch.empty(plan.elements, dtype=dtype, device=self._context.device)
         flat = [gradient.reshape(-1) for gradient in gradients]
         if plan.layout == "rows":
+            # One kernel divides, pads and joins all gradients. (torch's FSDP2 uses it, too.)
             torch._chunk_cat(flat, 0, plan.shards, out=packed.view(plan.shards, -1))
             return packed
         elements = sum(gradient.numel() for gradient in flat)

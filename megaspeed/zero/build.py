@@ -57,12 +57,15 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
         json.pop(key, None)
     json["train_micro_batch_size_per_gpu"] = run.batch.micro_batch_size
     json["gradient_accumulation_steps"] = 1
+    # DeepSpeed asserts that this is micro-batch x accumulation x data degree (config.py:602).
     json["train_batch_size"] = run.batch.micro_batch_size * run.grid.shard
+    # Otherwise DeepSpeed refuses to offload an AdamW that is not its own (engine.py:2344).
     json["zero_force_ds_cpu_optimizer"] = False
     json["zero_allow_untested_optimizer"] = True
     json["timers"] = {"throughput": {"enabled": False}}
     zero = json["zero_optimization"]
     zero["stage"] = max(1, run.zero_stage)
+    # zero.Init would replace torch's F.linear in the whole process (partition_parameters.py:419).
     zero["memory_efficient_linear"] = False
     zero["contiguous_gradients"] = zero["overlap_comm"] = False
     if not run.config.zero_optimization.offloads_parameters:
@@ -107,12 +110,10 @@ def build_engine(
     """This rank's engine over ``model``.
 
     Args:
-        run: the resolved run.
-        context: this rank's groups.
+        run, context: the resolved run, and this rank's groups.
         model: this rank's tensor-parallel layers on the meta device, which get their values here.
         shards: full name -> this rank's shard of the parameter.
         parameter_groups: (full name -> parameter) -> parameter groups of the optimizer.
-        make_optimizer: parameter groups -> optimizer.
         loss: the loss of the last pipeline stage.
         loss_scale: the gradients are those of the loss multiplied by it.
     """
@@ -134,6 +135,8 @@ def build_engine(
 
     def partition(layer: nn.Module) -> None:
         if run.zero_stage == 3:
+            # Init takes no group from ``mpu``: without one, it partitions over all ranks
+            # (partition_parameters.py:1093).
             group = context.shard_group
             deepspeed.zero.Init(
                 layer, data_parallel_group=group, config_dict_or_path=json, dtype=dtype, mpu=mpu
@@ -174,7 +177,7 @@ def _prepare_deepspeed(context: ParallelContext) -> None:
     hide_announced_renames()
     hide_skipped_steps()
     name_the_local_rank(context.device, context.local_rank)
-    declare_no_compiled_ops()
+    declare_no_compiled_ops()  # before init_distributed, which would compile one
     import_muon_uncompiled()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 

@@ -7,8 +7,7 @@ they are sent between the replicas.
                                      sum - what this rank sent = feedback for the next step
 
 Error feedback (Seide et al. 2014, "1-bit stochastic gradient descent", section 3): what a step does
-not send, a later step sends. The complete gradient starts as the feedback, and the step adds its
-gradients. The reduction leaves in it what was not sent, which is the new feedback.
+not send, a later step sends. ``gradients`` draws how it passes through the complete gradient.
 
     int8       blocks of 8-bit integers with an fp32 scale. Each rank sums the parts that it owns in
                fp32 (as ZeRO++ does: Wang et al. 2023, section 3.3). A replica then sends its sum to
@@ -74,7 +73,6 @@ class Compressor(ABC):
 def make_compressor(
     run: Run, context: ParallelContext, compressed: Sequence[CompressedGradients]
 ) -> Compressor:
-    """The compressor of these buckets, for a run that compresses."""
     if isinstance(run.compression, PowerSgdCompression):
         return PowerSgd(run, context, compressed)
     return Int8(run, context)
@@ -97,6 +95,7 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
         (..., block) and (..., 1), both fp32.
     """
     scales = torch.linalg.vector_norm(values, math.inf, dim=-1, keepdim=True) / _LEVELS
+    # A block of zeros has the scale 0, and 0 / 0 would be NaN.
     return (values / scales.clamp_min(_SMALLEST)).round_(), scales
 
 
@@ -107,6 +106,7 @@ def packed(levels: Tensor, scales: Tensor) -> Tensor:
 
 def unpacked(message: Tensor) -> Tensor:
     """(..., block) in fp32, from (..., block + 4) in int8."""
+    # A view as fp32 must begin at a multiple of 4 bytes, and so must each of its rows.
     scales = message[..., -4:].contiguous().view(torch.float32)
     return message[..., :-4].float().mul_(scales)
 
@@ -118,10 +118,6 @@ class Int8(Compressor):
     ``reduce_bucket_size`` elements together are sent at a time:
 
         columns --quantize--> all-to-all: row r to rank r --sum in fp32--> partition
-
-    Args:
-        run: a run that compresses to int8.
-        context: this rank's groups.
     """
 
     def __init__(self, run: Run, context: ParallelContext) -> None:
@@ -255,14 +251,9 @@ def orthogonalize(matrices: Tensor) -> None:
 class PowerSgd(Compressor):
     """All-reduces two thin matrices instead of each gradient, and what is in no matrix as it is.
 
-        P = sum (n, m) x Q of the previous step   --all-reduce, orthogonalize--> P
-        Q = sum transposed (m, n) x P             --all-reduce, mean-----------> Q
-        mean = P x Q transposed                   on every rank, the same bits
-
-    Args:
-        run: a run that compresses with PowerSGD.
-        context: this rank's groups.
-        compressed: the compressed buckets.
+    P = sum (n, m) x Q of the previous step   --all-reduce, orthogonalize--> P
+    Q = sum transposed (m, n) x P             --all-reduce, mean-----------> Q
+    mean = P x Q transposed                   on every rank, the same bits
     """
 
     def __init__(

@@ -79,7 +79,8 @@ class ZeroEngine:
         run: the resolved run.
         axis: what this rank reduces and gathers. Each bucket is a parameter group.
         context: this rank's groups.
-        owned_elements: full name -> how many leading elements this rank counts in the norm.
+        owned_elements: full name -> how many leading elements of a parameter this rank counts in
+            the norm.
         loss: the loss of the last pipeline stage.
         loss_scale: the gradients are those of the loss multiplied by it.
     """
@@ -97,14 +98,10 @@ class ZeroEngine:
     ) -> None:
         self._engine = engine  # cleans up when it is freed
         self.module: nn.Module = engine.module
-        """This rank's part of the model."""
         self.optimizer = engine.optimizer
-        """DeepSpeed's ZeRO optimizer."""
         self._context = context
         self.owned_elements = owned_elements
-        """Full name -> how many leading elements of a parameter this rank counts in the norm."""
         self.loss = loss
-        """The loss of the last pipeline stage."""
         self._loss_scale = loss_scale
         self._axis = axis
         self._gathers: LayerGathers | None = None
@@ -116,13 +113,13 @@ class ZeroEngine:
         keep_parameter_views(self.optimizer)
         check_places(self.optimizer, self.module, axis, context)
         recomputation = run.config.parallel.activation_checkpointing
+        # On a CPU, an input is in host memory already.
         if recomputation == "full_offloaded" and not get_accelerator().is_synchronized_device():
             engine.module.inputs_in_host_memory = HostInputs().hooks
         if run.zero_stage == 3:
             self._gathers = LayerGathers(engine.module, context, axis)
         parameters = dict(self.module.named_parameters())
         self.gradients = Gradients(self.optimizer, run, axis, context, parameters)
-        """This rank's gradients."""
         # Gradients of the weight that this rank shares with another pipeline stage.
         tied = {each.name for each in axis.parameters if each.group == "tied"}
         self._tied = [each.values for each in self.gradients.fragments if each.name in tied]
@@ -134,12 +131,11 @@ class ZeroEngine:
             self._gathers.expect(passes)
 
     def gather(self, chunk: int, *, forward: bool) -> None:
-        """ZeRO-3: start to gather a chunk; if not ``forward``, only what a backward needs."""
+        """Start to gather a chunk; if not ``forward``, only what a backward needs."""
         assert self._gathers is not None, "only ZeRO-3 gathers chunks"
         self._gathers.gather(chunk, forward=forward)
 
     def release(self, chunk: int) -> None:
-        """Free what the last ``gather`` of the chunk has gathered."""
         assert self._gathers is not None, "only ZeRO-3 gathers chunks"
         self._gathers.release(chunk)
 
@@ -243,6 +239,7 @@ class ZeroEngine:
         losses = [report[1] for report in reports]
         scaled_norm = self._norm_of([report[0] for report in reports], losses)
         finite = math.isfinite(scaled_norm)
+        # Only after a bad norm: the host waits for the device once for each parameter.
         self.non_finite_parameter = None if finite else first_non_finite(self.gradients.fragments)
         loss_scale = float(self.optimizer.loss_scale)  # of this step: the scaler may change it
         self.gradients.hand_over()
@@ -261,21 +258,17 @@ class ZeroEngine:
         return state_fragments(self.optimizer, self._axis, self._context)
 
     def parameter_fragments(self) -> Iterator[Fragment]:
-        """The parameters that this rank holds between two steps."""
         return parameter_fragments(self.module, self._axis, self._context)
 
     def load_state(self, steps_taken: int) -> None:
         """Continue from the values that were written to ``state_fragments``.
 
-        Computes the model's parameters from the master weights; a collective over the data axis.
-
-        Args:
-            steps_taken: AdamW's step count, which determines its bias correction.
+        A collective over the data axis; see ``model_states.load_state``.
         """
         load_state(self.optimizer, steps_taken)
         self.gradients.steps_taken = steps_taken
         if self._gathers is not None:
-            self._gathers.free_persistent()
+            self._gathers.free_persistent()  # they still have the values from before
 
     def loss_scale(self) -> Counters | None:
         """The state of fp16's dynamic loss scale; None if the scale is constant."""
@@ -307,4 +300,5 @@ class ZeroEngine:
         """The norm, multiplied by the loss scale; NaN if the loss of a rank is not finite."""
         if not all(map(math.isfinite, losses)):
             return math.nan
+        # Each replica has counted all elements of its partitions.
         return math.sqrt(sum(squares) / self._context.grid.replicate)

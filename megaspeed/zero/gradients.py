@@ -5,8 +5,7 @@ r"""Adds up the gradients of a step, and reduces them, as the plan states for ea
     partition    autograd -------> gradients of a bucket  --reduce--> partition, added to it
     replicas     partition of this rank --sum, once a step--> partition of this rank
 
-The gradient of the head's weight comes from the forward of the loss instead (``sum_of``). If each
-tensor rank computes a part of a gradient, its partition is summed over the tensor axis at the end.
+The gradient of the head's weight comes from the forward of the loss instead (``sum_of``).
 
 What is compressed (``compression``) is the complete gradient or, with several shards and replicas,
 the sum over the shards. It starts as the feedback, which is what the previous step has not sent.
@@ -60,7 +59,7 @@ class Gradients:
         run: the resolved run.
         axis: which gradients are reduced together, when and how.
         context: this rank's groups.
-        parameters: full name -> parameter of this rank.
+        parameters: full name -> parameter.
     """
 
     def __init__(
@@ -98,6 +97,7 @@ class Gradients:
         self._sums = dict(self._sums_of_parameters())
         for parameter, bucket in self._bucket_of.items():
             how = bucket.plan.reduction
+            # A hook is Python code in every backward, so no other parameters have one.
             if how.added_by == "hook" or how.when != "after":
                 parameter.register_post_accumulate_grad_hook(self._take)
         self._begins_step = True  # whether the next forward is the first one of a step
@@ -105,6 +105,8 @@ class Gradients:
         fragments = [[*each.fragments()] for each in self._buckets]
         self.fragments = tuple(chain(*fragments))
         """Views of this rank's reduced gradients, without padding."""
+        # DeepSpeed takes the flat tensor of this class as it is. From a list, it would make a copy
+        # (stage_1_and_2.py:2904, 3107).
         self._partitions = [
             [bucket.partition]
             if partitions_parameters(optimizer)
@@ -169,6 +171,7 @@ class Gradients:
             self._reducer.receive(self._buckets)
             if self._compressor is not None and self._compresses:
                 self._compressor.reduce(self._compressed)
+            # Offloaded ones were divided on the device, before the copy to the host.
             sums = [b for b in self._buckets if not (b.is_compressed or self._is_offloaded)]
             sums = [bucket for bucket in sums if bucket.plan.reduction.divides == "after"]
             if sums:
@@ -201,6 +204,7 @@ class Gradients:
             if compressed.feedback is None:
                 continue
             if self._compresses:
+                # Without the loss scale, which may change before the next step.
                 torch.div(compressed.values, self._loss_scale, out=compressed.feedback)
             else:
                 compressed.feedback.zero_()  # it was a part of the sum, which was sent completely
@@ -276,6 +280,7 @@ class Gradients:
             self._compresses = self._compressor.is_due(self.steps_taken + 1)
         for bucket in self._buckets:
             compressed = bucket.compressed
+            # If it is compressed, it starts as the feedback instead.
             if bucket.kept is not None and (
                 compressed is None or compressed.values is not bucket.kept
             ):
@@ -296,7 +301,7 @@ class Gradients:
         assert gradient is not None
         how = bucket.plan.reduction
         if how.added_by == "hook":
-            parameter.grad = None
+            parameter.grad = None  # else autograd would add the next gradient to it, in its type
             gradient = gradient.to(DTYPES[how.computed])
             if how.keeps == "complete":
                 # Not _foreach_add_ over a bucket: if the dtypes differ, it also launches a kernel

@@ -66,7 +66,7 @@ class HostInputs:
         index = self._held.index(held)
         self._fetch(held)
         self._accelerator.current_stream().wait_event(held.arrived)
-        if index > 0:
+        if index > 0:  # the block before is next: its input travels while this block computes
             self._fetch(self._held[index - 1])
         self._held.pop(index)
         # Copies of one stream are in order, so the next one cannot overwrite it too early.
@@ -77,6 +77,7 @@ class HostInputs:
     def _fetch(self, held: _Held) -> None:
         if held.on_device is None:
             dtype = held.on_host[0].dtype
+            # On the computing stream, which frees it: so the allocator may reuse it at once.
             held.on_device = torch.empty(held.shape, dtype=dtype, device=held.device)
             self._stream.wait_stream(self._accelerator.current_stream())
             with self._accelerator.stream(self._stream):
@@ -95,4 +96,6 @@ class HostInputs:
         for index, buffer in enumerate(self._buffers):
             if buffer.shape == x.shape and buffer.dtype == x.dtype:
                 return self._buffers.pop(index)
+        # Only page-locked memory is copied while the host continues. Locking takes long, so buffers
+        # are used again.
         return self._accelerator.pin_memory(torch.empty(x.shape, dtype=x.dtype))

@@ -13,10 +13,8 @@ before it: after the optimizer step that wrote the partitions, and after the lay
 current one, whose memory it may reuse. So at most two layers are gathered at a time, or the chunks
 that the program holds, even if the host is far ahead of the device.
 
-These hooks replace those of DeepSpeed 0.19.8, which gathers each module separately, in an order
-that it records (partitioned_param_coordinator.py). With several micro-batches in flight the order
-never matches the record, so nothing is gathered ahead, and a hook on every module takes longer than
-the computation of a small module.
+These hooks replace DeepSpeed's, for the reasons in ``workarounds.remove_module_hooks``. Besides, a
+hook on every module takes longer than the computation of a small module.
 """
 
 import functools
@@ -45,12 +43,9 @@ class GatheredLayer:
         gathered                [ a_0 a_1 ... | b_0 b_1 ... | c_0 c_1 ... ]     one coalesced gather
 
     Each parameter is padded to a multiple of the number of ranks, and gathered into a region of its
-    own. Regions start at multiples of 128 bytes, whatever the number of ranks:
-    kernels that Inductor compiled for aligned pointers fail at others, and cuBLAS falls back to
-    slow ones. All gathers of a layer are one collective, and what is received is not copied again.
-
-    With one rank, the partitions are the parameters, and nothing is copied unless they are
-    offloaded.
+    own. Regions start at multiples of 128 bytes, for any number of ranks: kernels that Inductor
+    compiled for aligned pointers fail at others, and cuBLAS falls back to slow ones. What is
+    received is not copied again. With one rank, nothing is copied unless parameters are offloaded.
 
     While the layer is not gathered, its storage has 0 bytes, but remains the same storage object.
     So autograd may save a view of a weight from forward to backward (``weight.t()`` in a linear
@@ -198,6 +193,7 @@ class LayerGathers:
     def _add_hooks(self, model: GPT) -> None:
         modules = iter(model.layer_modules())
         for chunk, indices in enumerate(model.chunks):
+            # The range is first: ``zip`` would lose the item that it takes of ``modules`` in vain.
             for index, layer in zip(range(len(indices)), modules, strict=False):
                 is_embedding = chunk == index == 0 and model.embedding is not None
                 embedding = self._embedding[0] if is_embedding else None
@@ -211,10 +207,8 @@ class LayerGathers:
         self._passes = list(passes)
 
     def begin(self, direction: Pass, chunk: int) -> None:
-        """Called before a pass through a chunk. The first one after a step gathers the persistent
-        parameters.
-        """
-        if not self._persistent.is_gathered:
+        """Called before a pass through a chunk."""
+        if not self._persistent.is_gathered:  # in the first pass after a step
             self._start_persistent()
             self._finish(self._persistent)
             self._persistent_is_coming = False
@@ -232,7 +226,6 @@ class LayerGathers:
         self._held += layers
 
     def release(self, chunk: int) -> None:
-        """Free a chunk."""
         self._chunks.pop(chunk)
         self._free_all_but([])
 
@@ -311,6 +304,8 @@ class LayerGathers:
         with self._accelerator.stream(self._stream):
             layer.start()
             if self._stream is not None:
+                # An event, not the stream: all layers of a chunk are launched before the first one
+                # is finished.
                 layer.launched = self._stream.record_event(layer.launched)
 
     def _finish(self, layer: GatheredLayer) -> None:
@@ -322,4 +317,5 @@ class LayerGathers:
 
 def _in_backward() -> bool:
     """Whether autograd runs a backward on this thread, so that a forward is a recomputation."""
+    # torch has no public function for this; its utils/checkpoint.py calls the same one.
     return torch._C._current_graph_task_id() != -1

@@ -128,12 +128,10 @@ def load_state(optimizer: Any, steps_taken: int) -> None:
     """Make the optimizer continue from state fragments that were written to.
 
     The model's parameters are computed from the master weights; a collective over the data axis.
-
-    Args:
-        optimizer: DeepSpeed's ZeRO optimizer.
-        steps_taken: AdamW's step count, which determines its bias correction.
+    ``steps_taken`` determines AdamW's bias correction.
     """
     for master in master_partitions(optimizer):
+        # Checkpoints have no step count of a parameter: all of a run have taken the same steps.
         _moments(optimizer.optimizer, master)["step"].fill_(steps_taken)
     if partitions_parameters(optimizer):
         for sub_group in range(len(optimizer.fp32_partitioned_groups_flat)):

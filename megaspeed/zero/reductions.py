@@ -46,6 +46,8 @@ def add_gradients_of_other_end(
             dist.P2POp(dist.isend, as_message(own), peer, group),
             dist.P2POp(dist.irecv, as_message(others), peer, group),
         ]
+        # One batch: if both ranks waited in their sends, neither would receive. A synchronisation
+        # of the device between a send and its receive is enough for that.
         for work in dist.batch_isend_irecv(messages):
             work.wait()
         piece.copy_(own + others)
@@ -72,8 +74,8 @@ class OwnedSquares:
         self._others = _joined(others)
 
     def __call__(self) -> Tensor:
-        """Add the squares up."""
         squares = sum_of_squares(self._owned)
+        # 0 times infinity is NaN, so the others count only if they are not finite.
         return squares + sum_of_squares(self._others) * 0.0 if self._others else squares
 
 
@@ -115,7 +117,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 def all_gather_numbers(
     own: Sequence[Tensor | float | None], group: dist.ProcessGroup, device: torch.device
 ) -> list[list[float]]:
-    """All-gather some numbers in fp64. Runs one collective, and the host reads its result once:
+    """All-gather some numbers in fp64, with one collective and one read by the host:
 
         rank 0   squares  loss  notes...
         rank 1   squares  loss  notes...       every rank receives all rows
@@ -130,6 +132,7 @@ def all_gather_numbers(
         group: all ranks that take part.
         device: of the collective.
     """
+    # fp32 would round bytes of memory, which are among the numbers.
     rows = torch.zeros(dist.get_world_size(group), len(own), dtype=torch.float64, device=device)
     row = rows[dist.get_rank(group)]
     for place, number in enumerate(own):
