@@ -39,6 +39,7 @@ class DataAxis:
         if run.zero_stage == 3:
             kept = persistent_parameters(self._zero, self.parameters)
             self.persistent = Gather.of([*kept], *self._split)
+        # On a CPU, offloaded partitions are where the parameters are.
         on_device = device_type == "cpu" or not self._zero.offloads_parameters
         self.is_local = run.grid.shard == 1 and on_device
         """Whether gathers copy nothing, because the partitions are the parameters."""
@@ -71,7 +72,6 @@ class DataAxis:
 
     @cached_property
     def compressed(self) -> Sequence[Bucket]:
-        """The buckets whose gradients are compressed."""
         return [bucket for bucket in self.buckets if bucket.compression is not None]
 
     @cached_property
@@ -110,14 +110,13 @@ def data_axis_of(run: Run, pipeline_stage: int, device_type: str) -> DataAxis:
 
 
 def data_axis_key(run: Run, pipeline_stage: int) -> RunKey:
-    """Return all values on which the plan depends. The size of a micro-batch is not among them. Of
-    the number of micro-batches, only whether there are several.
-    """
+    """Return all values on which the plan depends."""
     parallel = run.config.parallel
     values = (
         *(run.config.model, run.grid, run.config.zero_optimization, run.sequence_parallel),
         *(run.precision, run.accumulation_dtype, run.config.communication_data_type),
         *(parallel.gradient_compression, parallel.gradient_reduction),
+        # Neither the micro-batch nor its number, so that most variants of a what-if share a plan.
         *(run.batch.gradient_accumulation_steps > 1, parallel.micro_batch_groups == 1),
         chunks_of_stages(run)[pipeline_stage],
     )

@@ -99,12 +99,10 @@ class Bucket:
 
     @property
     def group(self) -> OptimizerGroup:
-        """The optimizer group of its parameters."""
         return self.parameters[0].group
 
     @property
     def chunk(self) -> int:
-        """The chunk of its parameters."""
         return self.parameters[0].chunk
 
     @property
@@ -238,6 +236,7 @@ def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
     """Return how the gradients of matrices are reduced, on "cuda" or "cpu"."""
     zero, total, has_data = run.config.zero_optimization, run.accumulation_dtype, run.grid.dp_cp > 1
     is_stage3, has_shards = run.zero_stage == 3, run.grid.shard > 1
+    # Not in the model's type, as by DeepSpeed's default: that rounds each rank's sum to 16 bits.
     sent = run.config.communication_data_type or total
     if run.config.parallel.gradient_compression == "bf16":
         sent = "bf16"
@@ -254,10 +253,12 @@ def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
         collective = "all_to_all" if device_type == "cpu" else "reduce_scatter"
     return Reduction(
         keeps="complete" if is_kept else "partition",
+        # ZeRO-3's parameters have no shape between passes, and ``grad`` must have that shape.
         added_by="autograd" if is_kept and run.precision == total and not is_stage3 else "hook",
         collected="step" if is_kept else end,
         when=("step" if overlaps else "after") if is_kept else end,
         overlaps=overlaps,
+        # The gradients of a visit are added up before they are reduced, in the type of the sum.
         computed=total if end == "visit" and not is_kept else run.precision,
         total=total,
         sent=sent,
@@ -289,6 +290,7 @@ def within_a_bucket(
     assert zero.reduce_bucket_size is not None, "a resolved run states it"
     most = zero.reduce_bucket_size if most is None else most
     if run.zero_stage == 3:
+        # DeepSpeed would split a larger group, which a bucket is (0.19.8, stage3.py:1210).
         most = min(most, run.grid.shard * zero.sub_group_size)
     return neighbours(sizes, most, alone)
 

@@ -149,10 +149,8 @@ def held_in_pass(
 ) -> list[list[Gather]]:
     """Return what ZeRO-3 holds at each layer of a pass, and after it.
 
-    Args:
-        zero: the section of a resolved run.
-        order: the layers of the pass, in its order.
-        following: the layers of the next pass; empty if nothing is gathered for it.
+    ``order`` has the layers of the pass, ``following`` those of the next pass; it is empty if
+    nothing is gathered for that.
     """
     held = [_held(zero, [*order[index:], *following]) for index in range(len(order))]
     kept = _held(zero, following)
@@ -167,6 +165,8 @@ def _held(zero: ZeroConfig, coming: Sequence[Gather]) -> list[Gather]:
     if not coming:
         return []
     first, bound = coming[0], zero.stage3_max_live_parameters
+    # Small blocks that are gathered together are one object, and a layer whose parameters are all
+    # persistent gathers nothing.
     later = next((layer for layer in coming if layer is not first and layer.elements), None)
     if later is None or zero.stage3_prefetch_bucket_size == 0:
         return [first]

@@ -35,7 +35,6 @@ class LocalParameter:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of the local tensor."""
         return math.prod(self.shape)
 
     @property
@@ -61,7 +60,6 @@ class LocalParameters(tuple[LocalParameter, ...]):
 
     @cached_property
     def layers(self) -> Sequence[Sequence[LocalLayer]]:
-        """The layers of each chunk."""
         found: dict[int, list[LocalLayer]] = {}
         for _, own in groupby(self, attrgetter("layer")):
             parameters = [*own]
@@ -86,10 +84,7 @@ class LocalParameters(tuple[LocalParameter, ...]):
 
 
 def local_parameters(run: Run, pipeline_stage: int) -> LocalParameters:
-    """Return the parameters of a rank of this pipeline stage.
-
-    All data and tensor ranks of the stage have the same shapes.
-    """
+    """Return the parameters of a rank. All ranks of this pipeline stage have the same shapes."""
     chunks = chunks_of_stages(run)[pipeline_stage]
     split = (run.grid.tp, run.grid.pp > 1, run.sequence_parallel, run.compression)
     return _local_parameters(run.config.model, chunks, *split)
@@ -111,6 +106,7 @@ def _local_parameters(
         LocalParameter(
             name=name,
             layer=parameter.layer,
+            # Padding makes the shapes of all tensor ranks equal, so rank 0 serves for all.
             shape=shard_of(model, parameter, rank=0, size=tp).local_shape,
             group=optimizer_group(
                 model,

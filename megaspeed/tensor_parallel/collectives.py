@@ -72,22 +72,17 @@ class GroupAxis:
 
 @dataclass(frozen=True)
 class TensorAxis(GroupAxis):
-    """The tensor axis of one rank."""
-
     sequence_parallel: bool = False  # whether activations between blocks are split
     part = "tensor"
 
 
 @dataclass(frozen=True)
 class ContextAxis(GroupAxis):
-    """The context axis of one rank."""
-
     method: ContextMethod = "ulysses"
     part = "context"
 
     @property
     def tokens(self) -> SequencePart:
-        """The tokens of this rank."""
         return SequencePart(self.method, self.rank, self.size)
 
 
@@ -210,6 +205,7 @@ def _all_to_all(x: Tensor, axis: GroupAxis) -> Tensor:
 
 
 def _mean(x: Tensor, axis: TensorAxis) -> Tensor:
+    # Divided first: the quotient is new, so the sum in place does not overwrite the caller's x.
     return start_all_reduce(x / axis.size, axis).wait()
 
 

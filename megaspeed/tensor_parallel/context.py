@@ -31,13 +31,7 @@ from megaspeed.tensor_parallel.collectives import (
 
 
 def share_sequences(model: GPT, axis: ContextAxis, tensor: TensorAxis) -> None:
-    """Make the blocks of ``model`` share sequences over the context axis, in place.
-
-    Args:
-        model: its heads are those of this tensor rank.
-        axis: the context axis.
-        tensor: the tensor axis.
-    """
+    """Make the blocks of ``model`` share sequences over the context axis, in place."""
     model.part = axis.tokens
     tokens = MaskShard(
         index=tensor.rank if tensor.sequence_parallel else 0,
@@ -54,7 +48,7 @@ def share_sequences(model: GPT, axis: ContextAxis, tensor: TensorAxis) -> None:
         if axis.method == "all_gather":
             attention.gather_rows = partial(gather_rows, axis=axis)
             heads = MaskShard(index=tensor.rank, count=tensor.size, part=axis.tokens)
-            if name not in model.fully_recomputed:
+            if name not in model.fully_recomputed:  # whose backward gathers the keys again anyway
                 attention.compose = recomputing
         else:
             queries, shared = attention.query_heads, attention.key_value_heads
@@ -83,7 +77,7 @@ def tokens_to_heads(
     queries, shared = heads
     parts = []
     for section in qkv.unflatten(2, (-1, head_dim)).split([queries, shared, shared], dim=2):
-        if section.shape[2] < axis.size:
+        if section.shape[2] < axis.size:  # an all-to-all sends each rank equally many heads
             section = section.repeat_interleave(axis.size // shared, dim=2)
         # (cp, B, t, heads of this kind for a rank, K)
         parts.append(section.unflatten(2, (axis.size, -1)).permute(2, 0, 1, 3, 4))

@@ -77,6 +77,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             summing = start_reduce_scatter(x_gradient, axis)
         else:
             summing = start_all_reduce(rows @ weight, axis)
+        # Must stay before ``wait``, so that the sum of dx runs beside these two.
         weight_gradient = rows.t() @ inputs
         bias_gradient = rows.sum(0) if ctx.has_bias else None
         return summing.wait().view(x.shape), weight_gradient, bias_gradient, None
@@ -151,7 +152,6 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(local_rows, device=_META)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply by this rank's rows of the weight."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.shared_rows is not None:
@@ -177,7 +177,6 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device=_META)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply by this rank's columns of the weight, and sum over the axis."""
         if self.axis.size == 1:
             return F.linear(x, self.weight, self.bias)
         partial = F.linear(x, self.weight)
@@ -203,7 +202,6 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(local_rows, width, device=_META))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up ``tokens``, and sum over the axis."""
         if self.axis.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.vocabulary.start

@@ -111,6 +111,7 @@ class VocabParallelLoss:
         """
         width = len(self._vocabulary)
         z = logits[:, :width]
+        # Sent in the logits' type, in which a maximum is exact.
         maximum = self._row_maximum(z).float()
         local = targets - self._vocabulary.start
         here = (local >= 0) & (local < width)

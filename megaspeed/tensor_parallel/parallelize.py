@@ -41,12 +41,7 @@ from megaspeed.tensor_parallel.shards import (
 
 
 def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, ParameterShard]:
-    """Replace the layers of ``model`` by tensor-parallel ones, in place.
-
-    Args:
-        model: a plain GPT, or one pipeline stage of it, on the meta device.
-        config: the shape of the complete model.
-        axis: the tensor axis.
+    """Replace the layers of ``model`` by tensor-parallel ones, in place. It is on the meta device.
 
     Returns:
         Full name of each parameter -> the shard of this rank. A head that is tied to an embedding
@@ -68,6 +63,7 @@ def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, 
         model.sequence_parts = axis.size
     if axis.sequence_parallel and model.embedding is not None:
         model.embedding.register_forward_hook(lambda _m, _args, x: split_sequence(x, axis))
+    # The modules that replace them have weights of their own.
     if model.embedding is not None and model.head is not None and config.tie_word_embeddings:
         model.head.output.weight = model.embedding.tokens.weight
     return shards
@@ -105,6 +101,7 @@ def shared_initial_shard(
     other rows. A parameter of one or two blocks is drawn by every rank.
     """
     size, count = group.size(), shard.logical_rows
+    # A block is always drawn as a whole. If there are only one or two, sharing saves little.
     if size == 1 or len(shard.full_shape) == 1 or count * shard.full_shape[1] <= 2 * BLOCK_ELEMENTS:
         return initial_shard(config, seed, name, shard).to(device=device, dtype=dtype)
     rows, width = shard.local_shape
@@ -145,11 +142,11 @@ def materialize(
     Args:
         model: a parallelized GPT on the meta device; tied parameters remain tied.
         value_of: full parameter name -> this rank's shard; called once for each distinct parameter.
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
         on_layer_ready: called with each layer before the next one gets its values, so that ZeRO-3
             can partition it, and no rank holds more than one complete layer.
     """
+    # The parameters are in the values, too: an id may be used again once its object is freed.
     placeholders = {id(p): (name, p) for name, p in model.named_parameters()}
     made: dict[int, nn.Parameter] = {}
     for layer in model.layer_modules():
