@@ -37,7 +37,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
     K is ``rotary_dim``. One for each pair i in [0, K/2) of dims: (K/2,), fp32.
     """
-    # On the CPU even while a model is being built on the meta device.
+    # Models are built within torch.device("meta"), where these numbers would have no values.
     even_dims = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device="cpu")
     exponents = even_dims / config.rotary_dim
     periods = config.rope_theta**exponents
@@ -169,6 +169,7 @@ def cos_sin(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.
     Returns:
         Two of (S, 1, K/2) or (B, S, 1, K/2), the same for all heads.
     """
+    # In fp32, because bf16 has no odd positions above 256.
     angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
     return angles.cos().mul_(factor).to(dtype), angles.sin().mul_(factor).to(dtype)
 
@@ -210,7 +211,7 @@ def attention_mask(
     return mask.masked_fill_(seen, 0.0).unsqueeze(1)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # S x S numbers: a second mask of another shape must not stay
 def mask_of_rows(
     sequence: int,
     dtype: torch.dtype,
@@ -353,7 +354,7 @@ class Attention(nn.Module):
         elif self.to_heads is not None:
             qkv = self.to_heads(qkv)  # (B, S, ...)
         heads = partial(self._heads, inputs=inputs, scales=scales)
-        if self.dropout.active:
+        if self.dropout.active:  # a fused kernel would draw masks that depend on the layout
             attend = partial(self._attend_with_dropout, heads=heads, inputs=inputs)
             return self.compose(attend, self._output, qkv)
         return self._output(self.compose(heads, partial(self._attend, inputs=inputs), qkv))
@@ -405,10 +406,10 @@ class Attention(nn.Module):
         return mixed.transpose(1, 2).flatten(2)  # (B, S, H K)
 
     def _attend_with_dropout(self, qkv: Tensor, heads: _Heads, inputs: Inputs) -> Tensor:
-        """Unfused attention with dropout. A fused kernel's dropout mask depends on the layout."""
         q, k, v = heads(qkv)
         sequence, mask = q.shape[2], inputs.mask
-        # The rows of all query heads that share a key/value head: (B, H_kv, (H / H_kv) S, K).
+        # The rows of all query heads that share a key/value head, so that no head is copied:
+        # (B, H_kv, (H / H_kv) S, K).
         q = q.unflatten(1, (self.key_value_heads, -1)).flatten(2, 3)
         scores = q @ k.transpose(-2, -1)
         scores = scores * self.scale if self.scale else scores / math.sqrt(self.head_dim)

@@ -155,12 +155,10 @@ class Documents:
 
     @classmethod
     def beginning_at(cls, begins: Tensor, part: SequencePart = WHOLE) -> "Documents":
-        """Make documents from the tokens at which they begin.
+        """Make documents from the tokens at which they begin. ``part`` has the rank's queries.
 
-        Args:
-            begins: (B, S) bool in host memory, true if a token is the first of a document. The
-                first token of a row always counts as true.
-            part: the queries that a rank has in its attention.
+        ``begins`` is (B, S) bool in host memory, true if a token is the first of a document. The
+        first token of a row always counts as true.
         """
         begins = begins.clone()
         begins[:, 0] = True
@@ -169,7 +167,6 @@ class Documents:
         return cls(positions.to(torch.int32), Segments.of(positions, part))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Documents":
-        """A copy, with ``move`` applied to each tensor."""
         return Documents(move(self.positions), self.segments.moved(move))
 
 

@@ -101,7 +101,7 @@ class Embedding(nn.Module):
 
 
 class GeluMlp(nn.Module):
-    """down(gelu(up(x))), with the tanh approximation of GELU, as in GPT-2, or without it."""
+    """down(gelu(up(x))), (B, S, D) -> (B, S, D), with GPT-2's tanh approximation or without it."""
 
     def __init__(
         self, modules: Mapping[str, nn.Module], compose: Compose, approximate: str
@@ -113,14 +113,13 @@ class GeluMlp(nn.Module):
         self.down = modules["mlp.down"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``x`` (B, S, D) to (B, S, D)."""
         return self.compose(self.gelu, self.down, self.up(x))
 
 
 class SwiGluMlp(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, "GLU variants improve transformer").
 
-    gate and up are one matrix: first the F rows of gate, then those of up.
+    gate and up are one matrix: first the F rows of gate, then those of up. (B, S, D) -> (B, S, D).
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], compose: Compose) -> None:
@@ -130,7 +129,6 @@ class SwiGluMlp(nn.Module):
         self.down = modules["mlp.down"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``x`` (B, S, D) to (B, S, D)."""
         return self.compose(_swiglu, self.down, self.gate_up(x))
 
 
@@ -143,7 +141,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """A transformer block. Attention and MLP each have a norm, before or after them.
+    """A transformer block, (B, S, D) -> (B, S, D). Attention and MLP have a norm before or after.
 
         before      x = x + attention(norm(x)),  then  x + mlp(norm(x))
         parallel    x + attention(norm(x)) + mlp(norm(x))
@@ -177,7 +175,6 @@ class Block(nn.Module):
         self.multiplier = config.residual_multiplier
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        """Map ``x`` (B, S, D) to (B, S, D)."""
         attention = partial(self.attention, inputs=inputs)
         attention_dropout = partial(self.attention_dropout, samples=inputs.samples)
         mlp_dropout = partial(self.mlp_dropout, samples=inputs.samples)
@@ -197,7 +194,8 @@ class Block(nn.Module):
         if len(parts) <= 1:
             y: Tensor = self.mlp(x)
             return y
-        # The backward of a part computes it again, so only one of them has its intermediates.
+        # The backward of a part computes it again, so only one of them has its intermediates. There
+        # is no random state to restore, because dropout masks are functions of the sample.
         recomputed = partial(checkpoint, self.mlp, use_reentrant=False, preserve_rng_state=False)
         return torch.cat([recomputed(part) for part in x.split(parts, dim=1)], dim=1)
 
@@ -235,7 +233,7 @@ class GPT(nn.Module):
         config: the shape of the complete model.
         chunks: indices into the flat list of layers, consecutive in each chunk; if omitted, one
             chunk has all layers.
-        seed: the seed of the run, which determines dropout masks.
+        seed: of the run; it determines dropout masks.
         recomputation: what the recomputed blocks compute again in backward instead of keeping it:
             nothing, cheap operations ("selective"; see ``recomputation.py``), or everything after
             the block's input ("full" and "full_offloaded"; Chen et al. 2016).
@@ -316,7 +314,7 @@ class GPT(nn.Module):
         inputs = self._inputs(x, samples, documents, sequence)
         for name in (str(index - 1) for index in layers if 0 < index < last):
             block = self.blocks[name]
-            if name in self.fully_recomputed and self.training:
+            if name in self.fully_recomputed and self.training:  # an evaluation has no backward
                 with self.inputs_in_host_memory():
                     x = checkpoint(block, x, inputs, use_reentrant=False, preserve_rng_state=False)
             else:

@@ -93,5 +93,6 @@ def _fill_rows(
 
 def _draw_block(seed: int, name: str, block: int, rows: int, width: int, scale: float) -> Tensor:
     key = hashlib.sha256(f"weights/{seed}/{name}/{block}".encode()).digest()
+    # On the CPU: a GPU's generator draws other numbers from the same seed.
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
     return torch.empty(rows, width).normal_(0.0, scale, generator=generator)

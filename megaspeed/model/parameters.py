@@ -67,12 +67,10 @@ class Row:
 
     @property
     def rows(self) -> int:
-        """Rows of the weight."""
         return sum(self.sections.values())
 
     @property
     def is_norm(self) -> bool:
-        """Whether the module is a norm."""
         return self.columns is None
 
 
@@ -86,12 +84,10 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        """Full name."""
         return f"{self.layer}.{self.row.name}.{self.kind}"
 
     @property
     def shape(self) -> Shape:
-        """Full shape."""
         rows, columns = self.row.rows, self.row.columns
         return (rows,) if self.is_bias or columns is None else (rows, columns)
 
@@ -103,7 +99,6 @@ class Parameter:
 
     @property
     def is_bias(self) -> bool:
-        """Whether it is a bias."""
         return self.kind == "bias"
 
     @property
@@ -120,7 +115,6 @@ class Parameter:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the full shape."""
         return math.prod(self.shape)
 
 
@@ -333,6 +327,7 @@ def training_flops_per_token(config: ModelConfig, sequence_length: int) -> float
     A backward costs twice the forward. Recomputed operations are not counted, so MFU compares
     useful work.
     """
+    # Without the embedding, which has no matrix product.
     return 3.0 * sum(forward_flops_per_token(config, sequence_length)[1:])
 
 

@@ -51,7 +51,7 @@ def recomputing(cheap: Callable[[Tensor], Any], costly: Callable[..., Tensor], x
         cheap: returns a tensor or a tuple of tensors, the arguments of ``costly``. It must return
             the same bits if it is called again in backward. Its parameters must have their values.
         costly: may save tensors that it computes; they are kept.
-        x: is kept until backward.
+        x: kept until backward.
     """
     if not torch.is_grad_enabled():
         return keeping(cheap, costly, x)
@@ -73,7 +73,6 @@ class _Recomputation:
         self._tensors: dict[int, Tensor] = {}
 
     def then(self, costly: Callable[..., Tensor]) -> Tensor:
-        """Run both forwards."""
         with saved_tensors_hooks(self._place_within, self._tensor_at):
             results = self._results()
         # An address identifies a result while ``results`` holds it, thus until ``costly`` ends.
@@ -103,7 +102,7 @@ class _Recomputation:
             return place
         if place not in self._tensors:
             self._compute_again()
-        return self._tensors.pop(place)
+        return self._tensors.pop(place)  # each is used once, so memory is freed during backward
 
     def _compute_again(self) -> None:
         saved: list[Tensor] = []

@@ -131,12 +131,10 @@ class Timeline:
         self._last: tuple[int, list[tuple[Any, Part, object]]] | None = None
 
     def begin(self, step: int) -> None:
-        """Time this step."""
         self._step, self._now = step, ("host", None)
         self._marks = [(self._moment(), *self._now)]
 
     def end(self) -> None:
-        """Stop timing at the end of the step."""
         if self._step is not None:
             self._marks.append((self._moment(), "host", None))
             self._last = (self._step, self._marks)
@@ -198,6 +196,7 @@ class Timeline:
     def _moment(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
+        # The host's clock would time launches, which end long before the kernels.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

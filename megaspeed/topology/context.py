@@ -240,7 +240,7 @@ class ParallelContext:
             for name, group in groups.items():
                 on_host = name == "checkpoint"
                 check_group(name, group, launch.rank, torch.device("cpu") if on_host else device)
-        except BaseException:
+        except BaseException:  # also a stop signal: no ``with`` block closes the groups yet
             _abort_groups()
             raise
         return cls(
@@ -311,7 +311,6 @@ class ParallelContext:
         return group
 
     def rank_along(self, axis: Axis) -> int:
-        """The index of this rank in its group along ``axis``."""
         return self.grid.index_along(self.rank, axis)
 
     @property
@@ -384,7 +383,7 @@ def _prepare_process(grid: Grid, launch: LaunchEnvironment) -> torch.device:
     os.environ.update(compiler_threads(launch, os.environ))
     os.environ.update(gloo_interface(launch, os.environ))
     allow_open_files(launch.rank, launch.world_size)
-    use_one_worker()
+    use_one_worker()  # before the first gloo group
     if not on_gpu:
         return torch.device("cpu")
     visible = torch.cuda.device_count()

@@ -104,8 +104,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 def device_named(name: str) -> Device:
     """The accelerator of that name. Case is ignored.
 
-    Raises:
-        DeviceError: the table does not list it. The message has the nearest name and all names.
+    Raises DeviceError, with the nearest name and all names, if the table does not list it.
     """
     device = DEVICES.get(name.lower())
     if device is None:

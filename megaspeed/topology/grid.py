@@ -109,7 +109,6 @@ class Grid:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks, pp * dp * cp * tp."""
         return self.pp * self.dp_cp * self.tp
 
     def rank_of(self, coordinates: Coordinates) -> int:
@@ -163,7 +162,6 @@ class Grid:
         return rank // self._stride(axis) % self.size_along(axis)
 
     def size_along(self, axis: Axis) -> int:
-        """The number of ranks on ``axis``."""
         size: int = self.replicate if axis == "replica" else getattr(self, axis)
         return size
 

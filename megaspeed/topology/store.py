@@ -37,6 +37,7 @@ def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
     connection = connect(launch, timeout_seconds)
     if not agent_keeps_the_store():
         return connection
+    # The agent's store still has the keys of earlier attempts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"/worker/attempt_{attempt}", connection)
 
@@ -68,7 +69,7 @@ def connect(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
             port,
             is_master=listens,
             timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
+            wait_for_workers=False,  # the ranks wait in the meeting, which names who is missing
             multi_tenant=True,
         )
     except RuntimeError as error:  # torch's own DistError is one
