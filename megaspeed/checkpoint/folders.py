@@ -92,13 +92,12 @@ class CheckpointFolder:
     root: Path
 
     def path(self, step: int) -> Path:
-        """The path of the checkpoint of ``step``."""
         return self.root / checkpoint_name(step)
 
     def begin(self, step: int) -> Path:
         """An empty folder for the save of ``step``. Removes the remains of an earlier attempt."""
         self.root.mkdir(parents=True, exist_ok=True)
-        flush_folder(self.root.parent)
+        flush_folder(self.root.parent)  # else a loss of power may remove the new folder's name
         writing = self.root / (checkpoint_name(step) + TEMPORARY)
         _remove(writing)
         _remove(self.root / (checkpoint_name(step) + _DELETING))
@@ -106,19 +105,13 @@ class CheckpointFolder:
         return writing
 
     def commit(self, writing: Path) -> Path:
-        """Rename a save to its final name. All its files must be written and flushed.
+        """Rename a save to its final name, and return it. All its files must be flushed.
 
-        Replaces an older checkpoint of the same step.
-
-        Returns:
-            The checkpoint.
-
-        Raises:
-            OSError: the save could not be renamed.
+        Replaces an older checkpoint of the same step. Raises OSError if it cannot be renamed.
         """
         checkpoint = writing.with_name(writing.name.removesuffix(TEMPORARY))
         flush_folder(writing)
-        replaced = _set_aside(checkpoint)
+        replaced = _set_aside(checkpoint)  # a folder cannot be renamed onto one that has files
         try:
             writing.rename(checkpoint)
         except OSError:
@@ -127,7 +120,7 @@ class CheckpointFolder:
             raise
         flush_folder(self.root)
         if replaced is not None:
-            discard(replaced)
+            discard(replaced)  # only now, because the new name is on the disk
         return checkpoint
 
     def newest_first(self) -> list[Path]:
@@ -151,6 +144,7 @@ class CheckpointFolder:
             if keep_every > 0 and (step_named(checkpoint.name) or 0) % keep_every == 0:
                 continue
             with contextlib.suppress(OSError):
+                # A killed removal must not leave a part of a folder with the name of a checkpoint.
                 aside = _set_aside(checkpoint)
                 removed.append(checkpoint)
                 if aside is not None:
@@ -198,11 +192,7 @@ class CheckpointFolder:
 def locate(path: Path) -> list[Path]:
     """The checkpoints at a path that a user names, newest first, complete or not.
 
-    Returns:
-        The checkpoints; an empty list if a folder of checkpoints has none.
-
-    Raises:
-        CheckpointError: ``path`` is not a checkpoint, a folder of checkpoints or a run folder.
+    Raises CheckpointError if it is not a checkpoint, a folder of checkpoints or a run folder.
     """
     try:
         return [path] if _is_checkpoint(path) else _folder_of_checkpoints(path).newest_first()
@@ -282,7 +272,6 @@ class FileDigest:
 
     @classmethod
     def of(cls, content: bytes) -> "FileDigest":
-        """The digest of a file with this content."""
         return cls(len(content), Checksum(content).hexdigest())
 
     @classmethod

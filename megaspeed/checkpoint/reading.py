@@ -144,8 +144,7 @@ def read_pieces(
 def load_model(checkpoint: Path) -> GPT:
     """The model with the checkpoint's master weights, in evaluation mode and without gradients.
 
-    The files are read directly into the parameters. A tied head is the embedding. Raises
-    CheckpointError if it cannot be read.
+    Raises CheckpointError if it cannot be read.
     """
     config = RunState.read(checkpoint).model_section()
     with torch.device("meta"):

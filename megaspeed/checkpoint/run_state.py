@@ -70,7 +70,6 @@ class Layout(Section):
 
     @property
     def grid(self) -> Grid:
-        """The degrees."""
         return Grid(self.pp, self.dp, self.tp, self.replicate, self.cp)
 
     def __str__(self) -> str:
@@ -157,7 +156,6 @@ class RunState(Section):
             raise _invalid(RUN_STATE, "config.model", error) from error
 
     def to_bytes(self) -> bytes:
-        """The content of the file."""
         return (self.model_dump_json(indent=2) + "\n").encode()
 
     @classmethod

@@ -249,7 +249,6 @@ class Piece:
 
     @property
     def box(self) -> Box:
-        """The part of the logical tensor."""
         return Box(self.offsets, tuple(self.values.shape))
 
 

@@ -100,7 +100,7 @@ class Saver:
                 self.group, lambda: self._finish(writing, written, state), CheckpointError
             )
         except CheckpointError:
-            if rank == 0:
+            if rank == 0:  # all ranks have ended their files: they raise this error together
                 discard(writing)
             raise
 
@@ -195,7 +195,7 @@ def _complete(
     with _hashed_file(folder / INDEX, files) as stream:
         pickle.dump(index, stream)
     files |= write_files(folder, {RUN_STATE: state.to_bytes(), **beside})
-    write_manifest(folder, files)
+    write_manifest(folder, files)  # last: a folder with a manifest is complete
     return sum(digest.size_bytes for digest in files.values())
 
 

@@ -36,20 +36,13 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class LoaderShape:
-    """How the rows of a step are divided.
+    """How the rows of a step are divided."""
 
-    Attributes:
-        micro_batch_size: rows of one micro-batch on one dp rank.
-        gradient_accumulation_steps: micro-batches of one step.
-        dp_rank, dp_size: this rank on the data-parallel axis.
-        part: the tokens of each row that this rank keeps.
-    """
-
-    micro_batch_size: int
-    gradient_accumulation_steps: int
+    micro_batch_size: int  # rows of one micro-batch on one dp rank
+    gradient_accumulation_steps: int  # micro-batches of one step
     dp_rank: int
     dp_size: int
-    part: SequencePart = WHOLE
+    part: SequencePart = WHOLE  # the tokens of each row that this rank keeps
 
     @property
     def train_batch_size(self) -> int:
@@ -203,7 +196,6 @@ class TrainingLoader:
         return self._ahead.get(key).to(self._device)
 
     def close(self) -> None:
-        """End the background thread, if there is one."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -220,6 +212,7 @@ class TrainingLoader:
         if micro_batch + 1 < self._shape.gradient_accumulation_steps:
             return samples_consumed, micro_batch + 1
         following = samples_consumed + self._shape.train_batch_size
+        # A shard that is missing would block the thread, and with it the end of the run.
         arrived = not any(shard.is_missing for shard in self.shards(following))
         return (following, 0) if arrived else None
 

@@ -51,6 +51,7 @@ def permuted(index: int, size: int, key: bytes) -> int:
     Different keys give unrelated permutations.
     """
     assert 0 <= index < size, (index, size)
+    # Halves of equal size, so that each round can exchange them.
     half_bits = ((size - 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1
     round_keys = struct.unpack(f"<{_ROUNDS}Q", hashlib.sha512(key).digest())
@@ -71,42 +72,26 @@ def shuffled(draw: int, sequences: int, key: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a sample's tokens are.
+    """Where a sample's tokens are."""
 
-    Attributes:
-        component: the component's number in the mixture, from 0.
-        draw: number of earlier samples from that component.
-        sequence: the sequence's number in the component, counted over all its files.
-        file: the file's number in the component, from 0.
-        first_token: where the row of S + 1 tokens begins in that file.
-    """
-
-    component: int
-    draw: int
-    sequence: int
-    file: int
-    first_token: int
+    component: int  # its number in the mixture, from 0
+    draw: int  # how many earlier samples are from that component
+    sequence: int  # its number in the component, counted over all files
+    file: int  # its number in the component, from 0
+    first_token: int  # where the row of S + 1 tokens begins in that file
 
 
 @dataclass(frozen=True)
 class TrainingOrder:
-    """Maps sample index to place, for the training stream.
+    """Maps sample index to place, for the training stream."""
 
-    Attributes:
-        mixing: the order of components.
-        keys: for each component, ``data.seed`` and its fingerprint, which select the order of its
-            sequences.
-        first_sequences: for each component, the number of the first sequence in each file, then the
-            number of all sequences.
-        sequence_length: S, tokens.
-        in_order: for each component, whether its files are read one after another.
-    """
-
-    mixing: Mixing
+    mixing: Mixing  # the order of components
+    # Of each component: ``data.seed`` and its fingerprint, which select the order of its sequences.
     keys: tuple[str, ...]
+    # Of each component: the number of the first sequence in each file, then that of all sequences.
     first_sequences: tuple[list[int], ...]
-    sequence_length: int
-    in_order: tuple[bool, ...]
+    sequence_length: int  # S, tokens
+    in_order: tuple[bool, ...]  # of each component: whether its files are read one after another
 
     @classmethod
     def of(cls, mixture: Mixture, seed: int, sequence_length: int) -> Self:

@@ -85,7 +85,7 @@ def _call(
     """Return the answer, or the error for all ranks and its cause on this rank."""
     try:
         return make(), None, None
-    except BaseException as cause:
+    except BaseException as cause:  # also Ctrl-C, because other ranks wait for this answer
         return None, kind.of(cause), cause
 
 

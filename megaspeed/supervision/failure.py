@@ -143,6 +143,7 @@ class RankLog:
             stream = self._file or sys.__stderr__ or sys.stderr
             faulthandler.dump_traceback(stream, all_threads=True)
 
+        # A disk that does not respond blocks every write, so a thread of its own waits for it.
         writer = threading.Thread(target=write, name="watch: stacks", daemon=True)
         writer.start()
         writer.join(_SECONDS_TO_WRITE_STACKS)
@@ -274,6 +275,7 @@ class Failures:
 
     def _report(self, error: Exception) -> None:
         text = describe_failure(error, self._grid, self._rank)
+        # A lost connection is an effect: the rank that has failed reports the cause.
         silent = self._wait_for_other_reports(error)
         if self.claim():
             for rank in silent:

@@ -60,6 +60,7 @@ class Survey:
 
     def seconds_of_a_hang(self, store: dist.Store, timeout: float) -> float | None:
         """How long the run has made no progress; None if it does not hang. Does not wait."""
+        # This process did not run, and perhaps others did not either, so all clocks start again.
         if time.monotonic() - self._last_call > self._period + SUSPENDED_SECONDS:
             self._heartbeats.clear()
             self._last_progress = time.monotonic()
@@ -74,6 +75,7 @@ class Survey:
                 self._progress[rank], self._last_progress = progress, now
             timeouts = max(timeouts, own_timeouts)
         late = [rank for rank in self._ranks if now - self._heartbeats[rank][1] > timeout]
+        # A rank that has ended writes no heartbeat either.
         if any(not store.check([f"ended {rank}"]) for rank in late):
             return timeout
         seconds = now - self._last_progress

@@ -116,7 +116,7 @@ def end_with_parent(parent: int) -> None:
     thread that started this process counts, too.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it ended before the kernel was asked, which then sends nothing
         os.kill(os.getpid(), signal.SIGTERM)
 
 

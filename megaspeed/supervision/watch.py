@@ -125,7 +125,7 @@ class Watch:
         self._is_silent = False  # the store does not answer, but may not have ended
         self._earlier_pipe = -1
         self._signals, self._wakeup = os.pipe()
-        os.set_blocking(self._wakeup, False)
+        os.set_blocking(self._wakeup, False)  # set_wakeup_fd requires it
         self._threads = [
             threading.Thread(target=self._run_first_thread, name="watch", daemon=True),
             threading.Thread(target=self._exchange_heartbeats, name="watch: store", daemon=True),
@@ -153,6 +153,7 @@ class Watch:
         failed = self.failures.known.is_set()
         self._report_end(_SECONDS_TO_SEE_THE_END if failed else _SECONDS_TO_FINISH)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        # A thread that still runs may use them.
         if not self._threads[0].is_alive():
             os.close(self._signals)
             os.close(self._wakeup)

@@ -37,7 +37,8 @@ class Watchdog:
     """
 
     def __init__(self, name: str) -> None:
-        # In a session of its own, it gets no signals of the terminal.
+        # In a session of its own, it gets no signals of the terminal. With -I and -S, it starts
+        # without site-packages and the user's variables, so these cannot break it.
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), name]
         self._process = subprocess.Popen(
             command,
@@ -48,6 +49,7 @@ class Watchdog:
         )
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
+        # A watchdog that was stopped reads nothing. A full pipe must not block the watch.
         os.set_blocking(self._pipe.fileno(), False)
 
     def beat(self, doing: str, seconds: float) -> None:
@@ -72,7 +74,7 @@ def watch(process: int, name: str) -> None:
     # A scheduler may signal all processes. The rank then saves, and must be watched until it ends.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # not one of the ignored signals
     limit, doing, silent = math.inf, "", 0.0
     while os.getppid() == process and silent < limit:
         if select.select([_STANDARD_INPUT], [], [], _PERIOD_SECONDS)[0]:

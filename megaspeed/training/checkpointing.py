@@ -110,9 +110,8 @@ class Checkpointing:
     def save(self, progress: Progress) -> None:
         """Save the state of the run between two steps.
 
-        With ``training.async_save``, this waits for an earlier save that is still in progress,
-        enqueues the copies of the state to host memory, and returns. Only the saving thread waits
-        for the GPU.
+        With ``training.async_save``, this waits for an earlier save, enqueues the copies of the
+        state to host memory, and returns. Only the saving thread waits for the GPU.
         """
         start = time.perf_counter()
         state = self._state(progress)
@@ -120,7 +119,7 @@ class Checkpointing:
         if self._background is None:
             self._finished.append(self._saver.save(pieces, state))
             return
-        self._wait()
+        self._wait()  # the save before still reads the host memory that the copies overwrite
         copies, wait_for_copies = self._host_copy.take(pieces)
         stall = time.perf_counter() - start
 
@@ -245,7 +244,6 @@ class Checkpointing:
 
 
 def data_identity(corpus: PreparedCorpus) -> DataIdentity:
-    """The properties of the prepared data that determine the tokens of each sample."""
     return DataIdentity(
         corpus=corpus.fingerprint,
         tokenizer=corpus.tokenizer_fingerprint or NOT_STATED,
@@ -255,7 +253,6 @@ def data_identity(corpus: PreparedCorpus) -> DataIdentity:
 
 
 def layout_of(run: Run) -> Layout:
-    """The layout of a run, as a checkpoint stores it."""
     return Layout(
         **dataclasses.asdict(run.grid),
         zero_stage=run.zero_stage,

@@ -101,7 +101,6 @@ class Compilation:
         callback_handler.register_end_callback(self._end)
 
     def compile_blocks(self, model: GPT) -> None:
-        """Compile the forward of each block, in place."""
         for block in model.blocks.values():
             block.forward = self.compiled(block.forward)
 

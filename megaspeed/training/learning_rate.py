@@ -96,7 +96,7 @@ def _cosine_ratio(params: WarmupCosineLRParams, iteration: int, steps: int) -> f
 
 
 def _warmup_steps(params: WarmupParams) -> int:
-    return max(2, params.warmup_num_steps)
+    return max(2, params.warmup_num_steps)  # as in DeepSpeed, which divides by ln(W)
 
 
 def _warmup_fraction(params: WarmupParams, iteration: int) -> float:

@@ -124,7 +124,6 @@ class MetricsFile:
         self._unwritten = b""
 
     def write(self, metrics: Metrics) -> None:
-        """Append one object."""
         self._unwritten += json.dumps(json_value(metrics)).encode() + b"\n"
         with contextlib.suppress(OSError):
             self._write()

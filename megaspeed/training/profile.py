@@ -89,7 +89,6 @@ class Profile:
         """A line about the traces: where they are, and which ranks have none."""
 
     def covers(self, step: int) -> bool:
-        """Return whether the step is profiled."""
         return step in self._steps
 
     @contextlib.contextmanager

@@ -24,7 +24,6 @@ from megaspeed.topology.context import ParallelContext
 
 
 def tensor_axis(run: Run, context: ParallelContext) -> TensorAxis:
-    """The tensor axis of this rank."""
     return TensorAxis(
         group=context.tp_group,
         rank=context.tp_rank,
@@ -35,7 +34,6 @@ def tensor_axis(run: Run, context: ParallelContext) -> TensorAxis:
 
 
 def context_axis(run: Run, context: ParallelContext) -> ContextAxis:
-    """The context axis of this rank."""
     return ContextAxis(
         group=context.cp_group,
         rank=context.cp_rank,
@@ -47,7 +45,7 @@ def context_axis(run: Run, context: ParallelContext) -> ContextAxis:
 
 def plain_model(run: Run, chunks: Sequence[range] | None = None) -> GPT:
     """These chunks of layers of the run's model on the meta device; all layers if omitted."""
-    with torch.device("meta"):
+    with torch.device("meta"):  # a rank may not have memory for all layers
         return GPT(
             run.config.model,
             chunks=chunks,

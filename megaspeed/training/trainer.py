@@ -82,8 +82,7 @@ class TrainingSummary:
     """How the run ended."""
 
     last_step: StepMetrics  # metrics of the last step
-    # the last validation since this start; None if there was none
-    last_validation: ValidationMetrics | None
+    last_validation: ValidationMetrics | None  # since this start
     skipped_steps: int  # number of skipped steps of the run, including steps before it was resumed
     tokens: int  # predicted tokens since this start
     seconds: float  # training time since this start
@@ -149,8 +148,9 @@ class Trainer:
         failure = self._inputs.wait_for_tokens(begin.samples, self._tokens_failed)
         if isinstance(failure, Exception):
             raise failure
-        self._stop.can_save = True
+        self._stop.can_save = True  # before this, a signal ends the run: nothing is trained yet
         while progress.step < self._run.steps and stopped_by is None:
+            # The first step also opens connections, and loads kernels.
             timeouts = START_UP_TIMEOUTS if progress is begin else 1.0
             step = progress.step + 1
             with activity.during(f"step {step}", timeouts=timeouts), self._profile.step(step):

@@ -135,7 +135,6 @@ class StepInputs:
         )
 
     def close(self) -> None:
-        """End the thread that reads ahead, if there is one."""
         self._loader.close()
 
 
@@ -201,6 +200,7 @@ class Worker:
         assert isinstance(last, OptimizerStep)
         self._links = self._connect()
         if self._links is not None:
+            # torch's flight recorder has no messages of gloo, which a report of a hang needs.
             context.activity.pending = self._links.pending
         self._losses: dict[int, Tensor] = {}
         compiles, self.uncompiled_reason = agree_to_compile(run, context)
@@ -224,11 +224,7 @@ class Worker:
     ) -> StepResult:
         """Run one optimizer step on the micro-batches that ``load`` returns.
 
-        Args:
-            load: micro-batch index -> this data rank's rows.
-            learning_rate: the rate of this step.
-            stop: the stop signal that this process has received, read when the gradients of this
-                step are reduced.
+        ``stop`` is read when the gradients of this step are reduced.
         """
         executor = self.compute_gradients(load)
         return self.update_weights(executor, learning_rate, stop)
@@ -253,7 +249,7 @@ class Worker:
         """Take the optimizer step with the gradients that ``compute_gradients`` has reduced."""
         with executor.executing(OptimizerStep()):
             signal_number = 0 if stop is None else stop.received or 0
-            timeline = self.context.timeline.pop_seconds()
+            timeline = self.context.timeline.pop_seconds()  # of an earlier step: does not wait
             notes = (peak_memory(self.context.device), signal_number, *timeline)
             outcome = self.engine.step(executor.loss_sum, learning_rate, notes)
         self._losses = executor.losses
@@ -295,6 +291,7 @@ class Worker:
         found = found or {0: torch.tensor([[-math.inf], [0.0]]).expand(2, size)}
         own = torch.cat([*found.values()], dim=1).flatten()
         ranks = all_gather_numbers([*own], context.world_group, context.device)
+        # Of equal logits, the smallest id: the layout must not decide.
         best = (max((rank[n], -rank[size + n]) for rank in ranks) for n in range(size))
         return [-int(token) for _, token in best]
 
