@@ -299,7 +299,6 @@ class ConsoleObserver(Observer):
         self._first_step_seconds = 0.0  # it also compiles, so the remaining time does not count it
 
     def step(self, metrics: StepMetrics) -> None:
-        """Record the step."""
         self._write(metrics)
         is_first = metrics.step == self.begin.step + 1
         if is_first:
@@ -310,7 +309,6 @@ class ConsoleObserver(Observer):
             self._print(describe_resumed(self.begin, metrics))
 
     def compiled(self, seconds: float) -> None:
-        """Print how long rank 0 has compiled."""
         self._print(f"compiled the blocks and the loss in {seconds:.1f} s, part of the first step")
 
     def parts(self, metrics: PartMetrics) -> None:
@@ -324,11 +322,9 @@ class ConsoleObserver(Observer):
             self._print(describe_slow_rank(metrics, self.run.grid))
 
     def profiled(self, step: int, trace: str) -> None:
-        """Print where the trace of the profiled steps is."""
         self._print(f"step {step:>6}  profile: {escape(trace)}")
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        """Record and print an evaluation."""
         self._write(metrics)
         self._print(
             f"step {metrics.step:>6}  validation loss {metrics.validation_loss:.4f}  "
@@ -336,7 +332,6 @@ class ConsoleObserver(Observer):
         )
 
     def sampled(self, metrics: SampleMetrics) -> None:
-        """Record the samples, and print a line for each."""
         self._write(metrics)
         for prompt, text in metrics.samples:
             line = f"step {metrics.step:>6}  sample {prompt!r}: {text!r}"
@@ -345,7 +340,6 @@ class ConsoleObserver(Observer):
             self._print(escape(shown.decode(self.console.encoding)))
 
     def stopping(self, stopped_by: str, step: int) -> None:
-        """Print why the run ends early."""
         steps = self.run.steps
         self._print(f"step {step:>6}  stopped by {stopped_by} after {step} of {steps} steps")
 
@@ -354,7 +348,6 @@ class ConsoleObserver(Observer):
         self.check_folder()
 
     def saved(self, report: SaveReport) -> None:
-        """Print that a checkpoint was saved, or why it was not."""
         self._print(describe_save(report))
 
     def _times(self, step: int) -> str:

@@ -136,7 +136,6 @@ class ResumeOptions:
 
     @classmethod
     def of(cls, options: Namespace) -> Self:
-        """Read the options from a parsed command line."""
         return cls(
             source=options.resume,
             fresh=options.fresh,

@@ -45,7 +45,6 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
         return self.step.total
 
     @property
@@ -127,7 +126,6 @@ class Forecast:
             yield "training.allow_tf32 is not predicted: the time is that of fp32"
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures as JSON values."""
         names = ("seconds", "interval_seconds", "tokens_per_second", "mfu", "mfu_causal")
         figures = picked(self, *names, "communication_fraction", "warnings")
         return {**figures, "terms_seconds": self.step.terms}

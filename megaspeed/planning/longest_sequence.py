@@ -25,7 +25,6 @@ class LongestSequence:
     peak_bytes: int  # predicted peak of the tensors of the fullest rank
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
         return {
             **picked(self.settings, "pp", "dp", "cp", "tp"),
             **picked(self, "tokens", "peak_bytes"),

@@ -43,16 +43,13 @@ class Variant:
 
     @property
     def run(self) -> Run:
-        """The resolved run."""
         return self.forecast.run
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of a step."""
         return self.forecast.seconds
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
         run, parallel = self.run, self.run.config.parallel
         return {
             **picked(run.grid, "pp", "dp", "cp", "tp", "replicate"),
@@ -91,7 +88,6 @@ class WhatIf:
         return list(found.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
         figures = picked(self, "too_large", "least_peak_bytes")
         return {**figures, "layouts": [variant.as_json() for variant in self.variants]}
 

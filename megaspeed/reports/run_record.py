@@ -65,7 +65,6 @@ class RunRecord:
 
     @property
     def steps(self) -> np.ndarray:
-        """The recorded steps."""
         return self.curves["loss"].steps
 
     @property

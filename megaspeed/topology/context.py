@@ -240,7 +240,7 @@ class ParallelContext:
             for name, group in groups.items():
                 on_host = name == "checkpoint"
                 check_group(name, group, launch.rank, torch.device("cpu") if on_host else device)
-        except BaseException:  # also a stop signal: no ``with`` block closes the groups yet
+        except BaseException:  # also Ctrl-C: no ``with`` block has the groups yet
             _abort_groups()
             raise
         return cls(

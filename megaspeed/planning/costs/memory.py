@@ -49,7 +49,6 @@ class MemoryBytes:
 
     @property
     def total(self) -> int:
-        """All categories together."""
         # Not astuple, which copies deeply: a plan calls this a hundred thousand times.
         states = self.parameters + self.gradients + self.optimizer_states
         return states + self.activations + self.communication_buffers
@@ -78,6 +77,7 @@ def model_states(run: Run, axis: DataAxis, *, on_host: bool = False) -> MemoryBy
     # The sums over the shards, which replicas compress.
     sums = [bucket.part for bucket in axis.compressed if not bucket.is_sent_compressed]
     gradients += sum(sums) * BYTES_OF["fp32"]
+    # DeepSpeed pads the flat tensor of each bucket, of which the parameters are views.
     held = sum(bucket.elements for bucket in buckets)
     if axis.persistent is not None:
         is_elsewhere = zero.offloads_parameters and not on_host

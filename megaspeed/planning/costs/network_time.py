@@ -64,7 +64,6 @@ class Network:
 
     @cached_property
     def placement(self) -> Placement:
-        """The ranks on the nodes."""
         return Placement(self.work.grid, self.cluster.gpus_per_node)
 
     @property
@@ -262,7 +261,7 @@ class Network:
         beside = reduced if work.reduces_in_backward else 0.0
         computing = work.blocks_of_stages[stage] * work.micro_batches * (forward + backward)
         first, last = group, reduce if beside else 0.0
-        if work.gather_policy == "chunks":
+        if work.gather_policy == "chunks":  # without a gather ahead, each hold waits for a layer
             first *= len(holds)
         if waits is None and work.gather_policy == "chunks":
             late = [group / together - (forward if hold.forward else backward) for hold in holds]

@@ -94,11 +94,9 @@ class Placement:
         return math.ceil(self.grid.world_size / self.gpus_per_node)
 
     def along(self, axis: TrafficAxis) -> AxisPlacement:
-        """Return the groups of one axis."""
         return _along(self.grid, axis, self.gpus_per_node)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the numbers of all axes as JSON values."""
         names: tuple[Axis, ...] = (*AXES, "shard", "replica") if self.grid.is_hybrid else AXES
         axes = {axis: self.along(axis).as_json() for axis in names}
         return {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "axes": axes}

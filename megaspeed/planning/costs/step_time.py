@@ -102,7 +102,6 @@ class LayerTime:
 
     @property
     def forward(self) -> float:
-        """Seconds of a forward."""
         return sum(self.forward_parts) + self.host / 2
 
     @property
@@ -112,7 +111,6 @@ class LayerTime:
 
     @property
     def both(self) -> float:
-        """Seconds of a forward and a backward."""
         return self.forward + self.backward
 
     @property
@@ -150,12 +148,10 @@ class StepTime:
 
     @property
     def terms(self) -> dict[str, float]:
-        """Name -> seconds."""
         return {name: getattr(self, name) for name in _TERMS}
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return sum(self.terms.values())
 
     @property
@@ -225,7 +221,6 @@ class Rates:
         self.width = work.element_bytes
 
     def layers(self) -> Layers:
-        """The time of each kind of layer."""
         return Layers(self.embedding(), self.block(), self.head())
 
     def step(self, layers: Layers, *, simulates: bool = False) -> StepTime:
@@ -271,7 +266,6 @@ class Rates:
         return _linear_seconds(product, (self.rate, self.memory, processors, self.width))
 
     def block(self) -> LayerTime:
-        """One block."""
         work = self.work
         products = block_products(work.model, work.tokens, work.grid.tp)
         linear = map(sum, zip(*map(self.linear, products), strict=True))

@@ -105,7 +105,6 @@ class Workload:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The shape of the step."""
         return Pipeline(
             schedule=self.schedule,
             stages=self.grid.pp,
@@ -143,7 +142,6 @@ class Workload:
         return BYTES_OF[self.precision]
 
     def parameters_of_rank(self, stage: int) -> float:
-        """Return the parameters of a rank of this stage."""
         model = self.model
         table = model.vocab_size * model.hidden_size
         ends = (stage == 0) + (stage == self.grid.pp - 1)
@@ -203,6 +201,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         gradient_bytes=gradient_bytes,
         sent_share=compressed_share(run, 0),
         attention=FLASH_ATTENTION_2 if is_fused else None,
+        # The copies of full_offloaded run beside the computation.
         recomputation="full" if parallel.recomputes_fully else parallel.activation_checkpointing,
         recomputed_share=min(1.0, recomputed / largest),
         sequence_parallel=run.sequence_parallel,
@@ -251,5 +250,4 @@ def _of_row(row: Row, tokens: int, tp: int) -> Product:
 
 @lru_cache(maxsize=1024)
 def block_parameters(model: ModelConfig) -> int:
-    """Return the parameters of a block."""
     return sum(p.elements for p in parameters_of(model, range(1, 2)).values())
