@@ -83,7 +83,7 @@ class OwnedRange(NamedTuple):
     length: int  # elements without padding; may be 0 at ZeRO-3
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # keys of dictionaries: lists have no hash
 class Bucket:
     """Parameters whose gradients are reduced together."""
 

@@ -43,7 +43,7 @@ def turns_of(pipeline: Pipeline, stage: int) -> Iterator[Turn]:
     return zip([None, *passes[:-1]], passes, [*passes[1:], None], strict=True)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # keys of dictionaries: lists have no hash
 class Gather:
     """Parameters that are gathered, held and freed together; there may be none.
 

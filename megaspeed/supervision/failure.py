@@ -111,6 +111,7 @@ class RankLog:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Each line is written at once, because the rank may be killed at any time.
             self._file = self._path.open("a", buffering=1, encoding="utf-8", errors="replace")
         except OSError:
             return

@@ -234,7 +234,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # compiled, the sum is a new tensor
             ctx.mark_dirty(x)
         return start_all_reduce(x, axis).wait()
 

@@ -52,7 +52,7 @@ class Activity:
         """Returns descriptions of the messages that this rank waits for."""
         self.on_begin: Callable[[str, object], None] | None = None
         """Called with the phase and the piece of work, before the work begins."""
-        self._phases: tuple[str, ...] = ()
+        self._phases: tuple[str, ...] = ()  # not a list: another thread may read it meanwhile
         self._work: object = None
 
     @contextmanager

@@ -22,7 +22,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.model_states import Fragment
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # keys of a dictionary: == of tensors is no bool
 class CompressedGradients:
     """What a compressor reads: the gradients of a bucket, or their sum over the shards."""
 

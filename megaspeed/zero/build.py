@@ -190,5 +190,6 @@ def _owned_elements(
         shard = shards[local.name]
         width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1
         later_copy = local.group == "tied" and not context.is_first_pipeline_stage
+        # The first stage counts a tied weight, so the last one does not.
         owned[local.name] = 0 if later_copy else shard.owned_rows * width
     return owned

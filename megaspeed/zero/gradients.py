@@ -293,7 +293,7 @@ class Gradients:
             bucket.is_compressed = compressed is not None and self._compresses
         for parameter, total in self._sums.items():
             if self._bucket_of[parameter].plan.reduction.added_by == "autograd":
-                parameter.grad = total
+                parameter.grad = total  # autograd adds in place to a gradient that is there
 
     def _take(self, parameter: nn.Parameter) -> None:
         """Called by autograd when the gradient of one micro-batch is in ``parameter.grad``."""

@@ -24,7 +24,7 @@ _SLAB_BYTES = 256 << 20
 a power of two (2.13, CachingHostAllocator.h)."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # found in a list by identity: == of tensors is no bool
 class _Held:
     """An input that a backward will need."""
 
