@@ -290,7 +290,7 @@ def within_a_bucket(
     assert zero.reduce_bucket_size is not None, "a resolved run states it"
     most = zero.reduce_bucket_size if most is None else most
     if run.zero_stage == 3:
-        # DeepSpeed would split a larger group, which a bucket is (0.19.8, stage3.py:1210).
+        # DeepSpeed would split a larger group, which a bucket is (zero/stage3.py:1210).
         most = min(most, run.grid.shard * zero.sub_group_size)
     return neighbours(sizes, most, alone)
 

@@ -162,7 +162,7 @@ class Links:
         may call this method.
         """
         on_gpu = self._device.type != "cpu"
-        use_device(self._device)  # of the other thread, whose current GPU would be GPU 0
+        use_device(self._device)  # another thread's current GPU would be GPU 0
         if all(work.is_completed() for work in self._works) if on_gpu else not self._is_waiting:
             return []
         return self._in_flight

@@ -153,7 +153,7 @@ class Watch:
         failed = self.failures.known.is_set()
         self._report_end(_SECONDS_TO_SEE_THE_END if failed else _SECONDS_TO_FINISH)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # A thread that still runs may use them.
+        # A thread that still runs may use the pipe.
         if not self._threads[0].is_alive():
             os.close(self._signals)
             os.close(self._wakeup)

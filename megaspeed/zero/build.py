@@ -57,15 +57,17 @@ def deepspeed_json(run: Run) -> dict[str, Any]:
         json.pop(key, None)
     json["train_micro_batch_size_per_gpu"] = run.batch.micro_batch_size
     json["gradient_accumulation_steps"] = 1
-    # DeepSpeed asserts that this is micro-batch x accumulation x data degree (config.py:602).
+    # DeepSpeed 0.19.8 asserts that this is micro-batch x accumulation x data degree
+    # (runtime/config.py:602).
     json["train_batch_size"] = run.batch.micro_batch_size * run.grid.shard
-    # Otherwise DeepSpeed refuses to offload an AdamW that is not its own (engine.py:2344).
+    # Otherwise it refuses to offload an AdamW that is not its own (runtime/engine.py:2344).
     json["zero_force_ds_cpu_optimizer"] = False
     json["zero_allow_untested_optimizer"] = True
     json["timers"] = {"throughput": {"enabled": False}}
     zero = json["zero_optimization"]
     zero["stage"] = max(1, run.zero_stage)
-    # zero.Init would replace torch's F.linear in the whole process (partition_parameters.py:419).
+    # zero.Init would replace torch's F.linear in the complete process
+    # (runtime/zero/partition_parameters.py:419).
     zero["memory_efficient_linear"] = False
     zero["contiguous_gradients"] = zero["overlap_comm"] = False
     if not run.config.zero_optimization.offloads_parameters:
@@ -136,7 +138,7 @@ def build_engine(
     def partition(layer: nn.Module) -> None:
         if run.zero_stage == 3:
             # Init takes no group from ``mpu``: without one, it partitions over all ranks
-            # (partition_parameters.py:1093).
+            # (runtime/zero/partition_parameters.py:1093).
             group = context.shard_group
             deepspeed.zero.Init(
                 layer, data_parallel_group=group, config_dict_or_path=json, dtype=dtype, mpu=mpu

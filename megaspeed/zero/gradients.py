@@ -106,7 +106,7 @@ class Gradients:
         self.fragments = tuple(chain(*fragments))
         """Views of this rank's reduced gradients, without padding."""
         # DeepSpeed takes the flat tensor of this class as it is. From a list, it would make a copy
-        # (stage_1_and_2.py:2904, 3107).
+        # (0.19.8, runtime/zero/stage_1_and_2.py:2904, 3107).
         self._partitions = [
             [bucket.partition]
             if partitions_parameters(optimizer)

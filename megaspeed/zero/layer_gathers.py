@@ -193,7 +193,7 @@ class LayerGathers:
     def _add_hooks(self, model: GPT) -> None:
         modules = iter(model.layer_modules())
         for chunk, indices in enumerate(model.chunks):
-            # The range is first: ``zip`` would lose the item that it takes of ``modules`` in vain.
+            # The range is first. Otherwise ``zip`` would take one more layer, and lose it.
             for index, layer in zip(range(len(indices)), modules, strict=False):
                 is_embedding = chunk == index == 0 and model.embedding is not None
                 embedding = self._embedding[0] if is_embedding else None
