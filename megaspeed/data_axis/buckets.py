@@ -10,12 +10,17 @@ weights, which ZeRO partitions:
     ZeRO 1, 2      [ a | b | c | padding ]    shard r owns the r-th of equal parts
     ZeRO 3         [ a_r | b_r | c_r ]        shard r owns the r-th of equal parts of a, b, c
 
-ZeRO-0 and 1 keep complete gradients, and reduce them once a step: after the last backward or, with
-``overlap_comm``, during it. ZeRO-2 and 3 do the same with ``gradient_reduction: per_step``, or if
-there is one shard. Otherwise a rank keeps only its partition. Each backward reduces its gradients
-(``per_micro_batch``), or the last backward of a visit reduces those of the visit (``per_visit``).
-If a step would then reduce norms and biases several times, their gradients are added up in the
-layout of the message, and reduced once. The sum is small, and saves many collectives.
+Between micro-batches, a rank keeps
+
+    ZeRO   gradient_reduction   matrices    reduced by                norms and biases
+    0, 1   per_step             complete    ``ReduceGradients``       complete, by the same
+    2, 3   per_step             complete    ``ReduceGradients``       complete, by the same
+    2, 3   per_visit            partition   last backward of visits   packed, by the last backward
+    2, 3   per_micro_batch      partition   each backward             packed, by the last backward
+
+With one shard, all keep complete gradients. With ``overlap_comm``, the last backward of the step
+reduces complete gradients while it computes. Packed gradients are added up in the layout of the
+message. This sum is small, and saves many collectives; if a step reduces only once, there is none.
 """
 
 from bisect import bisect_left
@@ -45,7 +50,7 @@ class Reduction:
     """What adds a gradient to what is kept. Autograd can, if both have one type and the sum is
     ``parameter.grad``."""
     collected: End  # backwards that end this take the gradients of a bucket, to pack or send them
-    when: End | Literal["after"]  # backwards that end this reduce; or an instruction after the last
+    when: End | Literal["after"]  # backwards that end this reduce; after: ``ReduceGradients`` does
     overlaps: bool  # whether the backward continues meanwhile
     computed: Precision  # of a parameter's gradient until it is collected; the head's has ``total``
     total: Precision  # of what is kept, and of the partition, unless this is on the host

@@ -42,7 +42,7 @@ def int8_parts(run: Run, bucket: Bucket) -> Iterator[Int8Part]:
 def powersgd_matrix(own: OwnedRange, rank: int) -> tuple[int, int, int]:
     """Return (elements before it, rows, columns) of the complete rows in a range of a matrix.
 
-    There are no rows if the two factors, rank x (rows + columns), are not smaller than they are.
+    There are 0 rows if the two factors would have as many elements: rank x (rows + columns).
     """
     columns = own.parameter.shape[1]
     before = -own.start % columns  # elements of a row that begins on another rank

@@ -1,1 +1,1 @@
-"""The GPT as plain ``torch.nn``: nothing here is distributed."""
+"""The GPT as plain ``torch.nn``: nothing here communicates."""

@@ -130,7 +130,8 @@ class Executor:
         return functools.reduce(torch.add, self.losses.values()) if self.losses else None
 
     def run(self, program: Iterable[Instruction]) -> None:
-        """Execute a ``stage_program`` in order. Only its ``OptimizerStep`` is left to the caller.
+        """Execute a ``stage_program`` in order, but not its ``OptimizerStep``: the caller takes
+        that step, within ``executing``.
 
         ``program`` may look at the rank after each instruction, before it yields the next one.
         """

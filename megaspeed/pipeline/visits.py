@@ -63,8 +63,8 @@ def ends_of(pipeline: Pipeline, stage: int) -> Mapping[Compute, End]:
 def holds_of(pipeline: Pipeline, stage: int) -> tuple[Hold, ...]:
     """What ZeRO-3 holds for the visits of a stage, in the order of the gathers.
 
-    With ``gathers`` "chunks_ahead", a chunk is gathered when the visit before it begins, unless the
-    stage would then hold all its chunks. Empty if the stage does not gather chunks.
+    With "chunks_ahead", a chunk is gathered when the visit before it begins, unless the stage would
+    then hold all its chunks. Empty if the stage does not gather chunks.
     """
     if pipeline.gather_policy == "layers":
         return ()

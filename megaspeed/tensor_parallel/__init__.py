@@ -1,1 +1,3 @@
-"""Tensor parallelism: layers, collectives, and ``parallelize``, which applies them to a GPT."""
+"""Layers that are split over the tensor axis, attention over the context axis, their collectives,
+and ``parallelize``, which applies them to a GPT.
+"""

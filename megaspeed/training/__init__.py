@@ -1,1 +1,1 @@
-"""The training loop, its optimizer and learning rate, what it measures, and the main job."""
+"""The training loop: its optimizer, learning rate and checkpoints, and what it measures."""

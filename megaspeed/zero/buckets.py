@@ -104,8 +104,8 @@ class Reducer:
 
         Args:
             bucket: with gradients.
-            last: whether the step has no more gradients of the bucket, so that the replicas can sum
-                its partition as soon as it is reduced.
+            last: whether the replicas sum its partition as soon as it is reduced, because the step
+                has no more gradients of it. Otherwise ``receive`` does that.
         """
         how = bucket.plan.reduction
         if how.replica_axis is None and bucket.is_compressed:

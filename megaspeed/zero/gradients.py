@@ -8,8 +8,8 @@ r"""Adds up the gradients of a step, and reduces them, as the plan states for ea
 The gradient of the head's weight comes from the forward of the loss instead (``sum_of``).
 
 What is compressed (``compression``) is the complete gradient or, with several shards and replicas,
-the sum over the shards. It starts as the feedback, which is what the previous step has not sent.
-What this step does not send stays in it until ``end_step`` copies it to the feedback:
+the sum over the shards. A step begins with the feedback in it: what the steps before have not sent.
+The reduction leaves in it what this step has not sent, which ``end_step`` copies to the feedback:
 
     feedback --x loss scale--> gradient --autograd adds, reduce--> what was not sent --> feedback
                                                    \-> partition: the mean
