@@ -55,10 +55,12 @@ class DataAxis:
     @cached_property
     def gathers_after_step(self) -> Sequence[Gather]:
         """What the shards gather once a step, because the optimizer has changed it: at ZeRO-1 and 2
-        each bucket, at ZeRO-3 what stays gathered, when the first pass of the next step begins.
+        each bucket, in the order in which a forward needs them, beside the next forward; at ZeRO-3
+        what stays gathered, when the first pass of the next step begins.
         """
         if self.persistent is not None:
             return [self.persistent]
+        order = {parameter.name: index for index, parameter in enumerate(self.parameters)}
         return [
             Gather(
                 parameters=bucket.parameters,
@@ -66,7 +68,7 @@ class DataAxis:
                 element_bytes=self._split[1],
                 axis=bucket.reduction.axis,
             )
-            for bucket in self.buckets
+            for bucket in sorted(self.buckets, key=lambda each: order[each.parameters[0].name])
             if bucket.shards > 1
         ]
 

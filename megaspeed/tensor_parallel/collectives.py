@@ -90,7 +90,7 @@ _Axis = TypeVar("_Axis", bound=GroupAxis)
 _Collective = Callable[[Tensor, _Axis], Tensor]
 
 # torch 2.13 deprecates the old names of these two collectives; torch 2.11 has only the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # torch.compile translates a collective to these operations only if the wait follows at once. Called
@@ -127,7 +127,7 @@ def start_all_gather(part: Tensor, axis: GroupAxis) -> Pending:
     if torch.compiler.is_compiling():
         return Pending(_compiled.all_gather_into_tensor(part, axis.size, axis.name), None, axis)
     full = part.new_empty((len(part) * axis.size, *part.shape[1:]))
-    return Pending(full, _all_gather(full, part, group=axis.group, async_op=True), axis)
+    return Pending(full, all_gather_tensor(full, part, group=axis.group, async_op=True), axis)
 
 
 def start_reduce_scatter(full: Tensor, axis: GroupAxis) -> Pending:

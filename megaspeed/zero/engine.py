@@ -38,6 +38,7 @@ from megaspeed.zero.model_states import (
     Fragment,
     StateFragment,
     check_places,
+    gather_parameters,
     load_state,
     parameter_fragments,
     state_fragments,
@@ -48,12 +49,14 @@ from megaspeed.zero.reductions import (
     all_gather_numbers,
     first_non_finite,
 )
+from megaspeed.zero.step_gathers import StepGathers
 from megaspeed.zero.workarounds import (
     drop_gradient_partitions,
     keep_parameter_views,
     remove_module_hooks,
     stay_at_the_smallest_scale,
     use_norm,
+    without_gathers,
 )
 
 Counters = dict[str, float]
@@ -105,6 +108,7 @@ class ZeroEngine:
         self._loss_scale = loss_scale
         self._axis = axis
         self._gathers: LayerGathers | None = None
+        self._step_gathers: StepGathers | None = None
         self.non_finite_parameter: str | None = None
         """This rank's first parameter with a non-finite gradient in the last step, if any."""
         stay_at_the_smallest_scale(self.optimizer)
@@ -118,6 +122,9 @@ class ZeroEngine:
             engine.module.inputs_in_host_memory = HostInputs().hooks
         if run.zero_stage == 3:
             self._gathers = LayerGathers(engine.module, context, axis)
+        elif axis.gathers_after_step:
+            flat = self.optimizer.bit16_groups_flat
+            self._step_gathers = StepGathers(engine.module, flat, context, axis)
         parameters = dict(self.module.named_parameters())
         self.gradients = Gradients(self.optimizer, run, axis, context, parameters)
         # Gradients of the weight that this rank shares with another pipeline stage.
@@ -248,7 +255,10 @@ class ZeroEngine:
         loss_scale = float(self.optimizer.loss_scale)  # of this step: the scaler may change it
         self.gradients.hand_over()
         use_norm(self.optimizer, scaled_norm)  # the step clips to ``gradient_clipping`` by it
-        self.optimizer.step()
+        with without_gathers():
+            self.optimizer.step()
+        if self._step_gathers is not None and not self.optimizer.overflow:
+            self._step_gathers.start()
         self.gradients.end_step(taken=not self.optimizer.overflow)
         return StepOutcome(
             grad_norm=scaled_norm / loss_scale,
@@ -257,11 +267,26 @@ class ZeroEngine:
             notes=[report[2:] for report in reports],
         )
 
+    def finish_gathers(self) -> None:
+        """Wait until every parameter has the value of the last step, as forwards do by layer.
+
+        Call it before parameters are read between two steps.
+        """
+        if self._step_gathers is not None:
+            self._step_gathers.finish()
+
+    def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(full name, copy of the complete tensor shard) of each parameter; a collective."""
+        self.finish_gathers()
+        return gather_parameters(self.module)
+
     def state_fragments(self) -> Iterator[StateFragment]:
         """This rank's master weights and moments, to read or to write between two steps."""
+        self.finish_gathers()
         return state_fragments(self.optimizer, self._axis, self._context)
 
     def parameter_fragments(self) -> Iterator[Fragment]:
+        self.finish_gathers()
         return parameter_fragments(self.module, self._axis, self._context)
 
     def load_state(self, steps_taken: int) -> None:
@@ -269,6 +294,7 @@ class ZeroEngine:
 
         A collective over the data axis; see ``model_states.load_state``.
         """
+        self.finish_gathers()
         load_state(self.optimizer, steps_taken)
         self.gradients.steps_taken = steps_taken
         if self._gathers is not None:

@@ -16,6 +16,7 @@ import deepspeed.ops
 import torch
 from deepspeed.runtime import compiler
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger
@@ -187,6 +188,22 @@ def keep_parameter_views(optimizer: Any) -> None:
     """
     if not partitions_parameters(optimizer):
         optimizer._update_model_bit16_weights = lambda group_index: None
+
+
+@contextmanager
+def without_gathers() -> Iterator[None]:
+    """A step of a stage-1 or -2 optimizer within this block gathers no parameters.
+
+    runtime/zero/stage_1_and_2.py:3155: DeepSpeed gathers all buckets at the end of its step, one
+    after the other, and waits. ``step_gathers`` gathers them beside the next forward. Outside of
+    the block, DeepSpeed still gathers them when a checkpoint was loaded (line 3178).
+    """
+    original = stage_1_and_2.all_gather_dp_groups
+    stage_1_and_2.all_gather_dp_groups = lambda **_buckets: None
+    try:
+        yield
+    finally:
+        stage_1_and_2.all_gather_dp_groups = original
 
 
 def remove_module_hooks(engine: Any) -> None:

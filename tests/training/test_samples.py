@@ -30,7 +30,6 @@ from megaspeed.training.metrics import SampleMetrics
 from megaspeed.training.samples import write_samples
 from megaspeed.training.trainer import Trainer
 from megaspeed.training.worker import Worker
-from megaspeed.zero.model_states import gather_parameters
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, LLAMA, merge, short_documents, tiny_corpus, tiny_run
@@ -67,7 +66,7 @@ def train(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> Sample
         worker = Worker(run, context)
         trainer = Trainer(worker, corpus, Checkpointing(worker, corpus), stop, record)
         trainer.train(Progress())
-        record.last_weights = dict(gather_parameters(worker.engine.module))
+        record.last_weights = dict(worker.engine.gather_parameters())
         record.graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return record
 

@@ -18,7 +18,6 @@ from megaspeed.model.gpt import GPT
 from megaspeed.supervision.process_end import STOP_SIGNALS
 from megaspeed.topology.activity import START_UP_TIMEOUTS
 from megaspeed.training.trainer import Trainer
-from megaspeed.zero.model_states import gather_parameters
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
 from tests.training.recorded import Record, before_updates, receive, train
@@ -269,7 +268,7 @@ def poison_and_watch(trainer: Trainer, record: Record, *, steps: tuple[int, ...]
     poison(trainer, record, rank=0, name="blocks.0.mlp.up.bias", steps=steps)
 
     def look() -> None:
-        record.weights.append(dict(gather_parameters(trainer.worker.engine.module)))
+        record.weights.append(dict(trainer.worker.engine.gather_parameters()))
         record.timeouts.append(trainer.worker.context.activity.timeouts)
 
     before_updates(trainer, look)

@@ -23,7 +23,6 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.rank_model import context_axis
 from megaspeed.training.worker import StepResult, Worker
 from megaspeed.zero.engine import ZeroEngine
-from megaspeed.zero.model_states import gather_parameters
 from tests.support.machine import limit
 from tests.support.tiny import merge, tiny_run
 
@@ -91,7 +90,7 @@ class OneRank:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights with which the rank computes, by full parameter name."""
-        return dict(gather_parameters(self.engine.module))
+        return dict(self.engine.gather_parameters())
 
 
 def small_run(text: Path, **changes: Any) -> Run:

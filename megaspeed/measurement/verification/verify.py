@@ -46,7 +46,7 @@ from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepInputs, Worker
-from megaspeed.zero.model_states import Fragment, gather_parameters
+from megaspeed.zero.model_states import Fragment
 
 _TIMEOUT_SECONDS = 300.0
 
@@ -189,7 +189,7 @@ def gather_gradients(worker: Worker) -> LogicalTensors | None:
 
 def gather_weights(worker: Worker) -> LogicalTensors | None:
     """The parameters that the model computes with, on rank 0 (None elsewhere)."""
-    local = {name: value.float().cpu() for name, value in gather_parameters(worker.engine.module)}
+    local = {name: value.float().cpu() for name, value in worker.engine.gather_parameters()}
     return _gather(worker, local)
 
 

@@ -164,12 +164,13 @@ class Network:
             waits: seconds by which collectives of chunks lengthen a simulated step; if None, they
                 are estimated.
 
-        ZeRO-1 and 2 have a reduce-scatter, and an all-gather of parameters after the step, each for
-        every bucket. ZeRO-3 gathers each layer in the forward and in the backward of each
-        micro-batch, and reduces its gradients (Rajbhandari et al. 2020, section 7). Small blocks
-        are gathered together (``gathered_together``). The group that is last in one pass and first
-        in the next one is gathered once for both. So if one group has all blocks, it is gathered
-        once a step. If a stage has several chunks, each is gathered for its visits (``_chunks``).
+        ZeRO-1 and 2 have a reduce-scatter and an all-gather for every bucket. The gathers run
+        beside the first forward of the next step. ZeRO-3 gathers each layer in the forward and in
+        the backward of each micro-batch, and reduces its gradients (Rajbhandari et al. 2020,
+        section 7). Small blocks are gathered together (``gathered_together``). The group that is
+        last in one pass and first in the next one is gathered once for both. So if one group has
+        all blocks, it is gathered once a step. If a stage has several chunks, each is gathered for
+        its visits (``_chunks``).
 
         Replicas all-reduce their partition of the gradients once a step, for every bucket. At
         ZeRO-0, all data ranks are replicas.
@@ -212,6 +213,8 @@ class Network:
             reduction = _beside(reduction, blocks * backward, buckets)
         weights = parameters * work.element_bytes
         gather = buckets * self.collective("shard", "all_gather", weights / buckets)
+        if self.overlaps:
+            gather = _beside(gather, blocks * forward, buckets)
         return work.reductions * reduction + gather
 
     @property
@@ -327,13 +330,14 @@ def _added(communication: float, computation: float) -> float:
     return communication - together + SLOWDOWN_BY_OVERLAP * together
 
 
-def _beside(reduction: float, backward: float, buckets: int) -> float:
-    """Return the seconds that reductions add to a backward beside which they run.
+def _beside(collectives: float, passes: float, buckets: int) -> float:
+    """Return the seconds that the collectives of all buckets add to passes beside which they run.
 
-    The last one is of the layers that the backward reaches last, so nothing hides it.
+    Nothing hides one of them: the last reduction is of the layers that a backward reaches last, and
+    the first gather of those that a forward begins with.
     """
-    last = reduction / buckets
-    return last + _added(reduction - last, backward)
+    alone = collectives / buckets
+    return alone + _added(collectives - alone, passes)
 
 
 def closed_form(

@@ -22,7 +22,6 @@ from megaspeed.planning.costs.traffic import Traffic
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepInputs, StepResult, Worker
-from megaspeed.zero.model_states import gather_parameters
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import LLAMA, short_documents, tiny_corpus, tiny_run
@@ -52,7 +51,7 @@ def train_zero(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> T
         worker = Worker(run, context)
         inputs = StepInputs(run, corpus, context)
         results = [_step(worker, inputs, step) for step in range(STEPS)]
-        return _trained(results, dict(gather_parameters(worker.engine.module)))
+        return _trained(results, dict(worker.engine.gather_parameters()))
 
 
 def train_baseline(launch: LaunchEnvironment, row: ComparedRow, corpus: PreparedCorpus) -> Trained:
