@@ -151,6 +151,8 @@ def _races_without_joins(
     ("file", "case"),
     [
         ("zero/layer_gathers", "zero3"),
+        ("zero/step_gathers", "zero1"),
+        ("zero/step_gathers", "zero2-small-buckets"),
         ("zero/buckets", "zero3"),
         ("zero/buckets", "zero2-overlap"),
         ("zero/buckets", "zero3-replicas-overlap"),

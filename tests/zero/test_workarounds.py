@@ -25,7 +25,7 @@ from deepspeed import comm
 from deepspeed.accelerator import real_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.runtime.zero import partitioned_param_coordinator, stage_1_and_2
 from deepspeed.runtime.zero import utils as zero_functions
 from deepspeed.utils import logger
 from torch import Tensor, nn
@@ -223,6 +223,43 @@ def test_without_keeping_its_views_a_step_visits_every_parameter(
     (kept, same), _ = pool.run(2, calls_of_python_code, run, corpus)
     assert visits - kept == len(parameters_of(run.config.model))
     assert all(torch.equal(weight, same[name]) for name, weight in made.items())
+
+
+# --- gathers_in_the_step --------------------------------------------------------------------------
+
+
+def gathers_of_deepspeed(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, prevented: bool
+) -> tuple[int, dict[str, Tensor]]:
+    """Return (how often DeepSpeed's step gathers all parameters, the weights after two steps)."""
+    calls = 0
+    gather = stage_1_and_2.all_gather_dp_groups
+
+    def count(**buckets: Any) -> None:
+        nonlocal calls
+        calls += 1
+        gather(**buckets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_1_and_2, "all_gather_dp_groups", count)
+        if not prevented:
+            patch.setattr(engine, "without_gathers", nullcontext)
+        with one_rank(launch, run, corpus) as rank:
+            for step in range(2):
+                rank.train_step(step)
+            return calls, rank.weights()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_without_this_deepspeed_gathers_all_parameters_in_its_step(
+    pool: RankPool, text: Path, cache: Path, stage: int
+) -> None:
+    run = small_run(text, dp=2, zero_optimization={"stage": stage})
+    corpus = tiny_corpus(run, cache)
+    (gathers, once), _ = pool.run(2, gathers_of_deepspeed, run, corpus, False)
+    (others, same), _ = pool.run(2, gathers_of_deepspeed, run, corpus, True)
+    assert (gathers, others) == (2, 0)
+    assert all(torch.equal(weight, same[name]) for name, weight in once.items())
 
 
 # --- no_compilation -------------------------------------------------------------------------------
