@@ -228,8 +228,8 @@ class ZeroEngine:
         """Clip by the global norm and take an optimizer step, on all ranks or on none.
 
         DeepSpeed divides the gradients by loss scale and clipping, updates this rank's master
-        weights with AdamW, and copies them to its parameters. At ZeRO-1 and 2 it then gathers all
-        parameters.
+        weights with AdamW, and copies them to its parameters. At ZeRO-1 and 2, the parameters are
+        gathered beside the next forward.
 
         The host reads from the device only here, unless a number is not finite or the optimizer is
         offloaded.
