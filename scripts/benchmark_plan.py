@@ -281,6 +281,7 @@ def _workload(row: Row, recomputed_share: float) -> Workload:
         recomputed_share=recomputed_share,
         sequence_parallel=row["fact_sp"] == "True" and tp > 1,
         overlaps_dp=overlaps,
+        overlaps_gathers=False,  # few sources say whether they do that
         reductions=micro_batches if stage == 3 else 1,
         bucket_bytes=bucket,
     )

@@ -68,10 +68,14 @@ class Notes:
         self.data: Group = ("dp", tuple(stage * data_ranks + d for d in range(data_ranks)))
         self.world: Group = ("world", tuple(range(stages * data_ranks)))
 
+    def start(self, group: Group, name: str) -> int:
+        """Note an asynchronous collective. Return its position."""
+        self.actions.append(Collective(group, name))
+        return len(self.actions) - 1
+
     def collective(self, group: Group, name: str) -> None:
         """Note an asynchronous collective, and that the compute stream waits for it."""
-        self.actions.append(Collective(group, name))
-        self.actions.append(Wait(len(self.actions) - 1))
+        self.actions.append(Wait(self.start(group, name)))
 
     def batch_isend_irecv(self, messages: list[dist.P2POp]) -> list["NotedWork"]:
         """Replace torch's function. A peer is a pipeline stage, because this fake world is one
@@ -122,10 +126,16 @@ class NotingEngine:
         self._group = group
         self._other_end = other_end
         self._backwards = count()
+        # Gathers of what the step before has changed: the first forward waits for them, as its
+        # layers do one after the other.
+        self._arriving = [notes.start(notes.data, f"gather parameters {n}") for n in range(2)]
 
     def forward(self, x: Tensor, batch: MicroBatch, chunk: int, instead_of_loss: object) -> Tensor:
         micro_batch = f"{int(batch.samples)} of chunk {chunk}"
         self._notes.actions.append(Compute(f"forward {micro_batch}"))
+        while self._arriving:
+            self._notes.actions.append(Wait(self._arriving.pop(0)))
+            self._notes.actions.append(Compute(f"forward {micro_batch}"))
         if self._gathers_layers:
             self._notes.collective(self._notes.data, f"gather for forward {micro_batch}")
         self._notes.actions.append(Compute(f"forward {micro_batch}"))

@@ -213,7 +213,7 @@ class Network:
             reduction = _beside(reduction, blocks * backward, buckets)
         weights = parameters * work.element_bytes
         gather = buckets * self.collective("shard", "all_gather", weights / buckets)
-        if self.overlaps:
+        if self.overlaps and work.overlaps_gathers:
             gather = _beside(gather, blocks * forward, buckets)
         return work.reductions * reduction + gather
 

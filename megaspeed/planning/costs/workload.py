@@ -98,6 +98,7 @@ class Workload:
     sequence_parallel: bool = False
     context_method: ContextMethod | None = None  # None without a context axis
     overlaps_dp: bool = False  # whether gradients are reduced while the backward continues
+    overlaps_gathers: bool = True  # ZeRO-1, 2: whether parameters are gathered beside a forward
     reduces_in_backward: bool = True  # at ZeRO-3 with overlaps_dp; otherwise only gathers overlap
     reductions: int = 1  # of all gradients in a step: 1, or as many as groups or micro-batches
     bucket_bytes: float = math.inf  # of gradients that are reduced together
