@@ -323,10 +323,10 @@ def test_each_module_has_a_test_of_its_name_or_is_listed_with_its_tests() -> Non
         modules, files = (re.findall(r"`([^`]+)`", cell) for cell in row.strip("| ").split("|"))
         listed.update(modules)
         assert files and [name for name in files if not (tests / name).is_file()] == [], row
-    of_another_name = {
+    named_otherwise = {
         str(module.relative_to(package))
         for module in package.rglob("*.py")
         if module.name != "__init__.py"
         and not any((tests / module.relative_to(package).parent).rglob(f"test_{module.name}"))
     }
-    assert listed == of_another_name
+    assert listed == named_otherwise

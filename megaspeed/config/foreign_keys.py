@@ -247,39 +247,38 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
     problems: list[Problem] = []
     _rename(tree, notes, problems)
     _refuse_other_optimizers(tree, problems)
-    chosen: list[KeyPath] = []
-    auto: list[KeyPath] = []
-    refused: list[KeyPath] = []
-    dropped: dict[str, list[KeyPath]] = defaultdict(list)  # by reason
-    kept: dict[str, list[KeyPath]] = defaultdict(list)
+    # What happens to a key -> the reason -> the keys, in the order in which the JSON has them.
+    sorted_keys: dict[str, dict[str, list[KeyPath]]] = defaultdict(lambda: defaultdict(list))
     train, micro, accumulation = (tree.get(key) for key in BATCH_KEYS)
     chooses = micro == "auto" and train not in (None, "auto") and accumulation in (None, "auto")
     zero_stage = _at(tree, ("zero_optimization", "stage")) or 0
     for path in (path for path in paths_in(tree) if path[0] not in _OWN):
         name, value, stages = dotted(path), _at(tree, path), _stages_of(path)
-        is_for_others = bool(stages) and zero_stage not in stages and value is not None
-        for applies, paths in (
-            (str(path[-1]).startswith("_"), dropped["the name of a comment begins with _"]),
-            (chooses and name == BATCH_KEYS[1], chosen),
+        fits_batch = "it follows from the other two numbers of the batch"
+        table = (
+            (str(path[-1]).startswith("_"), "dropped", "the name of a comment begins with _"),
+            (chooses and name == BATCH_KEYS[1], "chosen", ""),
+            (chooses and name == BATCH_KEYS[2], "dropped", fits_batch),
+            (value == "auto" and name in known, "auto", ""),
+            (name in _SIZES and value == 0, "dropped", "0 stands for the default"),
+            (name in NO_EFFECT, "dropped", NO_EFFECT.get(name, "")),
+            (name in REFUSED and _is_off(name, value), "dropped", "this value changes nothing"),
+            (name in REFUSED, "refused", ""),
             (
-                chooses and name == BATCH_KEYS[2],
-                dropped["it follows from the other two numbers of the batch"],
+                bool(stages) and zero_stage not in stages and value is not None,
+                *("kept", f"it is for ZeRO-{', '.join(map(str, stages))}"),
             ),
-            (value == "auto" and name in known, auto),
-            (name in _SIZES and value == 0, dropped["0 stands for the default"]),
-            (name in NO_EFFECT, dropped[NO_EFFECT.get(name, "")]),
-            (name in REFUSED and _is_off(name, value), dropped["this value changes nothing"]),
-            (name in REFUSED, refused),
-            (is_for_others, kept[f"it is for ZeRO-{', '.join(map(str, stages))}"]),
-        ):
+        )
+        for applies, what, reason in table:
             if applies:
-                paths.append(path)
+                sorted_keys[what][reason].append(path)
                 break
+    auto, dropped, kept = sorted_keys["auto"][""], sorted_keys["dropped"], sorted_keys["kept"]
     notes += (
         f'{dotted(path)} "auto": a run takes the largest size that is predicted to fit'
-        for path in chosen
+        for path in sorted_keys["chosen"][""]
     )
-    for path in refused:
+    for path in sorted_keys["refused"][""]:
         reason = REFUSED[dotted(path)].replace("this number", json.dumps(_at(tree, path)))
         problems.append(Problem(path, f"{dotted(path)} cannot be used here: {reason}"))
     for path in chain(auto, *dropped.values(), (problem.path for problem in problems)):
@@ -287,7 +286,6 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
     notes += (
         f"no effect here: {', '.join(map(dotted, paths))}: {reason}"
         for reason, paths in chain(dropped.items(), kept.items())
-        if paths
     )
     return Accepted(tree, tuple(problems), tuple(notes), tuple(auto))
 

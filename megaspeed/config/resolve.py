@@ -187,9 +187,9 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
         **_learning_rates(config, batch.train_batch_size),
         **_message_sizes(config, grid.tp, world.device_type),
     }
-    of_auto = config if config.train_micro_batch_size_per_gpu == "auto" else None
+    unresolved = config if config.train_micro_batch_size_per_gpu == "auto" else None
     spare_ranks = world.size - grid.world_size
-    return Run(config.changed(keys), name, steps, spare_ranks, stated=of_auto)
+    return Run(config.changed(keys), name, steps, spare_ranks, stated=unresolved)
 
 
 def _gradient_reduction(config: RunConfig) -> GradientReduction:
@@ -228,8 +228,8 @@ def _context_method(config: RunConfig, device_type: str) -> Literal["auto"] | Co
     masks = model.why_mask(device_type, element_bytes) is not None
     both_mask = config.data.reset_at_documents or (window is not None and window < length)
     has_halves = length % (2 * cp) == 0  # as all_gather needs them
-    gathers = has_halves and exchanged > gathered and (both_mask or not masks)
-    return "all_gather" if gathers else "ulysses"
+    is_shorter = has_halves and exchanged > gathered and (both_mask or not masks)
+    return "all_gather" if is_shorter else "ulysses"
 
 
 def _micro_batch_groups(config: RunConfig, batch: Batch) -> int:

@@ -295,10 +295,10 @@ def ranks_divide_sequence(config: RunConfig) -> Iterator[str]:
     parallel, length = config.parallel, config.data.sequence_length
     cp, tp = parallel.context, parallel.tensor
     splits = parallel.sequence_parallel is True and tp > 1
-    gathers = parallel.context_method == "all_gather"
+    gathers_keys = parallel.context_method == "all_gather"
     if parallel.context_method == "auto":
-        gathers = cp not in ulysses_degrees(config.model, tp)
-    runs = 2 if gathers else 1  # with all_gather, one from each half of the sequence
+        gathers_keys = cp not in ulysses_degrees(config.model, tp)
+    runs = 2 if gathers_keys else 1  # with all_gather, one from each half of the sequence
     divisor = cp * (lcm(runs, tp) if splits else runs)
     if length % divisor == 0:
         return
@@ -309,7 +309,7 @@ def ranks_divide_sequence(config: RunConfig) -> Iterator[str]:
             f"sequence; nearest: {nearest(length, tp)}"
         )
         return
-    factors = [f"parallel.context {cp} x 2 (a part of each half for each rank)"] * gathers
+    factors = [f"parallel.context {cp} x 2 (a part of each half for each rank)"] * gathers_keys
     factors += [f"parallel.context {cp} x parallel.tensor {tp}"] * splits
     law = " and by ".join(factors or [f"parallel.context {cp}"])
     yield (

@@ -25,7 +25,7 @@ class Section(BaseModel):
 
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:
-                raise AbsentKey(name)
+                raise AbsentKey(f"{type(self).__name__} has no {name}, whose value was wrong")
             return super().__getattr__(name)
 
     @field_validator("*")

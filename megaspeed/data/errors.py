@@ -6,7 +6,7 @@ from typing import TypeVar
 from megaspeed.config.errors import MOST_LISTED, shortened
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
 
 
 class DataError(ValueError):
@@ -42,13 +42,13 @@ def raise_any(problems: Iterable[str | None]) -> None:
         raise DataError(*found)
 
 
-def for_each(items: Iterable[Item], function: Callable[[Item], Result]) -> list[Result]:
+def for_each(items: Iterable[Item], function: Callable[[Item], Outcome]) -> list[Outcome]:
     """Return the results of ``function`` for all items.
 
     Raises:
         DataError: the problems of all items for which ``function`` raised one.
     """
-    results: list[Result] = []
+    results: list[Outcome] = []
     problems: list[str] = []
     for item in items:
         try:

@@ -28,7 +28,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import nccl_version
 from megaspeed.units import GIB
 
-Result = TypeVar("Result")
+Finding = TypeVar("Finding")
 
 _LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -116,13 +116,13 @@ def take_record(
     return record, run
 
 
-def call_with_timeout(seconds: float, function: Callable[[], Result]) -> Result:
+def call_with_timeout(seconds: float, function: Callable[[], Finding]) -> Finding:
     """Call ``function`` in another thread, because a disk or a driver may hang.
 
     Raises:
         TimeoutError: it has not returned after ``seconds``. Its thread continues in the background.
     """
-    future: Future[Result] = Future()
+    future: Future[Finding] = Future()
 
     def work() -> None:
         try:

@@ -43,10 +43,10 @@ ServiceRecords = Iterator[ServiceRecord]
 """All records. Ends at the end of the run."""
 
 Service = Callable[[Run, int, ServiceRecords], None]
-"""Sends all rows of a run that starts or resumes at a step; called in a separate thread."""
+"""Sends all records of a run that starts or resumes at a step; called in a separate thread."""
 
 
-def write_tensorboard(run: Run, begin: int, rows: ServiceRecords) -> None:
+def write_tensorboard(run: Run, begin: int, records: ServiceRecords) -> None:
     """Write event files to ``tensorboard/`` in the run folder.
 
     TensorBoard hides records of steps after ``begin`` that an earlier start has written.
@@ -55,13 +55,13 @@ def write_tensorboard(run: Run, begin: int, rows: ServiceRecords) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(run.run_dir / TENSORBOARD), purge_step=begin + 1) as writer:
-        for step, values in rows:
+        for step, values in records:
             for name, value in values.items():
                 add = writer.add_text if isinstance(value, str) else writer.add_scalar
                 add(name, value, step)
 
 
-def log_to_wandb(run: Run, begin: int, rows: ServiceRecords) -> None:
+def log_to_wandb(run: Run, begin: int, records: ServiceRecords) -> None:
     """Log a W&B run. W&B's environment variables (``WANDB_PROJECT``, ...) have their usual effect.
 
     A resumed run continues the same W&B run: its id is stored in the run folder.
@@ -92,7 +92,7 @@ def log_to_wandb(run: Run, begin: int, rows: ServiceRecords) -> None:
     ) as logged:
         # Not wandb's own step counter: it drops the steps that a resumed run repeats.
         logged.define_metric("*", step_metric="step")
-        for step, values in rows:
+        for step, values in records:
             texts = {k: wandb.Html(text) for k, text in values.items() if isinstance(text, str)}
             logged.log({"step": step, **values, **texts})
 
@@ -133,11 +133,11 @@ class Reporting:
         self._slow: set[ReportTo] = set()  # the services whose queue was full
         self._senders: dict[ReportTo, tuple[threading.Thread, queue.Queue[ServiceRecord]]] = {}
         for name in dict.fromkeys(run.config.training.report_to):
-            rows: queue.Queue[ServiceRecord] = queue.Queue(_WAITING_RECORDS)
+            waiting: queue.Queue[ServiceRecord] = queue.Queue(_WAITING_RECORDS)
             send = functools.partial(services[name], run, step)
             # A daemon thread, so a service that hangs does not keep the process alive.
-            thread = threading.Thread(target=self._send, args=(name, send, rows), daemon=True)
-            self._senders[name] = thread, rows
+            thread = threading.Thread(target=self._send, args=(name, send, waiting), daemon=True)
+            self._senders[name] = thread, waiting
             thread.start()
 
     def write(self, metrics: Metrics) -> None:
@@ -147,11 +147,12 @@ class Reporting:
             if isinstance(metrics, SampleMetrics):
                 texts = (html.escape(prompt + text) for prompt, text in metrics.samples)
                 values = {f"samples/{n}": f"<pre>{text}</pre>" for n, text in enumerate(texts)}
-            for name, (thread, rows) in self._senders.items():
-                if rows.full() and thread.is_alive():  # a service that failed has a warning already
+            for name, (thread, waiting) in self._senders.items():
+                # A service that failed has a warning already.
+                if waiting.full() and thread.is_alive():
                     self._slow.add(name)
-                elif not rows.full():
-                    rows.put_nowait((metrics.step, values))
+                elif not waiting.full():
+                    waiting.put_nowait((metrics.step, values))
 
     def __enter__(self) -> Self:
         return self
@@ -166,20 +167,23 @@ class Reporting:
                 self._warn(f"{name} was too slow for all records; metrics.jsonl has all")
 
     def _send(
-        self, name: str, send: Callable[[ServiceRecords], None], rows: "queue.Queue[ServiceRecord]"
+        self,
+        name: str,
+        send: Callable[[ServiceRecords], None],
+        waiting: "queue.Queue[ServiceRecord]",
     ) -> None:
         try:
-            send(self._until_closed(rows))
+            send(self._until_closed(waiting))
         except (Exception, SystemExit) as error:
             self._warn(
                 f"{name} receives no more records of this run; training continues, and "
                 f"metrics.jsonl has all: {type(error).__name__}: {error}"
             )
 
-    def _until_closed(self, rows: "queue.Queue[ServiceRecord]") -> ServiceRecords:
+    def _until_closed(self, waiting: "queue.Queue[ServiceRecord]") -> ServiceRecords:
         while True:
             try:
-                yield rows.get(timeout=0.2)
+                yield waiting.get(timeout=0.2)
             except queue.Empty:
                 if self._closing.is_set():
                     return

@@ -28,7 +28,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.measurement.deepspeed_peers import DeepspeedPipeline, HfDeepspeed, Settings
 from megaspeed.measurement.report import Bar, Column, Report, ReportPart, Table
 from megaspeed.measurement.torch_trainers import Ddp, Fsdp2, Plain, refusal
-from megaspeed.measurement.turns import WARM_UP_STEPS, Result, Row
+from megaspeed.measurement.turns import WARM_UP_STEPS, MeasuredRow, Result
 from megaspeed.measurement.verification.comparison import TOLERANCES, relative_difference
 from megaspeed.training.worker import Worker
 from megaspeed.units import Spread, counted, memory_unit, three_digits
@@ -55,7 +55,7 @@ _OWN_WEIGHTS = ("hf-deepspeed",)  # transformers draws its own initial weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contestant(Row):
+class Contestant(MeasuredRow):
     """megaspeed, or a peer with some settings."""
 
     name: str

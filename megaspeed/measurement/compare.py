@@ -37,7 +37,7 @@ from megaspeed.config.resolve import GradientReduction, Run, resolve_run
 from megaspeed.measurement.local_ranks import DeviceType
 from megaspeed.measurement.report import Bar, Column, Report, ReportPart, Table
 from megaspeed.measurement.torch_trainers import Ddp, Fsdp2, refusal
-from megaspeed.measurement.turns import Result, Row, noise_of
+from megaspeed.measurement.turns import MeasuredRow, Result, noise_of
 from megaspeed.measurement.verification.comparison import TOLERANCES, relative_difference
 from megaspeed.measurement.watched_step import RankMeasurement
 from megaspeed.planning.costs.memory import MemoryBytes
@@ -70,7 +70,7 @@ class StageBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedRow(Row):
+class ComparedRow(MeasuredRow):
     """A ZeRO stage of megaspeed, or an engine of torch."""
 
     predicted: Sequence[StageBytes] | None = None  # by pipeline stage; None for torch's engines

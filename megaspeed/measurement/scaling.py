@@ -21,7 +21,7 @@ from megaspeed.config.layout import BATCH_KEYS, World
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.measurement.local_ranks import DeviceType
 from megaspeed.measurement.report import Bar, Column, Report, Table
-from megaspeed.measurement.turns import WARM_UP_STEPS, Result, Row
+from megaspeed.measurement.turns import WARM_UP_STEPS, MeasuredRow, Result
 from megaspeed.topology.activity import PARTS, Part
 from megaspeed.training.profile import PART_LABELS
 from megaspeed.training.worker import Worker
@@ -29,7 +29,7 @@ from megaspeed.units import counted, three_digits
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaledRow(Row):
+class ScaledRow(MeasuredRow):
     """The run on one number of ranks. Only a row that is done has figures."""
 
     @property

@@ -85,7 +85,7 @@ class TimedRank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class MeasuredRow:
     """One way to train, and what its ranks measured once it has taken its turns."""
 
     label: str  # different for every row
@@ -124,7 +124,7 @@ class Row:
         return replace(self, turns=turns, extras=extras)
 
 
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyRow = TypeVar("AnyRow", bound=MeasuredRow)
 
 
 @dataclass(frozen=True, kw_only=True)

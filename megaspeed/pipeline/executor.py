@@ -131,14 +131,13 @@ class Executor:
 
     def run(self, program: Iterable[Instruction]) -> None:
         """Execute a ``stage_program`` in order, but not its ``OptimizerStep``: the caller takes
-        that step, within ``executing``.
+        that step, within ``executing``. At the end of a program, it calls ``finish``.
 
         ``program`` may look at the rank after each instruction, before it yields the next one.
         """
         for instruction in program:
             with self.executing(instruction):
                 self._execute(instruction)
-        self._drain()
 
     @contextmanager
     def executing(self, instruction: Instruction) -> Iterator[None]:
@@ -155,7 +154,8 @@ class Executor:
             note_phase(error, repr(instruction))
             raise
 
-    def _drain(self) -> None:
+    def finish(self) -> None:
+        """Wait for the messages that are in flight."""
         if self._links is not None:
             with self._timeline.part("pipeline"):
                 self._links.finish()
@@ -197,7 +197,7 @@ class Executor:
             return None
         # As late as possible: the messages travel while the stage computes.
         if needed in self._in_flight:
-            self._drain()
+            self.finish()
             self._in_flight = ()
         return self._received.pop(needed)
 

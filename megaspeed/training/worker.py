@@ -248,6 +248,7 @@ class Worker:
     ) -> StepResult:
         """Take the optimizer step with the gradients that ``compute_gradients`` has reduced."""
         with executor.executing(OptimizerStep()):
+            executor.finish()
             signal_number = 0 if stop is None else stop.received or 0
             timeline = self.context.timeline.pop_seconds()  # of an earlier step: does not wait
             notes = (peak_memory(self.context.device), signal_number, *timeline)
@@ -307,6 +308,7 @@ class Worker:
         )
         executor = self._executor(pipeline, load, instead_of_loss)
         executor.run(stage_program(pipeline, self.context.pp_rank))
+        executor.finish()
         return executor
 
     def non_finite(self) -> list[NonFinite]:

@@ -10,7 +10,7 @@ import pytest
 
 from megaspeed.measurement import turns
 from megaspeed.measurement.local_ranks import RanksFailed
-from megaspeed.measurement.turns import Row, Steps, noise_of, take_turns
+from megaspeed.measurement.turns import MeasuredRow, Steps, noise_of, take_turns
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -26,7 +26,10 @@ def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         )
         corpus: Any = None
         return take_turns(
-            [Row(label=label, run=tiny_run(TEXT), make=cast(Any, label)) for label in labels],
+            [
+                MeasuredRow(label=label, run=tiny_run(TEXT), make=cast(Any, label))
+                for label in labels
+            ],
             number,
             corpus,
             Steps(warm_up=1, timed=1, timeout_seconds=1.0),

@@ -199,6 +199,7 @@ def noted(
         executor = Executor(engine, links, pipeline, stage, load=load)
         with torch.set_grad_enabled(pipeline.schedule != "forward_only"):
             executor.run(program)
+            executor.finish()
     notes.collective(notes.world, "loss and norm")
     notes.actions.append(Synchronize())
     return notes.actions

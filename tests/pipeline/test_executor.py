@@ -198,6 +198,7 @@ def run_stage(
         start = time.perf_counter()
         with torch.set_grad_enabled(schedule != "forward_only"):
             executor.run(watched())
+            executor.finish()
         seconds = time.perf_counter() - start
         assert engine.alive() == set()
         return StageRecord(

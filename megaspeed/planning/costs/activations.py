@@ -152,11 +152,11 @@ class Activations:
         sequence, window = run.config.data.sequence_length, model.sliding_window
         # Rows x queries of the mask, whose shape is (rows, 1, queries, S). If keys are gathered,
         # the queries are the rank's own tokens, otherwise all tokens.
-        gathers = self._method == "all_gather"
+        gathers_keys = self._method == "all_gather"
         own = self._n if self._has_documents else sequence // self._context
-        self._queries = own if gathers else own * self._context
+        self._queries = own if gathers_keys else own * self._context
         is_partial = window is not None and window < sequence
-        is_masked = (self._has_documents or gathers or is_partial) and (
+        is_masked = (self._has_documents or gathers_keys or is_partial) and (
             model.why_mask(device_type, self._a) is not None
         )
         self.mask = self._queries * sequence * self._a if is_masked else 0
