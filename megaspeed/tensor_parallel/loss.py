@@ -13,6 +13,7 @@ Liger Kernel (Hsu et al. 2024, section 3.2, "FusedLinearCrossEntropy") does the 
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -191,11 +192,33 @@ class _Loss(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a^T b to ``total``. A product of 16-bit numbers is rounded before it is added in fp32."""
+    """Add a^T b to ``total``. If a product of 16-bit numbers is added in fp32, it is rounded first,
+    and takes memory, unless one kernel multiplies and adds.
+    """
     if total.dtype == a.dtype:
         total.addmm_(a.t(), b)
+    elif _adds_wider(total.device):
+        torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a.t() @ b)
+
+
+@lru_cache
+def _adds_wider(device: torch.device) -> bool:
+    """Whether torch can add a product of 16-bit numbers to fp32 numbers in one kernel.
+
+    torch has this only for GPUs. Earlier versions refuse a sum of another type than the factors
+    (aten/src/ATen/native/cuda/Blas.cpp, ``_addmm_dtype_out_cuda``), so it is tried once.
+    """
+    if device.type != "cuda":
+        return False
+    total = torch.zeros(16, 16, device=device)
+    factor = total.bfloat16()
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _summed(gradient: Tensor, axis: TensorAxis) -> Tensor:

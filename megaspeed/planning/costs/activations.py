@@ -322,11 +322,12 @@ class Activations:
         tokens = tokens_of_a_chunk(self._n, columns)
         logits = tokens * columns * self._a
         weight = columns * self._model.hidden_size
-        # The fp32 copy of the logits, or a product that is added to a gradient of another type.
+        # The fp32 copy of the logits, or a product that is added to a gradient of another type, for
+        # which a GPU needs no memory.
         is_in_place = self._a == _FP32 and not self._is_compiled
         copy = 0 if is_in_place else tokens * columns * _FP32
         is_added = self._run.accumulation_dtype == self._run.precision
-        product = 0 if is_added else weight * self._a
+        product = 0 if is_added or self._on_gpu else weight * self._a
         token_bytes = self._n * _FP32 + tokens * _OF_A_TOKENS_LOSS
         chunk = logits + max(copy, product) + token_bytes
         # The output of the norm, for all tokens, and its gradient, which is kept.
