@@ -203,6 +203,8 @@ _ADAM = {"adam": "Adam", "adamw": "AdamW"}
 _SIZES = ("zero_optimization.sub_group_size", "zero_optimization.reduce_bucket_size")
 """Keys for which 0 would mean that each parameter is sent or updated separately."""
 
+_FOLLOWS = "it follows from the other two numbers of the batch"
+
 _STAGES = {
     "stage3_": (3,),
     "sub_group_size": (3,),
@@ -254,20 +256,17 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
     zero_stage = _at(tree, ("zero_optimization", "stage")) or 0
     for path in (path for path in paths_in(tree) if path[0] not in _OWN):
         name, value, stages = dotted(path), _at(tree, path), _stages_of(path)
-        fits_batch = "it follows from the other two numbers of the batch"
+        is_for_others = bool(stages) and zero_stage not in stages and value is not None
         table = (
             (str(path[-1]).startswith("_"), "dropped", "the name of a comment begins with _"),
             (chooses and name == BATCH_KEYS[1], "chosen", ""),
-            (chooses and name == BATCH_KEYS[2], "dropped", fits_batch),
+            (chooses and name == BATCH_KEYS[2], "dropped", _FOLLOWS),
             (value == "auto" and name in known, "auto", ""),
             (name in _SIZES and value == 0, "dropped", "0 stands for the default"),
             (name in NO_EFFECT, "dropped", NO_EFFECT.get(name, "")),
             (name in REFUSED and _is_off(name, value), "dropped", "this value changes nothing"),
             (name in REFUSED, "refused", ""),
-            (
-                bool(stages) and zero_stage not in stages and value is not None,
-                *("kept", f"it is for ZeRO-{', '.join(map(str, stages))}"),
-            ),
+            (is_for_others, "kept", f"it is for ZeRO-{', '.join(map(str, stages))}"),
         )
         for applies, what, reason in table:
             if applies:

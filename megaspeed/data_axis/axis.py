@@ -60,7 +60,7 @@ class DataAxis:
         """
         if self.persistent is not None:
             return [self.persistent]
-        order = {parameter.name: index for index, parameter in enumerate(self.parameters)}
+        needed_in_order = dict.fromkeys(self.bucket_of[each.name] for each in self.parameters)
         return [
             Gather(
                 parameters=bucket.parameters,
@@ -68,7 +68,7 @@ class DataAxis:
                 element_bytes=self._split[1],
                 axis=bucket.reduction.axis,
             )
-            for bucket in sorted(self.buckets, key=lambda each: order[each.parameters[0].name])
+            for bucket in needed_in_order
             if bucket.shards > 1
         ]
 

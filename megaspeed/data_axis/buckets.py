@@ -215,10 +215,9 @@ def buckets_of(run: Run, parameters: LocalParameters, matrix_reduction: Reductio
     for members, elements in parameters.groups:
         first = members[0]
         sizes = elements if padded == 1 else [_ceil(each, padded) for each in elements]
-        most: int | None = sum(sizes)
-        head = None
+        most, head = sum(sizes), None
         if run.grid.dp_cp > 1 and (run.grid.is_hybrid or not first.is_compressed):
-            most = None
+            most = bucket_elements(run)
             # Until it is reduced, the head's gradient may have another type than the others.
             is_apart = matrix_reduction.keeps == "partition"
             head = next((i for i, each in enumerate(members) if each.is_head and is_apart), None)
@@ -285,18 +284,19 @@ def _reduction_of_vectors(run: Run, matrix_reduction: Reduction) -> Reduction:
     return replace(matrix_reduction, keeps="packed", when="step")
 
 
+def bucket_elements(run: Run) -> int:
+    """Return ``reduce_bucket_size``: the most elements of a bucket of several parameters."""
+    elements = run.config.zero_optimization.reduce_bucket_size
+    assert elements is not None, "a resolved run states it"
+    return elements
+
+
 def within_a_bucket(
-    run: Run, sizes: Sequence[int], most: int | None = None, alone: int | None = None
+    run: Run, sizes: Sequence[int], most: int, alone: int | None = None
 ) -> list[range]:
-    """Return ranges of neighbours, which are reduced together: those with at most ``most``
-    elements, by default ``reduce_bucket_size``. See ``neighbours``.
-    """
-    zero = run.config.zero_optimization
-    assert zero.reduce_bucket_size is not None, "a resolved run states it"
-    most = zero.reduce_bucket_size if most is None else most
+    """Return the ``neighbours`` that are reduced together, with at most ``most`` elements."""
     if run.zero_stage == 3:
-        # DeepSpeed would split a larger group, which a bucket is (zero/stage3.py:1210).
-        most = min(most, run.grid.shard * zero.sub_group_size)
+        most = min(most, run.grid.shard * run.config.zero_optimization.sub_group_size)
     return neighbours(sizes, most, alone)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megaspeed.config.resolve import Run
-from megaspeed.data_axis.buckets import Bucket, OwnedRange, within_a_bucket
+from megaspeed.data_axis.buckets import Bucket, OwnedRange, bucket_elements, within_a_bucket
 
 
 class Int8Part(NamedTuple):
@@ -26,14 +26,12 @@ def int8_parts(run: Run, bucket: Bucket) -> Iterator[Int8Part]:
     parameter, as at ZeRO-3, each parameter is a matrix. A replica compresses its partition.
     """
     assert run.compression is not None and run.compression.type == "int8"
-    rows, block = run.grid.senders, run.compression.block
+    rows, block, most = run.grid.senders, run.compression.block, bucket_elements(run)
     if bucket.layout == "rows" and run.grid.replicate == 1:
-        for one in within_a_bucket(run, bucket.sizes):
+        for one in within_a_bucket(run, bucket.sizes, most):
             columns = sum(bucket.sizes[one.start : one.stop]) // rows
             yield Int8Part(bucket.starts[one.start] // rows, columns, one)
         return
-    most = run.config.zero_optimization.reduce_bucket_size
-    assert most is not None, "a resolved run states it"
     every, together = -(-bucket.elements // run.grid.dp_cp), max(1, most // rows // block) * block
     for start in range(0, every, together):
         yield Int8Part(start, min(together, every - start))

@@ -36,6 +36,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogona
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Int8Compression, PowerSgdCompression
 from megaspeed.data_axis.compression import int8_parts, powersgd_matrix
+from megaspeed.tensor_parallel.collectives import all_gather_tensor
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.buckets import CompressedGradients
 
@@ -170,9 +171,7 @@ class Int8(Compressor):
             message = packed(levels, scales)
             # The owner of these elements sends the error of the sum in the next step.
             values[self._rank] += total - levels.mul_(scales)
-            # torch 2.11 has only the old name (tensor_parallel/collectives.py).
-            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            all_gather(received.flatten(0, 1), message, group=self._axis)
+            all_gather_tensor(received.flatten(0, 1), message, group=self._axis)
             total = unpacked(received)
         own.copy_(total.div_(self._dp).view(*own.shape[:-1], -1)[..., :width], non_blocking=True)
         if self._keeps_error:
