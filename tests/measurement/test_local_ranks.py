@@ -35,6 +35,10 @@ def be_killed_on_rank_1(launch: LaunchEnvironment) -> None:
     raise ConnectionError("rank 1 has ended")
 
 
+def never_end(launch: LaunchEnvironment) -> None:
+    time.sleep(10**6)
+
+
 def allocate_119_tib(launch: LaunchEnvironment) -> None:
     torch.empty(119 * 2**40, dtype=torch.uint8)
 
@@ -64,7 +68,7 @@ def test_the_rank_that_failed_is_named_and_no_other_is_waited_for(tmp_path: Path
             limit(300),
             r"out of memory: RuntimeError: .*DefaultCPUAllocator: can't all",
         ),
-        (fail_on_rank_1, 0.001, "not finished after 0.001 s; raise --timeout"),
+        (never_end, 0.001, "not finished after 0.001 s; raise --timeout"),
     ],
 )
 def test_the_cause_is_named_although_others_failed_because_of_it(
