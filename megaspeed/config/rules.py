@@ -237,6 +237,30 @@ def virtual_stages_have_blocks(config: RunConfig) -> Iterator[str]:
 
 
 @rule
+def extra_micro_batches_have_a_stage_after(config: RunConfig) -> Iterator[str]:
+    """Only 1f1b with one chunk keeps more micro-batches, at most one more for each later stage."""
+    parallel, most = config.parallel, config.parallel.pipeline - 1
+    name = f"parallel.extra_in_flight {parallel.extra_in_flight}"
+    if parallel.extra_in_flight == 0:
+        return
+    if most == 0:
+        yield f"{name} has no effect with parallel.pipeline 1; remove it"
+        return
+    if parallel.schedule != "1f1b":
+        yield f'{name} needs parallel.schedule "1f1b", not "{parallel.schedule}"'
+    if parallel.virtual_stages > 1:
+        yield (
+            f"{name} needs parallel.virtual_stages 1, because several chunks have more in flight "
+            "already; remove one of them"
+        )
+    if parallel.extra_in_flight > most:
+        yield (
+            f"{name} must be less than parallel.pipeline {parallel.pipeline}, because a stage "
+            f"keeps at most one more for each stage after it; valid: 0 to {most}"
+        )
+
+
+@rule
 def recomputed_blocks_are_recomputed(config: RunConfig) -> Iterator[str]:
     """Recomputation is on if the number of recomputed blocks is stated."""
     blocks = config.parallel.recomputed_blocks

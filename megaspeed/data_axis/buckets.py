@@ -46,9 +46,10 @@ class Reduction:
     keeps: Literal["complete", "packed", "partition"]
     """What a rank keeps between micro-batches: its complete gradients, their sum in the layout of
     the message, or its partition."""
-    added_by: Literal["autograd", "hook"]
+    added_by: Literal["autograd", "hook", "product"]
     """What adds a gradient to what is kept. Autograd can, if both have one type and the sum is
-    ``parameter.grad``."""
+    ``parameter.grad``. A product adds the gradients of ``is_product`` in the type of their sum; a
+    hook adds the others."""
     collected: End  # backwards that end this take the gradients of a bucket, to pack or send them
     when: End | Literal["after"]  # backwards that end this reduce; after: ``ReduceGradients`` does
     overlaps: bool  # whether the backward continues meanwhile
@@ -248,6 +249,12 @@ def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
     overlaps = bool(zero.overlap_comm) and has_data
     is_kept = run.zero_stage < 2 or run.gradient_reduction == "per_step" or not has_shards
     end: End = "visit" if run.gradient_reduction == "per_visit" else "micro_batch"
+    added_by: Literal["autograd", "hook", "product"] = "hook"
+    if run.precision != total and (is_kept or end == "visit"):
+        added_by = "product"
+    # ZeRO-3's parameters have no shape between passes, and ``grad`` must have that shape.
+    elif is_kept and run.precision == total and not is_stage3:
+        added_by = "autograd"
     copies = (is_stage3 and has_shards) or not is_kept or is_another or divides_first
     collective: Literal["all_reduce", "reduce_scatter", "all_to_all"] = "all_reduce"
     all_reduces = not is_stage3 and zero.use_multi_rank_bucket_allreduce
@@ -257,8 +264,7 @@ def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
         collective = "all_to_all" if device_type == "cpu" else "reduce_scatter"
     return Reduction(
         keeps="complete" if is_kept else "partition",
-        # ZeRO-3's parameters have no shape between passes, and ``grad`` must have that shape.
-        added_by="autograd" if is_kept and run.precision == total and not is_stage3 else "hook",
+        added_by=added_by,
         collected="step" if is_kept else end,
         when=("step" if overlaps else "after") if is_kept else end,
         overlaps=overlaps,

@@ -15,6 +15,7 @@ from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameters
 from megaspeed.pipeline.partition import chunks_of_stages
 from megaspeed.tensor_parallel.shards import (
     OptimizerGroup,
+    gradient_is_product,
     is_compressed,
     optimizer_group,
     shard_of,
@@ -32,6 +33,7 @@ class LocalParameter:
     chunk: int = 0  # of the pipeline stage
     is_compressed: bool = False  # whether its gradient is compressed for the data axis
     is_head: bool = False  # whether the forward of the loss computes (a part of) its gradient
+    is_product: bool = False  # whether its gradient is a matrix product in a block, and no sum
 
     @cached_property
     def elements(self) -> int:
@@ -48,6 +50,7 @@ class LocalLayer(NamedTuple):
 
     parameters: Sequence[LocalParameter]
     largest: int  # elements of the largest one whose gradient a backward computes
+    largest_other: int  # the same without ``is_product``
 
 
 class LocalParameters(tuple[LocalParameter, ...]):
@@ -63,8 +66,11 @@ class LocalParameters(tuple[LocalParameter, ...]):
         found: dict[int, list[LocalLayer]] = {}
         for _, own in groupby(self, attrgetter("layer")):
             parameters = [*own]
-            largest = max(p.elements for p in parameters if p.in_backward)
-            found.setdefault(parameters[0].chunk, []).append(LocalLayer(parameters, largest))
+            sizes = [(p.is_product, p.elements) for p in parameters if p.in_backward]
+            largest = max(size for _, size in sizes)
+            other = max((size for is_product, size in sizes if not is_product), default=0)
+            layer = LocalLayer(parameters, largest, other)
+            found.setdefault(parameters[0].chunk, []).append(layer)
         return [*found.values()]
 
     @cached_property
@@ -119,6 +125,7 @@ def _local_parameters(
             chunk=chunk,
             is_compressed=is_compressed(model, parameter, compression, size=tp),
             is_head="head" in layers and name == head,
+            is_product=gradient_is_product(model, parameter, size=tp),
         )
         for chunk, own in named
         for name, parameter in own.items()

@@ -38,6 +38,7 @@ class Pipeline:
     schedule: ScheduleName
     stages: int
     micro_batches: int
+    extra_in_flight: int = 0  # beyond what 1f1b with one chunk needs
     chunks: int = 1  # of each stage
     groups: int = 1  # into which micro-batches are divided, if there are several chunks
     # A backward computes the gradients of inputs and of weights: twice as many matrix products as a
@@ -210,7 +211,10 @@ def one_forward_one_backward(pipeline: Pipeline, stage: int) -> Iterator[Compute
 
     With one chunk: PipeDream-Flush (Narayanan et al. 2021, "Efficient Large-Scale Language Model
     Training on GPU Clusters", section 2.2.1). It has the same bubble as GPipe, but needs less
-    memory: a stage keeps the activations of at most ``stages - stage`` micro-batches.
+    memory: a stage keeps the activations of at most ``stages - stage`` micro-batches. But a
+    gradient is sent only when the stage before needs it, which then waits for the message. With
+    ``extra_in_flight`` more forwards in the warm-up, at most one for each stage after this one,
+    gradients arrive earlier.
 
     With several chunks, micro-batches are divided into groups of equal sizes, or sizes that differ
     by one. Within a group a stage runs chunk 0 for all micro-batches, then chunk 1, and so on; in
@@ -225,7 +229,10 @@ def one_forward_one_backward(pipeline: Pipeline, stage: int) -> Iterator[Compute
     # gradient is what this stage needs next.
     after = pipeline.stages - 1 - stage
     first_group = -(-pipeline.micro_batches // pipeline.groups)
-    warmup = after if pipeline.chunks == 1 else 2 * after + (pipeline.chunks - 1) * first_group
+    if pipeline.chunks == 1:
+        warmup = after + min(pipeline.extra_in_flight, after)
+    else:
+        warmup = 2 * after + (pipeline.chunks - 1) * first_group
     yield from forwards[:warmup]
     yield from chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
     yield from backwards[max(0, len(forwards) - warmup) :]
@@ -271,6 +278,7 @@ def pipeline_of(run: Run) -> Pipeline:
         schedule=parallel.schedule,
         stages=run.grid.pp,
         micro_batches=run.batch.gradient_accumulation_steps,
+        extra_in_flight=parallel.extra_in_flight,
         chunks=parallel.virtual_stages,
         groups=parallel.micro_batch_groups,
         backward_ticks=3 if parallel.recomputes_fully else 2,

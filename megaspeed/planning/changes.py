@@ -8,6 +8,7 @@ ranks:
                              et al. 2022, section 4.2.2)
     1f1b instead of gpipe    nothing: the same bubble (Narayanan et al. 2021, section 2.2.1)
     ZeRO-1 instead of 0      nothing: as many bytes as an all-reduce (ZeRO, section 7.2)
+    no extra_in_flight       twice as long waits for messages between pipeline stages
     more groups of chunks    ZeRO-2 and 3 visit chunks more often, so traffic is larger
     selective recomputation  a few percent: norms and activation functions once more (Korthikanti
                              et al. 2022, section 5)
@@ -85,6 +86,7 @@ def _changes(training: Training, gpus_per_node: int) -> list[list[Settings]]:
         one(s.tp > 1 and s.sequence_parallel is False, sequence_parallel=True),
         one(s.pp > 1 and s.schedule == "gpipe", schedule="1f1b"),
         one(s.dp * s.cp > 1 and s.zero_stage == 0, zero_stage=1),
+        one(s.extra_in_flight > 0, extra_in_flight=0),
         one(s.virtual_stages > 1 and s.micro_batch_groups != "auto", micro_batch_groups="auto"),
         _more_recomputation(s, blocks),
         one(s.virtual_stages > 1, virtual_stages=1),

@@ -46,6 +46,7 @@ class Settings:
     recomputed_blocks: int | None
     sequence_parallel: Literal["auto"] | bool
     schedule: Literal["gpipe", "1f1b"]
+    extra_in_flight: int  # micro-batches of 1f1b with one chunk
     virtual_stages: int  # chunks of each pipeline stage
     micro_batch_groups: Literal["auto"] | int  # of a pipeline with several chunks
     gradient_reduction: Literal["auto", "per_step", "per_visit", "per_micro_batch"]
@@ -68,6 +69,9 @@ class Settings:
             keys[_KEYS["replicate"]] = 1
         if self.cp == 1:  # the configuration refuses what has no effect
             keys[_KEYS["context_method"]] = "auto"
+        if self.schedule == "gpipe" or self.virtual_stages > 1:
+            keys[_KEYS["extra_in_flight"]] = 0
+        keys[_KEYS["extra_in_flight"]] = min(keys[_KEYS["extra_in_flight"]], self.pp - 1)
         if self.virtual_stages == 1:
             if self.micro_batch_groups != 1:
                 keys[_KEYS["micro_batch_groups"]] = "auto"
@@ -85,6 +89,7 @@ _KEYS = {
     "replicate": "parallel.replicate",
     "sequence_parallel": "parallel.sequence_parallel",
     "schedule": "parallel.schedule",
+    "extra_in_flight": "parallel.extra_in_flight",
     "virtual_stages": "parallel.virtual_stages",
     "micro_batch_groups": "parallel.micro_batch_groups",
     "activation_checkpointing": "parallel.activation_checkpointing",

@@ -54,7 +54,8 @@ class Variant:
         return {
             **picked(run.grid, "pp", "dp", "cp", "tp", "replicate"),
             **picked(run, "zero_stage", "gradient_reduction"),
-            **picked(parallel, "schedule", "virtual_stages", "micro_batch_groups"),
+            **picked(parallel, "schedule", "extra_in_flight"),
+            **picked(parallel, "virtual_stages", "micro_batch_groups"),
             **picked(parallel, "activation_checkpointing", "recomputed_blocks"),
             "micro_batch_size": run.batch.micro_batch_size,
             "micro_batches": run.batch.gradient_accumulation_steps,
@@ -165,8 +166,9 @@ def _at_degrees(
             variants.append(variant)
             if settings.replicate == 1:
                 variants += _with_replicas(training, settings, variant, cluster)
-    variants += _with_chunks(training, variants, cluster)
-    return variants, refused
+    chunked = [*_with_chunks(training, variants, cluster)]
+    variants += _with_more_in_flight(training, variants, cluster)
+    return variants + chunked, refused
 
 
 def _variant_of(training: Training, settings: Settings, cluster: Cluster) -> Variant | _TooLarge:
@@ -259,6 +261,22 @@ def _with_chunks(
                     return
 
 
+def _with_more_in_flight(
+    training: Training, variants: Sequence[Variant], cluster: Cluster
+) -> Iterator[Variant]:
+    """Yield the fastest variant with as many micro-batches in flight as hide messages, if it fits
+    and is at least 1 % faster than all variants. With fewer, many micro-batches gain little.
+    """
+    fastest = min(variants, key=attrgetter("seconds"), default=None)
+    if fastest is None or fastest.forecast.step.p2p < (1 - _MUCH_FASTER) * fastest.seconds:
+        return
+    settings = replace(fastest.settings, extra_in_flight=fastest.settings.pp - 1)
+    if settings.keys != fastest.settings.keys:
+        found = _variant_of(training, settings, cluster)
+        if isinstance(found, Variant) and found.seconds < _MUCH_FASTER * fastest.seconds:
+            yield found
+
+
 def _chunked(training: Training, variant: Variant) -> Iterator[Settings]:
     """Yield the settings of a variant with several chunks: 2, 4 and the stated number, with as many
     groups as possible, the stated number of them, and one.
@@ -294,16 +312,19 @@ def _combinations(
     reductions = list(_reductions(own))
     if dp * cp == 1:  # all ZeRO stages are the same
         reductions = [(own.zero_stage, own.gradient_reduction)]
-    for (zero_stage, reduction), replicate, schedule, chunks, recomputation in product(
+    for (zero_stage, reduction), replicate, schedule, extra, chunks, recomputation in product(
         reductions,
         {1, own.replicate},
         schedules,
+        {0, own.extra_in_flight},
         {1, own.virtual_stages},
         dict.fromkeys(("none", "selective", "full", own.activation_checkpointing)),
     ):
         if dp % replicate or (replicate > 1 and zero_stage == 0):
             continue
-        if chunks > 1 and (pp == 1 or schedule == "gpipe"):
+        if (chunks > 1 or extra > 0) and (pp == 1 or schedule == "gpipe"):
+            continue
+        if chunks > 1 and extra > 0:
             continue
         is_own = recomputation == own.activation_checkpointing
         variant = replace(
@@ -312,6 +333,7 @@ def _combinations(
             zero_stage=zero_stage,
             gradient_reduction=reduction,
             schedule=schedule,
+            extra_in_flight=extra,
             virtual_stages=chunks,
             activation_checkpointing=recomputation,
             recomputed_blocks=own.recomputed_blocks if is_own else None,

@@ -23,12 +23,13 @@ from megaspeed.tensor_parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from megaspeed.tensor_parallel.weight_gradients import MatrixLayer, weight_gradient
 
 _META = torch.device("meta")
 
 
 def column_parallel_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis
+    x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, key: Tensor | None = None
 ) -> Tensor:
     """A linear layer whose weight is split by rows, so that each rank has a part of its output.
 
@@ -51,21 +52,47 @@ def column_parallel_linear(
         (B, S, rows of ``weight``).
     """
     if axis.size == 1:
+        return _linear(x, weight, bias, key)
+    return _ColumnParallelLinear.apply(x, weight, bias, axis, key)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor | None) -> Tensor:
+    """y = x A^T + b on one rank. If there is a ``key``, a product adds dA to its sum."""
+    return F.linear(x, weight, bias) if key is None else _Linear.apply(x, weight, bias, key)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.key, ctx.has_bias = key, bias is not None
         return F.linear(x, weight, bias)
-    return _ColumnParallelLinear.apply(x, weight, bias, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, 1)  # (B S, out)
+        weight_gradient(rows, x.flatten(0, 1), ctx.key)
+        bias_gradient = rows.sum(0) if ctx.has_bias else None
+        return (rows @ weight).view(x.shape), None, bias_gradient, None
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: TensorAxis,
+        key: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.has_bias = axis, bias is not None
+        ctx.axis, ctx.key, ctx.has_bias = axis, key, bias is not None
         return F.linear(all_gather_sequence(x, axis) if axis.sequence_parallel else x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         axis: TensorAxis = ctx.axis
         rows = gradient.flatten(0, 1)  # (B S, rows)
@@ -78,9 +105,9 @@ class _ColumnParallelLinear(torch.autograd.Function):
         else:
             summing = start_all_reduce(rows @ weight, axis)
         # Must stay before ``wait``, so that the sum of dx runs beside these two.
-        weight_gradient = rows.t() @ inputs
-        bias_gradient = rows.sum(0) if ctx.has_bias else None
-        return summing.wait().view(x.shape), weight_gradient, bias_gradient, None
+        of_weight = weight_gradient(rows, inputs, ctx.key)
+        of_bias = rows.sum(0) if ctx.has_bias else None
+        return summing.wait().view(x.shape), of_weight, of_bias, None, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +150,7 @@ class _SumSharedRows(torch.autograd.Function):
         return torch.cat((gradient[: shared.first], parts[shared.index])), None, None
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(MatrixLayer):
     """y_i = x A_i^T + b_i: this rank's rows of the weight, this rank's part of the output.
 
     Args:
@@ -157,10 +184,10 @@ class ColumnParallelLinear(nn.Module):
         if self.shared_rows is not None:
             weight = sum_shared_rows(weight, self.shared_rows, self.axis)
             bias = None if bias is None else sum_shared_rows(bias, self.shared_rows, self.axis)
-        return column_parallel_linear(x, weight, bias, self.axis)
+        return column_parallel_linear(x, weight, bias, self.axis, self.key)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(MatrixLayer):
     """y = sum_i x_i B_i^T + b: this rank's columns of the weight, and the full bias.
 
     The bias is added once, after the sum.
@@ -178,8 +205,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        partial = F.linear(x, self.weight)
+            return _linear(x, self.weight, self.bias, self.key)
+        partial = _linear(x, self.weight, None, self.key)
         if self.axis.sequence_parallel:
             y = reduce_scatter_sequence(partial, self.axis)
         else:

@@ -13,7 +13,6 @@ Liger Kernel (Hsu et al. 2024, section 3.2, "FusedLinearCrossEntropy") does the 
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from megaspeed.tensor_parallel.collectives import (
     start_all_reduce,
 )
 from megaspeed.tensor_parallel.shards import tokens_of_a_chunk
+from megaspeed.tensor_parallel.weight_gradients import add_product
 
 GradientSum = Callable[[nn.Parameter], Tensor]
 """A parameter -> the tensor to which its gradient is added, in fp32 or in the parameter's type."""
@@ -179,7 +179,7 @@ class _Loss(torch.autograd.Function):
             total += loss.chunk_losses(logits, targets[chunk], chunk_scales).sum()
             if gradient is not None and weight_gradient is not None:
                 torch.mm(logits, weight, out=gradient[chunk])
-                _add_product(weight_gradient, logits, rows[chunk])
+                add_product(weight_gradient, logits, rows[chunk])
             del logits  # before those of the next chunk are computed
         if gradient is not None:
             ctx.save_for_backward(_summed(gradient.view_as(hidden), axis))
@@ -189,36 +189,6 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient, None, None, None, None, None
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a^T b to ``total``. If a product of 16-bit numbers is added in fp32, it is rounded first,
-    and takes memory, unless one kernel multiplies and adds.
-    """
-    if total.dtype == a.dtype:
-        total.addmm_(a.t(), b)
-    elif _adds_wider(total.device):
-        torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
-    else:
-        total.add_(a.t() @ b)
-
-
-@lru_cache
-def _adds_wider(device: torch.device) -> bool:
-    """Whether torch can add a product of 16-bit numbers to fp32 numbers in one kernel.
-
-    torch has this only for GPUs. Earlier versions refuse a sum of another type than the factors
-    (aten/src/ATen/native/cuda/Blas.cpp, ``_addmm_dtype_out_cuda``), so it is tried once.
-    """
-    if device.type != "cuda":
-        return False
-    total = torch.zeros(16, 16, device=device)
-    factor = total.bfloat16()
-    try:
-        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return True
 
 
 def _summed(gradient: Tensor, axis: TensorAxis) -> Tensor:

@@ -83,6 +83,17 @@ def gradient_is_partial(parameter: Parameter, *, size: int, sequence_parallel: b
     return size > 1 and sequence_parallel and is_in_a_block_or_the_head
 
 
+def gradient_is_product(config: ModelConfig, parameter: Parameter, *, size: int) -> bool:
+    """Whether one matrix product in a block computes the gradient of a parameter.
+
+    Key/value heads that several tensor ranks hold are no such case: their product is summed over
+    these ranks, in every backward.
+    """
+    is_in_a_block = parameter.layer.startswith("blocks.")
+    is_shared = parameter.split == "heads" and key_value_replicas(config, size) > 1
+    return is_in_a_block and len(parameter.shape) > 1 and not is_shared
+
+
 def is_compressed(
     config: ModelConfig, parameter: Parameter, compression: Compression | None, *, size: int
 ) -> bool:

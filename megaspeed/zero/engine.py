@@ -30,6 +30,7 @@ from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import InsteadOfLoss
 from megaspeed.pipeline.schedules import End, Pass
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
+from megaspeed.tensor_parallel.weight_gradients import MatrixLayer
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.gradients import Gradients
 from megaspeed.zero.host_inputs import HostInputs
@@ -126,7 +127,8 @@ class ZeroEngine:
             flat = self.optimizer.bit16_groups_flat
             self._step_gathers = StepGathers(engine.module, flat, context, axis)
         parameters = dict(self.module.named_parameters())
-        self.gradients = Gradients(self.optimizer, run, axis, context, parameters)
+        layers = dict(_layers_that_add(self.module, axis))
+        self.gradients = Gradients(self.optimizer, run, axis, context, parameters, layers)
         # Gradients of the weight that this rank shares with another pipeline stage.
         tied = {each.name for each in axis.parameters if each.group == "tied"}
         self._tied = [each.values for each in self.gradients.fragments if each.name in tied]
@@ -332,3 +334,15 @@ class ZeroEngine:
             return math.nan
         # Each replica has counted all elements of its partitions.
         return math.sqrt(sum(squares) / self._context.grid.replicate)
+
+
+def _layers_that_add(
+    module: nn.Module, axis: DataAxis
+) -> Iterator[tuple[nn.Parameter, MatrixLayer]]:
+    """Yield (weight, layer) of the linear layers that add the gradient in a product."""
+    if axis.matrix_reduction.added_by == "product":
+        for parameter in axis.parameters:
+            if parameter.is_product:
+                layer = module.get_submodule(parameter.name.removesuffix(".weight"))
+                assert isinstance(layer, MatrixLayer)
+                yield layer.weight, layer

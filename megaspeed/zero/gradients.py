@@ -5,7 +5,8 @@ r"""Adds up the gradients of a step, and reduces them, as the plan states for ea
     partition    autograd -------> gradients of a bucket  --reduce--> partition, added to it
     replicas     partition of this rank --sum, once a step--> partition of this rank
 
-The gradient of the head's weight comes from the forward of the loss instead (``sum_of``).
+The gradient of the head's weight comes from the forward of the loss instead (``sum_of``). If the
+sum of a matrix has another type than its weight, the product that computes the gradient adds it.
 
 What is compressed (``compression``) is the complete gradient or, with several shards and replicas,
 the sum over the shards. A step begins with the feedback in it: what the steps before have not sent.
@@ -20,6 +21,7 @@ followed by its backward, which is not so in a pipeline.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -34,6 +36,7 @@ from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.buckets import Bucket
 from megaspeed.model.gpt import DTYPES
 from megaspeed.pipeline.schedules import End
+from megaspeed.tensor_parallel.weight_gradients import MatrixLayer, add_product
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.buckets import (
     CompressedGradients,
@@ -60,6 +63,7 @@ class Gradients:
         axis: which gradients are reduced together, when and how.
         context: this rank's groups.
         parameters: full name -> parameter.
+        layers: parameter -> the layer that adds its gradient in a product.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Gradients:
         axis: DataAxis,
         context: ParallelContext,
         parameters: Mapping[str, nn.Parameter],
+        layers: Mapping[nn.Parameter, MatrixLayer],
     ) -> None:
         self._optimizer = optimizer
         self._timeline = context.timeline
@@ -98,7 +103,9 @@ class Gradients:
         for parameter, bucket in self._bucket_of.items():
             how = bucket.plan.reduction
             # A hook is Python code in every backward, so no other parameters have one.
-            if how.added_by == "hook" or how.when != "after":
+            if parameter in layers:
+                layers[parameter].add_products_by(partial(self._add_product, parameter))
+            elif how.added_by != "autograd" or how.when != "after":
                 parameter.register_post_accumulate_grad_hook(self._take)
         self._begins_step = True  # whether the next forward is the first one of a step
         self._end: End = "step"  # what this backward ends
@@ -130,7 +137,7 @@ class Gradients:
             self._begin_step()
 
     def sum_of(self, parameter: nn.Parameter) -> Tensor:
-        """The tensor to which the forward of the loss adds the gradient of the head's weight."""
+        """The tensor to which a product adds the gradient of a parameter."""
         if parameter in self._sums:
             return self._sums[parameter]
         gradients = self._bucket_of[parameter].gradients
@@ -300,7 +307,7 @@ class Gradients:
         gradient, bucket = parameter.grad, self._bucket_of[parameter]
         assert gradient is not None
         how = bucket.plan.reduction
-        if how.added_by == "hook":
+        if how.added_by != "autograd":
             parameter.grad = None  # else autograd would add the next gradient to it, in its type
             gradient = gradient.to(DTYPES[how.computed])
             if how.keeps == "complete":
@@ -312,6 +319,16 @@ class Gradients:
                 bucket.gradients[parameter].add_(gradient)
             else:
                 bucket.gradients[parameter] = gradient
+        self._note(parameter)
+
+    def _add_product(self, parameter: nn.Parameter, gradient: Tensor, inputs: Tensor) -> None:
+        """Called by the backward of a linear layer instead of ``_take``."""
+        add_product(self.sum_of(parameter), gradient, inputs)
+        self._note(parameter)
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        """Collect the bucket of a parameter if this backward has computed all its gradients."""
+        bucket = self._bucket_of[parameter]
         bucket.missing.discard(parameter)
         if bucket.is_collected and not bucket.missing:
             self._collect(bucket)

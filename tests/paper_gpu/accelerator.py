@@ -26,6 +26,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
 
 from tests.paper_gpu.recorder import caller
+from tests.support.wide_product import wide_products
 
 Clock = dict[int, int]
 """Stream number -> how much of its work is known to be done."""
@@ -172,7 +173,10 @@ class PaperAccelerator(CPU_Accelerator):
 
 @contextmanager
 def paper_accelerator() -> Iterator[PaperAccelerator]:
-    """Replace DeepSpeed's accelerator in this block. The engine must be built within the block."""
+    """Replace DeepSpeed's accelerator in this block. The engine must be built within the block.
+
+    The CPU also has the kernel of GPUs that adds products to sums in fp32.
+    """
     accelerator = PaperAccelerator()
     record_stream = torch.Tensor.record_stream
 
@@ -182,7 +186,8 @@ def paper_accelerator() -> Iterator[PaperAccelerator]:
     torch.Tensor.record_stream = note_stream  # type: ignore[assignment,method-assign]
     set_accelerator(accelerator)
     try:
-        yield accelerator
+        with wide_products():
+            yield accelerator
     finally:
         set_accelerator(CPU_Accelerator())
         torch.Tensor.record_stream = record_stream  # type: ignore[method-assign]

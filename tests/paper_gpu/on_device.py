@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.supervision.answers import describe
 from megaspeed.supervision.process_end import ended_on_termination
+from megaspeed.tensor_parallel import weight_gradients
 from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
 from tests.support.tiny import merge
 
@@ -89,6 +91,10 @@ CASES: Mapping[str, tuple[dict[str, Any], ...]] = {
     "tensor, sequence parallel": (
         {"tp": 2, "dp": 2, "parallel": {"sequence_parallel": True}},
         *(_zero(2), _LLAMA),
+    ),
+    "pipeline, more in flight": (
+        {"pp": 2, "dp": 2, "parallel": {"extra_in_flight": 1}},
+        *(_zero(2), {"gradient_accumulation_steps": 4}),
     ),
     "pipeline, tensor, data, last": ({"pp": 2, "dp": 2, "tp": 2, "rank": 7}, _zero(3)),
     "norms after, over all heads": ({"tp": 2, "dp": 2}, _zero(1), _family("olmo2")),
@@ -155,11 +161,28 @@ def compare_attention() -> None:
         compare_with_mask(config, device)
 
 
+def add_products() -> None:
+    """Add products of 16-bit matrices to sums in fp32, beside fp64, with the kernel if it exists.
+
+    Without the kernel, a product is rounded before, which an error of 1e-3 shows.
+    """
+    device = torch.device(_DEVICE)
+    allowed = 1e-5 if weight_gradients._adds_wider(device) else 1e-2
+    for dtype, width in product((torch.bfloat16, torch.float16), (256, 264)):
+        a, b = (torch.randn(512, size, device=device, dtype=dtype) for size in (width, 320))
+        total = torch.randn(width, 320, device=device)
+        exact = total.double() + a.double().t() @ b.double()
+        weight_gradients.add_product(total, a, b)
+        error = float((total - exact).norm() / exact.norm())
+        assert error < allowed, f"the sum in {dtype} of width {width} has an error of {error}"
+
+
 def checks() -> dict[str, Callable[[], None]]:
     """Return what is checked on this machine, by name."""
     found: dict[str, Callable[[], None]] = {}
     if _DEVICE == "cuda":
         found["attention within documents"] = compare_attention
+    found["products added to sums"] = add_products
     for case, changes in CASES.items():
         if case != "fp16" or _DEVICE == "cuda":
             found[case] = partial(train_on_device, reduce(merge, changes))

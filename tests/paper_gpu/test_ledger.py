@@ -35,6 +35,7 @@ CASES: list[tuple[tuple[int, int, int], int, dict[str, Any], dict[str, Any]]] = 
     ((4, 2, 1), 1, TIED, {"schedule": "1f1b"}),
     ((4, 1, 2), 2, UNTIED, {"schedule": "gpipe"}),
     ((4, 2, 1), 3, TIED, {"schedule": "1f1b"}),
+    ((4, 2, 1), 1, UNTIED, {"extra_in_flight": 3}),
     ((1, 4, 2), 3, TIED, {}),
     ((1, 2, 4), 1, UNTIED, {}),
     ((1, 4, 2), 1, TIED, {"replicate": 2, **SEQUENCE_PARALLEL}),

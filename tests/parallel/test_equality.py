@@ -125,6 +125,27 @@ def test_every_family_is_one_process_at_every_layout(
 
 
 @pytest.mark.parametrize(
+    ("pp", "dp", "zero_stage", "extra"), [(4, 1, 1, 3), (3, 2, 3, 2), (3, 2, 2, 1)]
+)
+def test_more_micro_batches_in_flight_change_nothing(
+    pp: int, dp: int, zero_stage: int, extra: int, pool: RankPool, references: References
+) -> None:
+    run = small_run(
+        TEXT,
+        pp=pp,
+        dp=dp,
+        model={**LLAMA, "num_hidden_layers": 5},
+        gradient_accumulation_steps=8,
+        train_batch_size=8 * dp,
+        parallel={"extra_in_flight": extra},
+        zero_optimization={"stage": zero_stage},
+    )
+    comparison = train_and_compare(pool, references, run, FEW_STEPS)
+    assert comparison.weights_bitwise_equal
+    assert comparison.equal, comparison.largest
+
+
+@pytest.mark.parametrize(
     ("zero_stage", "gradient_reduction"),
     [
         (0, "per_step"),

@@ -7,7 +7,12 @@ from megaspeed.pipeline.schedules import Pipeline
 
 
 def shape(
-    schedule: Any, stages: int, micro_batches: int, chunks: int = 1, groups: int = 1
+    schedule: Any,
+    stages: int,
+    micro_batches: int,
+    chunks: int = 1,
+    groups: int = 1,
+    extra_in_flight: int = 0,
 ) -> Pipeline:
     """Return a pipeline without gathers, whose backward takes two ticks."""
     return Pipeline(
@@ -16,6 +21,7 @@ def shape(
         micro_batches=micro_batches,
         chunks=chunks,
         groups=groups,
+        extra_in_flight=extra_in_flight,
     )
 
 

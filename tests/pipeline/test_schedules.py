@@ -81,6 +81,15 @@ def test_1f1b_with_fewer_micro_batches_than_stages() -> None:
     """)
 
 
+def test_more_micro_batches_in_flight_make_the_warm_up_longer() -> None:
+    assert format_grid(shape("1f1b", 3, 5, extra_in_flight=2)) == drawn("""
+        tick              0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20
+        pipeline stage 0  F0 F1 F2 F3 F4 .  .  B0 B0 .  B1 B1 .  B2 B2 .  B3 B3 .  B4 B4
+        pipeline stage 1  .  F0 F1 F2 .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4 .  .
+        pipeline stage 2  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .
+    """)
+
+
 def test_evaluation_runs_forwards_only() -> None:
     assert format_grid(shape("forward_only", 3, 4)) == drawn("""
         tick              0  1  2  3  4  5
@@ -173,6 +182,30 @@ def test_peak_in_flight_and_bubble(stages: int, micro_batches: int) -> None:
         busy = sum(span.end - span.start for spans in timeline.computes for span in spans)
         assert pipeline.ideal_bubble == (stages - 1) / (micro_batches + stages - 1)
         assert pipeline.ideal_bubble == pytest.approx((available - busy) / available, abs=1e-12)
+
+
+@given(stages=st.integers(2, 9), micro_batches=st.integers(1, 17), extra=st.integers(0, 8))
+def test_extra_in_flight_adds_one_for_each_later_stage_at_most(
+    stages: int, micro_batches: int, extra: int
+) -> None:
+    pipeline = shape("1f1b", stages, micro_batches, extra_in_flight=extra)
+    for stage in range(stages):
+        peak = min(micro_batches, stages - stage + extra, 2 * (stages - stage) - 1)
+        assert peak_in_flight(pipeline, stage) == peak
+    assert simulate(pipeline).length == 3 * (micro_batches + stages - 1), "the same bubble"
+
+
+@pytest.mark.parametrize(
+    ("message", "lengths"), [(0.15, (233.7, 228.7, 223.15)), (0.3, (254.4, 249.4, 235.3))]
+)
+def test_more_micro_batches_in_flight_hide_half_of_the_messages(
+    message: float, lengths: tuple[float, ...]
+) -> None:
+    """Of 8 stages and 64 micro-batches, whose computation takes 3 ticks; without messages 213."""
+    for extra, expected in zip((0, 4, 7), lengths, strict=True):
+        pipeline = shape("1f1b", 8, 64, extra_in_flight=extra)
+        times = replace(Durations.in_ticks(pipeline), message=message)
+        assert simulate(pipeline, times).length == pytest.approx(expected)
 
 
 def test_chunks_divide_the_bubble_for_any_number_of_groups() -> None:

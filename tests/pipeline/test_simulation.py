@@ -38,6 +38,12 @@ def test_every_schedule_of_ours_passes(schedule: str) -> None:
         check_schedule(shape(schedule, stages, micro_batches))
 
 
+def test_every_schedule_with_more_in_flight_passes() -> None:
+    for stages, micro_batches in product(range(2, 8), range(1, 17)):
+        for extra in range(1, stages):
+            check_schedule(shape("1f1b", stages, micro_batches, extra_in_flight=extra))
+
+
 def test_every_schedule_with_chunks_passes() -> None:
     for each in CHUNKED[::4]:
         check_schedule(each)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megaspeed.measurement.allocations import AllocationLog
 from megaspeed.model.micro_batch import NOT_COUNTED
-from megaspeed.tensor_parallel import loss as loss_module
 from megaspeed.tensor_parallel import shards
 from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
@@ -248,46 +247,6 @@ def test_chunks_are_torchs_loss_and_gradients_and_add_to_what_is_there(
         (ours.weight_gradient - before, expected.weight_gradient),
     ):
         assert float((mine - theirs).norm()) < rtol * float(theirs.norm())
-
-
-def wide_product(
-    total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor, **_: object
-) -> Tensor:
-    """Add a product of 16-bit numbers in fp32, as the kernel for GPUs does it."""
-    assert out_dtype == out.dtype == torch.float32 and out.data_ptr() == total.data_ptr()
-    return out.copy_(total + a.float() @ b.float())
-
-
-def test_where_a_kernel_adds_a_product_to_fp32_it_is_not_rounded_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The gradient of the head's weight for two micro-batches, beside fp64."""
-    x, projection, targets = head_of(24, 33, torch.bfloat16)
-    logits: list[tuple[Tensor, Tensor]] = []
-    errors = []
-    add = loss_module._add_product
-
-    def noted(total: Tensor, a: Tensor, b: Tensor) -> None:
-        logits.append((a.clone(), b.detach()))
-        add(total, a, b)
-
-    monkeypatch.setattr(loss_module, "_add_product", noted)
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("addmm.dtype_out", wide_product, "CPU")
-        for is_wide in (False, True):
-            monkeypatch.setattr(loss_module, "_adds_wider", lambda _, is_wide=is_wide: is_wide)
-            logits.clear()
-            total = torch.zeros(33, x.shape[-1])
-            for _ in range(2):
-                x.grad = None
-                our_step(x, projection, targets, total)
-            exact = torch.stack([a.double().t() @ b.double() for a, b in logits]).sum(0)
-            errors.append(float((total - exact).norm() / exact.norm()))
-    assert errors[0] > 1e-4 and errors[1] < 1e-6
-
-
-def test_a_device_without_such_a_kernel_is_not_asked_for_it() -> None:
-    assert not loss_module._adds_wider(torch.device("cpu"))
 
 
 def test_chunks_are_equally_long_if_possible(monkeypatch: pytest.MonkeyPatch) -> None:

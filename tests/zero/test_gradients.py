@@ -15,11 +15,13 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.comparison import TOLERANCES, compare_gradients
 from megaspeed.measurement.verification.reference import ReferenceRun
 from megaspeed.measurement.verification.verify import gather_gradients
+from megaspeed.tensor_parallel.weight_gradients import MatrixLayer
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.zero import engine as engine_module
 from megaspeed.zero.buckets import GradientBucket, Reducer
 from tests.support.rank_pool import RankFailure, RankPool
-from tests.support.tiny import BF16_IN_FP32, tiny_corpus
+from tests.support.tiny import BF16_IN_FP32, LLAMA, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OneRank, one_rank, reference_of, small_run
 
 
@@ -273,3 +275,63 @@ def test_padding_is_zero_and_one_bucket_is_exchanged_at_a_time(
     results = pool.run(3, padding_and_messages, run, tiny_corpus(run, cache))
     assert all(finite for finite, *_ in results) and sum(padding for _, padding, _ in results) > 0
     assert {messages for *_, messages in results} == {0}
+
+
+PER_VISIT = {"gradient_reduction": "per_visit", "virtual_stages": 2}
+
+
+def gradients_and_adders(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, by_hooks: bool
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Return (logical gradients of step 1 on rank 0, the layers whose products add to sums)."""
+    with pytest.MonkeyPatch.context() as patch:
+        if by_hooks:
+            patch.setattr(engine_module, "_layers_that_add", lambda module, axis: ())
+        with one_rank(launch, run, corpus) as rank:
+            gradients, _ = first_step(rank)
+            layers = (
+                (name, layer)
+                for name, layer in rank.engine.module.named_modules()
+                if isinstance(layer, MatrixLayer) and layer.key is not None
+            )
+            adders = {name: layer.weight.grad is None for name, layer in layers}
+            assert all(adders.values()), "autograd computes none of these gradients"
+            return gradients, set(adders)
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero", "parallel"),
+    [
+        ({"dp": 2}, {"stage": 0}, {}),
+        ({"dp": 2}, {"stage": 1, "overlap_comm": True}, {"activation_checkpointing": "full"}),
+        ({"dp": 2}, {"stage": 3, "overlap_comm": True}, {"gradient_reduction": PER_STEP}),
+        ({"pp": 2, "dp": 2}, {"stage": 2, **SMALL_BUCKETS}, PER_VISIT),
+        ({"pp": 2, "dp": 2}, {"stage": 3}, PER_VISIT),
+        ({"dp": 2}, {"stage": 1}, {"gradient_compression": {"type": "int8"}}),
+        ({"pp": 2}, {"stage": 1}, {}),
+        ({"tp": 2}, {"stage": 1}, {"sequence_parallel": True}),
+        ({"tp": 2}, {"stage": 2}, {"activation_checkpointing": "selective"}),
+    ],
+    ids=lambda value: "-".join(f"{key}={each}" for key, each in value.items()),
+)
+def test_products_add_the_gradients_of_blocks_with_the_bits_of_hooks(
+    pool: RankPool,
+    text: Path,
+    cache: Path,
+    layout: dict[str, int],
+    zero: dict[str, Any],
+    parallel: dict[str, Any],
+) -> None:
+    """Embeddings, norms and key/value heads that tensor ranks share still have hooks."""
+    changes: dict[str, Any] = {"zero_optimization": zero, "parallel": parallel, **BF16_IN_FP32}
+    model = {**LLAMA, "num_key_value_heads": 1, "num_hidden_layers": 4}
+    run = small_run(text, model=model, **layout, **changes)
+    corpus = tiny_corpus(run, cache)
+    ranks = math.prod(layout.values())
+    (ours, adders), *_ = pool.run(ranks, gradients_and_adders, run, corpus, False)
+    (hooked, none), *_ = pool.run(ranks, gradients_and_adders, run, corpus, True)
+    assert not none and ours.keys() == hooked.keys()
+    assert all(torch.equal(ours[name], hooked[name]) for name in ours)
+    modules = {name.split(".", 2)[2] for name in adders}
+    shared = {"attention.qkv"} if layout.get("tp") == 2 else set()
+    assert modules == {"attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"} - shared

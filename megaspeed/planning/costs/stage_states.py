@@ -153,6 +153,7 @@ class StageStates:
         reduces_in_place = not any(
             bucket.reduction.copies or bucket.message_bytes for bucket in self.axis.buckets
         )
+        adds_products = self.axis.matrix_reduction.added_by == "product"
         in_flight = 0  # bytes of the copy that is being reduced
         for layer, size in zip(reversed(layers), reversed(gathered), strict=True):
             gradients = buffers = most_gradients = most_buffers = 0
@@ -173,7 +174,8 @@ class StageStates:
                 if not (is_complete and is_sent) or bucket.is_sent_compressed:
                     continue
                 # A visit's sum is sent while autograd still holds the gradient it has just added.
-                beside = self._fresh_bytes(parameter.elements) if sums and not is_head else 0
+                is_held = sums and not is_head and not (adds_products and parameter.is_product)
+                beside = self._fresh_bytes(parameter.elements) if is_held else 0
                 buffers += bucket.message_bytes - in_flight
                 if gradients + beside + buffers > most_gradients + most_buffers:
                     most_gradients, most_buffers = gradients + beside, buffers
@@ -187,13 +189,28 @@ class StageStates:
                     in_flight = 0
             # Autograd computes the largest gradient of the layer, and then adds it to the sum.
             fresh, most = self._fresh_bytes(layer.largest), (most_gradients, size + most_buffers)
+            if adds_products:
+                fresh = self._fresh_bytes(layer.largest_other)
+                fresh = max(fresh, self._product_bytes(layer.largest, begins_sum=not sums))
             yield LayerStates(fresh, size, *most, gradients, buffers)
 
     def _fresh_bytes(self, elements: int) -> int:
         """Return the bytes of a gradient of autograd, and of its copy if sums have another type."""
-        precision, computed = self._run.precision, self.axis.matrix_reduction.computed
-        copy = (precision != computed) * BYTES_OF[computed]
-        return elements * (BYTES_OF[precision] + copy)
+        return elements * (BYTES_OF[self._run.precision] + self._copy_bytes)
+
+    def _product_bytes(self, elements: int, *, begins_sum: bool) -> int:
+        """Return the bytes of a product that is added to its sum, and of the sum if it begins.
+
+        A GPU needs no memory for the product.
+        """
+        product = BYTES_OF[self._run.precision] if self._on_host else 0
+        return elements * (product + begins_sum * self._copy_bytes)
+
+    @cached_property
+    def _copy_bytes(self) -> int:
+        """Bytes of an element in the type of a visit's sum; 0 if it has the model's type."""
+        computed = self.axis.matrix_reduction.computed
+        return (self._run.precision != computed) * BYTES_OF[computed]
 
 
 def held_bytes(axis: DataAxis, direction: Pass, following: Pass | None) -> list[int]:

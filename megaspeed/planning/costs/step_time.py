@@ -233,6 +233,7 @@ class Rates:
         # Micro-batches for which that stage computes a block, the embedding and the head.
         blocks = count * work.blocks_of_stages[slowest]
         embeddings, heads = count * (slowest == 0), count * (slowest == last)
+        simulates = simulates or work.extra_in_flight > 0  # there is no closed form of it
         pipeline = simulated if simulates else closed_form
         message, waits = self.network.message, None
         bubble, p2p = pipeline(work, forward, backward, message)
@@ -334,8 +335,9 @@ class Rates:
         Norms of each head (``qk_norm``) and dropout of hidden states are not counted.
 
         The gradient of a weight is added to its sum: the gradient is read, and the sum is read and
-        written. ZeRO-3 instead copies each gathered weight out of the receive buffer in both
-        passes, and each gradient into a send buffer.
+        written. If the product adds it, the gradient is neither read nor written. ZeRO-3 instead
+        copies each gathered weight out of the receive buffer in both passes, and each gradient into
+        a send buffer.
         """
         work, model, tp = self.work, self.work.model, self.work.grid.tp
         hidden = model.hidden_size / (tp if work.sequence_parallel else 1)
@@ -347,7 +349,8 @@ class Rates:
         backward = factor * (12 * hidden + 2 * heads + (5 if gated else 3) * width)
         weights = sum(product.n * product.k for product in products)
         if work.zero_stage < 3:
-            backward += weights * (self.width + 2 * work.gradient_bytes) / self.memory
+            gradient = -self.width if work.adds_products else self.width
+            backward += weights * (gradient + 2 * work.gradient_bytes) / self.memory
         elif work.grid.shard > 1:
             forward += weights * 2 * self.width / self.memory
             backward += weights * (3 * self.width + work.gradient_bytes) / self.memory

@@ -86,11 +86,13 @@ class Workload:
     # chunk, these are the pipeline stages.
     blocks: tuple[int, ...]
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    extra_in_flight: int = 0  # micro-batches, with 1f1b and one chunk
     groups: int = 1  # into which micro-batches are divided, if a stage has several chunks
     gather_policy: Literal["layers", "chunks", "chunks_ahead"] = "layers"  # of ZeRO-3
     zero_stage: int = 0
     precision: Precision = "bf16"
     gradient_bytes: int = 4  # of an element of a reduced gradient
+    adds_products: bool = False  # whether products add the gradients of blocks to their fp32 sums
     sent_share: float = 1.0  # sent bytes of gradients, as a fraction of those without compression
     attention: AttentionKernel | None = FLASH_ATTENTION_2  # None: the scores are written to memory
     recomputation: Recomputation = "none"
@@ -110,6 +112,7 @@ class Workload:
             schedule=self.schedule,
             stages=self.grid.pp,
             micro_batches=self.micro_batches,
+            extra_in_flight=self.extra_in_flight,
             chunks=self.chunks,
             groups=self.groups,
             backward_ticks=3 if self.recomputation == "full" else 2,
@@ -195,11 +198,13 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         micro_batches=pipeline.micro_batches,
         blocks=tuple(chain.from_iterable(zip(*counts, strict=True))),
         schedule=parallel.schedule,
+        extra_in_flight=parallel.extra_in_flight,
         groups=pipeline.groups,
         gather_policy=pipeline.gather_policy,
         zero_stage=run.zero_stage,
         precision=run.precision,
         gradient_bytes=gradient_bytes,
+        adds_products=device_type == "cuda" and reduction.added_by == "product",
         sent_share=compressed_share(run, 0),
         attention=FLASH_ATTENTION_2 if is_fused else None,
         # The copies of full_offloaded run beside the computation.

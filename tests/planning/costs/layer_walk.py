@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, count, groupby
 
 from megaspeed.config.resolve import BYTES_OF, Run
-from megaspeed.data_axis.axis import DataAxis, data_axis_of
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.parameters import LocalParameter, elements_of
 from megaspeed.model.parameters import HEAD_WEIGHT, layer_count
 from megaspeed.pipeline.partition import chunks_of_stages
@@ -150,13 +150,13 @@ class _Walk:
     def backward(self, moment: Moment) -> _Ledger:
         ledger = self.start(moment)
         ledger.hold("activations", self.kept[moment.chunk] + self.gradient[moment.chunk])
-        reductions = _Reductions(self.run, self.axis, ledger, moment)
+        reductions = _Reductions(self, ledger, moment)
         for layer, gathered in reversed(self.layers_of(moment)):
-            # Autograd computes the layer's largest gradient, and then adds it to the sum.
-            largest = max(p.elements for p in layer.parameters if p.name != HEAD_WEIGHT)
             ledger.hold("communication_buffers", gathered)
             ledger.hold("activations", layer.memory.backward_working)
-            ledger.touch("gradients", _fresh_bytes(self.run, self.axis, largest))
+            for parameter in layer.parameters:  # each is computed, and then added to the sum
+                if parameter.name != HEAD_WEIGHT:
+                    ledger.touch("gradients", reductions.fresh_bytes(parameter))
             ledger.free("activations", layer.memory.backward_working + layer.memory.kept)
             for parameter in reversed(layer.parameters):
                 reductions.compute(parameter)
@@ -175,8 +175,9 @@ class _Walk:
 class _Reductions:
     """Gradients that wait for their bucket, and the copy that is being reduced, in a backward."""
 
-    def __init__(self, run: Run, axis: DataAxis, ledger: _Ledger, moment: Moment) -> None:
-        self.run, self.axis, self.ledger, self.moment = run, axis, ledger, moment
+    def __init__(self, walk: _Walk, ledger: _Ledger, moment: Moment) -> None:
+        self.run, self.axis, self.on_host = walk.run, walk.axis, walk.on_host
+        self.ledger, self.moment, axis = ledger, moment, walk.axis
         self.head = axis.parameters.head
         self.bucket_of = {p.name: bucket for bucket in axis.buckets for p in bucket.parameters}
         self.missing = Counter(id(bucket) for bucket in axis.buckets for _ in bucket.parameters)
@@ -184,7 +185,7 @@ class _Reductions:
 
     def compute(self, parameter: LocalParameter) -> None:
         """Backward has computed the gradient of this parameter."""
-        run, ledger, moment, is_head = self.run, self.ledger, self.moment, parameter is self.head
+        ledger, moment, is_head = self.ledger, self.moment, parameter is self.head
         bucket = self.bucket_of[parameter.name]
         how = bucket.reduction
         is_partial = how.keeps != "complete"
@@ -199,8 +200,8 @@ class _Reductions:
             return
         ledger.free("communication_buffers", self.in_flight)
         ledger.hold("communication_buffers", bucket.message_bytes)
-        if moment.summed is not None and not is_head:
-            ledger.touch("gradients", _fresh_bytes(run, self.axis, parameter.elements))
+        if moment.summed is not None and not is_head and not self.adds(parameter):
+            ledger.touch("gradients", self.fresh_bytes(parameter))
         self.in_flight = bucket.message_bytes
         if is_partial:
             computed = elements_of(p for p in bucket.parameters if p is not self.head)
@@ -211,6 +212,23 @@ class _Reductions:
         if not how.overlaps:
             ledger.free("communication_buffers", self.in_flight)
             self.in_flight = 0
+
+    def adds(self, parameter: LocalParameter) -> bool:
+        """Return whether a product adds the gradient to its sum."""
+        return parameter.is_product and self.axis.matrix_reduction.added_by == "product"
+
+    def fresh_bytes(self, parameter: LocalParameter) -> int:
+        """Return the bytes of a gradient, and of its copy if sums have another type.
+
+        A GPU adds a product without memory for it. The copy is then the sum, if it begins.
+        """
+        computed = self.axis.matrix_reduction.computed
+        own = BYTES_OF[self.run.precision]
+        copied = (self.run.precision != computed) * BYTES_OF[computed]
+        if self.adds(parameter):
+            own *= self.on_host
+            copied *= self.moment.summed is None
+        return parameter.elements * (own + copied)
 
 
 def _moments_of_one_chunk(
@@ -233,13 +251,6 @@ def _moments_of_one_chunk(
             has_head_sum=True,
             following=None if not left else "forward" if left >= most else "backward",
         )
-
-
-def _fresh_bytes(run: Run, axis: DataAxis, elements: int) -> int:
-    """Return the bytes of a gradient of autograd, and of its copy if sums have another type."""
-    computed = axis.matrix_reduction.computed
-    copied = (run.precision != computed) * BYTES_OF[computed]
-    return elements * (BYTES_OF[run.precision] + copied)
 
 
 def _chunks(

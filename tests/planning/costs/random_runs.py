@@ -130,6 +130,8 @@ def _random_values(random: Random) -> Values:
         **some(0.2, context_method=["ulysses", "all_gather"]),
         **some(0.2, gradient_compression=["bf16", "int8", {"type": "powersgd", "start_step": 10}]),
     }
+    if pp > chunks == 1 and parallel["schedule"] == "1f1b":
+        parallel |= some(0.4, extra_in_flight=[1, pp - 1])
     zero = {
         "stage": one([0, 1, 2, 3]),
         **some(0.6, reduce_bucket_size=[1000, 5000, 20000, 60000, 200000]),
