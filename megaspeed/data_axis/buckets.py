@@ -36,6 +36,10 @@ from megaspeed.pipeline.schedules import ENDS, End, Pipeline, passes_of
 from megaspeed.tensor_parallel.shards import OptimizerGroup
 from megaspeed.topology.grid import Axis
 
+_ADD_PRODUCTS = ("cuda",)
+"""Devices on which products add gradients to their sums. On a CPU this would save nothing, and its
+Python code takes longer than a hook."""
+
 _ELEMENTS_ALIGNED = 2  # DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py:369: 4 bytes in bf16
 
 
@@ -250,7 +254,7 @@ def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
     is_kept = run.zero_stage < 2 or run.gradient_reduction == "per_step" or not has_shards
     end: End = "visit" if run.gradient_reduction == "per_visit" else "micro_batch"
     added_by: Literal["autograd", "hook", "product"] = "hook"
-    if run.precision != total and (is_kept or end == "visit"):
+    if run.precision != total and (is_kept or end == "visit") and device_type in _ADD_PRODUCTS:
         added_by = "product"
     # ZeRO-3's parameters have no shape between passes, and ``grad`` must have that shape.
     elif is_kept and run.precision == total and not is_stage3:

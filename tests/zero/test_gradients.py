@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from megaspeed.measurement.verification.verify import gather_gradients
 from megaspeed.tensor_parallel.weight_gradients import MatrixLayer
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.zero import engine as engine_module
 from megaspeed.zero.buckets import GradientBucket, Reducer
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import BF16_IN_FP32, LLAMA, tiny_corpus
+from tests.support.wide_product import products_on_cpu
 from tests.zero.one_rank import OFFLOAD, OneRank, one_rank, reference_of, small_run
 
 
@@ -284,19 +285,17 @@ def gradients_and_adders(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, by_hooks: bool
 ) -> tuple[dict[str, Tensor], set[str]]:
     """Return (logical gradients of step 1 on rank 0, the layers whose products add to sums)."""
-    with pytest.MonkeyPatch.context() as patch:
-        if by_hooks:
-            patch.setattr(engine_module, "_layers_that_add", lambda module, axis: ())
-        with one_rank(launch, run, corpus) as rank:
-            gradients, _ = first_step(rank)
-            layers = (
-                (name, layer)
-                for name, layer in rank.engine.module.named_modules()
-                if isinstance(layer, MatrixLayer) and layer.key is not None
-            )
-            adders = {name: layer.weight.grad is None for name, layer in layers}
-            assert all(adders.values()), "autograd computes none of these gradients"
-            return gradients, set(adders)
+    adds = nullcontext() if by_hooks else products_on_cpu()
+    with adds, one_rank(launch, run, corpus) as rank:
+        gradients, _ = first_step(rank)
+        layers = (
+            (name, layer)
+            for name, layer in rank.engine.module.named_modules()
+            if isinstance(layer, MatrixLayer) and layer.key is not None
+        )
+        adders = {name: layer.weight.grad is None for name, layer in layers}
+        assert all(adders.values()), "autograd computes none of these gradients"
+        return gradients, set(adders)
 
 
 @pytest.mark.parametrize(

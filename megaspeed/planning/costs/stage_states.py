@@ -190,21 +190,14 @@ class StageStates:
             # Autograd computes the largest gradient of the layer, and then adds it to the sum.
             fresh, most = self._fresh_bytes(layer.largest), (most_gradients, size + most_buffers)
             if adds_products:
-                fresh = self._fresh_bytes(layer.largest_other)
-                fresh = max(fresh, self._product_bytes(layer.largest, begins_sum=not sums))
+                # A product takes memory only for a sum that it begins.
+                begun = 0 if sums else layer.largest * self._copy_bytes
+                fresh = max(self._fresh_bytes(layer.largest_other), begun)
             yield LayerStates(fresh, size, *most, gradients, buffers)
 
     def _fresh_bytes(self, elements: int) -> int:
         """Return the bytes of a gradient of autograd, and of its copy if sums have another type."""
         return elements * (BYTES_OF[self._run.precision] + self._copy_bytes)
-
-    def _product_bytes(self, elements: int, *, begins_sum: bool) -> int:
-        """Return the bytes of a product that is added to its sum, and of the sum if it begins.
-
-        A GPU needs no memory for the product.
-        """
-        product = BYTES_OF[self._run.precision] if self._on_host else 0
-        return elements * (product + begins_sum * self._copy_bytes)
 
     @cached_property
     def _copy_bytes(self) -> int:

@@ -204,7 +204,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         zero_stage=run.zero_stage,
         precision=run.precision,
         gradient_bytes=gradient_bytes,
-        adds_products=device_type == "cuda" and reduction.added_by == "product",
+        adds_products=reduction.added_by == "product",
         sent_share=compressed_share(run, 0),
         attention=FLASH_ATTENTION_2 if is_fused else None,
         # The copies of full_offloaded run beside the computation.

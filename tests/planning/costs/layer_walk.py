@@ -226,7 +226,7 @@ class _Reductions:
         own = BYTES_OF[self.run.precision]
         copied = (self.run.precision != computed) * BYTES_OF[computed]
         if self.adds(parameter):
-            own *= self.on_host
+            own = 0
             copied *= self.moment.summed is None
         return parameter.elements * (own + copied)
 
