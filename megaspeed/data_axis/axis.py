@@ -4,7 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 
 from megaspeed.config.resolve import BYTES_OF, Run, RunKey
-from megaspeed.data_axis.buckets import Bucket, buckets_of, reduction_of_matrices
+from megaspeed.data_axis.buckets import (
+    Bucket,
+    buckets_of,
+    multiplies_once,
+    reduction_of_matrices,
+)
 from megaspeed.data_axis.gathers import (
     Gather,
     PassOfChunk,
@@ -117,7 +122,7 @@ def data_axis_key(run: Run, pipeline_stage: int) -> RunKey:
     values = (
         *(run.config.model, run.grid, run.config.zero_optimization, run.sequence_parallel),
         *(run.precision, run.accumulation_dtype, run.config.communication_data_type),
-        *(parallel.gradient_compression, parallel.gradient_reduction),
+        *(parallel.gradient_compression, parallel.gradient_reduction, multiplies_once(run)),
         # Neither the micro-batch nor its number, so that most variants of a what-if share a plan.
         *(run.batch.gradient_accumulation_steps > 1, parallel.micro_batch_groups == 1),
         chunks_of_stages(run)[pipeline_stage],

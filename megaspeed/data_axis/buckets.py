@@ -254,8 +254,9 @@ def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
     is_kept = run.zero_stage < 2 or run.gradient_reduction == "per_step" or not has_shards
     end: End = "visit" if run.gradient_reduction == "per_visit" else "micro_batch"
     added_by: Literal["autograd", "hook", "product"] = "hook"
-    if run.precision != total and (is_kept or end == "visit") and device_type in _ADD_PRODUCTS:
-        added_by = "product"
+    is_summed = is_kept or end == "visit"
+    if run.precision != total and is_summed and multiplies_once(run):
+        added_by = "product" if device_type in _ADD_PRODUCTS else "hook"
     # ZeRO-3's parameters have no shape between passes, and ``grad`` must have that shape.
     elif is_kept and run.precision == total and not is_stage3:
         added_by = "autograd"
@@ -284,6 +285,13 @@ def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
         ranks=run.grid.dp_cp,
         divides=("before" if divides_first else "after") if has_data else None,
     )
+
+
+def multiplies_once(run: Run) -> bool:
+    """Whether a backward computes the gradient of a matrix in one product. If the MLP is computed
+    for some tokens at a time, there are several, and the first one does not complete it.
+    """
+    return run.config.parallel.activation_checkpointing != "full_offloaded"
 
 
 def _reduction_of_vectors(run: Run, matrix_reduction: Reduction) -> Reduction:

@@ -329,7 +329,9 @@ class Gradients:
     def _note(self, parameter: nn.Parameter) -> None:
         """Collect the bucket of a parameter if this backward has computed all its gradients."""
         bucket = self._bucket_of[parameter]
-        bucket.missing.discard(parameter)
+        if bucket.is_collected:
+            assert parameter in bucket.missing, "a backward adds to each gradient once"
+            bucket.missing.remove(parameter)
         if bucket.is_collected and not bucket.missing:
             self._collect(bucket)
 
