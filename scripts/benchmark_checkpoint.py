@@ -165,7 +165,7 @@ class Comparison:
 
     def _state(self) -> Iterator[torch.Tensor]:
         for fragment in self.worker.engine.state_fragments():
-            yield from (fragment.weights, fragment.exp_avg, fragment.exp_avg_sq)
+            yield from fragment.tensors.values()
 
 
 def size_of(folder: Path) -> int:

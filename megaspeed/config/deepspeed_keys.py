@@ -141,13 +141,74 @@ class AdamParams(Section):
     and norms do not."""
 
 
-class OptimizerConfig(Section):
+class AdamConfig(Section):
     """AdamW. Adam means the same, as in DeepSpeed."""
 
     type: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW or Adam; both decouple weight decay."""
+    """AdamW or Adam: both decouple weight decay. Muon: see docs/optimizers.md."""
     params: AdamParams = Field(default_factory=AdamParams)
     """Parameters of the optimizer."""
+
+
+def _three_or_a_name(value: Any) -> Any:
+    are_three = isinstance(value, list | tuple) and len(value) == 3
+    if not are_three and value != "polar_express":
+        raise ValueError('a list of three numbers or "polar_express"')
+    return value
+
+
+class MuonParams(AdamParams):
+    """The parameters of Muon (Jordan et al. 2024), and of AdamW for what is no matrix of a block.
+
+    ``lr``, ``weight_decay``, ``muon_lr``, ``adam_lr``, ``momentum`` and ``per_head_muon`` are
+    DeepSpeed's names, the others torch's.
+    """
+
+    muon_lr: float | None = Field(default=None, gt=0)
+    """Muon: learning rate of the matrices of blocks at the end of the scheduler's warmup. It has
+    the same schedule as lr. If omitted: lr."""
+    adam_lr: float | None = Field(default=None, gt=0)
+    """Muon: learning rate of embeddings, head, norms and biases, which AdamW updates. It has the
+    same schedule as lr. If omitted: lr."""
+    momentum: DecayRate = 0.95
+    """Muon: factor of the momentum in each step."""
+    nesterov: bool = True
+    """Muon: orthogonalize the gradient + momentum x the new momentum, instead of the new
+    momentum."""
+    ns_steps: int = Field(default=5, ge=1, le=20)
+    """Muon: number of Newton-Schulz steps."""
+    ns_coefficients: Annotated[
+        Annotated[tuple[float, float, float], Field(strict=False)] | Literal["polar_express"],
+        BeforeValidator(_three_or_a_name),
+    ] = (3.4445, -4.7750, 2.0315)
+    """Muon: coefficients a, b, c of a Newton-Schulz step X = a X + (b A + c A A) X with
+    A = X X^T. polar_express: each step has its own (Amsel et al. 2025)."""
+    ns_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Muon: number type of the Newton-Schulz steps. auto: fp32 in fp32 runs, otherwise bf16."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    """Muon: factor of the update of a matrix (n, m). original: sqrt(max(1, n/m)), as in DeepSpeed;
+    match_rms_adamw: 0.2 sqrt(max(n, m)), with which learning rates and weight decay of AdamW fit
+    (Liu et al. 2025)."""
+    per_head_muon: bool = False
+    """Muon: orthogonalize the rows of each query, key and value head by themselves."""
+
+
+class MuonConfig(Section):
+    """Muon for the matrices of blocks, AdamW for all other parameters."""
+
+    type: Literal["Muon"]
+    """Muon: see docs/optimizers.md."""
+    params: MuonParams = Field(default_factory=MuonParams)
+    """Parameters of the optimizer."""
+
+
+def _adamw_by_default(value: Any) -> Any:
+    return {"type": "AdamW", **value} if isinstance(value, dict) else value
+
+
+OptimizerConfig = Annotated[
+    AdamConfig | MuonConfig, Field(discriminator="type"), BeforeValidator(_adamw_by_default)
+]
 
 
 # The learning rate as a function of the step.
@@ -309,7 +370,7 @@ class DeepSpeedKeys(Section):
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
     """Type in which gradients are reduced. If omitted: the type in which they are summed over
     micro-batches."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = Field(default_factory=AdamConfig)
     """The optimizer."""
     scheduler: SchedulerConfig | None = None
     """The learning rate as a function of the step. If omitted: constant."""

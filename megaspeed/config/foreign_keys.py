@@ -82,6 +82,9 @@ NO_EFFECT: Mapping[str, str] = {
                 "optimizer.params.torch_adam zero_optimization.offload_optimizer.cpuadam_cores_perc"
             ),
             "see model.vocab_size": "vocabulary_size",
+            "gram is another order of the same Newton-Schulz steps; see ns_dtype": (
+                "optimizer.params.ns_method"
+            ),
         }
     ),
     **_by_key(
@@ -198,7 +201,7 @@ _DISABLED_BY_DEFAULT = (
 """Sections of DeepSpeed whose ``enabled`` is false if it is omitted."""
 
 _OWN = ("model", "parallel", "data", "training")
-_ADAM = {"adam": "Adam", "adamw": "AdamW"}
+_OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
 
 _SIZES = ("zero_optimization.sub_group_size", "zero_optimization.reduce_bucket_size")
 """Keys for which 0 would mean that each parameter is sent or updated separately."""
@@ -351,13 +354,13 @@ def _refuse_other_optimizers(tree: dict[str, Any], problems: list[Problem]) -> N
     As in DeepSpeed, capital letters do not matter.
     """
     kind = _at(tree, ("optimizer", "type"))
-    if isinstance(kind, str) and kind.lower() in _ADAM:
-        tree["optimizer"]["type"] = _ADAM[kind.lower()]
+    if isinstance(kind, str) and kind.lower() in _OPTIMIZERS:
+        tree["optimizer"]["type"] = _OPTIMIZERS[kind.lower()]
     elif isinstance(kind, str) and kind != "auto":
         del tree["optimizer"]
         message = (
             f'optimizer.type {describe_value(kind)} is not available; write "AdamW" (or "Adam", '
-            "which means the same here) with the params lr, betas, eps and weight_decay"
+            'which means the same here) with the params lr, betas, eps and weight_decay, or "Muon"'
         )
         problems.append(Problem(("optimizer",), message))
 

@@ -7,7 +7,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from megaspeed.config.deepspeed_keys import WarmupLRParams, WarmupStableDecayParams
+from megaspeed.config.deepspeed_keys import (
+    MuonConfig,
+    MuonParams,
+    WarmupLRParams,
+    WarmupStableDecayParams,
+)
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import (
     Batch,
@@ -122,6 +127,19 @@ class Run:
         """How the gradients of matrices are compressed; None if they are not."""
         stated = self.config.parallel.gradient_compression
         return None if isinstance(stated, str) or self.grid.dp_cp == 1 else stated
+
+    @property
+    def muon(self) -> MuonParams | None:
+        """The parameters of Muon, with both learning rates; None if AdamW updates everything."""
+        optimizer = self.config.optimizer
+        return optimizer.params if isinstance(optimizer, MuonConfig) else None
+
+    @property
+    def muon_dtype(self) -> Precision:
+        """The number type in which Muon orthogonalizes."""
+        stated = "auto" if self.muon is None else self.muon.ns_dtype
+        automatic: Precision = "fp32" if self.precision == "fp32" else "bf16"
+        return automatic if stated == "auto" else stated
 
     @property
     def run_dir(self) -> Path:
@@ -257,7 +275,13 @@ def _learning_rates(config: RunConfig, train_batch_size: int) -> dict[str, Any]:
     not scale the rates again.
     """
     lr, scaling = config.optimizer.params.lr, config.training.lr_factor(train_batch_size)
-    keys: dict[str, Any] = {"optimizer.params.lr": lr * scaling}
+    keys: dict[str, Any] = {}
+    if isinstance(muon := config.optimizer.params, MuonParams):
+        if muon.muon_lr is not None and "lr" not in muon.model_fields_set:
+            lr = muon.muon_lr
+        rates = {"muon_lr": muon.muon_lr or lr, "adam_lr": muon.adam_lr or lr}
+        keys = {f"optimizer.params.{name}": rate * scaling for name, rate in rates.items()}
+    keys["optimizer.params.lr"] = lr * scaling
     if config.training.lr_scaling != "none":
         keys["training.base_batch_size"] = train_batch_size
     params = None if config.scheduler is None else config.scheduler.params

@@ -486,6 +486,26 @@ def compressed_matrices_have_no_copies(config: RunConfig) -> Iterator[str]:
 
 
 @rule
+def muon_has_gradients_on_the_device(config: RunConfig) -> Iterator[str]:
+    """Muon needs the gradient of a matrix on the device, as it is."""
+    compression, zero = config.parallel.gradient_compression, config.zero_optimization
+    if config.optimizer.type != "Muon":
+        return
+    if zero.offloads_optimizer:
+        yield (
+            "zero_optimization.offload_optimizer keeps gradients and momentum in host memory, but "
+            'optimizer.type "Muon" multiplies them by each other on the device in every step; '
+            "remove one of them"
+        )
+    if not isinstance(compression, str):
+        yield (
+            f'parallel.gradient_compression "{compression.type}" changes the small singular values '
+            'of a gradient, and optimizer.type "Muon" makes all singular values about equal, so '
+            'the error would be as large as the update; compress to "bf16", or remove one of them'
+        )
+
+
+@rule
 def length_is_stated_once(config: RunConfig) -> Iterator[str]:
     """Steps or tokens state the length. A resolved configuration has both, and they agree."""
     steps, tokens, follows = config.training.steps, config.training.tokens, config.number_of_steps()

@@ -17,6 +17,7 @@ from megaspeed.data_axis.gathers import (
     held_in_pass,
     persistent_parameters,
 )
+from megaspeed.data_axis.orthogonalization import Orthogonalization
 from megaspeed.data_axis.parameters import local_parameters
 from megaspeed.pipeline.partition import chunks_of_stages
 
@@ -44,6 +45,8 @@ class DataAxis:
         if run.zero_stage == 3:
             kept = persistent_parameters(self._zero, self.parameters)
             self.persistent = Gather.of([*kept], *self._split)
+        self.orthogonalization = None if run.muon is None else Orthogonalization(run, self.buckets)
+        """Muon: which rank orthogonalizes which matrix."""
         # On a CPU, offloaded partitions are where the parameters are.
         on_device = device_type == "cpu" or not self._zero.offloads_parameters
         self.is_local = run.grid.shard == 1 and on_device
@@ -125,6 +128,7 @@ def data_axis_key(run: Run, pipeline_stage: int) -> RunKey:
         *(parallel.gradient_compression, parallel.gradient_reduction, multiplies_once(run)),
         # Neither the micro-batch nor its number, so that most variants of a what-if share a plan.
         *(run.batch.gradient_accumulation_steps > 1, parallel.micro_batch_groups == 1),
+        None if run.muon is None else run.muon.per_head_muon,
         chunks_of_stages(run)[pipeline_stage],
     )
     return RunKey(values, run)

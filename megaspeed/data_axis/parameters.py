@@ -92,7 +92,8 @@ class LocalParameters(tuple[LocalParameter, ...]):
 def local_parameters(run: Run, pipeline_stage: int) -> LocalParameters:
     """Return the parameters of a rank. All ranks of this pipeline stage have the same shapes."""
     chunks = chunks_of_stages(run)[pipeline_stage]
-    split = (run.grid.tp, run.grid.pp > 1, run.sequence_parallel, run.compression)
+    has_muon = run.muon is not None
+    split = (run.grid.tp, run.grid.pp > 1, run.sequence_parallel, run.compression, has_muon)
     return _local_parameters(run.config.model, chunks, *split)
 
 
@@ -104,6 +105,7 @@ def _local_parameters(
     has_pipeline: bool,
     splits_sequence: bool,
     compression: Compression | None,
+    has_muon: bool,
 ) -> LocalParameters:
     named = [(chunk, parameters_of(model, layers)) for chunk, layers in enumerate(chunks)]
     layers = {parameter.layer for _, own in named for parameter in own.values()}
@@ -119,6 +121,7 @@ def _local_parameters(
                 parameter,
                 compression,
                 has_pipeline=has_pipeline,
+                has_muon=has_muon,
                 size=tp,
                 sequence_parallel=splits_sequence,
             ),

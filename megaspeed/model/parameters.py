@@ -102,6 +102,11 @@ class Parameter:
         return self.kind == "bias"
 
     @property
+    def is_block_matrix(self) -> bool:
+        """Whether it is a weight that a block multiplies by: no embedding, head, norm or bias."""
+        return self.layer.startswith("blocks.") and self.row.kind == "linear" and not self.is_bias
+
+    @property
     def decays(self) -> bool:
         """Whether weight decay applies: only to matrices and embeddings."""
         return not self.is_bias and not self.row.is_norm

@@ -89,9 +89,8 @@ def gradient_is_product(config: ModelConfig, parameter: Parameter, *, size: int)
     Key/value heads that several tensor ranks hold are no such case: their product is summed over
     these ranks, in every backward.
     """
-    is_in_a_block = parameter.layer.startswith("blocks.")
     is_shared = parameter.split == "heads" and key_value_replicas(config, size) > 1
-    return is_in_a_block and len(parameter.shape) > 1 and not is_shared
+    return parameter.is_block_matrix and not is_shared
 
 
 def is_compressed(
@@ -113,11 +112,12 @@ def is_compressed(
     return compression.rank * (rows + columns) < rows * columns
 
 
-OptimizerGroup = Literal["tied", "partial", "not compressed", "decaying", "other"]
+OptimizerGroup = Literal["tied", "partial", "not compressed", "orthogonalized", "decaying", "other"]
 """The parameter groups of the optimizer: a weight that two pipeline stages share, parameters whose
-gradient is summed over the tensor axis, matrices that are not compressed although others are, other
-parameters with weight decay, and the rest. Each of the first three is reduced in its own way.
-Parameters with weight decay are matrices, and partial ones have none."""
+gradient is summed over the tensor axis, matrices that are not compressed although others are, those
+whose update Muon orthogonalizes, other parameters with weight decay, and the rest. Each of the
+first three is reduced in its own way. Parameters with weight decay are matrices, and partial ones
+have none."""
 
 
 def optimizer_group(
@@ -126,6 +126,7 @@ def optimizer_group(
     compression: Compression | None,
     *,
     has_pipeline: bool,
+    has_muon: bool,
     size: int,
     sequence_parallel: bool,
 ) -> OptimizerGroup:
@@ -139,6 +140,8 @@ def optimizer_group(
     is_matrix = compression is not None and len(parameter.shape) > 1
     if is_matrix and not is_compressed(config, parameter, compression, size=size):
         return "not compressed"
+    if has_muon and parameter.is_block_matrix:
+        return "orthogonalized"
     return "decaying" if parameter.decays else "other"
 
 

@@ -9,6 +9,7 @@ Rank 5 of pp 2 x dp 2 x tp 2 (drawn in ``grid.py``) belongs to
     cp_group          -          holds the other parts of the same sequences (``Grid.cp``)
     pp_group          1 5        activations forward, gradients back, gradients of tied weights
     checkpoint_group  0 .. 7     all ranks, over gloo, for saves beside the training
+    stage_group       4 5 6 7    holds parts of the same matrices (only with Muon)
 
 Code that communicates takes the context as an argument. No other module creates a process group or
 keeps one in a global. Every rank creates its groups in this order:
@@ -35,6 +36,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from threading import Thread
 from typing import Any, Literal, Self
 
@@ -202,6 +204,7 @@ class ParallelContext:
     checkpoint_group: dist.ProcessGroup  # used by one thread at a time, not always the main one
     activity: Activity  # what this rank is doing
     timeline: Timeline  # times the parts of a step
+    timeout: timedelta  # how long a collective may wait for other ranks
 
     @classmethod
     def create(
@@ -258,6 +261,7 @@ class ParallelContext:
             checkpoint_group=groups["checkpoint"],
             activity=activity or Activity(),
             timeline=Timeline(device),
+            timeout=timeout,
         )
 
     def close(self) -> None:
@@ -289,6 +293,20 @@ class ParallelContext:
             return self.shard_group
         return self.replica_group
 
+    @cached_property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this pipeline stage that are in the same replica: shard x tp.
+
+        Only Muon needs it. A communicator costs GPU memory, so the group is created when it is read
+        first, which all ranks must do together.
+        """
+        if self.grid.tp == 1 or self.grid.shard == 1:
+            return self.shard_group if self.grid.tp == 1 else self.tp_group
+        if self.grid.size_along("stage") == self.grid.world_size:
+            return self.world_group
+        groups = self.grid.groups_along("stage")
+        return _own_group("stage", groups, self.rank, self.device, self.timeout)
+
     @property
     def groups_by_axis(self) -> dict[Axis | Literal["world"], dist.ProcessGroup]:
         """The groups of several ranks. Those with the same parameters (dp and cp) are dp, or shard
@@ -300,6 +318,8 @@ class ParallelContext:
             "shard" if self.grid.is_hybrid else "dp": self.data_group,
             "replica": self.replica_group if self.grid.is_hybrid else None,
             "pp": self.pp_group,
+            # Not read: that would create it.
+            "stage": vars(self).get("stage_group") if self.grid.tp > 1 < self.grid.shard else None,
             "world": self.world_group,
         }
         return {axis: group for axis, group in groups.items() if group and group.size() > 1}

@@ -43,8 +43,9 @@ Plain integers: nothing here needs torch, a process or a GPU.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Axis = Literal["pp", "dp", "cp", "tp", "replica", "shard"]
-"""``replicate`` divides data and context axis together into the last two."""
+Axis = Literal["pp", "dp", "cp", "tp", "replica", "shard", "stage"]
+"""``replicate`` divides data and context axis together into replica and shard. Along stage are the
+shard x tp ranks of a pipeline stage in one replica."""
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 
@@ -162,10 +163,10 @@ class Grid:
         return rank // self._stride(axis) % self.size_along(axis)
 
     def size_along(self, axis: Axis) -> int:
-        size: int = self.replicate if axis == "replica" else getattr(self, axis)
-        return size
+        joined = {"replica": self.replicate, "stage": self.shard * self.tp}
+        return joined[axis] if axis in joined else int(getattr(self, axis))
 
     def _stride(self, axis: Axis) -> int:
         """The difference of two ranks that are neighbours on ``axis``."""
         data = {"dp": self.cp * self.tp, "shard": self.tp, "replica": self.shard * self.tp}
-        return {"pp": self.dp_cp * self.tp, **data, "cp": self.tp, "tp": 1}[axis]
+        return {"pp": self.dp_cp * self.tp, **data, "cp": self.tp, "tp": 1, "stage": 1}[axis]

@@ -211,7 +211,7 @@ class Checkpointing:
         for fragment in self._worker.engine.state_fragments():
             for kind in KINDS:
                 if kind not in read:
-                    getattr(fragment, kind).zero_()
+                    fragment.tensors[kind].zero_()
 
     def _pieces(self, kinds: Sequence[str] = KINDS, *, owned: bool) -> Iterator[Piece]:
         """Pieces of this rank's state: views of the engine's tensors.
@@ -230,7 +230,7 @@ class Checkpointing:
                     key(kind, logical_name(self._run.config.model, fragment.name)),
                     worker.shards[fragment.name],
                     fragment.start,
-                    getattr(fragment, kind),
+                    fragment.tensors[kind],
                     part=part,
                 )
 

@@ -4,14 +4,13 @@ GPT(layers of this pipeline stage) --parallelize--> zero.build_engine --> ZeroEn
 GPT(all layers) --------------------------------------------------------> baselines of ``compare``
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from megaspeed.config.deepspeed_keys import OptimizerConfig
+from megaspeed.config.deepspeed_keys import MuonParams, OptimizerConfig
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import TrainingConfig
@@ -21,6 +20,7 @@ from megaspeed.tensor_parallel.collectives import ContextAxis, TensorAxis
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.shards import vocabulary_rows_per_rank
 from megaspeed.topology.context import ParallelContext
+from megaspeed.zero.muon import AdamWOrMuon
 
 
 def tensor_axis(run: Run, context: ParallelContext) -> TensorAxis:
@@ -60,27 +60,26 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """The groups of ``torch.optim`` that are not empty.
 
-    Matrices and embeddings decay, biases and norms do not.
+    Matrices and embeddings decay, biases and norms do not. Muon updates the matrices of blocks.
+    Each group multiplies the learning rate of a step by its ``lr_ratio``.
     """
-    decaying = [p for name, p in parameters.items() if parameter_named(model, name).decays]
-    others = [p for name, p in parameters.items() if not parameter_named(model, name).decays]
-    groups = [
-        {"params": decaying, "weight_decay": optimizer.params.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+    params, groups = optimizer.params, dict[tuple[bool, bool], list[nn.Parameter]]()
+    for name, parameter in parameters.items():
+        row = parameter_named(model, name)
+        is_orthogonalized = row.is_block_matrix and isinstance(params, MuonParams)
+        groups.setdefault((is_orthogonalized, row.decays), []).append(parameter)
+    rates = (params.lr, params.lr)
+    if isinstance(params, MuonParams):
+        rates = (params.adam_lr or params.lr, params.muon_lr or params.lr)
+    return [
+        {
+            "params": members,
+            "weight_decay": params.weight_decay if decays else 0.0,
+            "is_orthogonalized": is_orthogonalized,
+            "lr_ratio": rates[is_orthogonalized] / params.lr,
+        }
+        for (is_orthogonalized, decays), members in groups.items()
     ]
-    return [group for group in groups if group["params"]]
-
-
-class _AdamW(torch.optim.AdamW):
-    """torch's AdamW, without the wrappers that keep ``torch.compile`` out of an optimizer.
-
-    Each of them imports torch's compiler, which takes 0.7 s of each rank's processor time. A run
-    compiles no optimizer.
-    """
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
 
 
 def make_optimizer(
@@ -88,7 +87,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """torch's fused AdamW: one kernel for each group, on CPU and GPU, without compilation."""
     params = optimizer.params
-    return _AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps, fused=True)
+    return AdamWOrMuon(groups, lr=params.lr, betas=params.betas, eps=params.eps, fused=True)
 
 
 def vocab_parallel_loss(run: Run, axis: TensorAxis) -> VocabParallelLoss:

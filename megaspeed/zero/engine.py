@@ -44,6 +44,7 @@ from megaspeed.zero.model_states import (
     parameter_fragments,
     state_fragments,
 )
+from megaspeed.zero.muon import MuonUpdates
 from megaspeed.zero.reductions import (
     OwnedSquares,
     add_gradients_of_other_end,
@@ -129,6 +130,12 @@ class ZeroEngine:
         parameters = dict(self.module.named_parameters())
         layers = dict(_layers_that_add(self.module, axis))
         self.gradients = Gradients(self.optimizer, run, axis, context, parameters, layers)
+        self._clipping = run.config.gradient_clipping
+        self.muon: MuonUpdates | None = None
+        """Computes the updates of matrices, if the optimizer is Muon."""
+        if run.muon is not None:
+            flat = self.gradients.partitions
+            self.muon = MuonUpdates(self.optimizer, flat, run, axis, context)
         # Gradients of the weight that this rank shares with another pipeline stage.
         tied = {each.name for each in axis.parameters if each.group == "tied"}
         self._tied = [each.values for each in self.gradients.fragments if each.name in tied]
@@ -239,11 +246,12 @@ class ZeroEngine:
         Args:
             loss: this rank's part of the loss, a scalar; None if it has none. If it is not finite
                 on any rank, all ranks skip the step.
-            learning_rate: the rate of this step, for all parameter groups.
+            learning_rate: the rate of this step, which each parameter group multiplies by its
+                ``lr_ratio``.
             notes: numbers to send to the other ranks. All ranks have equally many.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_ratio"]
         squares = self._owned_squares()
         context = self._context
         with context.timeline.part("world"):
@@ -255,6 +263,10 @@ class ZeroEngine:
         # Only after a bad norm: the host waits for the device once for each parameter.
         self.non_finite_parameter = None if finite else first_non_finite(self.gradients.fragments)
         loss_scale = float(self.optimizer.loss_scale)  # of this step: the scaler may change it
+        if finite and self.muon is not None:
+            # What DeepSpeed will multiply the other gradients by.
+            excess = (scaled_norm / loss_scale + 1e-6) / self._clipping if self._clipping else 1.0
+            self.muon.compute(1 / (loss_scale * max(1.0, excess)))
         self.gradients.hand_over()
         use_norm(self.optimizer, scaled_norm)  # the step clips to ``gradient_clipping`` by it
         with without_gathers():
@@ -297,7 +309,7 @@ class ZeroEngine:
         A collective over the data axis; see ``model_states.load_state``.
         """
         self.finish_gathers()
-        load_state(self.optimizer, steps_taken)
+        load_state(self.optimizer, self._axis, steps_taken)
         self.gradients.steps_taken = steps_taken
         if self._gathers is not None:
             self._gathers.free_persistent()  # they still have the values from before

@@ -121,6 +121,11 @@ class Gradients:
             for own, bucket in zip(fragments, self._buckets, strict=True)
         ]
 
+    @property
+    def partitions(self) -> list[Tensor]:
+        """This rank's part of the mean of each bucket, flat, with padding."""
+        return [bucket.partition for bucket in self._buckets]
+
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that hold gradients between two micro-batches."""
         for bucket in self._buckets:

@@ -4,8 +4,9 @@
     0, 1, 2    flat buffer, of which parameters are views    master partition, two moments
     3          flat partitions, and persistent parameters    the same
 
-DeepSpeed 0.19.8 does not document these tensors. The optimizer states (fp32 master weights and
-AdamW's two moments) are three flat tensors for each parameter group, with the same layout.
+DeepSpeed 0.19.8 does not document these tensors. The optimizer states (fp32 master weights, and
+AdamW's two moments or Muon's momentum) are flat tensors for each parameter group, with the same
+layout.
 
 A fragment is a flat range of one parameter. Whatever is written to it is what the optimizer uses.
 
@@ -15,7 +16,7 @@ A fragment is a flat range of one parameter. Whatever is written to it is what t
     3          the data axis       an equal flat range of every parameter
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -41,13 +42,18 @@ class Fragment:
 
 @dataclass(frozen=True)
 class StateFragment:
-    """Elements [start, start + len(weights)) of the flat local state of a parameter, fp32."""
+    """Elements of the flat local state of a parameter, fp32, from ``start`` on."""
 
     name: str  # full name of the parameter
     start: int
-    weights: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    tensors: Mapping[str, Tensor]
+    """Kind -> elements: "weights", and "momentum" of a matrix that Muon updates, or "exp_avg" and
+    "exp_avg_sq" of what AdamW updates."""
+
+    @property
+    def weights(self) -> Tensor:
+        """Master weights."""
+        return self.tensors["weights"]
 
 
 def own_part(bucket: Bucket, context: ParallelContext) -> int:
@@ -118,21 +124,25 @@ def state_fragments(
     """This rank's optimizer state without padding. Moments that do not exist yet are zeros."""
     masters = master_partitions(optimizer)
     for index, own in owned_ranges(axis, context):
-        moments = _moments(optimizer.optimizer, masters[index])
-        flat = (masters[index].data, moments["exp_avg"], moments["exp_avg_sq"])
-        views = [tensor.view(-1).narrow(0, own.offset, own.length) for tensor in flat]
-        yield StateFragment(own.parameter.name, own.start, *views)
+        state = optimizer_state(optimizer, axis.buckets[index], masters[index])
+        views = {
+            kind: tensor.view(-1).narrow(0, own.offset, own.length)
+            for kind, tensor in {"weights": masters[index].data, **state}.items()
+            if kind != "step"
+        }
+        yield StateFragment(own.parameter.name, own.start, views)
 
 
-def load_state(optimizer: Any, steps_taken: int) -> None:
+def load_state(optimizer: Any, axis: DataAxis, steps_taken: int) -> None:
     """Make the optimizer continue from state fragments that were written to.
 
     The model's parameters are computed from the master weights; a collective over the data axis.
     ``steps_taken`` determines AdamW's bias correction.
     """
-    for master in master_partitions(optimizer):
+    for bucket, master in zip(axis.buckets, master_partitions(optimizer), strict=True):
         # Checkpoints have no step count of a parameter: all of a run have taken the same steps.
-        _moments(optimizer.optimizer, master)["step"].fill_(steps_taken)
+        if "step" in (state := optimizer_state(optimizer, bucket, master)):
+            state["step"].fill_(steps_taken)
     if partitions_parameters(optimizer):
         for sub_group in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
@@ -147,10 +157,15 @@ def master_partitions(optimizer: Any) -> list[Tensor]:
     return list(optimizer.single_partition_of_fp32_groups)
 
 
-def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
-    """The state of one flat parameter. torch would create it in the first step."""
-    state: dict[str, Tensor] = adamw.state[master]
-    if not state:
+def optimizer_state(optimizer: Any, bucket: Bucket, master: Tensor) -> dict[str, Tensor]:
+    """Kind -> the state of the flat weights of a bucket, and for AdamW its ``step``.
+
+    Zeros before the first step, in which torch would create those of AdamW.
+    """
+    state: dict[str, Tensor] = optimizer.optimizer.state[master]
+    if not state and bucket.group == "orthogonalized":
+        state["momentum"] = torch.zeros_like(master.data)
+    elif not state:
         # As torch.optim.adam does for fused=True: an fp32 step count beside the parameter.
         state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
         state["exp_avg"] = torch.zeros_like(master.data)

@@ -29,7 +29,7 @@ class References:
         numerics = (
             f"{run.precision} {config.gradient_clipping} {steps} {run.batch.train_batch_size}"
         )
-        key = f"{config.model!r} {config.data!r} {numerics}"
+        key = f"{config.model!r} {config.data!r} {config.optimizer!r} {numerics}"
         if key not in self._known:
             batches = functools.partial(whole_batch, run, corpus)
             self._known[key] = train_reference(run, batches, steps)

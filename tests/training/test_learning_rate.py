@@ -10,11 +10,11 @@ import torch
 from deepspeed.runtime import lr_schedules
 from pydantic import TypeAdapter
 
-from megaspeed.config.deepspeed_keys import OptimizerConfig, SchedulerConfig
+from megaspeed.config.deepspeed_keys import AdamConfig, SchedulerConfig
 from megaspeed.training.learning_rate import learning_rate
 
 STEPS = 40
-OPTIMIZER = OptimizerConfig.model_validate({"type": "AdamW", "params": {"lr": 3e-4}})
+OPTIMIZER = AdamConfig.model_validate({"type": "AdamW", "params": {"lr": 3e-4}})
 TAKEN = [False] * STEPS
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from megaspeed.config.deepspeed_keys import OptimizerConfig
+from megaspeed.config.deepspeed_keys import AdamConfig
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
 from megaspeed.training.rank_model import make_optimizer, parameter_groups
 from tests.support.tiny import GPT2, LLAMA
 
-OPTIMIZER = OptimizerConfig.model_validate(
+OPTIMIZER = AdamConfig.model_validate(
     {
         "type": "AdamW",
         "params": {"lr": 1e-2, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.3},

@@ -5,6 +5,7 @@ the model, its initial weights, the samples, the learning rate of each step, and
 decay.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,8 +17,10 @@ from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.initialization import initialize
 from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
+from megaspeed.model.parameters import parameter_named
 from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.rank_model import parameter_groups, set_matmul_precision
+from megaspeed.zero.muon import coefficients_of
 
 CPU = torch.device("cpu")
 
@@ -50,9 +53,10 @@ def train_reference(
     model.to(device, DTYPES[run.precision])  # initialized on the CPU: the same bits on every device
     masters = _master_weights(model)
     loss_scale = run.config.fp16.loss_scale if run.precision == "fp16" else 1.0
-    params = run.config.optimizer.params
+    params, momentum = run.config.optimizer.params, dict[str, Tensor]()
+    groups = parameter_groups(masters, run.config.model, run.config.optimizer)
     optimizer = torch.optim.AdamW(
-        parameter_groups(masters, run.config.model, run.config.optimizer),
+        [group for group in groups if not group["is_orthogonalized"]],
         lr=params.lr,
         betas=params.betas,
         eps=params.eps,
@@ -61,7 +65,7 @@ def train_reference(
     for step in range(steps):
         rate = learning_rate(run.config.optimizer, run.config.scheduler, step=step, steps=run.steps)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_ratio"]
         batch = [part.to(device) for part in batch_of_step(step)]
         record.losses.append(_forward_backward(model, batch, run.tokens_per_step, loss_scale))
         for name, parameter in model.named_parameters():
@@ -78,6 +82,8 @@ def train_reference(
         if run.config.gradient_clipping:
             nn.utils.clip_grads_with_norm_(masters.values(), run.config.gradient_clipping, norm)
         optimizer.step()
+        if run.muon is not None:
+            _muon_step(run, masters, momentum, rate)
         _copy_weights(model, masters)
     record.weights = _copies(masters)
     return record
@@ -96,6 +102,41 @@ def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int, loss_sca
         (loss / tokens * loss_scale).backward()
         total += loss.item()
     return total / tokens
+
+
+@torch.no_grad()
+def _muon_step(
+    run: Run, masters: dict[str, nn.Parameter], momentum: dict[str, Tensor], rate: float
+) -> None:
+    """Update the matrices of blocks, one section of rows after the other. (Liu et al. 2025)"""
+    params, model, dtype = run.muon, run.config.model, DTYPES[run.muon_dtype]
+    assert params is not None
+    rate *= (params.muon_lr or params.lr) / params.lr
+    for name, weight in masters.items():
+        row = parameter_named(model, name)
+        if not row.is_block_matrix:
+            continue
+        assert weight.grad is not None
+        before = momentum.get(name, torch.zeros_like(weight))
+        momentum[name] = params.momentum * before + weight.grad
+        update = momentum[name]
+        if params.nesterov:
+            update = weight.grad + params.momentum * update
+        weight.mul_(1 - rate * params.weight_decay)
+        sizes = list(row.row.sections.values())
+        if params.per_head_muon and "query" in row.row.sections:
+            sizes = [model.head_dim] * (weight.shape[0] // model.head_dim)
+        for own, part in zip(weight.split(sizes), update.split(sizes), strict=True):
+            rows, columns = part.shape
+            factor = math.sqrt(max(1, rows / columns))
+            if params.adjust_lr_fn == "match_rms_adamw":
+                factor = 0.2 * math.sqrt(max(rows, columns))
+            x = part.to(dtype).T if rows > columns else part.to(dtype)
+            x = x / x.norm()
+            for a, b, c in coefficients_of(params):
+                gram = x @ x.T
+                x = a * x + (b * gram + c * gram @ gram) @ x
+            own.sub_(x.T if rows > columns else x, alpha=rate * factor)
 
 
 def _master_weights(model: GPT) -> dict[str, nn.Parameter]:
