@@ -41,13 +41,13 @@ _POLAR_EXPRESS = (
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845749518, 0.4188073119525673),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
 """The coefficients of each step, the last ones of all further steps (Amsel et al. 2025, "The Polar
-Express", listing 1). They are for singular values of at most 1. Rounding can make one larger, so
+Express", algorithm 1). They are for singular values of at most 1. Rounding can make one larger, so
 all but the last are for 1.01 times the matrix."""
 _POLAR_MARGIN = 1.01
 
@@ -140,6 +140,7 @@ class MuonUpdates:
         own = [i for i, bucket in enumerate(buckets) if bucket.group == "orthogonalized"]
         self._flat = {i: (buckets[i], masters[i], gradients[i]) for i in own}
         self._coefficients = coefficients_of(run.muon)
+        self._members_group = context.stage_group  # all ranks are here, as its creation needs
         self._own_group = context.replica_rank if self._plan.groups > 1 else 0
         member = context.shard_rank * context.grid.tp + context.tp_rank
         owner = self._own_group * self._plan.members + member
@@ -159,19 +160,18 @@ class MuonUpdates:
         self.sections_in_step = 0
         updates = self._momentum_updates(gradient_scale)
         rounds = self._rounds
-        with self._context.timeline.part("data"):
-            arriving = [self._send_to_owners(each, updates) for each in rounds[:1]]
-            returning: list[tuple[OwnerRound, _Message]] = []
-            for own, following in zip_longest(rounds, rounds[1:]):
-                received = arriving.pop()
-                if following is not None:
-                    arriving.append(self._send_to_owners(following, updates))
-                results = self._orthogonalize(own, received.wait())
-                while returning:
-                    self._take_back(*returning.pop(), updates)
-                returning.append((own, self._send_back(own, results)))
+        arriving = [self._send_to_owners(each, updates) for each in rounds[:1]]
+        returning: list[tuple[OwnerRound, _Message]] = []
+        for own, following in zip_longest(rounds, rounds[1:]):
+            received = arriving.pop()
+            if following is not None:
+                arriving.append(self._send_to_owners(following, updates))
+            results = self._orthogonalize(own, self._wait_for(received))
             while returning:
                 self._take_back(*returning.pop(), updates)
+            returning.append((own, self._send_back(own, results)))
+        while returning:
+            self._take_back(*returning.pop(), updates)
         for index, (_, weights, _) in self._flat.items():
             self._optimizer.optimizer.updates[weights] = updates[index]
 
@@ -222,7 +222,7 @@ class MuonUpdates:
         if self._plan.groups == 1:
             return message
         gathered = results.new_empty(self._plan.groups, own.gathered)
-        part, row = message.wait(), gathered[self._own_group]
+        part, row = self._wait_for(message), gathered[self._own_group]
         row[: part.numel()] = part
         row[part.numel() :].zero_()
         group = self._context.replica_group
@@ -234,7 +234,7 @@ class MuonUpdates:
         self, own: OwnerRound, message: "_Message", updates: Mapping[int, Tensor]
     ) -> None:
         """Copy returned results to their places in the updates."""
-        rows = message.wait().view(self._plan.groups, -1)
+        rows = self._wait_for(message).view(self._plan.groups, -1)
         for row, of_members in zip(rows, own.results, strict=True):
             parts = [*chain(*of_members)]
             lengths = [part.length for part in parts]
@@ -255,9 +255,16 @@ class MuonUpdates:
             return _Message(None, message, message)
         sizes, arriving = [*map(elements_of_parts, sent)], [*map(elements_of_parts, received)]
         arrived = message.new_empty(sum(arriving))
-        group = self._context.stage_group
+        group = self._members_group
         work = dist.all_to_all_single(arrived, message, arriving, sizes, group=group, async_op=True)
         return _Message(work, arrived, message)
+
+    def _wait_for(self, message: "_Message") -> Tensor:
+        """Make the current stream wait for what is received, and return it."""
+        if message.work is not None:
+            with self._context.timeline.part("data"):
+                message.work.wait()
+        return message.received
 
 
 @dataclass(frozen=True)
@@ -267,12 +274,6 @@ class _Message:
     work: Any  # None if nothing is sent
     received: Tensor
     sent: Tensor  # must not be freed before the work has ended
-
-    def wait(self) -> Tensor:
-        """Make the current stream wait for what is received, and return it."""
-        if self.work is not None:
-            self.work.wait()
-        return self.received
 
 
 def _view(updates: Mapping[int, Tensor], part: Part) -> Tensor:

@@ -35,6 +35,7 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "dropout": (0.0, 0.1),
     "micro_batches": (2, 4),
     "reset_at_documents": (False, True),
+    "optimizer": ("AdamW", "Muon"),
 }
 
 
@@ -52,6 +53,7 @@ HYBRID: Mapping[str, Sequence[Any]] = {
     "schedule": ("1f1b", "gpipe"),
     "sequence_parallel": (False, True),
     "reduced_in": ("fp32", "bf16"),
+    "optimizer": ("AdamW", "Muon"),
 }
 _SWITCHES: Mapping[str, Sequence[Any]] = {
     "tied": (True, False),
@@ -60,6 +62,7 @@ _SWITCHES: Mapping[str, Sequence[Any]] = {
     "dropout": (0.0, 0.1),
     "reset_at_documents": (False, True),
     "overlap_comm": (False, True),
+    "optimizer": ("AdamW", "Muon"),
 }
 CHUNKED: Mapping[str, Sequence[Any]] = {
     "layout": [

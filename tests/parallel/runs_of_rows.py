@@ -7,7 +7,7 @@ from typing import Any
 
 from megaspeed.config.resolve import Run
 from tests.parallel.covering import Row
-from tests.support.tiny import BF16_IN_FP32, GPT2, LLAMA, tiny_run
+from tests.support.tiny import BF16_IN_FP32, GPT2, LLAMA, MUON, tiny_run
 
 _PLACES = {
     "tied": ("model", "tie_word_embeddings"),
@@ -49,6 +49,8 @@ def run_of(row: Row, text: Path) -> Run:
         zero["stage3_prefetch_bucket_size"] = 0
     if row.get("reduced_in") == "bf16":
         keys |= {"communication_data_type": "bf16", **BF16_IN_FP32}
+    if row.get("optimizer") == "Muon":
+        keys["optimizer"] = MUON
     model["num_hidden_layers"] = _layers_of(row)
     keys["gradient_accumulation_steps"] = row.get("micro_batches", 2)
     keys["train_batch_size"] = _samples_of(row)
