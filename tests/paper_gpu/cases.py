@@ -11,6 +11,7 @@ POWER_SGD: dict[str, Any] = {"type": "powersgd", "start_step": 1}
 RECOMPUTE = {"activation_checkpointing": "full"}
 DROPOUT = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "residual_dropout": 0.1}
 ONE_KEY_VALUE_HEAD = {**LLAMA, "num_key_value_heads": 1}
+MUON = {"type": "Muon", "params": {"lr": 0.01}}
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -96,6 +97,11 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3-full-offloaded": zero(3) | {"parallel": OFFLOADED},
     "zero1-chunks-full-offloaded": chunks(2, 1, 2, **OVERLAP)
     | {"parallel": {"virtual_stages": 2, **OFFLOADED}},
+    # One shard: the replicas share the sections, and gather the results.
+    "zero0-muon": zero(0) | {"model": LLAMA, "optimizer": MUON},
+    "zero0-muon-tensor": zero(0) | {"tp": 2, "rank": 3, "model": LLAMA, "optimizer": MUON},
+    "zero1-muon-tensor": zero(1, **OVERLAP) | {"tp": 2, "model": LLAMA, "optimizer": MUON},
+    "zero3-muon": zero(3) | {"rank": 1, "model": LLAMA, "optimizer": MUON},
     "fp32": {"dp": 2, "bf16": {"enabled": False}, "gradient_clipping": 0.0},
 }
 """Name -> JSON keys of ``paper_run``; ``rank`` is the rank whose step is taken."""

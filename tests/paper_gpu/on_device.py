@@ -111,6 +111,14 @@ CASES: Mapping[str, tuple[dict[str, Any], ...]] = {
     "offload, ZeRO-2": ({"dp": 2}, _zero(2, offload_optimizer=_CPU)),
     "offload, ZeRO-3": ({"dp": 2}, _zero(3, offload_optimizer=_CPU, offload_param=_CPU)),
     "int8": ({"dp": 2, "parallel": {"gradient_compression": {"type": "int8"}}}, _zero(1)),
+    "Muon, tensor": (
+        {"tp": 2, "dp": 2, "optimizer": {"type": "Muon"}, "rank": 3},
+        *(_zero(1), _LLAMA),
+    ),
+    "Muon, replicas, ZeRO-3": (
+        {"dp": 4, "parallel": {"replicate": 2}, "optimizer": {"type": "Muon"}},
+        *(_zero(3), _LLAMA),
+    ),
     "fp16": ({"dp": 2}, _FP16, _zero(1)),
     "fp32": ({"bf16": {"enabled": False}}, _zero(1)),
     "compiled, ZeRO-3, documents": ({"dp": 2}, _zero(3), _LLAMA, _DOCUMENTS, _COMPILED),

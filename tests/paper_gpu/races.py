@@ -34,6 +34,7 @@ _WRITTEN = {
     "c10d::_allgather_base_": (0,),
     "c10d::allgather_into_tensor_coalesced_": (0,),
     "c10d::_reduce_scatter_base_": (0,),
+    "c10d::alltoall_base_": (0,),
 }
 
 

@@ -40,12 +40,15 @@ class Message:
         group: global ranks of the group.
         tensors: (shape, dtype) of each tensor.
         peer: global rank of the other end of a send or a receive.
+        splits: of an all-to-all, the elements (that it receives from, that it sends to) each rank.
+            Empty if all parts are equal.
     """
 
     operator: str
     group: tuple[int, ...]
     tensors: tuple[tuple[tuple[int, ...], str], ...]
     peer: int | None = None
+    splits: tuple[tuple[int, ...], ...] = ()
 
 
 class Recorder(TorchDispatchMode):
@@ -168,5 +171,7 @@ def _message(operator: str, args: Sequence[Any]) -> Message:
     ranks = tuple(dist.get_process_group_ranks(group_in(args)))
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     described = tuple((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors)
+    if operator == "c10d::alltoall_base_" and args[3]:
+        return Message(operator, ranks, described, splits=(tuple(args[3]), tuple(args[4])))
     place = _PEERS.get(operator)
     return Message(operator, ranks, described, None if place is None else ranks[args[place]])

@@ -106,6 +106,43 @@ def _few_and_many(launch: LaunchEnvironment, how: Any, stage: int) -> tuple[int,
     return two, six
 
 
+def _launches_of_muon(launch: LaunchEnvironment, blocks: int, stage: int) -> tuple[int, int]:
+    """Return how many (kernels, collectives) a step with Muon has more than one with AdamW."""
+    muon, adamw = (
+        step_of(
+            launch,
+            2,
+            {
+                "dp": 2,
+                "tp": 2,
+                "model": {**LLAMA, "num_hidden_layers": blocks},
+                "optimizer": {"type": name},
+                # All gradients of matrices are in one bucket.
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**9},
+            },
+        )
+        for name in ("Muon", "AdamW")
+    )
+    return muon.launches - adamw.launches, len(muon.messages) - len(adamw.messages)
+
+
+@pytest.mark.parametrize(("stage", "launches", "collectives"), [(0, 67, 7), (1, 62, 6), (3, 65, 6)])
+def test_kernels_of_muon_depend_on_the_batches_and_not_on_the_number_of_blocks(
+    pool: RankPool, stage: int, launches: int, collectives: int
+) -> None:
+    """The sections of 2 blocks and those of 5 are in five batches, one for each shape. Of the four
+    owners, rank 2 has two. A batch is 24 kernels, 15 of which are five Newton-Schulz steps.
+    """
+    ((few, many),) = pool.run(1, _few_and_many_with_muon, stage)
+    assert few == many
+    assert few[0] <= launches and few[1] <= collectives
+
+
+def _few_and_many_with_muon(launch: LaunchEnvironment, stage: int) -> tuple[Any, Any]:
+    two, five = (_launches_of_muon(launch, blocks, stage) for blocks in (2, 5))
+    return two, five
+
+
 @pytest.mark.parametrize(
     ("stage", "collectives", "event_waits"), [(0, 5, 0), (1, 9, 0), (2, 15, 0), (3, 20, 0)]
 )

@@ -6,10 +6,13 @@ The test compares the ledgers of all ranks.
 """
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from megaspeed.topology import context
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.accelerator import paper_accelerator
 from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
@@ -25,8 +28,10 @@ CHUNKS = {"virtual_stages": 2}
 ULYSSES = {"context": 2, "context_method": "ulysses"}
 ALL_GATHER = {"context": 2, "context_method": "all_gather"}
 
-# (pp, dp, tp), ZeRO stage, model, parallel
-CASES: list[tuple[tuple[int, int, int], int, dict[str, Any], dict[str, Any]]] = [
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
+
+# (pp, dp, tp), ZeRO stage, model, parallel, and for some other keys of the JSON
+CASES: list[tuple[Any, ...]] = [
     ((2, 2, 2), 0, TIED, {"schedule": "1f1b"}),
     ((2, 2, 2), 1, UNTIED, {"schedule": "gpipe", **SEQUENCE_PARALLEL}),
     ((2, 2, 2), 2, TIED, {"schedule": "1f1b", **PER_MICRO_BATCH, **SEQUENCE_PARALLEL}),
@@ -61,6 +66,12 @@ CASES: list[tuple[tuple[int, int, int], int, dict[str, Any], dict[str, Any]]] = 
     ((2, 1, 2), 3, TIED, {**ALL_GATHER, **SEQUENCE_PARALLEL}),
     ((2, 2, 1), 1, UNTIED, {**ALL_GATHER, "activation_checkpointing": "full"}),
     ((2, 2, 1), 3, UNTIED, {**CHUNKS, **ALL_GATHER}),
+    ((1, 2, 1), 0, UNTIED, {}, MUON),
+    ((1, 2, 4), 0, UNTIED, {}, MUON),
+    ((2, 2, 2), 1, UNTIED, SEQUENCE_PARALLEL, MUON),
+    ((1, 4, 1), 3, TIED, {}, MUON),
+    ((2, 4, 1), 3, UNTIED, {"replicate": 2}, MUON),
+    ((3, 2, 1), 2, TIED, {}, MUON),
 ]
 
 
@@ -73,8 +84,8 @@ def _ledger(launch: LaunchEnvironment, changes: dict[str, Any]) -> list[Message]
 
 
 def _describe(case: tuple[Any, ...]) -> str:
-    (pp, dp, tp), stage, model, parallel = case
-    words = [f"pp{pp}-dp{dp}-tp{tp}-zero{stage}", model["architecture"]]
+    (pp, dp, tp), stage, model, parallel, *more = case
+    words = [f"pp{pp}-dp{dp}-tp{tp}-zero{stage}", model["architecture"], *("muon" for _ in more)]
     return "-".join([*words, *map(str, parallel.values())])
 
 
@@ -82,7 +93,7 @@ def _describe(case: tuple[Any, ...]) -> str:
 def test_all_ranks_call_the_same_collectives_and_sends_meet_receives(
     pool: RankPool, case: tuple[Any, ...]
 ) -> None:
-    (pp, dp, tp), stage, model, parallel = case
+    (pp, dp, tp), stage, model, parallel, *more = case
     cp = parallel.get("context", 1)
     changes = {
         "pp": pp,
@@ -93,6 +104,7 @@ def test_all_ranks_call_the_same_collectives_and_sends_meet_receives(
         "parallel": parallel,
         "gradient_accumulation_steps": 4 if "virtual_stages" in parallel else min(pp + 1, 4),
         "zero_optimization": {"stage": stage},
+        **dict(*more),
     }
     ledgers = pool.run(pp * dp * cp * tp, _ledger, changes)
     _check_collectives(ledgers)
@@ -124,6 +136,34 @@ def test_a_bucket_is_one_reduce_scatter_for_any_number_of_owners(
     assert at_64["c10d::allreduce_"] == 2, "the reports"
 
 
+def _groups_created(launch: LaunchEnvironment, changes: dict[str, Any]) -> list[list[str]]:
+    """Return the names of the groups that a rank of each pipeline stage creates, in order."""
+    run, create = paper_run(**changes), context._own_group
+    names: dict[int, list[str]] = {0: [], run.grid.world_size - 1: []}
+    with pytest.MonkeyPatch.context() as patch, paper_accelerator():
+        for rank, created in names.items():
+
+            def own_group(name: str, *more: Any, to: list[str] = created) -> dist.ProcessGroup:
+                to.append(name)
+                return create(name, *more)
+
+            patch.setattr(context, "_own_group", own_group)
+            with fake_rank(run, rank) as worker:
+                worker.train_step(batches(run), 1e-3)
+                assert worker.engine.muon is not None
+                created.append(f"{len(worker.engine.muon._rounds)} rounds")
+    return [*names.values()]
+
+
+def test_a_stage_without_matrices_also_creates_muons_group(pool: RankPool) -> None:
+    """On NCCL, a group is split from that of all ranks, and waits for all of them."""
+    model = {**UNTIED, "num_hidden_layers": 2, "vocab_size": 4096}
+    changes = {"pp": 2, "dp": 2, "tp": 2, "model": model, "zero_optimization": {"stage": 1}}
+    ((first, last),) = pool.run(1, _groups_created, changes | MUON)
+    assert first[:-1] == last[:-1] and first.count("stage") == 1
+    assert (first[-1], last[-1]) == ("2 rounds", "0 rounds")
+
+
 def _check_collectives(ledgers: list[list[Message]]) -> None:
     """Check that all members of a group have the same collectives in their ledgers, in the same
     order.
@@ -135,9 +175,26 @@ def _check_collectives(ledgers: list[list[Message]]) -> None:
                 by_group[message.group].setdefault(rank, []).append(message)
     for group, calls in by_group.items():
         assert set(calls) == set(group), f"ranks {sorted(calls)} call collectives of group {group}"
-        first = calls[group[0]]
+        first = list(map(_without_sizes, calls[group[0]]))
         for rank in group:
-            assert calls[rank] == first, f"rank {rank} and rank {group[0]} of group {group}"
+            own = list(map(_without_sizes, calls[rank]))
+            assert own == first, f"rank {rank} and rank {group[0]} of group {group}"
+        _check_sizes(group, [calls[rank] for rank in group])
+
+
+def _without_sizes(message: Message) -> Message:
+    """Leave out the sizes of an all-to-all with unequal parts, which differ between ranks."""
+    if not message.splits:
+        return message
+    return replace(message, tensors=(((), message.tensors[0][1]),), splits=((),))
+
+
+def _check_sizes(group: tuple[int, ...], ledgers: list[list[Message]]) -> None:
+    """Check that in each all-to-all, each rank expects from the others what they send to it."""
+    for together in zip(*ledgers, strict=True):
+        if together[0].splits:
+            received, sent = zip(*(message.splits for message in together), strict=True)
+            assert received == tuple(zip(*sent, strict=True)), f"sizes in group {group}"
 
 
 def _check_pairs(ledgers: list[list[Message]]) -> None:
@@ -166,6 +223,16 @@ def test_a_ledger_that_differs_is_found(mistake: str) -> None:
     _check_collectives([[first, second], [first, second]])
     with pytest.raises(AssertionError, match="of group"):
         _check_collectives([[first, second], wrong[mistake]])
+
+
+def test_an_all_to_all_whose_sizes_do_not_match_is_found() -> None:
+    def exchange(received: tuple[int, int], sent: tuple[int, int]) -> Message:
+        sizes = (((sum(received),), "bfloat16"), ((sum(sent),), "bfloat16"))
+        return Message("c10d::alltoall_base_", (0, 1), sizes, splits=(received, sent))
+
+    _check_collectives([[exchange((1, 2), (1, 3))], [exchange((3, 4), (2, 4))]])
+    with pytest.raises(AssertionError, match="sizes in group"):
+        _check_collectives([[exchange((1, 2), (1, 3))], [exchange((4, 3), (2, 4))]])
 
 
 def test_a_send_that_nobody_receives_is_found() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from itertools import count, pairwise, product
+from itertools import chain, count, pairwise, product
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megaspeed.data_axis import orthogonalization
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
 from megaspeed.pipeline.p2p import Links
@@ -33,7 +34,10 @@ from megaspeed.pipeline.schedules import (
     peer,
 )
 from megaspeed.pipeline.simulation import check_programs
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.zero import muon
 from megaspeed.zero.reductions import add_gradients_of_other_end
+from tests.paper_gpu.fake_world import LLAMA, fake_rank, paper_run
 from tests.paper_gpu.nccl_simulator import (
     Action,
     Batch,
@@ -46,6 +50,7 @@ from tests.paper_gpu.nccl_simulator import (
     find_stuck,
 )
 from tests.pipeline.shapes import shape
+from tests.support.rank_pool import RankPool
 
 ALL_SCHEDULES = [*SCHEDULES, "forward_only"]
 MICRO_BATCHES = (1, 2, 3, 4, 7, 8, 16)
@@ -326,6 +331,55 @@ def test_a_step_of_1f1b_sends_and_receives_in_batches() -> None:
         ((), (2,)),
         ((0,), ()),
     ]
+
+
+# --- Muon -----------------------------------------------------------------------------------------
+
+
+def _actions_of_muon(launch: LaunchEnvironment, changes: dict[str, Any]) -> list[Action]:
+    """Return the actions of a rank's host while it computes Muon's updates in several rounds."""
+    run = paper_run(model=LLAMA, optimizer={"type": "Muon"}, **changes)
+    notes, compute = Notes(1, 0, 0, 1), muon.orthogonalized
+
+    def started(name: str) -> Any:
+        def start(*_: Any, group: dist.ProcessGroup, async_op: bool) -> NotedWork:
+            assert async_op
+            ranks = tuple(dist.get_process_group_ranks(group))
+            return NotedWork(notes, notes.start((group.group_desc, ranks), name))
+
+        return start
+
+    def orthogonalized(*arguments: Any) -> Tensor:
+        notes.actions.append(Compute("Newton-Schulz"))
+        return compute(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(orthogonalization, "_MOST_SECTIONS", 1)
+        with fake_rank(run, launch.rank) as worker:
+            patch.setattr(muon, "orthogonalized", orthogonalized)
+            patch.setattr(muon, "all_gather_tensor", started("gather"))
+            patch.setattr(dist, "all_to_all_single", started("exchange"))
+            assert worker.engine.muon is not None
+            worker.engine.muon.compute(1.0)
+    return [*notes.actions, Synchronize()]
+
+
+@pytest.mark.parametrize(
+    ("tp", "stage", "groups"), [(2, 0, 4), (2, 1, 1), (1, 3, 1)], ids=["shared", "both", "data"]
+)
+def test_the_exchanges_of_muon_are_never_stuck(
+    pool: RankPool, tp: int, stage: int, groups: int
+) -> None:
+    """With one shard, exchanges over the tensor axis alternate with gathers over the replicas."""
+    changes = {"tp": tp, "dp": 4 // tp, "zero_optimization": {"stage": stage}}
+    programs: dict[int, Program] = dict(enumerate(pool.run(4, _actions_of_muon, changes)))
+    collectives = [each for each in chain(*programs.values()) if isinstance(each, Collective)]
+    assert len({each.group for each in collectives}) == groups
+    assert len(collectives) == 4 * (2 + (groups > 1)) * 4, "in four rounds"
+    assert find_stuck(programs) == {}
+    assert find_stuck(synchronised_everywhere(programs)) == {}
+    for on_one in synchronised_on_one_rank(programs):
+        assert find_stuck(on_one) == {}
 
 
 # --- programs with other batches ------------------------------------------------------------------

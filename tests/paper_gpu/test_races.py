@@ -159,6 +159,9 @@ def _races_without_joins(
         ("pipeline/p2p", "3d-last"),
         ("tensor_parallel/collectives", "3d-last"),
         ("tensor_parallel/collectives", "zero3-all-gather"),
+        ("zero/muon", "zero0-muon-tensor"),
+        ("zero/muon", "zero1-muon-tensor"),
+        ("zero/muon", "zero3-muon"),
     ],
 )
 def test_a_collective_that_nobody_waits_for_races_with_what_uses_its_result(
