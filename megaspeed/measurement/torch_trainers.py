@@ -54,7 +54,7 @@ from megaspeed.training.worker import Load, StepResult
 
 
 def refusal(run: Run, *, has_pipeline: bool = False) -> str | None:
-    """Return why a peer without tensor axis, loss scale and offload cannot train a run, if so."""
+    """Return why a peer that lacks features of a run cannot train it, if so."""
     grid, zero = run.grid, run.config.zero_optimization
     if grid.tp > 1 or (grid.pp > 1 and not has_pipeline):
         axes = "data and pipeline axes" if has_pipeline else "a data axis"
@@ -69,6 +69,8 @@ def refusal(run: Run, *, has_pipeline: bool = False) -> str | None:
         return "it is run without a loss scale, but fp16.enabled is true; set bf16.enabled instead"
     if zero.offloads_optimizer or zero.offloads_parameters:
         return "it is run without offload; remove it from zero_optimization"
+    if run.muon is not None:
+        return 'it is run with torch\'s AdamW, but optimizer.type is "Muon"; set it to "AdamW"'
     return None
 
 

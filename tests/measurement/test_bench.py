@@ -266,6 +266,8 @@ def test_ctrl_c_in_the_first_turn_leaves_an_earlier_report(
             "ddp",
             "it is run without offload",
         ),
+        ({"dp": 2}, {"optimizer": {"type": "Muon"}}, "ddp", 'AdamW, but optimizer.type is "Muon"'),
+        ({"dp": 2}, {"optimizer": {"type": "Muon"}}, "hf-deepspeed", 'set it to "AdamW"'),
     ],
 )
 def test_a_peer_that_cannot_train_the_run_is_refused_by_name(

@@ -144,6 +144,11 @@ WRONG: dict[str, tuple[dict[str, Any], Sequence[str], str]] = {
         ["--baselines", "fsdp"],
         "parallel.pipeline is 2 and parallel.tensor is 1; set both to 1, or omit --baselines",
     ),
+    "a baseline with Muon": (
+        {"optimizer": {"type": "Muon"}},
+        ["--baselines", "ddp"],
+        'optimizer.type is "Muon"; set it to "AdamW", or omit --baselines',
+    ),
     "more ranks than this machine takes": (
         {"train_batch_size": 4096},
         ["--world-size", "4096"],
