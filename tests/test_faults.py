@@ -10,13 +10,24 @@ import re
 import signal
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
+from torch import Tensor
 
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.supervision.hang import pending_collectives
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.zero import muon
 from tests.support.jobs import HANG_SECONDS, HOST, Job, Launcher, rank_alone
 from tests.support.launched import free_port
 from tests.support.machine import limit
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import LLAMA, tiny_corpus
+from tests.zero.one_rank import one_rank, small_run
 
+TEXT = Path(__file__).parents[1] / "LICENSE"
 SECONDS_TO_END = limit(30)
 """README.md promises 30 s. They are those of a machine with factor 1 (tests/support/machine.py)."""
 
@@ -139,6 +150,47 @@ def test_a_pipeline_stage_that_hangs_is_named_by_the_message_that_does_not_come(
         "rank 0 did not arrive where the others wait (step 4, Forward(micro_batch=1))" in ended.err
     )
     assert "waiting in receive of float32 of shape (3, 16, " in ended.err
+
+
+def _calls_in_the_step(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, seen: Path
+) -> list[str]:
+    """Return what rank 0 waits for while it has called Muon's exchange. Rank 1 hangs meanwhile."""
+    calls: list[str] = []
+
+    def look() -> None:
+        while not any("all_to_all" in call for call in calls):
+            time.sleep(0.01)
+            calls[:] = pending_collectives()
+        seen.touch()
+
+    def hangs(matrices: Tensor, *_: object) -> Tensor:
+        while not seen.exists():
+            time.sleep(0.01)
+        return matrices
+
+    with one_rank(launch, run, corpus) as rank, pytest.MonkeyPatch.context() as patch:
+        if launch.rank == 1:
+            patch.setattr(muon, "orthogonalized", hangs)
+            rank.train_step(0)
+            return []
+        thread = Thread(target=look)
+        thread.start()
+        rank.train_step(0)
+        thread.join()
+    return calls
+
+
+def test_a_rank_that_hangs_in_muons_step_is_missed_in_a_named_call(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    run = small_run(TEXT, model=LLAMA, optimizer={"type": "Muon"}, tp=2)
+    corpus = tiny_corpus(run, tmp_path / "cache")
+    calls, _ = pool.run(2, _calls_in_the_step, run, corpus, tmp_path / "seen")
+    (call, *_) = [call for call in calls if "all_to_all" in call]
+    assert re.fullmatch(
+        r"gloo:all_to_all of \(\d+,\), number \d+ in the world group of ranks 0, 1", call
+    )
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,11 @@ def _is_no_skipped_step(record: logging.LogRecord) -> bool:
 
 
 def import_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon optimizer, which no run uses, without importing torch's compiler.
+    """Import DeepSpeed's Muon, which no run uses, without importing torch's compiler.
+
+    A run with the optimizer Muon uses ``zero/muon.py``. DeepSpeed would run its own code for
+    parameters with ``use_muon``. Only deepspeed/__init__.py:357-372 sets it, if the JSON names
+    Muon, and ``build.deepspeed_json`` passes no optimizer.
 
     runtime/zero/utils.py:72 and runtime/zero/stage3.py:355: every ZeRO optimizer imports Muon, and
     runtime/zero/muon/original_muon.py:50, 81, 189 decorate functions with ``torch.compile``. This

@@ -555,6 +555,28 @@ def test_without_importing_muon_uncompiled_every_rank_imports_torchs_compiler(
     assert pool.run(1, muon_imports_inductor, True) == [False]
 
 
+def use_of_deepspeeds_muon(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[Any, bool]:
+    """Return (the optimizer that DeepSpeed knows of, whether it would run its Muon)."""
+    with one_rank(launch, run, corpus) as rank:
+        rank.train_step(0)
+        uses = getattr(rank.optimizer, "use_muon", False) or any(
+            getattr(parameter, "use_muon", False) for parameter in rank.engine.module.parameters()
+        )
+        return rank.engine._engine._config.optimizer_name, uses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_with_muon_never_uses_deepspeeds(
+    pool: RankPool, text: Path, cache: Path, stage: int
+) -> None:
+    run = small_run(
+        text, model=LLAMA, optimizer={"type": "Muon"}, zero_optimization={"stage": stage}
+    )
+    assert pool.run(1, use_of_deepspeeds_muon, run, tiny_corpus(run, cache)) == [(None, False)]
+
+
 def local_ranks_under_open_mpi(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> None:
     """mpirun sets its own variables and no LOCAL_RANK. DeepSpeed compares the two."""
     with pytest.MonkeyPatch.context() as patch:
