@@ -1,7 +1,7 @@
 """Checks whether a checkpoint is complete: every byte and every element.
 
 manifest.json  ->  each file exists, with its size and its checksum
-run_state.json ->  the model  ->  names and shapes of all tensors
+run_state.json ->  the model and the optimizer  ->  names and shapes of all tensors
 .metadata      ->  each tensor is float32, and each element is in exactly one box
                    each box is inside one of the files
 
@@ -127,7 +127,7 @@ def inspect(checkpoint: Path, share: slice = slice(None)) -> Inspection:
         if RUN_STATE not in damaged:
             state = RunState.read(checkpoint)
             model = state.model_section()
-            expected = expected_tensors(model, state.kinds) | state.compression_tensors(model)
+            expected = expected_tensors(model, state.optimizer) | state.compression_tensors(model)
         if INDEX not in damaged:
             problems += index_problems(read_index(checkpoint), expected, files)
     except CheckpointError as error:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError, model_validator
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.tensors import KINDS, WEIGHTS, compression_tensors
+from megaspeed.checkpoint.tensors import compression_tensors
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Compression
 from megaspeed.config.section import Section
@@ -99,7 +99,7 @@ class LossScale(Section):
 
 
 class RunState(Section):
-    """The state of a run, or of an imported model, which has no run and no moments."""
+    """The state of a run, or of an imported model, which has no run and no optimizer state."""
 
     format: Literal[1] = 1
     imported_from: str | None = None  # the source of an imported model; None for a run
@@ -119,9 +119,13 @@ class RunState(Section):
         return self
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of tensors that the checkpoint has of each parameter."""
-        return KINDS if self.imported_from is None else (WEIGHTS,)
+    def optimizer(self) -> str | None:
+        """The ``optimizer.type`` of the run, AdamW if it is not stated; None if imported.
+
+        Adam means AdamW."""
+        optimizer = self.config.get("optimizer")
+        stated = optimizer.get("type") if isinstance(optimizer, dict) else None
+        return None if self.imported_from is not None else stated or "AdamW"
 
     def compression_tensors(self, model: ModelConfig) -> dict[str, Shape]:
         """Name -> shape of the tensors that compressed gradients add to the checkpoint.

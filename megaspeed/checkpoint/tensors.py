@@ -4,7 +4,12 @@
     exp_avg.blocks.0.mlp.up.weight       (F, D)   float32
     exp_avg_sq.blocks.0.mlp.up.weight    (F, D)   float32
 
-They follow from the model alone. An imported model that was not trained yet has no moments. With
+They follow from the model and the optimizer (``kinds_of``). A matrix that Muon updates has
+
+    weights.blocks.0.mlp.up.weight       (F, D)   float32
+    momentum.blocks.0.mlp.up.weight      (F, D)   float32
+
+An imported model that was not trained yet has weights only. With
 ``parallel.gradient_compression`` there are also, of each compressed matrix,
 
     feedback0.blocks.0.mlp.up.weight     (F, D)   what data rank or replica 0 has not sent, ...
@@ -39,13 +44,22 @@ from torch import Tensor
 from megaspeed.config.errors import shortened
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Compression
-from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Shape, parameters_of
+from megaspeed.model.parameters import (
+    EMBEDDING_WEIGHT,
+    HEAD_WEIGHT,
+    Parameter,
+    Shape,
+    parameters_of,
+)
 from megaspeed.tensor_parallel.shards import ParameterShard, is_compressed, shard_of
 from megaspeed.topology.grid import Grid
 
 WEIGHTS = "weights"
-KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
-"""Master weights, and Adam's first and second moment (Kingma and Ba 2015, algorithm 1)."""
+"""Master weights."""
+ADAMW_STATE = ("exp_avg", "exp_avg_sq")
+"""Adam's first and second moment (Kingma and Ba 2015, algorithm 1)."""
+MUON_STATE = ("momentum",)
+"""The momentum of a matrix (Jordan et al. 2024)."""
 
 FEEDBACK, FACTOR = "feedback", "factor"
 """Kinds of state of compressed gradients. In a name, the data rank follows the first, the tensor
@@ -69,7 +83,7 @@ ALIGNMENT_BYTES = 64
 
 
 def key(kind: str, name: str) -> str:
-    """The name in a checkpoint of one of the three tensors of a parameter."""
+    """The name in a checkpoint of one of the tensors of a parameter."""
     return f"{kind}.{name}"
 
 
@@ -78,10 +92,28 @@ def expected_shapes(model: ModelConfig) -> dict[str, Shape]:
     return {name: parameter.shape for name, parameter in parameters_of(model).items()}
 
 
-def expected_tensors(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, Shape]:
-    """Name in the checkpoint -> shape of every tensor in a checkpoint of the model."""
-    shapes = expected_shapes(model)
-    return {key(kind, name): shape for name, shape in shapes.items() for kind in kinds}
+def kinds_of(parameter: Parameter, optimizer: str | None) -> tuple[str, ...]:
+    """The kinds of tensors that a checkpoint has of a parameter.
+
+    ``optimizer`` is the ``optimizer.type`` of the run; None for an imported model, which has
+    weights only. Muon updates the matrices of blocks, and AdamW all other parameters.
+    """
+    if optimizer is None:
+        return (WEIGHTS,)
+    is_muon = optimizer == "Muon" and parameter.is_block_matrix
+    return (WEIGHTS, *(MUON_STATE if is_muon else ADAMW_STATE))
+
+
+def expected_tensors(model: ModelConfig, optimizer: str | None) -> dict[str, Shape]:
+    """Name in the checkpoint -> shape of every tensor in a checkpoint of the model.
+
+    ``optimizer`` is as in ``kinds_of``.
+    """
+    return {
+        key(kind, name): parameter.shape
+        for name, parameter in parameters_of(model).items()
+        for kind in kinds_of(parameter, optimizer)
+    }
 
 
 def compression_tensors(
@@ -113,15 +145,15 @@ def compression_tensors(
 def mismatches(expected: Mapping[str, Shape], saved: Mapping[str, Shape]) -> list[str]:
     """The differences between the tensors of a checkpoint and those of a model, as sentences.
 
-    Both arguments have names in the checkpoint, or both have names of parameters. A moment with the
-    same problem as its weight is not listed. At most ten problems are listed.
+    Both arguments have names in the checkpoint, or both have names of parameters. Optimizer state
+    with the same problem as its weight is not listed. At most ten problems are listed.
     """
     problems = dict(_problems(expected, saved))
 
     def is_of_weight(full_name: str) -> bool:
         kind, _, name = full_name.partition(".")
-        is_moment = kind in KINDS and kind != WEIGHTS
-        return is_moment and problems.get(key(WEIGHTS, name)) == problems[full_name]
+        is_state = kind in (*ADAMW_STATE, *MUON_STATE)
+        return is_state and problems.get(key(WEIGHTS, name)) == problems[full_name]
 
     sentences = (f"{name} {why}" for name, why in problems.items() if not is_of_weight(name))
     return shortened(sentences, MOST_LISTED)
@@ -288,8 +320,9 @@ class HostCopy:
     """Copies of pieces in host memory, for a save that continues while the originals change.
 
     The first copy allocates the memory and later copies reuse it, because locking pages takes
-    seconds. The memory is 4 bytes for each element: 12 for each parameter that this rank writes,
-    for the weight and both moments. If the pieces are on a GPU, the memory is page-locked.
+    seconds. The memory is 4 bytes for each element: of each parameter that this rank writes, 12 for
+    the weight and AdamW's two moments, or 8 for the weight and Muon's momentum. If the pieces are
+    on a GPU, the memory is page-locked.
     """
 
     def __init__(self) -> None:

@@ -131,14 +131,14 @@ def write_checkpoint(
         folder: an empty folder.
         pieces: fp32, in host memory. Each piece is written before the next one is requested, so
             only one needs to be in memory.
-        state: the run state; its model determines the names and shapes of the tensors.
+        state: the run state; its model and optimizer determine the names and shapes of the tensors.
         beside: name -> content of files that belong to the model, such as its tokenizer.
 
     Raises:
         CheckpointError: the pieces do not contain every element of every tensor exactly once.
         OSError: a file could not be written.
     """
-    expected = expected_tensors(state.model_section(), state.kinds)
+    expected = expected_tensors(state.model_section(), state.optimizer)
     written = write_pieces(folder, pieces)
     _complete(folder, [written], expected, state, beside)
 

@@ -348,9 +348,9 @@ class TrainingConfig(Section):
     0: no milestones."""
     async_save: bool = False
     """Copy a checkpoint to host memory and write it while training continues. From the first save
-    to the end of the run, this takes 12 bytes of host memory for each parameter that a rank writes,
-    and 4 for each compressed element of its gradient. If the rank trains on a GPU, the memory is
-    page-locked."""
+    to the end of the run, this takes 12 bytes of host memory for each parameter that a rank writes
+    (8 if Muon updates it), and 4 for each compressed element of its gradient. If the rank trains on
+    a GPU, the memory is page-locked."""
 
     def compiles_on(self, device_type: str) -> bool:
         """Return whether blocks are to be compiled on "cpu" or "cuda", if that is possible."""

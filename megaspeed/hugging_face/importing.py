@@ -4,8 +4,8 @@
                                                                                 | verified
     tokenizer files, generation_config.json ------------------------------------+-> OUT/
 
-OUT has weights and no moments, and its step is 0. Memory holds one piece of one tensor at a time.
-Only the comparison with transformers loads the complete model.
+OUT has weights and no optimizer state, and its step is 0. Memory holds one piece of one tensor at a
+time. Only the comparison with transformers loads the complete model.
 """
 
 import math

@@ -340,8 +340,11 @@ class Job:
         begin = Progress()
         if start.checkpoint is not None:
             with self.activity.during(f"loading {start.checkpoint}", timeouts=SAVE_TIMEOUTS):
-                allowed = options.allow_data_change
-                begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
+                begin = checkpointing.load(
+                    start.checkpoint,
+                    allow_data_change=options.allow_data_change,
+                    allow_optimizer_change=options.allow_optimizer_change,
+                )
         broadcast(
             context.checkpoint_group, lambda: self._open_run_folder(start, context), CheckpointError
         )

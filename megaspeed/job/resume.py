@@ -30,7 +30,12 @@ from megaspeed.supervision.answers import broadcast
 from megaspeed.supervision.meeting import Meeting
 from megaspeed.supervision.process_end import SUPERVISOR
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.resumed_run import config_changes, rate_change, training_changes
+from megaspeed.training.resumed_run import (
+    config_changes,
+    dropped_state,
+    rate_change,
+    training_changes,
+)
 
 AUTO, NEVER = "auto", "never"
 
@@ -110,10 +115,11 @@ class ResumeOptions:
     source: str = AUTO  # auto, never, or a path
     fresh: bool = False  # whether earlier files in the run folder are moved away first
     allow_data_change: bool = False  # whether the data may differ from the checkpoint's
+    allow_optimizer_change: bool = False  # whether optimizer state may be dropped
 
     @staticmethod
     def add_to(parser: ArgumentParser) -> None:
-        """``--resume``, ``--fresh`` and ``--allow-data-change``."""
+        """``--resume``, ``--fresh``, ``--allow-data-change`` and ``--allow-optimizer-change``."""
         parser.add_argument(
             "--resume",
             default=AUTO,
@@ -133,6 +139,12 @@ class ResumeOptions:
             action="store_true",
             help="resume even if corpus, tokenizer, sequence length or data.seed has changed",
         )
+        parser.add_argument(
+            "--allow-optimizer-change",
+            action="store_true",
+            help="resume with Muon after AdamW, or with AdamW after Muon: optimizer state of the "
+            "matrices of blocks starts at zero",
+        )
 
     @classmethod
     def of(cls, options: Namespace) -> Self:
@@ -140,6 +152,7 @@ class ResumeOptions:
             source=options.resume,
             fresh=options.fresh,
             allow_data_change=options.allow_data_change,
+            allow_optimizer_change=options.allow_optimizer_change,
         )
 
     @property
@@ -164,6 +177,8 @@ class Start:
     changes: tuple[str, ...] = ()
     # a warning if the next step's learning rate differs from the saved schedule
     rate_change: str | None = None
+    # optimizer state that the user allows to drop, because the optimizer has changed
+    dropped: str | None = None
 
     def is_end_of(self, run: Run) -> bool:
         """Whether nothing is left to train."""
@@ -219,6 +234,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
         skipped=skipped,
         changes=tuple(config_changes(saved, run)),
         rate_change=rate_change(saved, run),
+        dropped=dropped_state(saved, run) if options.allow_optimizer_change else None,
     )
     if start.is_end_of(run) and (others := training_changes(saved, run)):
         changes = "".join(f"\n  {change}" for change in shortened(others, MOST_CHANGES))

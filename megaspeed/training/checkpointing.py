@@ -12,7 +12,7 @@ A checkpoint also has the run's tokenizer, and the generation_config.json of an 
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Self
@@ -40,12 +40,12 @@ from megaspeed.checkpoint.run_state import (
 from megaspeed.checkpoint.tensors import (
     FACTOR,
     FEEDBACK,
-    KINDS,
     HostCopy,
     Piece,
     compression_tensors,
     expected_tensors,
     key,
+    kinds_of,
     mismatches,
     pieces_of,
 )
@@ -53,10 +53,15 @@ from megaspeed.checkpoint.writing import Saver, SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.tokenizer import TextTokenizer
-from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, logical_name
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, logical_name, parameter_named
 from megaspeed.supervision.answers import broadcast
 from megaspeed.topology.process_settings import use_device
-from megaspeed.training.resumed_run import data_changes, model_changes, resumed_progress
+from megaspeed.training.resumed_run import (
+    data_changes,
+    model_changes,
+    optimizer_changes,
+    resumed_progress,
+)
 from megaspeed.training.worker import Worker
 from megaspeed.version import __version__
 
@@ -71,14 +76,14 @@ class Checkpointing:
         self._worker = worker
         self._run: Run = worker.run
         self._data = data_identity(corpus)
-        training = self._run.config.training
+        model, training = self._run.config.model, self._run.config.training
         self._saver = Saver(
             CheckpointFolder(self._run.run_dir / CHECKPOINTS),
             worker.context.checkpoint_group,
             keep_last=training.keep_last,
             keep_every=training.keep_every,
-            expected=expected_tensors(self._run.config.model)
-            | compression_tensors(self._run.config.model, self._run.compression, self._run.grid),
+            expected=expected_tensors(model, self._run.config.optimizer.type)
+            | compression_tensors(model, self._run.compression, self._run.grid),
             # Read now, because the cache may be emptied while the run continues.
             beside=read_tokenizer_files(corpus.tokenizer if worker.context.rank == 0 else None),
         )
@@ -115,7 +120,7 @@ class Checkpointing:
         """
         start = time.perf_counter()
         state = self._state(progress)
-        pieces = [*self._pieces(owned=True), *_compression_pieces(self._worker)]
+        pieces = [*self._pieces(state.optimizer, owned=True), *_compression_pieces(self._worker)]
         if self._background is None:
             self._finished.append(self._saver.save(pieces, state))
             return
@@ -143,10 +148,17 @@ class Checkpointing:
         self._wait()
         return self.finished()
 
-    def load(self, checkpoint: Path, *, allow_data_change: bool = False) -> Progress:
+    def load(
+        self,
+        checkpoint: Path,
+        *,
+        allow_data_change: bool = False,
+        allow_optimizer_change: bool = False,
+    ) -> Progress:
         """Load a complete checkpoint, so that the run continues from it.
 
-        A run that loads an imported model starts at step 0, and its optimizer moments are zero.
+        A run that loads an imported model starts at step 0. Optimizer state that the checkpoint
+        does not have starts at zero.
         Raises CheckpointError on every rank; lists all differences that prevent the run from
         continuing.
         """
@@ -154,10 +166,14 @@ class Checkpointing:
 
         group = self._saver.group
         saved = broadcast(
-            group, lambda: self._fitting_state(checkpoint, allow_data_change), CheckpointError
+            group,
+            lambda: self._fitting_state(checkpoint, allow_data_change, allow_optimizer_change),
+            CheckpointError,
         )
-        read_pieces(checkpoint, self._pieces(saved.kinds, owned=False), group)
-        self._zero_moments_but(saved.kinds)
+        for fragment in self._worker.engine.state_fragments():
+            for values in fragment.tensors.values():
+                values.zero_()  # what the checkpoint does not have remains zero
+        read_pieces(checkpoint, self._pieces(saved.optimizer, owned=False), group)
         _load_compression(self._worker, checkpoint, saved, group)
         kept = broadcast(
             group, lambda: generation_file(checkpoint, self._saver.beside), CheckpointError
@@ -173,16 +189,20 @@ class Checkpointing:
             self._finished.append(self._in_flight.result())
             self._in_flight = None
 
-    def _fitting_state(self, checkpoint: Path, allow_data_change: bool) -> RunState:
+    def _fitting_state(
+        self, checkpoint: Path, allow_data_change: bool, allow_optimizer_change: bool
+    ) -> RunState:
         from megaspeed.checkpoint.reading import saved_shapes
 
         saved = RunState.read(checkpoint)
         problems = model_changes(saved, self._run)
         model = self._run.config.model
-        expected = expected_tensors(model, saved.kinds) | saved.compression_tensors(model)
+        expected = expected_tensors(model, saved.optimizer) | saved.compression_tensors(model)
         problems += mismatches(expected, saved_shapes(checkpoint))
         if saved.data is not None and not allow_data_change:
             problems += data_changes(saved.data, self._data)
+        if not allow_optimizer_change:
+            problems += optimizer_changes(saved, self._run)
         if problems:
             listed = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(problems, start=1))
             raise CheckpointError(
@@ -206,28 +226,23 @@ class Checkpointing:
             },
         )
 
-    def _zero_moments_but(self, read: Sequence[str]) -> None:
-        """Set the kinds of tensors that were not in the checkpoint to zero, as before step 1."""
-        for fragment in self._worker.engine.state_fragments():
-            for kind in KINDS:
-                if kind not in read:
-                    fragment.tensors[kind].zero_()
-
-    def _pieces(self, kinds: Sequence[str] = KINDS, *, owned: bool) -> Iterator[Piece]:
+    def _pieces(self, optimizer: str | None, *, owned: bool) -> Iterator[Piece]:
         """Pieces of this rank's state: views of the engine's tensors.
 
         Args:
-            kinds: which tensors of each parameter.
+            optimizer: of the run of the checkpoint, as in ``kinds_of``. State that the checkpoint
+                or this run does not have is omitted.
             owned: True for the pieces that this rank writes to a checkpoint; False for all pieces
                 that it holds, which it reads from a checkpoint.
         """
         worker = self._worker
-        engine = worker.engine
+        engine, model = worker.engine, self._run.config.model
         for fragment in engine.state_fragments():
+            saved = kinds_of(parameter_named(model, fragment.name), optimizer)
             part = self._written_part(engine.owned_elements[fragment.name]) if owned else None
-            for kind in kinds:
+            for kind in (kind for kind in saved if kind in fragment.tensors):
                 yield from pieces_of(
-                    key(kind, logical_name(self._run.config.model, fragment.name)),
+                    key(kind, logical_name(model, fragment.name)),
                     worker.shards[fragment.name],
                     fragment.start,
                     fragment.tensors[kind],

@@ -1,8 +1,9 @@
 """Compares a run with the run whose checkpoint it resumes from.
 
-Layout, ZeRO stage, schedule, precision, batch, optimizer and dropout may change. The function that
-the model computes must not change. The data may change only if the user allows it. Otherwise losses
-before and after the resume could not be compared.
+Layout, ZeRO stage, schedule, precision, batch, parameters of the optimizer and dropout may change.
+The function that the model computes must not change. The data may change only if the user allows
+it. Otherwise losses before and after the resume could not be compared. The optimizer may change
+only if the user allows it, because the other one cannot use all of the state.
 
 A schedule without ``total_num_steps`` ends at the last step. If a resumed run has more steps, its
 schedule is longer, so the learning rate jumps. This is reported as a warning.
@@ -17,11 +18,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
+from megaspeed.checkpoint.tensors import kinds_of
 from megaspeed.config.deepspeed_keys import OptimizerConfig, SchedulerConfig
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.config.section import Section
 from megaspeed.files.json_values import leaves
+from megaspeed.model.parameters import parameters_of
 from megaspeed.training.learning_rate import learning_rate
 
 _DATA_KEYS = {
@@ -146,6 +149,29 @@ def data_changes(saved: DataIdentity, own: DataIdentity) -> list[str]:
         for name, described in _DATA_KEYS.items()
         if before[name] != now[name]
     ]
+
+
+def dropped_state(saved: RunState, run: Run) -> str | None:
+    """The optimizer state in a checkpoint that this run does not load, for messages; None if it
+    loads all.
+    """
+    now = run.config.optimizer.type
+    dropped = [
+        unused
+        for parameter in parameters_of(run.config.model).values()
+        if (unused := set(kinds_of(parameter, saved.optimizer)) - set(kinds_of(parameter, now)))
+    ]
+    return f"{' and '.join(sorted(dropped[0]))} of {len(dropped)} matrices" if dropped else None
+
+
+def optimizer_changes(saved: RunState, run: Run) -> list[str]:
+    """A sentence if a change of the optimizer would drop state in the checkpoint."""
+    dropped, now = dropped_state(saved, run), run.config.optimizer.type
+    sentence = (
+        f"optimizer.type was {saved.optimizer} and is {now}, which would drop {dropped}; set it "
+        "back, or resume with --allow-optimizer-change"
+    )
+    return [] if dropped is None else [sentence]
 
 
 def resumed_progress(saved: RunState, own: DataIdentity) -> Progress:

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.tensors import KINDS
+from megaspeed.checkpoint.tensors import kinds_of
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.verify import gather_fragments, gather_weights
+from megaspeed.model.parameters import parameters_of
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing
@@ -79,12 +81,21 @@ class SavedRun:
     def stretch(self, steps: int) -> Stretch:
         """Return the state now, and ``steps`` steps from here."""
         stretch = Stretch()
-        for kind in KINDS:
-            held = self.worker.engine.state_fragments()
-            fragments = (Fragment(f.name, f.start, getattr(f, kind)) for f in held)
+        config = self.worker.run.config
+        kinds = {
+            name: kinds_of(parameter, config.optimizer.type)
+            for name, parameter in parameters_of(config.model).items()
+        }
+        for kind in dict.fromkeys(chain(*kinds.values())):
+            fragments = (
+                Fragment(f.name, f.start, f.tensors[kind])
+                for f in self.worker.engine.state_fragments()
+                if kind in f.tensors
+            )
             gathered = gather_fragments(self.worker, fragments)
             if gathered is not None:
-                stretch.state[kind] = dict(gathered.tensors)
+                tensors = gathered.tensors.items()
+                stretch.state[kind] = {name: t for name, t in tensors if kind in kinds[name]}
                 stretch.copies_differ_by = max(stretch.copies_differ_by, gathered.copies_differ_by)
         computed = gather_weights(self.worker)
         stretch.computed = {} if computed is None else dict(computed.tensors)

@@ -102,7 +102,7 @@ def test_after_an_exception_a_save_that_never_ends_is_abandoned(
 def save_without_groups(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> str:
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
-        pieces = list(rank.checkpointing._pieces(owned=True))
+        pieces = list(rank.checkpointing._pieces("AdamW", owned=True))
     try:
         gather(
             context.checkpoint_group,

@@ -25,6 +25,7 @@ from megaspeed.checkpoint.folders import (
 from megaspeed.checkpoint.inspection import NO_FILE, inspect
 from megaspeed.checkpoint.run_state import RUN_STATE
 from tests.checkpoint.written import CONFIG, change_index, run_state, seal, write_checkpoint
+from tests.support.tiny import MUON
 
 TENSORS = "__0_0.distcp"
 UP = "exp_avg.blocks.0.mlp.up.weight"  # 128 x 32
@@ -197,6 +198,24 @@ def test_a_mistake_in_a_sealed_index_is_reported(
     assert len(found) == len(expected)
     for text in expected:
         assert any(problem.startswith(text) for problem in found), found
+
+
+def test_a_checkpoint_of_muon_has_momentum(tmp_path: Path) -> None:
+    """An earlier version expected AdamW's moments of every matrix."""
+    config = {**CONFIG.to_json(), "optimizer": MUON}
+    checkpoint = write_checkpoint(CheckpointFolder(tmp_path), 5, config=config)
+    assert inspect(checkpoint).problems == ()
+    up = UP.replace("exp_avg", "momentum")
+    change_index(checkpoint, lambda index: index.state_dict_metadata.pop(up))
+    assert only_problem(checkpoint) == f"{up} (128 x 32) is missing in the checkpoint"
+
+
+def test_a_checkpoint_that_states_no_optimizer_is_of_adamw(checkpoint: Path) -> None:
+    for optimizer in ({"params": {"lr": 1e-3}}, {"type": "Adam"}, None):
+        config = {**CONFIG.to_json(), "optimizer": optimizer}
+        (checkpoint / RUN_STATE).write_bytes(run_state(100, config=config).to_bytes())
+        seal(checkpoint)
+        assert inspect(checkpoint).problems == ()
 
 
 def test_a_damaged_index_is_never_unpickled(

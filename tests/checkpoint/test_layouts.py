@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.comparison import TOLERANCES
@@ -24,14 +23,14 @@ from tests.checkpoint.saved_runs import (
     save_and_continue,
 )
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import BF16_IN_FP32, LLAMA, tiny_corpus
+from tests.support.tiny import BF16_IN_FP32, LLAMA, MUON, tiny_corpus
 from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 2, 2))
 LATER_LAYOUTS = (1, 3, 2, 5)
 """The order matters, because each loads what the next one saved: pp 2, tp 2, dp 3, dp 2 x tp 2."""
-BEFORE, AFTER = 2, 2
+BEFORE, AFTER = 3, 3
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_type": "linear"}}
 
 # No degree divides the 301 tokens, or the number of layers (embedding, 3 blocks and head). Both
@@ -49,6 +48,10 @@ ROUNDS: dict[str, dict[str, Any]] = {
     "gpt2-untied-bf16": {
         "model": {"tie_word_embeddings": False, "residual_dropout": 0.1},
         **BF16_IN_FP32,
+    },
+    "llama-muon": {
+        "model": {**LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 1},
+        "optimizer": MUON,
     },
 }
 
@@ -142,9 +145,11 @@ def test_a_run_continues_at_every_layout(
 def assert_continues(before: Stretch, after: Stretch, run: Run, checkpoint: str) -> None:
     where = f"{checkpoint} at {run.grid}, ZeRO-{run.zero_stage}"
     assert after.copies_differ_by == 0.0, where
-    for kind in KINDS:
-        assert before.state[kind].keys() == after.state[kind].keys(), where
-        for tensor_name, value in before.state[kind].items():
+    assert before.state.keys() == after.state.keys(), where
+    assert ("momentum" in before.state) == (run.muon is not None), where
+    for kind, tensors in before.state.items():
+        assert tensors.keys() == after.state[kind].keys(), where
+        for tensor_name, value in tensors.items():
             assert torch.equal(value, after.state[kind][tensor_name]), (where, kind, tensor_name)
     for tensor_name, value in before.computed.items():
         assert torch.equal(value, after.computed[tensor_name]), (where, "computed", tensor_name)
@@ -185,6 +190,15 @@ OTHER_KEYS: dict[str, tuple[dict[str, Any], list[tuple[tuple[int, int, int], int
             ((2, 1, 1), 2, {"context": 4, "context_method": "all_gather"}),
             ((1, 1, 2), 1, {"context": 2, "context_method": "all_gather"}),
             ((1, 4, 1), 0, {}),
+        ],
+    ),
+    "muon": (
+        {"model": {**LLAMA, "num_hidden_layers": 4}, "optimizer": MUON},
+        [
+            ((1, 4, 1), 3, {"replicate": 2}),
+            ((2, 1, 2), 2, chunks(2, 1)),
+            ((1, 2, 1), 1, {"context": 2, "context_method": "ulysses"}),
+            ((1, 1, 1), 0, {}),
         ],
     ),
 }

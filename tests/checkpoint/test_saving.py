@@ -122,7 +122,7 @@ def test_torch_alone_reads_every_tensor(
     """
     run = run_in(tmp_path, (2, 2, 2), 3)
     saved = pool.run(8, save_and_continue, run, corpus, 2, 0)[0]
-    expected = expected_tensors(run.config.model)
+    expected = expected_tensors(run.config.model, "AdamW")
     tensors: dict[str, Tensor] = {name: torch.zeros(shape) for name, shape in expected.items()}
     dcp.load(tensors, checkpoint_id=only_checkpoint(tmp_path), no_dist=True)
     for kind, by_name in saved.state.items():
@@ -144,7 +144,7 @@ def test_each_rank_writes_its_share_and_all_write_every_element_once(
         assert isinstance(tensor, TensorStorageMetadata)
         (size,) = (chunk.sizes.numel() for chunk in tensor.chunks if chunk.offsets == place.offset)
         written[int(stored.relative_path.split("_")[2])] += size
-    expected = expected_tensors(run.config.model).values()
+    expected = expected_tensors(run.config.model, "AdamW").values()
     elements = sum(torch.Size(shape).numel() for shape in expected)
     assert sum(written) == elements
     # The first tensor rank writes replicated parameters. At ZeRO-0, data ranks share the work, too.

@@ -49,14 +49,15 @@ def write_checkpoint(folder: CheckpointFolder, step: int, **state: Any) -> Path:
     """Write a complete checkpoint. ``state`` replaces parts of its run state."""
     writing = folder.begin(step)
     generator = torch.Generator().manual_seed(step)
+    saved = run_state(step, **state)
     tensors: dict[str, Any] = {
         name: torch.randn(shape, generator=generator)
-        for name, shape in expected_tensors(CONFIG.model).items()
+        for name, shape in expected_tensors(saved.model_section(), saved.optimizer).items()
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # there is only one process
         dcp.save(tensors, checkpoint_id=writing, no_dist=True)
-    (writing / RUN_STATE).write_bytes(run_state(step, **state).to_bytes())
+    (writing / RUN_STATE).write_bytes(saved.to_bytes())
     seal(writing)
     return folder.commit(writing)
 

@@ -425,6 +425,21 @@ def test_other_data_is_refused_by_name_unless_allowed(pool: RankPool, config: Pa
     assert code == 0 and "resumed at step 2" in out
 
 
+def test_another_optimizer_is_refused_unless_allowed(pool: RankPool, config: Path) -> None:
+    pool.run(1, ending_alone, config)
+    changed = [steps(2), 'optimizer={"type":"Muon"}']
+    allowed = [*changed, "--allow-optimizer-change"]
+    again = [steps(3), *changed[1:]]
+    ((refused, first, second),) = pool.run(1, endings, config, [changed, allowed, again])
+    assert refused[0] == 2 and "Traceback" not in refused[2]
+    assert "optimizer.type was AdamW and is Muon" in refused[2]
+    assert "--allow-optimizer-change" in refused[2] and "dropped" not in refused[1]
+    assert first[0] == 0 and "resumed at step 2" in first[1]
+    dropped = "dropped: exp_avg and exp_avg_sq of 12 matrices. Muon starts them at zero."
+    assert dropped in first[1]
+    assert second[0] == 0 and "resumed at step 3" in second[1] and "dropped" not in second[1]
+
+
 def test_a_run_continues_in_a_folder_of_its_own_from_anothers_checkpoint(
     pool: RankPool, config: Path, tmp_path: Path
 ) -> None:

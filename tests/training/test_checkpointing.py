@@ -18,10 +18,17 @@ from megaspeed.training.resumed_run import (
 )
 from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import Counters
-from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
+from tests.checkpoint.saved_runs import (
+    SavedRun,
+    Stretch,
+    only_checkpoint,
+    save_and_continue,
+    save_only,
+    started,
+)
 from tests.checkpoint.written import run_state
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import LLAMA, tiny_corpus
+from tests.support.tiny import LLAMA, MUON, tiny_corpus
 from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -86,6 +93,13 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["data.sequence_length was 16 and is 8; set it back, or resume with --allow-data-change"],
     ),
     "seed": ({"data": {"seed": 5}}, ["data.seed was 1234 and is 5"]),
+    "optimizer": (
+        {"optimizer": MUON},
+        [
+            "optimizer.type was AdamW and is Muon, which would drop exp_avg and exp_avg_sq of 12 "
+            "matrices; set it back, or resume with --allow-optimizer-change"
+        ],
+    ),
 }
 
 
@@ -107,6 +121,59 @@ def test_other_data_is_used_if_the_user_allows_it(pool: RankPool, saved: Path, c
     (progress,) = pool.run(1, load, small_run(TEXT, **changes), cache, saved, True)
     assert isinstance(progress, Progress)
     assert (progress.step, progress.samples, progress.tokens) == (1, 48, 24 * 16)
+
+
+def load_with_another_optimizer(
+    launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path
+) -> tuple[str, Stretch, set[float]]:
+    """Return the refusal, then the state that is loaded if it is allowed, and AdamW's step counts.
+
+    The engine has trained a step, so state that is not loaded would not be zero by itself.
+    """
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, tiny_corpus(run, cache), context)
+        rank.train_step()
+        with pytest.raises(CheckpointError) as refusal:
+            rank.checkpointing.load(checkpoint, allow_data_change=True)
+        rank.progress = rank.checkpointing.load(checkpoint, allow_optimizer_change=True)
+        states = rank.worker.engine.optimizer.optimizer.state.values()
+        counts = {float(state["step"]) for state in states if "step" in state}
+        return str(refusal.value), rank.stretch(1), counts
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, MUON, "was AdamW and is Muon, which would drop exp_avg and exp_avg_sq of 12 matrices"),
+        (MUON, {}, "was Muon and is AdamW, which would drop momentum of 12 matrices"),
+    ],
+    ids=["AdamW to Muon", "Muon to AdamW"],
+)
+def test_another_optimizer_starts_with_what_both_have_if_the_user_allows_it(
+    pool: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    message: str,
+) -> None:
+    run = small_run(TEXT, dp=2, optimizer=before, training={"run_dir": str(tmp_path)})
+    saved = pool.run(2, save_and_continue, run, tiny_corpus(run, cache), 2, 0)[0]
+    other = small_run(TEXT, tp=2, optimizer=after, zero_optimization={"stage": 1})
+    arguments = (other, cache, only_checkpoint(tmp_path))
+    refusal, loaded, counts = pool.run(2, load_with_another_optimizer, *arguments)[0]
+    assert message in refusal and counts == {2.0}
+    kept = dropped = 0
+    for kind, tensors in loaded.state.items():
+        for name, value in tensors.items():
+            if (there := saved.state.get(kind, {}).get(name)) is not None:
+                assert torch.equal(value, there), (kind, name)
+                kept += kind != "weights"
+            else:
+                assert not value.any(), (kind, name)
+                dropped += 1
+    vectors_and_embeddings = len(saved.state["weights"]) - 12
+    assert (kept, dropped) == (2 * vectors_and_embeddings, 12 if after else 24)
 
 
 @pytest.mark.parametrize(("length", "samples"), [(16, 24), (32, 12), (24, 16), (23, 17), (7, 55)])
