@@ -164,7 +164,8 @@ def _update(run: Run) -> Callable[[], None]:
     master, total = torch.randn(_ELEMENTS), torch.randn(_ELEMENTS)
     weights = torch.empty(_ELEMENTS, dtype=DTYPES[run.precision])
     master.grad = total
-    optimizer = make_optimizer([{"params": [master]}], run.config.optimizer)
+    group = {"params": [master], "is_orthogonalized": False}
+    optimizer = make_optimizer([group], run.config.optimizer)
 
     def update() -> None:
         sum_of_squares([total])
