@@ -128,7 +128,8 @@ def data_axis_key(run: Run, pipeline_stage: int) -> RunKey:
         *(parallel.gradient_compression, parallel.gradient_reduction, multiplies_once(run)),
         # Neither the micro-batch nor its number, so that most variants of a what-if share a plan.
         *(run.batch.gradient_accumulation_steps > 1, parallel.micro_batch_groups == 1),
-        None if run.muon is None else run.muon.per_head_muon,
+        # The last two are for what a rank holds (``StageStates``).
+        run.muon and (run.muon.per_head_muon, run.muon.nesterov, run.muon_dtype),
         chunks_of_stages(run)[pipeline_stage],
     )
     return RunKey(values, run)

@@ -209,6 +209,7 @@ _FOR_COMMUNICATION = (
     "megaspeed.zero.compression",
     "megaspeed.zero.gradients",
     "megaspeed.zero.layer_gathers",
+    "megaspeed.zero.muon",
     "megaspeed.zero.reductions",
 )
 """Modules whose tensors are communication buffers; a dot at the end stands for all of a package."""
@@ -269,7 +270,12 @@ class TrafficLog(TorchDispatchMode):
         if group.size() > 1:
             collective, argument = _COUNTED[operator]
             message = result if argument is None else args[argument]
-            self._count(collective, group, message)
+            parts = args[4] if operator == "c10d::alltoall_base_" else ()
+            if parts:  # for each rank, and unequal
+                sent_bytes = (sum(parts) - parts[group.rank()]) * message.itemsize
+                self._messages.add_sent(self._axes[group.group_name], collective, sent_bytes)
+            else:
+                self._count(collective, group, message)
         return result
 
     def _count(self, collective: Collective, group: dist.ProcessGroup, message: Any) -> None:

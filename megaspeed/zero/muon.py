@@ -163,13 +163,13 @@ class MuonUpdates:
         arriving = [self._send_to_owners(each, updates) for each in rounds[:1]]
         returning: list[tuple[OwnerRound, _Message]] = []
         for own, following in zip_longest(rounds, rounds[1:]):
-            received = arriving.pop()
             if following is not None:
                 arriving.append(self._send_to_owners(following, updates))
-            results = self._orthogonalize(own, self._wait_for(received))
+            results = self._orthogonalize(own, self._wait_for(arriving.pop(0)))
             while returning:
                 self._take_back(*returning.pop(), updates)
             returning.append((own, self._send_back(own, results)))
+            del results  # not held while the next batch is orthogonalized
         while returning:
             self._take_back(*returning.pop(), updates)
         for index, (_, weights, _) in self._flat.items():
@@ -207,6 +207,7 @@ class MuonUpdates:
         parts_in_rows = tp if batch.sections[0].splits_columns else 1
         by_part = flat.view(batch.places * matrices, parts_in_rows, rows, columns // parts_in_rows)
         stacked = by_part.transpose(1, 2).reshape(-1, rows, columns)
+        del received, flat, places, by_part  # their memory
         result = orthogonalized(stacked, self._coefficients)
         result = result * shape_factor(self._params, rows, columns)
         return (

@@ -15,6 +15,7 @@ The predictions here are more exact than the paper's table:
 - P counts the parameters of one pipeline stage, as tensor shards with vocabulary padding.
 - ``data_axis`` states what is padded, what stays gathered, and which gradients a rank keeps.
 - Runs in fp32 hold master weights too, because DeepSpeed keeps a separate copy in every precision.
+- Muon has one fp32 number less for each element of the matrices of blocks.
 - Offloaded states are in host memory and do not count.
 """
 
@@ -28,6 +29,7 @@ from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.compression import int8_parts, powersgd_matrix
 
 _OPTIMIZER_BYTES = 12  # an element: fp32 master weight and AdamW's two fp32 moments
+_MUON_BYTES = 8  # an element of a matrix of a block: fp32 master weight and momentum
 
 Category = Literal[
     "parameters", "gradients", "optimizer_states", "activations", "communication_buffers"
@@ -41,7 +43,7 @@ class MemoryBytes:
 
     parameters: int = 0  # the weights that the model computes with. At ZeRO-3, 1/dp of them.
     gradients: int = 0  # gradients of parameters, of one micro-batch or accumulated
-    optimizer_states: int = 0  # fp32 master weights and AdamW's two moments
+    optimizer_states: int = 0  # fp32 master weights, AdamW's moments, Muon's momentum
     # What forward keeps for backward, and working memory of operations. Logits are among them.
     activations: int = 0
     # Buckets, parameters that ZeRO-3 has gathered, messages in flight.
@@ -77,6 +79,8 @@ def model_states(run: Run, axis: DataAxis, *, on_host: bool = False) -> MemoryBy
     # The sums over the shards, which replicas compress.
     sums = [bucket.part for bucket in axis.compressed if not bucket.is_sent_compressed]
     gradients += sum(sums) * BYTES_OF["fp32"]
+    muon = sum(bucket.part for bucket in buckets if bucket.group == "orthogonalized")
+    optimizer = own * _OPTIMIZER_BYTES - muon * (_OPTIMIZER_BYTES - _MUON_BYTES)
     # DeepSpeed pads the flat tensor of each bucket, of which the parameters are views.
     held = sum(bucket.elements for bucket in buckets)
     if axis.persistent is not None:
@@ -85,7 +89,7 @@ def model_states(run: Run, axis: DataAxis, *, on_host: bool = False) -> MemoryBy
     return MemoryBytes(
         parameters=element * held,
         gradients=gradients + _compression_state_bytes(run, axis),
-        optimizer_states=own * _OPTIMIZER_BYTES if on_host or not zero.offloads_optimizer else 0,
+        optimizer_states=optimizer if on_host or not zero.offloads_optimizer else 0,
     )
 
 

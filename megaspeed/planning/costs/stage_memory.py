@@ -123,6 +123,7 @@ class StageMemory:
             yield self._peak_of_pass(moment)
         gradients = self.states.gradients
         yield _Held(gradients, self._shared, self._states.reducing)
+        yield _Held(gradients, self._shared, self._states.orthogonalizing)
         yield _Held(gradients + self._states.updating, self._shared, 0)
 
     def _moments(self) -> Iterator[Moment]:

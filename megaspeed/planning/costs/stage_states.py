@@ -10,7 +10,8 @@ end within a block, so layers are compared. Equal neighbours are counted togethe
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
-from itertools import groupby, product
+from itertools import accumulate, groupby, product
+from operator import add
 from typing import NamedTuple, TypeVar
 
 from megaspeed.config.resolve import BYTES_OF, Run, RunKey
@@ -20,6 +21,7 @@ from megaspeed.data_axis.parameters import LocalLayer, elements_of
 from megaspeed.pipeline.schedules import Pass
 from megaspeed.planning.costs.memory import MemoryBytes, compression_buffer_bytes, model_states
 from megaspeed.planning.costs.moments import Moment
+from megaspeed.planning.costs.muon import orthogonalizing_bytes, update_bytes
 
 _Value = TypeVar("_Value")
 Alike = Sequence[tuple[int, _Value]]
@@ -88,12 +90,18 @@ class StageStates:
     @cached_property
     def updating(self) -> int:
         """Bytes that the optimizer step adds: an fp32 copy of gradients of another type, for one
-        flat tensor at a time.
+        flat tensor at a time, and the updates of Muon that are not applied yet.
         """
         is_offloaded = self._run.config.zero_optimization.offloads_optimizer
-        if self.axis.matrix_reduction.total == "fp32" or is_offloaded:
-            return 0
-        return max(bucket.part for bucket in self.axis.buckets) * BYTES_OF["fp32"]
+        has_copy = self.axis.matrix_reduction.total != "fp32" and not is_offloaded
+        copies = [bucket.part * BYTES_OF["fp32"] * has_copy for bucket in self.axis.buckets]
+        left = accumulate(reversed(update_bytes(self._run, self.axis)))
+        return max(map(add, reversed(copies), left))
+
+    @cached_property
+    def orthogonalizing(self) -> int:
+        """Bytes of buffers while Muon computes its updates; 0 without Muon."""
+        return orthogonalizing_bytes(self._run, self.axis)
 
     @cached_property
     def visits(self) -> list[int]:

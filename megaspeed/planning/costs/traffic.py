@@ -4,6 +4,7 @@
             shards and replicas:
             shard     the same, over the ranks that ZeRO partitions over
             replica   the partition of the gradients, between the ranks that hold it
+            stage     Muon, with several shards and tensor ranks: updates of matrices
     tp      activations within a layer, and the loss
     cp      queries, keys and values of a block's attention, and its output
     pp      activations and their gradients, a tied weight's gradient
@@ -16,7 +17,8 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
     reduce_scatter   (n-1)/n S        S: the complete input of a rank
     all_gather       (n-1)/n S        S: the complete output
     all_reduce     2 (n-1)/n S        a reduce-scatter, then an all-gather
-    all_to_all       (n-1)/n S        S: the complete input of a rank
+    all_to_all       (n-1)/n S        S: the complete input of a rank. If its parts are unequal,
+                                      the parts for other ranks
     reduce           (n-1)/n S        along a chain n - 1 ranks send S; the mean over n ranks
     broadcast        (n-1)/n S        the same in the other direction
     send                     S
@@ -99,6 +101,7 @@ class Messages:
 
     def __init__(self) -> None:
         self._bytes: Counter[tuple[TrafficAxis, Collective, int]] = Counter()
+        self._sent: Counter[tuple[TrafficAxis, Collective]] = Counter()
 
     def add(
         self, axis: TrafficAxis, collective: Collective, message_bytes: int, *, ranks: int
@@ -106,9 +109,13 @@ class Messages:
         """Add one message, or several of the same kind together, in bytes."""
         self._bytes[axis, collective, ranks] += message_bytes
 
+    def add_sent(self, axis: TrafficAxis, collective: Collective, sent_bytes: int) -> None:
+        """Add the bytes that a rank sends in a message whose parts are unequal."""
+        self._sent[axis, collective] += sent_bytes
+
     def traffic(self) -> Traffic:
         """Return the bytes that a rank sends for all these messages."""
-        sent: Counter[tuple[TrafficAxis, Collective]] = Counter()
+        sent = self._sent.copy()
         for (axis, collective, ranks), message_bytes in self._bytes.items():
             sent[axis, collective] += bytes_sent(collective, message_bytes, ranks)
         return {key: total for key, total in sent.items() if total}
@@ -117,12 +124,14 @@ class Messages:
 def predict_traffic(run: Run, pipeline_stage: int, device_type: str = "cuda") -> Traffic:
     """Return what a rank of ``pipeline_stage`` sends in one step, in bytes, on "cuda" or "cpu".
 
-    Ranks of one pipeline stage send the same number of bytes, except for a tied weight at ZeRO-1 to
-    3, whose last partition may be shorter. The result is for a rank with the longest partition.
+    Ranks of one pipeline stage send the same number of bytes, with two exceptions. At ZeRO-1 to 3,
+    the last partition of a tied weight may be shorter; the result is for a rank with the longest
+    one. Muon's ranks own unequal matrices; the result is for the rank that sends most of them.
     """
     messages, axis = Messages(), data_axis_of(run, pipeline_stage, device_type)
     if run.grid.dp_cp > 1:
         _add_data_axis(messages, run, axis, pipeline_stage)
+    _add_orthogonalization(messages, run, axis)
     if run.grid.tp > 1:
         _add_tensor_axis(messages, run, axis, pipeline_stage)
     if run.context_method is not None:
@@ -324,6 +333,23 @@ def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage:
     name = "replica" if grid.replicate > 1 else "shard"
     for collective, size in _compressed_messages(run, axis):
         messages.add(names.get(name, name), collective, size, ranks=grid.senders)
+
+
+def _add_orthogonalization(messages: Messages, run: Run, axis: DataAxis) -> None:
+    """What Muon sends: matrices to their owners and back, and with one shard also an all-gather of
+    the results over the replicas (``data_axis.orthogonalization``).
+    """
+    plan, grid, element_bytes = axis.orthogonalization, run.grid, BYTES_OF[run.muon_dtype]
+    if plan is None:
+        return
+    data: TrafficAxis = "shard" if grid.is_hybrid else "dp"
+    name = "tp" if grid.shard == 1 else data if grid.tp == 1 else "stage"
+    most = max(map(plan.sent_by, range(plan.members * plan.groups)))
+    messages.add_sent(name, "all_to_all", element_bytes * most)
+    if plan.groups > 1:
+        gathered = sum(plan.round_of(number, 0).gathered for number in range(len(plan.rounds)))
+        size = plan.groups * gathered * element_bytes
+        messages.add(data, "all_gather", size, ranks=plan.groups)
 
 
 def _reduced_bytes(pipeline: Pipeline, bucket: Bucket) -> int:

@@ -81,6 +81,7 @@ class _Walk:
         of_layers = states_of(run, pipeline_stage, self.pipeline.gather_policy, device_type)
         self.head, self.head_gradient = self.parameters.head, of_layers.head_gradient
         self.updating = of_layers.updating
+        self.orthogonalizing = of_layers.orthogonalizing
         last = self.pipeline.virtual_stages - 1
         virtual = [self.pipeline.virtual(pipeline_stage, i) for i in range(len(self.chunks))]
         self.input = [self.hidden * (each > 0) for each in virtual]
@@ -99,6 +100,7 @@ class _Walk:
         if self.axis.matrix_reduction.keeps == "complete":
             copies += [bucket.message_bytes for bucket in self.axis.buckets]
         reduction.hold("communication_buffers", max(copies))
+        update.touch("communication_buffers", self.orthogonalizing)
         update.hold("gradients", self.updating)
         yield from (reduction, update)
 

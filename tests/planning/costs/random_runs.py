@@ -66,6 +66,10 @@ OTHERS: dict[str, list[Any]] = {
     "communication_data_type": ["fp32", "bf16"],
     "gradient_accumulation_steps": [1, 2, 8],
     "train_micro_batch_size_per_gpu": [1, 2, 4],
+    "optimizer": [
+        {"type": "Muon", "params": params}
+        for params in ({}, {"per_head_muon": True, "nesterov": False}, {"ns_dtype": "fp32"})
+    ],
 }
 """The settings of which one differs in a variant, and their values."""
 

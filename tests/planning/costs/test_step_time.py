@@ -10,12 +10,14 @@ import math
 import pytest
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.model.parameters import forward_flops_per_token
 from megaspeed.planning.costs.network_time import SLOWDOWN_BY_OVERLAP, Network
-from megaspeed.planning.costs.step_time import StepTime, predict_step_time, product_seconds
+from megaspeed.planning.costs.step_time import Rates, StepTime, predict_step_time, product_seconds
 from megaspeed.planning.costs.workload import (
     Cluster,
     Measured,
+    MuonWork,
     Product,
     Workload,
     attention_flops,
@@ -340,6 +342,57 @@ def test_processors_cannot_compute_while_they_communicate() -> None:
         for overlaps in (True, False)
     }
     assert times[True] == times[False] > 6 * 8 * 3 * 1e-3
+
+
+def test_muon_orthogonalizes_the_batches_of_the_plan() -> None:
+    muon = 'optimizer={"type": "Muon", "params": {"per_head_muon": true, "ns_steps": 3}}'
+    run = tiny(muon, "parallel.pipeline=2", "parallel.tensor=2", world_size=8).run
+    work = workload_of(run)
+    assert work.muon is not None
+    assert (work.muon.steps, work.muon.precision) == (3, run.muon_dtype)
+    for stage, blocks in enumerate(work.blocks_of_stages):
+        plan = data_axis_of(run, stage, "cuda").orthogonalization
+        assert plan is not None
+        batches = [batch for round_ in plan.rounds for batch in round_]
+        shapes = [(b.places * b.sections[0].shape[0], *b.sections[0].shape[1:]) for b in batches]
+        assert sorted(work.muon.batches(blocks)) == sorted(shapes)
+
+
+def muon_seconds(owners: int = 1, **changes: object) -> float:
+    """Return the time of the optimizer for two square matrices in each of 4 blocks.
+
+    Nothing but the products takes time, and 1e12 operations take 1 s.
+    """
+    muon = MuonWork(steps=5, precision="bf16", sections=((1, 8192, 8192, False),) * 2)
+    work = workload(dp=owners, blocks=(4,), zero_stage=1, muon=dataclasses.replace(muon, **changes))  # type: ignore[arg-type]
+    rates = cluster(sustained_16=1.0, peak_fp32=0.1, memory_bandwidth=1e12, processors=1)
+    device = dataclasses.replace(rates.device, link_bandwidth=1e12)
+    fast = dataclasses.replace(rates, device=device, gpus_per_node=owners)
+    return Rates(work, fast).optimizer(0) * 0.98  # ``Constants.products``
+
+
+@pytest.mark.parametrize(("owners", "most"), [(1, 8), (2, 4), (3, 3), (16, 1)])
+def test_the_fullest_owner_of_matrices_determines_the_time_of_muon(owners: int, most: int) -> None:
+    step = (4 + 2) * 8192**3 / 1e12  # a step of one matrix: 4 n^2 m + 2 n^3
+    assert muon_seconds(owners) == pytest.approx(most * 5 * step, rel=0.001)
+    assert muon_seconds(owners, steps=10) == pytest.approx(most * 10 * step, rel=0.001)
+
+
+def test_muon_in_fp32_takes_the_rate_without_tensor_cores() -> None:
+    assert muon_seconds(precision="fp32") == pytest.approx(10 * muon_seconds(), rel=0.001)
+
+
+def test_the_exchanges_of_muon_run_beside_its_products() -> None:
+    """Nothing hides one round of them. On processors, nothing hides any of them."""
+    network = Network(workload(dp=2, zero_stage=1, blocks=(4,)), cluster())
+    muon = MuonWork(steps=5, precision="bf16", sections=((1, 4096, 4096, False),))
+    held = 2 * 4096**2  # elements of a rank: half of 4 matrices
+    alone = 2 * network.collective("stage", "all_to_all", 2 * held / 2)
+    hidden = network.orthogonalization(muon, 0, 1.0, 2)
+    assert hidden == pytest.approx(alone * (1 + SLOWDOWN_BY_OVERLAP))
+    assert network.orthogonalization(muon, 0, 0.0, 2) == pytest.approx(2 * alone)
+    slow = Network(on_processors(dp=2, zero_stage=1, blocks=(4,)), processors())
+    assert slow.orthogonalization(muon, 0, 1e9, 2) == slow.orthogonalization(muon, 0, 0.0, 2)
 
 
 def test_a_scaled_prediction_has_the_same_shares() -> None:

@@ -16,7 +16,7 @@ from megaspeed.pipeline.partition import chunks_of_stages, layers_of_stages
 from megaspeed.planning.costs.traffic import Traffic, predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import BF16, BF16_IN_FP32, LLAMA, merge, tiny_corpus
+from tests.support.tiny import BF16, BF16_IN_FP32, LLAMA, MUON, merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, one_rank, small_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
@@ -118,6 +118,26 @@ DATA_AXIS: dict[str, tuple[Layout, dict[str, Any]]] = {
 @pytest.mark.parametrize(("layout", "changes"), DATA_AXIS.values(), ids=DATA_AXIS)
 def test_data_axis(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
     assert_predicted(pool, cache, run_at(layout, changes))
+
+
+ORTHOGONALIZED: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "replicas share matrices": ((1, 3, 1), {}),
+    "replicas and tensor ranks": ((1, 2, 2), {"model": LLAMA}),
+    "shards": ((2, 2, 1), {"zero_optimization": {"stage": 2}, **BF16}),
+    "shards and tensor ranks": ((1, 2, 2), {"zero_optimization": {"stage": 3}, "model": LLAMA}),
+    "a pipeline": ((2, 2, 2), {"zero_optimization": {"stage": 1}}),
+    "shards and replicas": (
+        (1, 4, 1),
+        {"zero_optimization": {"stage": 3}, "parallel": {"replicate": 2}},
+    ),
+    "shared heads": ((1, 1, 4), {"model": {**LLAMA, **SHARED_HEADS}}),
+}
+
+
+@pytest.mark.parametrize(("layout", "changes"), ORTHOGONALIZED.values(), ids=ORTHOGONALIZED)
+def test_muon(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
+    """Ranks own unequal matrices. The prediction is for the rank that sends most."""
+    assert_predicted(pool, cache, run_at(layout, {**changes, "optimizer": MUON}))
 
 
 @pytest.mark.parametrize(("all_reduces", "times"), [(False, 2), (True, 3)])
