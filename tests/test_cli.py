@@ -312,6 +312,7 @@ def test_too_few_open_files_are_one_message_with_the_limit() -> None:
         (1, {"parallel.replicate": 2}, ("after the backwards", "then all-reduce", "2 replicas")),
         (1, {"parallel.gradient_compression": "int8"}, ("after the backwards", "int8", "4 shards")),
         (0, {}, ("after the backwards", "all-reduce in fp32", "4 replicas")),
+        (1, {"optimizer": '{"type": "Muon"}'}, ("orthogonalize in a step", "largest / mean load")),
     ],
 )
 def test_schedule_prints_what_a_stage_reduces_and_gathers(

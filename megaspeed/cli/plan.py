@@ -35,6 +35,7 @@ from megaspeed.config.loading import read_config
 from megaspeed.config.section import TOKEN_UNITS
 from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.buckets import Bucket, reduction_of_matrices
+from megaspeed.data_axis.orthogonalization import Orthogonalization
 from megaspeed.data_axis.steps import Work, check_data_axis, steps_of
 from megaspeed.files.json_values import json_value
 from megaspeed.pipeline.picture import SUFFIXES, draw_schedule, save
@@ -319,6 +320,10 @@ def run_schedule(options: argparse.Namespace) -> int:
         works = [_counts_of(work) for work in steps_of(axis, pipeline, stage)]
         figures["data_axis"] = {"pipeline_stage": stage, "buckets": buckets, "works": works}
         show(_data_axis(stage, buckets, works))
+        if axis.orthogonalization is not None:
+            shared = _orthogonalization(axis.orthogonalization)
+            figures["data_axis"]["orthogonalization"] = shared
+            show(_shared_matrices(stage, shared))
     write_json(options, figures)
     return EXIT_DONE
 
@@ -340,6 +345,27 @@ def _counts_of(work: Work) -> dict[str, Any]:
         "reduced_bytes": sum(sizes),
         "compressed": sum(bucket.compression is not None for bucket in work.sums),
     }
+
+
+def _orthogonalization(plan: Orthogonalization) -> dict[str, Any]:
+    """Return how the ranks share the matrices. Loads are proportional to FLOPs."""
+    owners = range(plan.members * plan.groups)
+    return {
+        "sections": len(plan.sections),
+        "batches": sum(map(len, plan.rounds)),
+        "rounds": len(plan.rounds),
+        "owners": len(owners),
+        "largest / mean load": max(plan.costs) * len(owners) / max(1, sum(plan.costs)),
+        "most elements sent": max(map(plan.sent_by, owners)),
+    }
+
+
+def _shared_matrices(stage: int, shared: Mapping[str, Any]) -> Iterator[str | Table]:
+    yield ""
+    yield f"Matrices that the ranks of pipeline stage {stage} orthogonalize in a step"
+    table = table_of(right=[*shared])
+    table.add_row(*(f"{n:.2f}" if isinstance(n, float) else f"{n:,}" for n in shared.values()))
+    yield table
 
 
 _WHEN = {

@@ -11,14 +11,15 @@ import pytest
 
 from megaspeed.config.resolve import BYTES_OF, Run
 from megaspeed.data_axis import axis as plan
-from megaspeed.data_axis import buckets, gathers
+from megaspeed.data_axis import buckets, gathers, orthogonalization
 from megaspeed.data_axis.axis import DataAxis, data_axis_of
 from megaspeed.data_axis.gathers import Gather
+from megaspeed.data_axis.orthogonalization import Batch, Orthogonalization, Part
 from megaspeed.data_axis.steps import check_data_axis, steps_of
 from megaspeed.pipeline.schedules import ScheduleError, pipeline_of
 from megaspeed.planning.costs.traffic import predict_traffic
 from tests.planning.costs.random_runs import random_runs
-from tests.support.tiny import tiny_run
+from tests.support.tiny import LLAMA, MUON, tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 
@@ -46,7 +47,12 @@ def test_gathers_and_reductions_over_shards_add_up_to_the_predicted_traffic(seed
                 collective = axis.matrix_reduction.collective
                 assert collective is not None
                 rounds = 2 if collective == "all_reduce" else 1
-                assert sent[name, collective] == rounds * size * (shards - 1) // shards
+                of_gradients = sent[name, collective]
+                if axis.orthogonalization and (collective, run.grid.tp) == ("all_to_all", 1):
+                    plan = axis.orthogonalization
+                    elements = max(map(plan.sent_by, range(plan.members)))
+                    of_gradients -= elements * BYTES_OF[run.muon_dtype]
+                assert of_gradients == rounds * size * (shards - 1) // shards
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -160,9 +166,71 @@ MISTAKES: dict[Mistake, tuple[int, str]] = {
 }
 
 
-def run_at(stage: int) -> Run:
+def rounds_change(patch: pytest.MonkeyPatch, change: Callable[[list[list[Batch]]], Any]) -> None:
+    made = orthogonalization._rounds
+    patch.setattr(orthogonalization, "_rounds", lambda *args: change(made(*args)))
+
+
+def the_first_round_is_omitted(patch: pytest.MonkeyPatch) -> None:
+    rounds_change(patch, lambda rounds: rounds[1:])
+
+
+def the_first_round_is_repeated(patch: pytest.MonkeyPatch) -> None:
+    rounds_change(patch, lambda rounds: [rounds[0], *rounds])
+
+
+def two_rounds_are_one(patch: pytest.MonkeyPatch) -> None:
+    rounds_change(patch, lambda rounds: [[*rounds[0], *rounds[1]], *rounds[2:]])
+
+
+def parts_change(patch: pytest.MonkeyPatch, change: Callable[[Part, int], Part]) -> None:
+    made = Orthogonalization.parts
+
+    def mistaken(plan: Orthogonalization, batch: Batch, member: int) -> list[Part]:
+        return [change(part, member) for part in made(plan, batch, member)]
+
+    patch.setattr(Orthogonalization, "parts", mistaken)
+
+
+def all_parts_are_sent_to_the_same_place(patch: pytest.MonkeyPatch) -> None:
+    parts_change(patch, lambda part, _: part._replace(place=0))
+
+
+def a_rank_omits_its_last_element(patch: pytest.MonkeyPatch) -> None:
+    parts_change(patch, lambda part, member: part._replace(length=part.length - (member == 1)))
+
+
+def a_partition_is_read_from_its_start(patch: pytest.MonkeyPatch) -> None:
+    parts_change(patch, lambda part, _: part._replace(offset=0))
+
+
+def copies_are_sent_too(patch: pytest.MonkeyPatch) -> None:
+    parts_change(patch, lambda part, _: part._replace(is_copy=False))
+
+
+def a_copy_gets_another_place(patch: pytest.MonkeyPatch) -> None:
+    parts_change(patch, lambda part, _: part._replace(place=part.place + part.is_copy))
+
+
+MUON_MISTAKES: dict[Mistake, tuple[int, str]] = {
+    the_first_round_is_omitted: (1, "is in 0 batches"),
+    the_first_round_is_repeated: (1, "is in 2 batches"),
+    two_rounds_are_one: (1, "owns several batches of round 0"),
+    all_parts_are_sent_to_the_same_place: (3, "do not fill its batch once"),
+    a_rank_omits_its_last_element: (2, "do not fill its batch once"),
+    a_partition_is_read_from_its_start: (1, "does not get each update"),
+    copies_are_sent_too: (0, "do not fill its batch once"),
+    a_copy_gets_another_place: (0, "has a part that no rank sends"),
+}
+
+
+def run_at(stage: int, *, muon: bool = False) -> Run:
+    more: dict[str, Any] = {}
+    if muon:  # at ZeRO-0, tensor ranks hold copies of key/value heads
+        more = {"optimizer": MUON, "model": LLAMA, "tp": 4 if stage == 0 else 1}
     return tiny_run(
         TEXT,
+        **more,
         dp=3,
         zero_optimization={"stage": stage, "reduce_bucket_size": 5000},
         gradient_accumulation_steps=2,
@@ -170,10 +238,12 @@ def run_at(stage: int) -> Run:
     )
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+@pytest.mark.parametrize(
+    "mistake", [*MISTAKES, *MUON_MISTAKES], ids=lambda mistake: mistake.__name__
+)
 def test_a_plan_with_a_mistake_is_refused(mistake: Mistake) -> None:
-    stage, reason = MISTAKES[mistake]
-    run = run_at(stage)
+    stage, reason = (MISTAKES | MUON_MISTAKES)[mistake]
+    run = run_at(stage, muon=mistake in MUON_MISTAKES)
     plan._data_axis_of.cache_clear()
     check_data_axis(data_axis_of(run, 0, "cuda"), pipeline_of(run), 0)
     plan._data_axis_of.cache_clear()
