@@ -85,6 +85,10 @@ class DataAxis:
         return [bucket for bucket in self.buckets if bucket.compression is not None]
 
     @cached_property
+    def orthogonalized(self) -> Sequence[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.group == "orthogonalized"]
+
+    @cached_property
     def bucket_of(self) -> Mapping[str, Bucket]:
         """Full name of a parameter -> its bucket."""
         return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}

@@ -26,13 +26,11 @@ from itertools import chain, groupby, zip_longest
 from math import prod
 from typing import NamedTuple
 
-from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.data_axis.buckets import Bucket, OwnedRange
 from megaspeed.data_axis.parameters import LocalParameter
-from megaspeed.model.parameters import Parameter, parameter_named
+from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.shards import key_value_replicas, shard_of
-from megaspeed.topology.grid import Grid
 
 _BATCH_ELEMENTS = 1 << 22
 """The most elements of a batch of several sections. Products of this size fill a GPU, and a model
@@ -121,9 +119,11 @@ class Orthogonalization:
     def __init__(self, run: Run, buckets: Sequence[Bucket]) -> None:
         grid, self._buckets = run.grid, buckets
         self._tp = grid.tp
-        self.members, self.groups = owners_of(grid)
-        """See ``owners_of``. Member m = (shard, tp), with tp fastest, of group g is owner
-        g * members + m."""
+        self.members = grid.shard * grid.tp
+        """How many ranks send each other parts of sections: (shard, tp), with tp fastest."""
+        self.groups = grid.replicate if grid.shard == 1 else 1
+        """How many groups of members share the sections, and gather the results. Member m of group
+        g is owner g * members + m."""
         found = (section for bucket in buckets for section in _sections(run, bucket))
         self.sections = sorted(found, key=lambda each: (each.shape, each.splits_columns))
         """All sections of the pipeline stage; those of equal shapes are neighbours."""
@@ -201,13 +201,6 @@ class Orthogonalization:
         ]
 
 
-def owners_of(grid: Grid) -> tuple[int, int]:
-    """Return how many members of a group send each other parts of sections, and how many groups
-    share the sections, and gather the results.
-    """
-    return grid.shard * grid.tp, grid.replicate if grid.shard == 1 else 1
-
-
 def elements_of_parts(parts: Iterable[Part]) -> int:
     return sum(part.length for part in parts)
 
@@ -218,13 +211,14 @@ def _sections(run: Run, bucket: Bucket) -> Iterator[Section]:
     for local in bucket.parameters if bucket.group == "orthogonalized" else ():
         parameter, start = parameter_named(model, local.name), 0
         shard = shard_of(model, parameter, rank=0, size=tp)
-        shapes = section_shapes(model, parameter, per_head=muon.per_head_muon)
-        for (name, shape), held in zip(shapes, shard.rows, strict=True):
+        for (name, rows), held in zip(parameter.row.sections.items(), shard.rows, strict=True):
+            is_of_heads = name in ("query", "key", "value")
+            heads = rows // model.head_dim if is_of_heads and muon.per_head_muon else 1
             part = len(held) * local.shape[1]
             yield Section(
                 parameter=local,
                 name=name,
-                shape=shape,
+                shape=(heads, rows // heads, parameter.shape[1]),
                 start=start,
                 part=part,
                 copies=key_value_replicas(model, tp) if name in ("key", "value") else 1,
@@ -233,46 +227,22 @@ def _sections(run: Run, bucket: Bucket) -> Iterator[Section]:
             start += part
 
 
-def section_shapes(
-    model: ModelConfig, parameter: Parameter, *, per_head: bool
-) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield the name of each section of a matrix, and its matrices, and their rows and columns."""
-    for name, rows in parameter.row.sections.items():
-        is_of_heads = name in ("query", "key", "value")
-        heads = rows // model.head_dim if is_of_heads and per_head else 1
-        yield name, (heads, rows // heads, parameter.shape[1])
-
-
-def places_of(elements: int) -> int:
-    """Return how many sections of this size a batch has."""
-    return max(1, min(_MOST_SECTIONS, _BATCH_ELEMENTS // elements))
-
-
-def shared_out(costs: Sequence[float], owners: int) -> list[int]:
-    """Return an owner for each of the falling costs: the one with the least cost until then
+def _rounds(sections: Sequence[Section], owners: int) -> list[list[Batch]]:
+    """Give each batch, from the most expensive to the cheapest, to the owner with the least cost
     (Graham 1969, "Bounds on Multiprocessing Timing Anomalies": at most 4/3 of the optimum).
     """
-    least = [(0.0, owner) for owner in range(owners)]
-    found = []
-    for cost in costs:
-        before, owner = least[0]
-        heapreplace(least, (before + cost, owner))
-        found.append(owner)
-    return found
-
-
-def _rounds(sections: Sequence[Section], owners: int) -> list[list[Batch]]:
-    """Share out the batches, the most expensive ones first."""
     batches: list[Batch] = []
     for _, own in groupby(sections, key=lambda each: (each.shape, each.splits_columns)):
         alike = [*own]
-        places = places_of(alike[0].elements)
+        places = max(1, min(_MOST_SECTIONS, _BATCH_ELEMENTS // alike[0].elements))
         batches += [
             Batch(sections=alike[first : first + places], places=places, owner=-1)
             for first in range(0, len(alike), places)
         ]
-    batches.sort(key=lambda batch: -batch.cost)
+    costs = [(0, owner) for owner in range(owners)]
     owned: list[list[Batch]] = [[] for _ in range(owners)]
-    for batch, owner in zip(batches, shared_out([b.cost for b in batches], owners), strict=True):
+    for batch in sorted(batches, key=lambda batch: -batch.cost):
+        cost, owner = costs[0]
+        heapreplace(costs, (cost + batch.cost, owner))
         owned[owner].append(Batch(sections=batch.sections, places=batch.places, owner=owner))
     return [[batch for batch in each if batch] for each in zip_longest(*owned)]

@@ -28,13 +28,11 @@ LLAMA = {
     "max_position_embeddings": 24,
 }
 
-MUON = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3}}
+MUON: dict[str, Any] = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3}}
 
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 BF16_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 """Compute in bf16, and add up gradients in fp32."""
-
-MUON: dict[str, Any] = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3}}
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

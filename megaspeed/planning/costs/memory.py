@@ -79,7 +79,7 @@ def model_states(run: Run, axis: DataAxis, *, on_host: bool = False) -> MemoryBy
     # The sums over the shards, which replicas compress.
     sums = [bucket.part for bucket in axis.compressed if not bucket.is_sent_compressed]
     gradients += sum(sums) * BYTES_OF["fp32"]
-    muon = sum(bucket.part for bucket in buckets if bucket.group == "orthogonalized")
+    muon = sum(bucket.part for bucket in axis.orthogonalized)
     optimizer = own * _OPTIMIZER_BYTES - muon * (_OPTIMIZER_BYTES - _MUON_BYTES)
     # DeepSpeed pads the flat tensor of each bucket, of which the parameters are views.
     held = sum(bucket.elements for bucket in buckets)

@@ -27,7 +27,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, product
 from operator import add
 
-from megaspeed.data_axis.orthogonalization import owners_of
+from megaspeed.config.resolve import BYTES_OF
 from megaspeed.pipeline.schedules import Pipeline
 from megaspeed.pipeline.simulation import Durations, simulate
 from megaspeed.pipeline.visits import holds_of
@@ -297,20 +297,19 @@ class Network:
             reduction = _beside(reduction, work.blocks_of_stages[stage] * backward, buckets)
         return reduction
 
-    def orthogonalization(self, muon: MuonWork, stage: int, products: float, rounds: int) -> float:
+    def orthogonalization(self, muon: MuonWork, products: float) -> float:
         """Return the seconds that Muon's exchanges add to the products of its fullest owner.
 
         All-to-alls over the shard x tp ranks move the matrices to their owners and back. With one
         shard, the replicas share this, and then gather all results. All rounds are taken as equal.
         They run beside the products, but nothing hides one of them.
         """
-        members, groups = owners_of(self.work.grid)
-        held = self.work.blocks_of_stages[stage] * muon.block_elements / members
-        message = muon.element_bytes * held / rounds
-        seconds = 0.0
-        if members > 1:
-            seconds = 2 * rounds * self.collective("stage", "all_to_all", message / groups)
-        if groups > 1:
+        rounds, seconds = max(1, muon.rounds), 0.0
+        message = BYTES_OF[muon.precision] * muon.elements / rounds
+        if muon.members > 1:
+            sent = message / muon.groups
+            seconds = 2 * rounds * self.collective("stage", "all_to_all", sent)
+        if muon.groups > 1:
             seconds += rounds * self.collective("replica", "all_gather", message)
         return _beside(seconds, products, rounds) if self.overlaps else seconds
 

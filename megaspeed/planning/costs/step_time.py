@@ -13,13 +13,12 @@ This is plain arithmetic: a prediction takes a fraction of a millisecond, and lo
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
-from megaspeed.data_axis.orthogonalization import owners_of, shared_out
+from megaspeed.config.resolve import BYTES_OF
 from megaspeed.pipeline.simulation import Durations
 from megaspeed.planning.costs.network_time import Network, closed_form, pipeline_seconds, simulated
 from megaspeed.planning.costs.workload import (
@@ -389,16 +388,15 @@ class Rates:
         """AdamW: reads and writes master weight and two moments in fp32 (24 bytes), reads the
         gradient for its norm and for the update (8), writes the 16-bit weight (2). Muon: ``_muon``,
         for the matrices of blocks."""
-        work, muon, seconds = self.work, self.work.muon, 0.0
-        updated = work.parameters_of_rank(stage) / work.grid.shard
-        if muon is not None and work.blocks_of_stages[stage]:
-            held = work.blocks_of_stages[stage] * muon.block_elements / owners_of(work.grid)[0]
-            seconds, updated = self._muon(muon, stage, held), max(0.0, updated - held)
+        updated, seconds = self.work.parameters_of_rank(stage) / self.work.grid.shard, 0.0
+        if self.work.muon:
+            muon = self.work.muon[stage]
+            seconds, updated = self._muon(muon), max(0.0, updated - muon.elements)
         if self.measured is not None:
             return seconds + self.measured.optimizer * updated
         return seconds + 34 * updated / self.memory
 
-    def _muon(self, muon: MuonWork, stage: int, held: float) -> float:
+    def _muon(self, muon: MuonWork) -> float:
         """Momentum, Newton-Schulz steps of the fullest owner, and exchanges.
 
         A step of a matrix (n, m) with n <= m has the products X X^T, A A and (b A + c A A) X, which
@@ -409,31 +407,15 @@ class Rates:
         converted (4, if it is not fp32), the 16-bit weight is written (2). In the other type, the
         update is written, copied into messages and out of them, in both directions, and read.
         """
-        width, device = muon.element_bytes, self.cluster.device
+        width, device, products = BYTES_OF[muon.precision], self.cluster.device, 0.0
         sustained = device.peak_fp32 if muon.precision == "fp32" else device.sustained_16
         rates = (self.constants.products * 1e12 * sustained, self.memory, device.processors, width)
-        owners, blocks = math.prod(owners_of(self.work.grid)), self.work.blocks_of_stages[stage]
-        products, rounds = _fullest_owner(muon, blocks, owners, rates)
-        copied = (62 + 4 * (muon.precision != "fp32") + 10 * width) * held / self.memory
-        return copied + products + self.network.orthogonalization(muon, stage, products, rounds)
-
-
-@lru_cache(maxsize=4096)
-def _fullest_owner(
-    muon: MuonWork, blocks: int, owners: int, rates: tuple[float, float, int, int]
-) -> tuple[float, int]:
-    """Return the seconds of the products of the fullest owner, and the number of rounds."""
-    costs = []
-    for count, *shape in muon.batches(blocks):
-        n, m = sorted(shape)
-        each = (Product(count * n, n, m), Product(count * n, n, n), Product(count * n, m, n))
-        costs.append(muon.steps * sum(product_seconds(product, *rates) for product in each))
-    costs.sort(reverse=True)
-    own = shared_out(costs, owners)
-    loads = [0.0] * owners
-    for owner, cost in zip(own, costs, strict=True):
-        loads[owner] += cost
-    return max(loads), max(Counter(own).values())
+        for count, *shape in muon.batches:
+            n, m = sorted(shape)
+            each = (Product(count * n, n, m), Product(count * n, n, n), Product(count * n, m, n))
+            products += muon.steps * sum(product_seconds(product, *rates) for product in each)
+        copied = (62 + 4 * (width < 4) + 10 * width) * muon.elements / self.memory
+        return copied + products + self.network.orthogonalization(muon, products)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -6,8 +6,7 @@ products are read from the table of the model's parameters, as its FLOPs are.
 """
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -16,9 +15,9 @@ from typing import Literal, NamedTuple, TypeVar
 from megaspeed.config.model import ContextMethod, ModelConfig
 from megaspeed.config.resolve import BYTES_OF, Precision, Run
 from megaspeed.config.run import Recomputation
+from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.buckets import reduction_of_matrices
 from megaspeed.data_axis.gathers import most_gathered_together
-from megaspeed.data_axis.orthogonalization import places_of, section_shapes
 from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
 from megaspeed.pipeline.partition import chunks_of_stages
 from megaspeed.pipeline.schedules import Pipeline, pipeline_of
@@ -77,29 +76,15 @@ FLASH_ATTENTION_2 = AttentionKernel(0.62, 0.50)
 
 @dataclass(frozen=True, kw_only=True)
 class MuonWork:
-    """What Muon orthogonalizes in a step."""
+    """What Muon computes and sends in a step, on a pipeline stage."""
 
     steps: int  # of Newton-Schulz
     precision: Precision
-    # Of each section of a block: matrices, rows, columns, and whether tensor ranks have columns.
-    sections: tuple[tuple[int, int, int, bool], ...]
-
-    @property
-    def element_bytes(self) -> int:
-        return BYTES_OF[self.precision]
-
-    @cached_property
-    def block_elements(self) -> int:
-        """Elements of the matrices of a block, over all tensor ranks."""
-        return sum(math.prod(shape) for *shape, _ in self.sections)
-
-    def batches(self, blocks: int) -> list[tuple[int, int, int]]:
-        """Return matrices, rows and columns of the batches of a pipeline stage."""
-        found = []
-        for (matrices, rows, columns, _), alike in Counter(self.sections).items():
-            places = places_of(matrices * rows * columns)
-            found += math.ceil(alike * blocks / places) * [(places * matrices, rows, columns)]
-        return found
+    batches: tuple[tuple[int, int, int], ...]  # of the fullest owner: matrices, rows, columns
+    rounds: int
+    elements: int  # that a rank holds of all matrices
+    members: int  # that send each other parts of matrices, and groups of them
+    groups: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +119,7 @@ class Workload:
     reductions: int = 1  # of all gradients in a step: 1, or as many as groups or micro-batches
     bucket_bytes: float = math.inf  # of gradients that are reduced together
     gathered_together: float = 0.0  # ZeRO-3: most elements of one gather of several blocks
-    muon: MuonWork | None = None  # None: AdamW updates everything
+    muon: tuple[MuonWork, ...] = ()  # of each pipeline stage; none: AdamW updates everything
 
     @property
     def pipeline(self) -> Pipeline:
@@ -247,21 +232,29 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         reductions=reduction.times(pipeline),
         bucket_bytes=zero.reduce_bucket_size * gradient_bytes,
         gathered_together=most_gathered_together(zero),
-        muon=_muon_work(run),
+        muon=tuple(_muon_work(run, device_type)),
     )
 
 
-def _muon_work(run: Run) -> MuonWork | None:
-    if run.muon is None:
-        return None
-    model, per_head = run.config.model, run.muon.per_head_muon
-    sections = tuple(
-        (*shape, parameter.split == "columns")
-        for parameter in parameters_of(model, range(1, 2)).values()
-        if parameter.is_block_matrix
-        for _, shape in section_shapes(model, parameter, per_head=per_head)
-    )
-    return MuonWork(steps=run.muon.ns_steps, precision=run.muon_dtype, sections=sections)
+def _muon_work(run: Run, device_type: str) -> Iterator[MuonWork]:
+    for stage in range(run.grid.pp):
+        axis = data_axis_of(run, stage, device_type)
+        if (plan := axis.orthogonalization) is None or run.muon is None:
+            return
+        fullest = plan.costs.index(max(plan.costs))
+        own = [batch for batch in chain(*plan.rounds) if batch.owner == fullest]
+        shapes = ((batch.places, *batch.sections[0].shape) for batch in own)
+        yield MuonWork(
+            steps=run.muon.ns_steps,
+            precision=run.muon_dtype,
+            batches=tuple(
+                (places * count, rows, columns) for places, count, rows, columns in shapes
+            ),
+            rounds=len(plan.rounds),
+            elements=sum(bucket.part for bucket in axis.orthogonalized),
+            members=plan.members,
+            groups=plan.groups,
+        )
 
 
 @lru_cache(maxsize=4096)  # a fit needs the products of each run thousands of times

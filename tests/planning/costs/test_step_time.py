@@ -6,6 +6,7 @@ respects physical limits.
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
@@ -344,38 +345,39 @@ def test_processors_cannot_compute_while_they_communicate() -> None:
     assert times[True] == times[False] > 6 * 8 * 3 * 1e-3
 
 
-def test_muon_orthogonalizes_the_batches_of_the_plan() -> None:
+def test_the_fullest_owner_of_matrices_determines_the_time_of_muon() -> None:
     muon = 'optimizer={"type": "Muon", "params": {"per_head_muon": true, "ns_steps": 3}}'
     run = tiny(muon, "parallel.pipeline=2", "parallel.tensor=2", world_size=8).run
-    work = workload_of(run)
-    assert work.muon is not None
-    assert (work.muon.steps, work.muon.precision) == (3, run.muon_dtype)
-    for stage, blocks in enumerate(work.blocks_of_stages):
+    for stage, work in enumerate(workload_of(run).muon):
         plan = data_axis_of(run, stage, "cuda").orthogonalization
         assert plan is not None
-        batches = [batch for round_ in plan.rounds for batch in round_]
-        shapes = [(b.places * b.sections[0].shape[0], *b.sections[0].shape[1:]) for b in batches]
-        assert sorted(work.muon.batches(blocks)) == sorted(shapes)
+        assert (work.steps, work.precision, work.rounds) == (3, run.muon_dtype, len(plan.rounds))
+        cost = sum(count * n * m * min(n, m) for count, n, m in work.batches)
+        assert cost == max(plan.costs)
 
 
-def muon_seconds(owners: int = 1, **changes: object) -> float:
-    """Return the time of the optimizer for two square matrices in each of 4 blocks.
+def muon_work(**changes: Any) -> MuonWork:
+    """Two square matrices of one owner in each of 4 blocks."""
+    one = {"steps": 5, "precision": "bf16", "batches": ((1, 8192, 8192),) * 8, "rounds": 8}
+    one |= {"elements": 8 * 8192**2, "members": 1, "groups": 1}
+    return MuonWork(**{**one, **changes})
 
-    Nothing but the products takes time, and 1e12 operations take 1 s.
-    """
-    muon = MuonWork(steps=5, precision="bf16", sections=((1, 8192, 8192, False),) * 2)
-    work = workload(dp=owners, blocks=(4,), zero_stage=1, muon=dataclasses.replace(muon, **changes))  # type: ignore[arg-type]
+
+def muon_seconds(**changes: Any) -> float:
+    """Nothing but the products takes time, and 1e12 operations take 1 s."""
+    work = workload(blocks=(4,), zero_stage=1, muon=(muon_work(**changes),))
     rates = cluster(sustained_16=1.0, peak_fp32=0.1, memory_bandwidth=1e12, processors=1)
     device = dataclasses.replace(rates.device, link_bandwidth=1e12)
-    fast = dataclasses.replace(rates, device=device, gpus_per_node=owners)
-    return Rates(work, fast).optimizer(0) * 0.98  # ``Constants.products``
+    return Rates(work, dataclasses.replace(rates, device=device)).optimizer(0) * 0.98
 
 
-@pytest.mark.parametrize(("owners", "most"), [(1, 8), (2, 4), (3, 3), (16, 1)])
-def test_the_fullest_owner_of_matrices_determines_the_time_of_muon(owners: int, most: int) -> None:
+def test_muon_takes_the_products_of_its_steps() -> None:
     step = (4 + 2) * 8192**3 / 1e12  # a step of one matrix: 4 n^2 m + 2 n^3
-    assert muon_seconds(owners) == pytest.approx(most * 5 * step, rel=0.001)
-    assert muon_seconds(owners, steps=10) == pytest.approx(most * 10 * step, rel=0.001)
+    assert muon_seconds() == pytest.approx(8 * 5 * step, rel=0.001)
+    assert muon_seconds(steps=10) == pytest.approx(8 * 10 * step, rel=0.001)
+    oblong = (4 + 2 / 4) * 8192 * 2048**2 / 1e12
+    for shape in ((2048, 8192), (8192, 2048)):
+        assert muon_seconds(batches=((1, *shape),)) == pytest.approx(5 * oblong, rel=0.1)
 
 
 def test_muon_in_fp32_takes_the_rate_without_tensor_cores() -> None:
@@ -385,14 +387,13 @@ def test_muon_in_fp32_takes_the_rate_without_tensor_cores() -> None:
 def test_the_exchanges_of_muon_run_beside_its_products() -> None:
     """Nothing hides one round of them. On processors, nothing hides any of them."""
     network = Network(workload(dp=2, zero_stage=1, blocks=(4,)), cluster())
-    muon = MuonWork(steps=5, precision="bf16", sections=((1, 4096, 4096, False),))
-    held = 2 * 4096**2  # elements of a rank: half of 4 matrices
-    alone = 2 * network.collective("stage", "all_to_all", 2 * held / 2)
-    hidden = network.orthogonalization(muon, 0, 1.0, 2)
+    muon = muon_work(rounds=2, members=2, elements=2 * 4096**2)
+    alone = 2 * network.collective("stage", "all_to_all", 2 * muon.elements / 2)
+    hidden = network.orthogonalization(muon, 1.0)
     assert hidden == pytest.approx(alone * (1 + SLOWDOWN_BY_OVERLAP))
-    assert network.orthogonalization(muon, 0, 0.0, 2) == pytest.approx(2 * alone)
+    assert network.orthogonalization(muon, 0.0) == pytest.approx(2 * alone)
     slow = Network(on_processors(dp=2, zero_stage=1, blocks=(4,)), processors())
-    assert slow.orthogonalization(muon, 0, 1e9, 2) == slow.orthogonalization(muon, 0, 0.0, 2)
+    assert slow.orthogonalization(muon, 1e9) == slow.orthogonalization(muon, 0.0)
 
 
 def test_a_scaled_prediction_has_the_same_shares() -> None:
