@@ -173,12 +173,13 @@ class Network:
                 are estimated.
 
         ZeRO-1 and 2 have a reduce-scatter and an all-gather for every bucket. The gathers run
-        beside the first forward of the next step. ZeRO-3 gathers each layer in the forward and in
-        the backward of each micro-batch, and reduces its gradients (Rajbhandari et al. 2020,
-        section 7). Small blocks are gathered together (``gathered_together``). The group that is
-        last in one pass and first in the next one is gathered once for both. So if one group has
-        all blocks, it is gathered once a step. If a stage has several chunks, each is gathered for
-        its visits (``_chunks``).
+        beside the first forward of the next step, except for compressed gradients without replicas:
+        their matrices are one bucket, for which the first layer waits. ZeRO-3 gathers each layer in
+        the forward and in the backward of each micro-batch, and reduces its gradients (Rajbhandari
+        et al. 2020, section 7). Small blocks are gathered together (``gathered_together``). The
+        group that is last in one pass and first in the next one is gathered once for both. So if
+        one group has all blocks, it is gathered once a step. If a stage has several chunks, each is
+        gathered for its visits (``_chunks``).
 
         Replicas all-reduce their partition of the gradients once a step, for every bucket. At
         ZeRO-0, all data ranks are replicas.
@@ -219,6 +220,8 @@ class Network:
         reduction = buckets * self.collective("shard", "reduce_scatter", gradients / buckets)
         if overlaps:
             reduction = _beside(reduction, blocks * backward, buckets)
+        if self._share != 1.0:  # all compressed matrices, with the embedding, are one bucket
+            buckets = 1
         weights = parameters * work.element_bytes
         gather = buckets * self.collective("shard", "all_gather", weights / buckets)
         if self.overlaps and work.overlaps_gathers:

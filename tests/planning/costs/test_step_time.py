@@ -283,6 +283,32 @@ def test_gradients_are_reduced_as_often_as_the_run_does_it_and_the_last_bucket_i
     assert overlapped.dp(0, 1.0, 1.0) == pytest.approx(gather + last + hidden)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("how", ["int8", "powersgd"])
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_the_first_layer_waits_for_all_compressed_matrices_unless_there_are_replicas(
+    stage: int, how: str, replicate: int
+) -> None:
+    """Without replicas they are one bucket, so nothing hides its gather. The prediction once hid
+    all but a fraction, as if it had as many buckets as without compression.
+    """
+    run = tiny(
+        "zero_optimization.reduce_bucket_size=3000",
+        f"zero_optimization.stage={stage}",
+        f"parallel.replicate={replicate}",
+        f"parallel.gradient_compression={how}",
+        world_size=4,
+    ).run
+    axis, work = data_axis_of(run, 0, "cuda"), workload_of(run)
+    matrices = {each.name for each in axis.parameters if len(each.shape) == 2}
+    is_one = matrices <= {each.name for each in axis.gathers_after_step[0].parameters}
+    beside, after = (
+        Network(dataclasses.replace(work, overlaps_gathers=overlaps), cluster()).dp(0, 1.0, 1.0)
+        for overlaps in (True, False)
+    )
+    assert is_one == (beside == after) == (replicate == 1)
+
+
 def test_a_product_of_few_tiles_wastes_most_processors() -> None:
     rate, memory, processors = 1e15, 1e20, 132
     full = Product(256 * processors, 128, 1024)
