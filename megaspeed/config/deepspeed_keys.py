@@ -42,10 +42,6 @@ class ZeroConfig(Section):
     """Stages 1 and 2: all-reduce each bucket of gradients instead of a reduce-scatter. DeepSpeed's
     own default is true. It sends twice the bytes, so a step moves 3 x the parameters instead of
     ZeRO's 2 x."""
-    allgather_partitions: bool = True
-    """Gather updated parameters with all-gather instead of broadcasts."""
-    allgather_bucket_size: ElementCount = Field(default=500_000_000, gt=0)
-    """Number of elements that are gathered at a time."""
     overlap_comm: bool | None = None
     """Reduce gradients while the backward pass continues: each bucket as soon as its gradients are
     complete. If omitted: true on CUDA, unless gradients are compressed to int8 or by PowerSGD.

@@ -104,6 +104,9 @@ NO_EFFECT: Mapping[str, str] = {
                 "contiguous_gradients round_robin_gradients parameter_alignment legacy_stage1 "
                 "ignore_unused_parameters compute_grad_norm"
             ),
+            "updated parameters are gathered in the buckets of reduce_bucket_size": (
+                "allgather_bucket_size allgather_partitions"
+            ),
             "see pin_memory of offload_optimizer and offload_param": "cpu_offload_use_pin_memory",
             "checkpoints have fp32 weights and fit every layout": (
                 "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"

@@ -16,8 +16,6 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 VALUES: dict[str, tuple[tuple[int, ...], Any]] = {
     "reduce_scatter": ((1, 2, 3), False),
     "use_multi_rank_bucket_allreduce": ((1, 2), True),
-    "allgather_partitions": ((1, 2), False),
-    "allgather_bucket_size": ((1, 2), 1000),
     "offload_optimizer": ((1, 2, 3), {"device": "cpu"}),
     "offload_param": ((3,), {"device": "cpu"}),
     "sub_group_size": ((3,), 3000),
