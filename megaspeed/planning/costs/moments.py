@@ -1,4 +1,4 @@
-"""Which computations of a pipeline stage with several chunks can be the peak of its memory.
+"""Which computations of a pipeline stage can be the peak of its memory.
 
     order of the stage --> what it holds at each computation --> those that hold most
 
@@ -15,7 +15,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megaspeed.pipeline.programs import timetable
-from megaspeed.pipeline.schedules import Forward, Pass, Pipeline, order_of, output_of
+from megaspeed.pipeline.schedules import (
+    Forward,
+    Pass,
+    Pipeline,
+    order_of,
+    output_of,
+    passes_of,
+    peak_in_flight,
+)
 from megaspeed.pipeline.visits import ends_of, holds_by_index
 
 _GROUPS = 3
@@ -96,6 +104,34 @@ def moments_of(
         )
         for moment, held in found.items()
     )
+
+
+@lru_cache(maxsize=4096)
+def moments_of_one_chunk(pipeline: Pipeline, stage: int) -> Sequence[Moment]:
+    """Return the moments with the most micro-batches in flight, or one less, and of each the most
+    messages. Beside a computation, messages may wait for later ones.
+    """
+    count, shortest = pipeline.micro_batches, pipeline.stages + pipeline.extra_in_flight + 2
+    shorter = replace(pipeline, micro_batches=min(count, shortest))
+    # With more micro-batches, 1f1b repeats its moments, and gpipe keeps more of them in flight.
+    further = count - shorter.micro_batches if pipeline.schedule == "gpipe" else 0
+    passes = [direction for direction, _ in passes_of(shorter, stage)]
+    found: dict[Moment, int] = {}
+    in_flight, most = 0, peak_in_flight(shorter, stage)
+    beside = zip(passes, (*passes[1:], None), messages_of(shorter, stage), strict=True)
+    for direction, following, messages in beside:
+        in_flight -= direction == "backward"
+        if in_flight >= most - 2:  # one less, because ZeRO-3 may hold more for another pass
+            moment = Moment(
+                direction=direction,
+                in_flight=(in_flight + further,),
+                messages=0,
+                has_head_sum=direction == "backward",
+                following=following,
+            )
+            found[moment] = max(messages, found.get(moment, 0))
+        in_flight += direction == "forward"
+    return [replace(moment, messages=messages) for moment, messages in found.items()]
 
 
 def messages_of(pipeline: Pipeline, stage: int) -> Sequence[int]:

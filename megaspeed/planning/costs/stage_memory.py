@@ -9,7 +9,8 @@ The peak is in one of
 
 The schedule determines how many micro-batches are in flight: up to P - s for 1f1b at pipeline stage
 s of P, and all of them for gpipe (Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022,
-section 4.2.3 for the activations of the first stage). With several chunks, ``moments`` counts them.
+section 4.2.3 for the activations of the first stage). ``moments`` counts messages, and what several
+chunks hold.
 
 A pass computes one layer after the other. Memory grows or falls by the same number of bytes at each
 of several equal layers, so the peak of such a run is at its first or at its last layer.
@@ -25,7 +26,7 @@ from typing import NamedTuple, TypeVar
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import layer_count
 from megaspeed.pipeline.partition import chunks_of_stages
-from megaspeed.pipeline.schedules import Forward, Pass, order_of, peak_in_flight, pipeline_of
+from megaspeed.pipeline.schedules import Forward, order_of, pipeline_of
 from megaspeed.planning.costs.activations import (
     Activations,
     LayerMemory,
@@ -33,7 +34,7 @@ from megaspeed.planning.costs.activations import (
     hidden_bytes,
 )
 from megaspeed.planning.costs.memory import MemoryBytes
-from megaspeed.planning.costs.moments import Moment, moments_of
+from megaspeed.planning.costs.moments import Moment, moments_of, moments_of_one_chunk
 from megaspeed.planning.costs.stage_states import Alike, LayerStates, states_of
 
 
@@ -128,34 +129,10 @@ class StageMemory:
 
     def _moments(self) -> Iterator[Moment]:
         if len(self._chunks) == 1:
-            yield from self._moments_of_one_chunk()
+            yield from moments_of_one_chunk(self._pipeline, self._stage)
             return
         for alike in moments_of(self._pipeline, self._stage, sums_visits=self._sums_visits):
             yield max(alike, key=self._bytes_beside)
-
-    def _moments_of_one_chunk(self) -> Iterator[Moment]:
-        most = peak_in_flight(self._pipeline, self._stage)
-        micro_batches = self._pipeline.micro_batches
-        others, continues = most - 1, micro_batches > most
-        # The previous output may still be in flight.
-        sends = bool(others and self._gradient[0] and not continues)
-        # After the forward with the most micro-batches in flight comes a backward.
-        yield Moment(
-            direction="forward", in_flight=(others,), messages=int(sends), following="backward"
-        )
-        for done in range(min(2, micro_batches)):
-            left = micro_batches - 1 - done
-            following: Pass | None = None
-            if left:
-                following = "forward" if left >= most else "backward"
-            yield Moment(
-                direction="backward",
-                in_flight=(others if continues else others - done,),
-                # The previous gradient may still be in flight.
-                messages=int(bool(done and self._input[0])),
-                has_head_sum=True,
-                following=following,
-            )
 
     def _bytes_beside(self, moment: Moment) -> int:
         """Return the bytes of the activations and messages beside a computation."""

@@ -258,6 +258,25 @@ def test_the_peak_of_a_step(pool: RankPool, text: Path, cache: Path, name: str) 
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recomputation", ["none", "full"])
+def test_the_peak_has_the_messages_that_wait_beside_computations(
+    pool: RankPool, text: Path, cache: Path, recomputation: str
+) -> None:
+    """A hidden state is 1 to 4 % of the peak. The prediction was once too low by up to two."""
+    run = tiny_run(
+        text,
+        pp=4,
+        model={**WIDE, "vocab_size": 301, "max_position_embeddings": 256},
+        data={"sequence_length": 256},
+        train_batch_size=32,
+        gradient_accumulation_steps=8,
+        zero_optimization={"stage": 1},
+        parallel={"extra_in_flight": 3, "activation_checkpointing": recomputation},
+    )
+    assert not list(wrong_peaks(pool, run, cache, rel=0.005))
+
+
 def wrong_peaks(pool: RankPool, run: Run, cache: Path, *, rel: float) -> Iterator[str]:
     """Yield the pipeline stages whose predicted and measured peaks differ by more."""
     for stage, ranks in enumerate(measured_by_stage(pool, run, cache)):

@@ -14,7 +14,7 @@ from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.parameters import LocalParameter, elements_of
 from megaspeed.model.parameters import HEAD_WEIGHT, layer_count
 from megaspeed.pipeline.partition import chunks_of_stages
-from megaspeed.pipeline.schedules import Pipeline, peak_in_flight, pipeline_of
+from megaspeed.pipeline.schedules import Forward, Pass, Pipeline, order_of, pipeline_of
 from megaspeed.planning.costs.activations import Activations, LayerMemory, hidden_bytes
 from megaspeed.planning.costs.memory import (
     Category,
@@ -24,6 +24,7 @@ from megaspeed.planning.costs.memory import (
 )
 from megaspeed.planning.costs.moments import Moment, moments_of
 from megaspeed.planning.costs.stage_states import held_bytes, states_of
+from tests.planning.costs.test_moments import messages_of_the_program
 
 
 def walked_peak(run: Run, pipeline_stage: int, device_type: str) -> MemoryBytes:
@@ -109,9 +110,7 @@ class _Walk:
             sums_visits = self.axis.matrix_reduction.when == "visit"
             yield from chain(*moments_of(self.pipeline, self.stage, sums_visits=sums_visits))
         else:
-            yield from _moments_of_one_chunk(
-                self.pipeline, self.stage, bool(self.input[0]), bool(self.gradient[0])
-            )
+            yield from _moments_of_one_chunk(self.pipeline, self.stage)
 
     def start(self, moment: Moment | None = None) -> _Ledger:
         """Return a ledger with what is held at a moment, or after the last backward."""
@@ -233,26 +232,25 @@ class _Reductions:
         return parameter.elements * (own + copied)
 
 
-def _moments_of_one_chunk(
-    pipeline: Pipeline, stage: int, receives: bool, sends: bool
-) -> Iterator[Moment]:
-    most, micro_batches = peak_in_flight(pipeline, stage), pipeline.micro_batches
-    others, continues = most - 1, micro_batches > most
-    yield Moment(
-        direction="forward",
-        in_flight=(others,),
-        messages=int(others > 0 and sends and not continues),
-        following="backward",
-    )
-    for done in range(min(2, micro_batches)):
-        left = micro_batches - 1 - done
-        yield Moment(
-            direction="backward",
-            in_flight=(others if continues else others - done,),
-            messages=int(done > 0 and receives),
-            has_head_sum=True,
-            following=None if not left else "forward" if left >= most else "backward",
+def _moments_of_one_chunk(pipeline: Pipeline, stage: int) -> Iterator[Moment]:
+    """Yield all moments of the complete program that differ."""
+    order, in_flight, found = order_of(pipeline, stage), 0, set[Moment]()
+    names: list[Pass] = ["forward" if isinstance(each, Forward) else "backward" for each in order]
+    for name, following, messages in zip(
+        names, [*names[1:], None], messages_of_the_program(pipeline, stage), strict=True
+    ):
+        in_flight -= name == "backward"
+        moment = Moment(
+            direction=name,
+            in_flight=(in_flight,),
+            messages=messages,
+            has_head_sum=name == "backward",
+            following=following,
         )
+        in_flight += name == "forward"
+        if moment not in found:
+            found.add(moment)
+            yield moment
 
 
 def _chunks(

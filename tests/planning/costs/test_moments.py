@@ -1,8 +1,9 @@
-"""What a stage with several chunks holds at each computation."""
+"""What a stage holds at each computation."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, product
+from typing import Literal
 
 import pytest
 
@@ -15,10 +16,11 @@ from megaspeed.pipeline.schedules import (
     Send,
     Transfer,
     input_of,
+    order_of,
     peak_in_flight,
 )
 from megaspeed.planning.costs import moments
-from megaspeed.planning.costs.moments import Moment, messages_of, moments_of
+from megaspeed.planning.costs.moments import Moment, messages_of, moments_of, moments_of_one_chunk
 
 
 def shape(stages: int, chunks: int, micro_batches: int, groups: int) -> Pipeline:
@@ -98,3 +100,51 @@ def test_one_moment_has_the_most_forwards_in_flight(pipeline: Pipeline) -> None:
         alike = moments_of(pipeline, stage, sums_visits=False)
         most = max(sum(each.in_flight) for each in chain(*alike))
         assert most + 1 == peak_in_flight(pipeline, stage)
+
+
+def test_received_messages_wait_beside_computations() -> None:
+    """With 3 more micro-batches in flight, two messages wait on all stages but the first. The
+    prediction once counted one at most, so a stage needed more memory than predicted.
+    """
+    pipeline = Pipeline(schedule="1f1b", stages=4, micro_batches=8, extra_in_flight=3)
+    most = [
+        max(
+            (each.in_flight[0], each.messages)
+            for each in moments_of_one_chunk(pipeline, stage)
+            if each.direction == "backward"
+        )
+        for stage in range(4)
+    ]
+    assert most == [(6, 0), (4, 2), (2, 2), (0, 2)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
+def test_the_first_micro_batches_hold_as_many_messages_as_all(
+    schedule: Literal["1f1b", "gpipe"], stages: int
+) -> None:
+    for extra, count in product({0, stages // 2, stages - 1}, (*range(1, 2 * stages + 4), 50)):
+        pipeline = Pipeline(
+            schedule=schedule,
+            stages=stages,
+            micro_batches=count,
+            extra_in_flight=0 if schedule == "gpipe" else extra,
+        )
+        for stage in range(stages):
+            most = peak_in_flight(pipeline, stage)
+            expected: dict[tuple[bool, int], int] = {}
+            in_flight = 0
+            program = zip(
+                order_of(pipeline, stage), messages_of_the_program(pipeline, stage), strict=True
+            )
+            for compute, messages in program:
+                is_forward = isinstance(compute, Forward)
+                in_flight -= not is_forward
+                key = is_forward, in_flight
+                expected[key] = max(messages, expected.get(key, 0))
+                in_flight += is_forward
+            found: dict[tuple[bool, int], int] = {}
+            for each in moments_of_one_chunk(pipeline, stage):
+                key = each.direction == "forward", each.in_flight[0]
+                found[key] = max(each.messages, found.get(key, 0))
+            assert found == {key: n for key, n in expected.items() if key[1] >= most - 2}
