@@ -6,6 +6,7 @@ sizes of micro-batches are powers of two, and the configured size. A larger micr
 memory (or, in a few cases, 0.1 % less). So if a size does not fit, larger ones are not tried.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -28,7 +29,7 @@ from megaspeed.planning.forecast import Forecast, forecast
 from megaspeed.planning.prediction import predict
 from megaspeed.planning.variants import Settings, Training, degrees_of, verdict_of
 
-_MUCH_FASTER, _LEAST_TOKENS = 0.99, 4096
+_MUCH_FASTER, _AS_FAST, _LEAST_TOKENS = 0.99, 1.001, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,15 +266,26 @@ def _with_more_in_flight(
     training: Training, variants: Sequence[Variant], cluster: Cluster
 ) -> Iterator[Variant]:
     """Yield the fastest variant with as many micro-batches in flight as hide messages, if it fits
-    and is at least 1 % faster than all variants. With fewer, many micro-batches gain little.
+    and is at least 1 % faster than all variants. Fewer than pipeline - 1 more need less memory, and
+    may hide as much.
     """
     fastest = min(variants, key=attrgetter("seconds"), default=None)
     if fastest is None or fastest.forecast.step.p2p < (1 - _MUCH_FASTER) * fastest.seconds:
         return
     settings = replace(fastest.settings, extra_in_flight=fastest.settings.pp - 1)
-    if settings.keys != fastest.settings.keys:
-        found = _variant_of(training, settings, cluster)
-        if isinstance(found, Variant) and found.seconds < _MUCH_FASTER * fastest.seconds:
+
+    def seconds(extra: int) -> float:
+        run = training.under(replace(settings, extra_in_flight=extra))
+        return forecast(run, cluster).seconds
+
+    with suppress(ConfigError):
+        limit = _AS_FAST * seconds(settings.extra_in_flight)
+        if settings.keys == fastest.settings.keys or limit >= _MUCH_FASTER * fastest.seconds:
+            return
+        numbers = range(1, settings.extra_in_flight)
+        extra = 1 + bisect_left(numbers, True, key=lambda each: seconds(each) <= limit)
+        found = _variant_of(training, replace(settings, extra_in_flight=extra), cluster)
+        if isinstance(found, Variant):
             yield found
 
 

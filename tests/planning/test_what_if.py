@@ -14,6 +14,7 @@ from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.step_time import predict_step_time
 from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.forecast import forecast
+from megaspeed.planning.prediction import predict
 from megaspeed.planning.what_if import Variant, WhatIf, what_if
 from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny, tiny_file
 
@@ -220,18 +221,34 @@ def test_one_group_of_chunks_wins_at_zero_3_on_a_slow_network() -> None:
 
 
 def test_more_micro_batches_in_flight_win_if_messages_are_slow() -> None:
-    """They hide half of the messages of 8 stages, and need 30 % more memory."""
+    """They hide half of the messages of 8 stages, and need more memory."""
     keys = ("train_batch_size=64", "train_micro_batch_size_per_gpu=null")
     found = of_7_5b(*keys, network_bandwidth=3, gpus_per_node=1)
     best = found.best
     assert best is not None and best.run.grid.pp == 8
-    assert best.run.config.parallel.extra_in_flight == 7
+    assert best.run.config.parallel.extra_in_flight == 5
     seconds, peak_bytes = min(figures_of(found).values())
     assert best.seconds < 0.95 * seconds and best.peak_bytes > 1.2 * peak_bytes
     step = predict_step_time(workload_of(best.run), best.forecast.cluster, simulates=True)
     assert best.seconds == pytest.approx(step.total)
     typed = from_file(FOLDER / "zero_7.5b.json", *keys, *best.set_text, world_size=8)
     assert typed.run == best.run
+
+
+def test_no_more_micro_batches_are_in_flight_than_hide_as_much() -> None:
+    """Of 7 more, two hide nothing: the step is as long, but needs more memory. With one less, it is
+    longer.
+    """
+    keys = ("train_batch_size=64", "train_micro_batch_size_per_gpu=null")
+    best = of_7_5b(*keys, network_bandwidth=3, gpus_per_node=1).best
+    assert best is not None and best.settings.pp == 8
+    training, most = from_file(FOLDER / "zero_7.5b.json", *keys, world_size=8), 7
+    runs = [training.under(replace(best.settings, extra_in_flight=n)) for n in range(most + 1)]
+    seconds = [forecast(run, best.forecast.cluster).seconds for run in runs]
+    assert seconds == sorted(seconds, reverse=True)
+    fewest = min(n for n in range(most + 1) if seconds[n] < 1.001 * seconds[most])
+    assert 0 < best.settings.extra_in_flight == fewest < most
+    assert best.peak_bytes < predict(runs[most], "cuda").fullest.peak_bytes
 
 
 @pytest.mark.parametrize("extra", [0, 1])
