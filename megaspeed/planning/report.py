@@ -110,6 +110,8 @@ def summary(plan: Plan) -> Iterator[str]:
         shape = pipeline_of(run)
         groups = f"{counted(shape.groups, 'group')} of micro-batches"
         chunks = f", {shape.chunks} chunks a stage, {groups}" if shape.chunks > 1 else ""
+        if shape.extra_in_flight:
+            chunks = f", up to {counted(shape.extra_in_flight, 'more micro-batch')} in flight"
         yield (
             f"pipeline: {shape.schedule}{chunks}, ideal bubble {plan.bubble:.1%} of the step "
             "(pipeline stages of equal cost)"
@@ -361,6 +363,8 @@ def what_if_report(found: WhatIf) -> ReportParts:
         yield "R: replicas of ZeRO's partitions (parallel.replicate); at ZeRO-0, dp x cp"
         if any(variant.settings.virtual_stages > 1 for variant in grids[:_SHOWN_VARIANTS]):
             yield "pp 8x2: 8 pipeline stages of 2 chunks each (parallel.virtual_stages)"
+        if any(variant.run.config.parallel.extra_in_flight for variant in grids[:_SHOWN_VARIANTS]):
+            yield "pp 8+7: up to 7 more micro-batches in flight (parallel.extra_in_flight)"
         if any(variant.settings.cp > 1 for variant in grids[:_SHOWN_VARIANTS]):
             yield "dp 8x2: 8 data ranks of 2 context ranks each (parallel.context)"
         yield ""
@@ -401,9 +405,9 @@ def _variants(shown: Sequence[Variant]) -> Table:
     table.add_column("", no_wrap=True)
     for variant in shown:
         run, grid, mfu = variant.run, variant.run.grid, variant.forecast.mfu
-        chunks = variant.settings.virtual_stages
+        chunks, extra = variant.settings.virtual_stages, run.config.parallel.extra_in_flight
         table.add_row(
-            f"{grid.pp}{f'x{chunks}' if chunks > 1 else ''}",
+            f"{grid.pp}{f'x{chunks}' if chunks > 1 else ''}{f'+{extra}' if extra else ''}",
             f"{grid.dp}{f'x{grid.cp}' if grid.cp > 1 else ''}",
             str(grid.tp),
             f"{run.zero_stage}{'' if variant.set_text else ' *'}",

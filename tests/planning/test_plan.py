@@ -107,6 +107,14 @@ def test_a_plan_with_chunks_states_the_shape_of_the_step() -> None:
     assert any("1f1b, 2 chunks a stage, 2 groups of micro-batches, ideal" in line for line in lines)
 
 
+def test_a_plan_states_how_many_more_micro_batches_are_in_flight() -> None:
+    keys = ("parallel.pipeline=4", "train_micro_batch_size_per_gpu=1")
+    for extra, text in ((1, "1 more micro-batch"), (3, "3 more micro-batches")):
+        training = tiny(*keys, f"parallel.extra_in_flight={extra}", world_size=4)
+        lines = "\n".join(summary(plan(training, None)))
+        assert f"pipeline: 1f1b, up to {text} in flight, ideal bubble" in lines
+
+
 def test_a_zero_stage_that_the_configuration_refuses_states_why() -> None:
     compressed = (
         "parallel.gradient_compression=int8",

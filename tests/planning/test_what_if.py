@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.rules import divisors
@@ -15,6 +16,7 @@ from megaspeed.planning.costs.step_time import predict_step_time
 from megaspeed.planning.costs.workload import Cluster, workload_of
 from megaspeed.planning.forecast import forecast
 from megaspeed.planning.prediction import predict
+from megaspeed.planning.report import what_if_report
 from megaspeed.planning.what_if import Variant, WhatIf, what_if
 from tests.planning.tiny_runs import FOLDER, a100s, from_file, tiny, tiny_file
 
@@ -233,6 +235,10 @@ def test_more_micro_batches_in_flight_win_if_messages_are_slow() -> None:
     assert best.seconds == pytest.approx(step.total)
     typed = from_file(FOLDER / "zero_7.5b.json", *keys, *best.set_text, world_size=8)
     assert typed.run == best.run
+    parts = list(what_if_report(found))
+    (table,) = (part for part in parts if isinstance(part, Table))
+    assert next(iter(table.columns[0].cells)) == "8+5"
+    assert any(str(part).startswith("pp 8+7: up to 7 more micro-batches") for part in parts)
 
 
 def test_no_more_micro_batches_are_in_flight_than_hide_as_much() -> None:
