@@ -22,7 +22,6 @@ _LENGTHS = ("steps", "tokens")  # of the section training
 _TOO_DEEP = f"it is nested too deeply: objects and lists must be at most {_DEEPEST} levels deep"
 
 _TYPE_NAMES = {
-    type(None): "null",
     bool: "a boolean",
     int: "a whole number",
     float: "a decimal number",
@@ -253,7 +252,8 @@ def describe_value(value: Any) -> str:
     """Return a JSON value and its type, such as ``"16" (a string)``, for error messages."""
     text = json.dumps(value, default=str)
     shown = text if len(text) <= 60 else text[:57] + "..."
-    return f"{shown} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
+    kind = _TYPE_NAMES.get(type(value), type(value).__name__)
+    return shown if value is None else f"{shown} ({kind})"
 
 
 def _refuse_constant(name: str) -> NoReturn:
