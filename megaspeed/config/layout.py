@@ -73,7 +73,8 @@ class StatedBatch:
         if micro == "auto":
             groups = config.parallel.micro_batch_groups
             fewest = config.parallel.pipeline * (1 if groups == "auto" else groups)
-            return cls(train, None, accumulation, fewest)
+            least = 3 if config.parallel.extra_in_flight else 1  # 1f1b keeps two in any case
+            return cls(train, None, accumulation, max(fewest, least))
         return cls(train, micro, accumulation)
 
     @property
@@ -249,13 +250,21 @@ def replicas_divide_data(config: RunConfig, world: World) -> Iterator[str]:
         )
 
 
-def groups_fill_the_pipeline(config: RunConfig, world: World) -> Iterator[str]:
+def micro_batches_fill_the_pipeline(config: RunConfig, world: World) -> Iterator[str]:
     """With several chunks, each group has a micro-batch for each pipeline stage."""
     parallel, grid = config.parallel, find_grid(config, world)
     batch = None if grid is None else solve_batch(StatedBatch.of(config), grid.dp)
-    if batch is None or parallel.virtual_stages == 1 or parallel.pipeline == 1:
+    if batch is None or parallel.pipeline == 1:
         return
     count, pp, groups = batch.gradient_accumulation_steps, parallel.pipeline, 1
+    if parallel.extra_in_flight > 0 and count < 3:  # the last stage but one keeps 2 in any case
+        yield (
+            f"parallel.extra_in_flight {parallel.extra_in_flight} needs at least 3 micro-batches a "
+            f"step, but gradient_accumulation_steps is {count}; set a larger train_batch_size or a "
+            "smaller micro-batch, or remove parallel.extra_in_flight"
+        )
+    if parallel.virtual_stages == 1:
+        return
     if parallel.micro_batch_groups != "auto":
         groups = parallel.micro_batch_groups
     if count < pp:
@@ -344,7 +353,7 @@ _NEED_WORLD = (
     degrees_fit_world,
     batch_multiplies,
     replicas_divide_data,
-    groups_fill_the_pipeline,
+    micro_batches_fill_the_pipeline,
     profiled_ranks_exist,
     fp16_needs_a_gpu,
 )

@@ -92,9 +92,9 @@ class ParallelConfig(Section):
     most ``pipeline`` micro-batches in memory; gpipe keeps all of them."""
     extra_in_flight: int = Field(default=0, ge=0, lt=LARGEST_WORLD)
     """Number of micro-batches that a stage keeps in memory beyond those that 1f1b needs, at most as
-    many as there are stages after it. Needs one chunk on each stage. A stage then computes while
-    messages are on their way. With pipeline - 1, a step waits for half of its messages; with fewer,
-    a step of many micro-batches gains little."""
+    many as there are stages after it. Needs one chunk on each stage, and three micro-batches a
+    step. A stage then computes while messages are on their way. With pipeline - 1, a step waits for
+    half of its messages; with fewer, a step of many micro-batches usually gains little."""
     virtual_stages: int = Field(default=1, gt=0, le=LARGEST_WORLD)
     """Number of chunks of layers (v) on each pipeline stage. More than one is an interleaved
     schedule, for 1f1b only: activations pass through all stages v times, so the bubble is 1 / v as
