@@ -136,6 +136,11 @@ class AdamParams(Section):
     """In each step, matrices and embeddings shrink by this number times the learning rate; biases
     and norms do not."""
 
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The full learning rates of the matrices of blocks, and of all other parameters."""
+        return self.lr, self.lr
+
 
 class AdamConfig(Section):
     """AdamW. Adam means the same, as in DeepSpeed."""
@@ -147,9 +152,10 @@ class AdamConfig(Section):
 
 
 def _three_or_a_name(value: Any) -> Any:
-    are_three = isinstance(value, list | tuple) and len(value) == 3
-    if not are_three and value != "polar_express":
-        raise ValueError('a list of three numbers or "polar_express"')
+    given = value if isinstance(value, list | tuple) and len(value) == 3 else ()
+    are_three = [type(each) in (int, float) and abs(each) <= 100 for each in given]
+    if value != "polar_express" and not (are_three and all(are_three)):
+        raise ValueError('a list of three numbers from -100 to 100 or "polar_express"')
     return value
 
 
@@ -162,7 +168,7 @@ class MuonParams(AdamParams):
 
     muon_lr: float | None = Field(default=None, gt=0)
     """Muon: learning rate of the matrices of blocks at the end of the scheduler's warmup. It has
-    the same schedule as lr. If omitted: lr."""
+    the same schedule as lr. If omitted: lr. If lr is omitted, this is lr."""
     adam_lr: float | None = Field(default=None, gt=0)
     """Muon: learning rate of embeddings, head, norms and biases, which AdamW updates. It has the
     same schedule as lr. If omitted: lr."""
@@ -187,6 +193,10 @@ class MuonParams(AdamParams):
     (Liu et al. 2025)."""
     per_head_muon: bool = False
     """Muon: orthogonalize the rows of each query, key and value head by themselves."""
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        return self.muon_lr or self.lr, self.adam_lr or self.lr
 
 
 class MuonConfig(Section):

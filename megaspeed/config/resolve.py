@@ -277,10 +277,10 @@ def _learning_rates(config: RunConfig, train_batch_size: int) -> dict[str, Any]:
     lr, scaling = config.optimizer.params.lr, config.training.lr_factor(train_batch_size)
     keys: dict[str, Any] = {}
     if isinstance(muon := config.optimizer.params, MuonParams):
-        if muon.muon_lr is not None and "lr" not in muon.model_fields_set:
-            lr = muon.muon_lr
-        rates = {"muon_lr": muon.muon_lr or lr, "adam_lr": muon.adam_lr or lr}
-        keys = {f"optimizer.params.{name}": rate * scaling for name, rate in rates.items()}
+        if "lr" not in muon.model_fields_set:
+            lr = muon.rates[0]
+        rates = zip(("muon_lr", "adam_lr"), muon.rates, strict=True)
+        keys = {f"optimizer.params.{name}": rate * scaling for name, rate in rates}
     keys["optimizer.params.lr"] = lr * scaling
     if config.training.lr_scaling != "none":
         keys["training.base_batch_size"] = train_batch_size

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from math import lcm
 
+from megaspeed.config.deepspeed_keys import MuonParams
 from megaspeed.config.model import PRESETS, Llama3Scaling, ModelConfig, YarnScaling
 from megaspeed.config.run import RunConfig
 from megaspeed.config.section import AbsentKey
@@ -482,6 +483,29 @@ def compressed_matrices_have_no_copies(config: RunConfig) -> Iterator[str]:
             f'parallel.gradient_compression "{compression.type}" compresses the part of a matrix '
             f"that a tensor rank holds, so copies of a key/value head would differ: "
             f"parallel.tensor {tp} must be at most model.num_key_value_heads {shared}"
+        )
+
+
+@rule
+def muon_has_both_learning_rates(config: RunConfig) -> Iterator[str]:
+    """A file with the rate of the matrices alone means another one for all other parameters."""
+    params, scheduler = config.optimizer.params, config.scheduler
+    if not isinstance(params, MuonParams):
+        return
+    stated = params.model_fields_set & {"lr", "muon_lr", "adam_lr"}
+    if len(stated) == 1 and "lr" not in stated:
+        name = next(iter(stated))
+        other = {"muon_lr": "embeddings, head, norms and biases", "adam_lr": "matrices of blocks"}
+        yield (
+            f"optimizer.params.{name} {getattr(params, name)} is stated, but no learning rate of "
+            f"{other[name]}; state optimizer.params.lr, or muon_lr and adam_lr"
+        )
+    full = getattr(None if scheduler is None else scheduler.params, "warmup_max_lr", None)
+    if full not in (None, params.lr) and params.rates != (full, full):
+        yield (
+            f"scheduler.params.warmup_max_lr {full} is one learning rate, but optimizer.params "
+            f"states {params.rates[0]} for matrices of blocks and {params.rates[1]} for other "
+            "parameters; remove warmup_max_lr: both have their full rate after the warmup"
         )
 
 

@@ -216,7 +216,8 @@ def describe_start(start: Start, run: Run) -> Iterator[str]:
         changes = [f"changed since: {escape(change)}" for change in start.changes]
         yield from (f"  {change}" for change in shortened(changes, MOST_CHANGES))
         if start.dropped is not None:
-            yield f"  dropped: {start.dropped}. {run.config.optimizer.type} starts them at zero."
+            state = "momentum starts" if run.muon is not None else "moments start"
+            yield f"  dropped: {start.dropped}. Their {state} at zero."
         if start.rate_change is not None:
             yield f"[yellow]warning:[/yellow] {escape(start.rate_change)}"
 

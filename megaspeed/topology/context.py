@@ -36,7 +36,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from threading import Thread
 from typing import Any, Literal, Self
 
@@ -205,6 +204,7 @@ class ParallelContext:
     activity: Activity  # what this rank is doing
     timeline: Timeline  # times the parts of a step
     timeout: timedelta  # how long a collective may wait for other ranks
+    stage_group: dist.ProcessGroup | None = None  # shard x tp ranks; see ``create_stage_group``
 
     @classmethod
     def create(
@@ -293,19 +293,20 @@ class ParallelContext:
             return self.shard_group
         return self.replica_group
 
-    @cached_property
-    def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this pipeline stage that are in the same replica: shard x tp.
+    def create_stage_group(self) -> None:
+        """Create ``stage_group``, together with all ranks, if no other group has these ranks.
 
-        Only Muon needs it. A communicator costs GPU memory, so the group is created when it is read
-        first, which all ranks must do together.
+        Only Muon needs it, and a communicator costs GPU memory.
         """
         if self.grid.tp == 1 or self.grid.shard == 1:
-            return self.shard_group if self.grid.tp == 1 else self.tp_group
-        if self.grid.size_along("stage") == self.grid.world_size:
-            return self.world_group
-        groups = self.grid.groups_along("stage")
-        return _own_group("stage", groups, self.rank, self.device, self.timeout)
+            group = self.shard_group if self.grid.tp == 1 else self.tp_group
+        elif self.grid.size_along("stage") == self.grid.world_size:
+            group = self.world_group
+        else:
+            groups = self.grid.groups_along("stage")
+            group = _own_group("stage", groups, self.rank, self.device, self.timeout)
+            check_group("stage", group, self.rank, self.device)
+        object.__setattr__(self, "stage_group", group)
 
     @property
     def groups_by_axis(self) -> dict[Axis | Literal["world"], dist.ProcessGroup]:
@@ -318,8 +319,7 @@ class ParallelContext:
             "shard" if self.grid.is_hybrid else "dp": self.data_group,
             "replica": self.replica_group if self.grid.is_hybrid else None,
             "pp": self.pp_group,
-            # Not read: that would create it.
-            "stage": vars(self).get("stage_group") if self.grid.tp > 1 < self.grid.shard else None,
+            "stage": self.stage_group if self.grid.tp > 1 < self.grid.shard else None,
             "world": self.world_group,
         }
         return {axis: group for axis, group in groups.items() if group and group.size() > 1}

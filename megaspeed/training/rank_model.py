@@ -68,15 +68,12 @@ def parameter_groups(
         row = parameter_named(model, name)
         is_orthogonalized = row.is_block_matrix and isinstance(params, MuonParams)
         groups.setdefault((is_orthogonalized, row.decays), []).append(parameter)
-    rates = (params.lr, params.lr)
-    if isinstance(params, MuonParams):
-        rates = (params.adam_lr or params.lr, params.muon_lr or params.lr)
     return [
         {
             "params": members,
             "weight_decay": params.weight_decay if decays else 0.0,
             "is_orthogonalized": is_orthogonalized,
-            "lr_ratio": rates[is_orthogonalized] / params.lr,
+            "lr_ratio": params.rates[0 if is_orthogonalized else 1] / params.lr,
         }
         for (is_orthogonalized, decays), members in groups.items()
     ]

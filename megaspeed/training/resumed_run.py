@@ -125,15 +125,24 @@ def rate_change(saved: RunState, run: Run) -> str | None:
     now = _Schedule(optimizer=run.config.optimizer, scheduler=run.config.scheduler)
     taken, end = saved.progress.steps_taken, saved.progress.last_step(saved.config)
 
-    def rates(step: int) -> tuple[float, float]:
+    def rates(step: int) -> list[tuple[float, float]]:
+        """Return the saved and the present rates, of matrices of blocks and of the rest."""
         due = learning_rate(before.optimizer, before.scheduler, step=step, steps=end)
-        return due, learning_rate(now.optimizer, now.scheduler, step=step, steps=run.steps)
+        rate = learning_rate(now.optimizer, now.scheduler, step=step, steps=run.steps)
+        old, new = before.optimizer.params, now.optimizer.params
+        both = zip(old.rates, new.rates, strict=True)
+        return [(due * a / old.lr, rate * b / new.lr) for a, b in both]
 
-    due, rate = rates(taken)
+    def differing(step: int) -> list[tuple[float, float]]:
+        return [pair for pair in rates(step) if not math.isclose(*pair)]
+
     # If the decay of wsd starts here, the next rate differs, but it does not jump.
     decays = now.scheduler is not None and now.scheduler.type == "wsd" and taken > 0
-    if math.isclose(due, rate) or (decays and math.isclose(*rates(taken - 1))):
+    if not differing(taken) or (decays and not differing(taken - 1)):
         return None
+    if dropped_state(saved, run) is not None:
+        return None  # rates of two optimizers cannot be compared
+    due, rate = differing(taken)[0]
     return (
         f"the learning rate of step {saved.progress.step + 1} is {rate:.3e}, but the saved "
         f"schedule has {due:.3e}; {_rate_mend(before, now, run, end)}"
@@ -212,7 +221,9 @@ class _Schedule(Section):
 
 def _rate_mend(before: _Schedule, now: _Schedule, run: Run, end: int) -> str:
     """The end of the warning: how to keep the saved learning rates with ``--set``."""
-    words = [f"optimizer.params.lr={before.optimizer.params.lr}"]
+    params = before.optimizer.params.model_dump()
+    names = ("lr", "muon_lr", "adam_lr")
+    words = [f"optimizer.params.{name}={params[name]}" for name in names if name in params]
     if run.config.training.lr_scaling != "none":  # the saved rates are scaled already
         words = ["training.lr_scaling=none", "training.base_batch_size=null", *words]
     words += ["scheduler=null"] if now.scheduler else []  # otherwise its keys would be kept, too

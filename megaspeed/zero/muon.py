@@ -140,7 +140,7 @@ class MuonUpdates:
         own = [i for i, bucket in enumerate(buckets) if bucket.group == "orthogonalized"]
         self._flat = {i: (buckets[i], masters[i], gradients[i]) for i in own}
         self._coefficients = coefficients_of(run.muon)
-        self._members_group = context.stage_group  # all ranks are here, as its creation needs
+        context.create_stage_group()
         self._own_group = context.replica_rank if self._plan.groups > 1 else 0
         member = context.shard_rank * context.grid.tp + context.tp_rank
         owner = self._own_group * self._plan.members + member
@@ -256,7 +256,7 @@ class MuonUpdates:
             return _Message(None, message, message)
         sizes, arriving = [*map(elements_of_parts, sent)], [*map(elements_of_parts, received)]
         arrived = message.new_empty(sum(arriving))
-        group = self._members_group
+        group = self._context.stage_group
         work = dist.all_to_all_single(arrived, message, arriving, sizes, group=group, async_op=True)
         return _Message(work, arrived, message)
 

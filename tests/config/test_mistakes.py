@@ -32,6 +32,7 @@ NAMES = {
     '"high_freq_factor":4.0,"original_max_position_embeddings":32}',
     "YARN": 'model.rope_scaling={"rope_type":"yarn","factor":4.0,'
     '"original_max_position_embeddings":16}',
+    "MUON": "optimizer.type=Muon",
     "INT8": 'parallel.gradient_compression={"type":"int8"}',
     "POWERSGD": 'parallel.gradient_compression={"type":"powersgd"}',
     "CHUNKS": "parallel.virtual_stages=2 parallel.pipeline=2",

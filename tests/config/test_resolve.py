@@ -168,6 +168,29 @@ def test_the_learning_rate_follows_the_batch(scaling: str, base: int, factor: fl
     assert (training.lr_scaling, training.base_batch_size) == (scaling, 16)
 
 
+@pytest.mark.parametrize(
+    ("stated", "lr", "rates"),
+    [
+        ({}, 1e-3, (1e-3, 1e-3)),
+        ({"lr": 2e-2}, 2e-2, (2e-2, 2e-2)),
+        ({"lr": 2e-2, "adam_lr": 3e-3}, 2e-2, (2e-2, 3e-3)),
+        ({"muon_lr": 2e-2, "adam_lr": 3e-3}, 2e-2, (2e-2, 3e-3)),
+        ({"lr": 1e-2, "muon_lr": 2e-2, "adam_lr": 3e-3}, 1e-2, (2e-2, 3e-3)),
+    ],
+)
+@pytest.mark.parametrize("factor", [1, 4])
+def test_both_rates_of_muon_are_stated_and_follow_the_batch(
+    stated: dict[str, float], lr: float, rates: tuple[float, float], factor: int
+) -> None:
+    texts = [f"optimizer.params.{name}={rate}" for name, rate in stated.items()]
+    scaled = ["training.lr_scaling=linear", "training.base_batch_size=4"] if factor > 1 else []
+    params = resolve("optimizer.type=Muon", *texts, *scaled).config.optimizer.params
+    assert params.lr == factor * lr
+    assert params.rates == tuple(factor * rate for rate in rates)
+    again = parse_config(resolve("optimizer.type=Muon", *texts, *scaled).as_json())
+    assert resolve_run(again, World(1, "x"), name="small").config.optimizer.params == params
+
+
 def test_a_resolved_rate_is_not_scaled_again_but_follows_another_batch() -> None:
     scaled = resolve("training.lr_scaling=linear", "training.base_batch_size=4").as_json()
     for batch, rate in ((16, 4e-3), (32, 8e-3)):

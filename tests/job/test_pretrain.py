@@ -435,7 +435,7 @@ def test_another_optimizer_is_refused_unless_allowed(pool: RankPool, config: Pat
     assert "optimizer.type was AdamW and is Muon" in refused[2]
     assert "--allow-optimizer-change" in refused[2] and "dropped" not in refused[1]
     assert first[0] == 0 and "resumed at step 2" in first[1]
-    dropped = "dropped: exp_avg and exp_avg_sq of 12 matrices. Muon starts them at zero."
+    dropped = "dropped: exp_avg and exp_avg_sq of 12 matrices. Their momentum starts at zero."
     assert dropped in first[1]
     assert second[0] == 0 and "resumed at step 3" in second[1] and "dropped" not in second[1]
 

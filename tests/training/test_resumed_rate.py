@@ -93,6 +93,30 @@ def test_a_new_schedule_can_be_removed() -> None:
     )
 
 
+def muon(lr: float, muon_lr: float, adam_lr: float) -> Run:
+    params = {"lr": lr, "muon_lr": muon_lr, "adam_lr": adam_lr}
+    return run_for(scheduler=None, optimizer={"type": "Muon", "params": params})
+
+
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [
+        (muon(0.02, 0.01, 3e-3), "step 61 is 1.000e-02, but the saved schedule has 2.000e-02"),
+        (muon(0.02, 0.02, 1.0), "step 61 is 1.000e+00, but the saved schedule has 3.000e-03"),
+        (muon(0.01, 0.02, 3e-3), None),  # neither rate changes
+    ],
+)
+def test_both_rates_of_muon_are_compared_and_kept(now: Run, named: str | None) -> None:
+    """An earlier version compared ``lr`` alone, and its advice kept no rate of Muon."""
+    change = rate_change(saved_by(muon(0.02, 0.02, 3e-3)), now)
+    mend = "optimizer.params.lr=0.02 optimizer.params.muon_lr=0.02 optimizer.params.adam_lr=0.003"
+    assert (change is None) if named is None else lacking(change, named, mend) == []
+
+
+def test_rates_of_two_optimizers_are_not_compared() -> None:
+    assert rate_change(saved_by(run_for(scheduler=None)), muon(0.02, 0.02, 3e-3)) is None
+
+
 def test_an_imported_model_had_no_rate() -> None:
     imported = run_state(1, imported_from="gpt2", config={"model": run_for().as_json()["model"]})
     assert rate_change(imported, run_for()) is None

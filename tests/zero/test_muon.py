@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
@@ -128,9 +129,7 @@ def test_each_update_is_that_of_one_process(
     corpus = tiny_corpus(run, cache)
     results = pool.run(run.grid.world_size, weights_of_rank_0, run, corpus)
     error, where = largest_error(run, results[0][0], weights_of_reference(run, corpus))
-    # These coefficients enlarge the smallest singular values by 1,000, the others by 485.
-    is_polar = run.muon is not None and run.muon.ns_coefficients == "polar_express"
-    assert error < (5e-5 if is_polar else 2e-5), where
+    assert error < 5e-5, where  # rounding; 3e-5 at most at these layouts
     matrices = [p for p in parameters_of(run.config.model).values() if p.is_block_matrix]
     sections = sum(len(parameter.row.sections) for parameter in matrices)
     times = run.grid.replicate if run.grid.is_hybrid else 1  # replicas repeat each other's work
@@ -249,7 +248,7 @@ def test_the_comparison_fails_when(
     ranks = run.grid.world_size
     results = pool.run(ranks, weights_of_rank_0, run, corpus, mutation.__name__)
     error, _ = largest_error(run, results[0][0], weights_of_reference(run, corpus))
-    assert error > 100 * 2e-5, "more than rounding"
+    assert error > 100 * 5e-5, "more than rounding"
 
 
 # --- steps that are skipped, rates, copies --------------------------------------------------------
@@ -283,6 +282,46 @@ def test_a_skipped_step_changes_no_momentum(
     for before, after, later, skipped in results:
         assert skipped and all(map(torch.equal, before, after))
         assert not any(map(torch.equal, after, later))
+
+
+def momentum_of_four_steps(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the loss scale of each step, and what this rank has of the momentum in the end."""
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    with one_rank(launch, run, corpus) as rank:
+        scales = []
+        for step in range(4):
+            scales.append(float(rank.optimizer.loss_scale))
+            assert not rank.train_step(step, 1e-7).skipped  # nearly the same weights in all steps
+        states = rank.engine.state_fragments()
+        kind = "momentum"
+        return scales, {s.name: s.tensors[kind].clone() for s in states if kind in s.tensors}
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.3])
+def test_the_loss_scale_of_fp16_does_not_change_momentum(
+    clipping: float, pool: RankPool, text: Path, cache: Path
+) -> None:
+    dynamic = {"initial_scale_power": 6, "loss_scale_window": 1}
+    runs = [
+        muon_run(
+            text,
+            dp=2,
+            device_type="cuda",
+            gradient_clipping=clipping,
+            zero_optimization={"stage": 1},
+            fp16={"enabled": True, **scale},
+        )
+        for scale in (dynamic, {"loss_scale": 1024.0})
+    ]
+    corpus = tiny_corpus(runs[0], cache)
+    (scales, changing), (_, constant) = (
+        pool.run(2, momentum_of_four_steps, run, corpus)[0] for run in runs
+    )
+    assert scales == [64, 64, 128, 256]
+    for name, momentum in changing.items():
+        assert float((momentum - constant[name]).norm() / constant[name].norm()) < 2e-3, name
 
 
 def rates_of_groups(
@@ -400,12 +439,13 @@ def test_the_factor_of_a_shape_is_that_of_torch(adjust: Any) -> None:
 @pytest.mark.parametrize(("steps", "error"), [(5, 0.16), (8, 1e-4)])
 def test_polar_express_ends_near_the_orthogonal_matrix(steps: int, error: float) -> None:
     """From singular values of 0.001 to 1 (Amsel et al. 2025). Jordan's coefficients end within
-    0.7 and 1.2.
+    0.47 and 1.2.
     """
     values = torch.logspace(-3, 0, 60, dtype=torch.float64)
     for a, b, c in coefficients_of(MuonParams(ns_coefficients="polar_express", ns_steps=steps)):
         values = a * values + b * values**3 + c * values**5
     assert float((values - 1).abs().max()) < error
+    assert coefficients_of(MuonParams(ns_coefficients="polar_express"))[0][0] < 8.2873 / 1.009
 
 
 @contextmanager

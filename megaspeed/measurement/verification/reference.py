@@ -111,7 +111,7 @@ def _muon_step(
     """Update the matrices of blocks, one section of rows after the other. (Liu et al. 2025)"""
     params, model, dtype = run.muon, run.config.model, DTYPES[run.muon_dtype]
     assert params is not None
-    rate *= (params.muon_lr or params.lr) / params.lr
+    rate *= params.rates[0] / params.lr
     for name, weight in masters.items():
         row = parameter_named(model, name)
         if not row.is_block_matrix:
@@ -132,7 +132,7 @@ def _muon_step(
             if params.adjust_lr_fn == "match_rms_adamw":
                 factor = 0.2 * math.sqrt(max(rows, columns))
             x = part.to(dtype).T if rows > columns else part.to(dtype)
-            x = x / x.norm()
+            x = x / x.norm().clamp(min=1e-7)
             for a, b, c in coefficients_of(params):
                 gram = x @ x.T
                 x = a * x + (b * gram + c * gram @ gram) @ x
