@@ -3,15 +3,14 @@
 DataAxis, program --steps_of--> Work of each instruction --> check_data_axis, the printed table
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain, product, zip_longest
+from itertools import accumulate, chain, zip_longest
 from typing import NamedTuple
 
 from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.buckets import Bucket
 from megaspeed.data_axis.gathers import Gather, turns_of
-from megaspeed.data_axis.orthogonalization import Section
 from megaspeed.pipeline import schedules
 from megaspeed.pipeline.programs import stage_program
 from megaspeed.pipeline.schedules import (
@@ -89,8 +88,7 @@ def check_data_axis(axis: DataAxis, pipeline: Pipeline, stage: int) -> None:
 
     Each parameter is in one bucket, and each of its elements has one owner. Each gradient is
     reduced once, over all ranks. What a pass reads is gathered, and freed at the end of the step.
-    Each element of a matrix that Muon orthogonalizes is sent to one owner, and returned to all
-    ranks that hold it.
+    Each element of a matrix that Muon orthogonalizes is sent to one owner.
     """
     for reason in chain(
         _of_parameters(axis),
@@ -175,44 +173,20 @@ def _of_orthogonalization(axis: DataAxis) -> Iterator[str]:
     plan = axis.orthogonalization
     if plan is None:
         return
-    owned = Counter(s for batch in chain(*plan.rounds) for s in batch.sections)
+    owned = Counter(section for batch in chain(*plan.rounds) for section in batch.sections)
     for section in plan.sections:
         if owned[section] != 1:
-            yield f"{_name(section)} is in {owned[section]} batches. It must be in exactly one."
-    # Member and bucket -> the ranges of its partition that it gets back.
-    held: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+            name = f"{section.parameter.name} ({section.name})"
+            yield f"{name} is in {owned[section]} batches. It must be in exactly one."
     for number, batches in enumerate(plan.rounds):
         if len({batch.owner for batch in batches}) < len(batches):
             yield f"a rank owns several batches of round {number}. It orthogonalizes one at a time."
-        for batch in batches:
-            sent, copies = [], set()
-            for member in range(plan.members):
-                for part in plan.parts(batch, member):
-                    held[member, part.bucket].append((part.offset, part.length))
-                    place = (part.place, part.length)
-                    copies.add(place) if part.is_copy else sent.append(place)
-            if _joined(sent) != [(0, sum(section.elements for section in batch.sections))]:
-                yield f"the parts of {_name(batch.sections[0])} do not fill its batch once."
-            if not copies <= {*sent}:
-                yield f"a copy of {_name(batch.sections[0])} has a part that no rank sends."
-    matrices = [each for each in enumerate(axis.buckets) if each[1].group == "orthogonalized"]
-    for member, (index, bucket) in product(range(plan.members), matrices):
-        shard = member * bucket.shards // plan.members
-        needed = [(each.offset, each.length) for each in bucket.owned(shard) if each.length]
-        if _joined(held[member, index]) != _joined(needed):
-            name = bucket.parameters[0].name
-            yield f"rank {member} does not get each update in the bucket of {name} once."
-
-
-def _name(section: Section) -> str:
-    return f"{section.parameter.name} ({section.name})"
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges (start, length) in order. Those without a gap between them are one."""
-    found: list[tuple[int, int]] = []
-    for start, length in sorted(ranges):
-        if found and sum(found[-1]) == start:
-            start, length = found[-1][0], found.pop()[1] + length
-        found.append((start, length))
-    return found
+    for batch in chain(*plan.rounds):
+        members = range(plan.members)
+        parts = (part for member in members for part in plan.parts(batch, member))
+        sent = sorted((part.place, part.length) for part in parts if not part.is_copy)
+        *starts, end = accumulate((length for _, length in sent), initial=0)
+        needed = sum(section.elements for section in batch.sections)
+        if end != needed or starts != [place for place, _ in sent]:
+            name = batch.sections[0].parameter.name
+            yield f"the parts of {name} do not fill its batch once."

@@ -200,16 +200,8 @@ def a_rank_omits_its_last_element(patch: pytest.MonkeyPatch) -> None:
     parts_change(patch, lambda part, member: part._replace(length=part.length - (member == 1)))
 
 
-def a_partition_is_read_from_its_start(patch: pytest.MonkeyPatch) -> None:
-    parts_change(patch, lambda part, _: part._replace(offset=0))
-
-
 def copies_are_sent_too(patch: pytest.MonkeyPatch) -> None:
     parts_change(patch, lambda part, _: part._replace(is_copy=False))
-
-
-def a_copy_gets_another_place(patch: pytest.MonkeyPatch) -> None:
-    parts_change(patch, lambda part, _: part._replace(place=part.place + part.is_copy))
 
 
 MUON_MISTAKES: dict[Mistake, tuple[int, str]] = {
@@ -218,9 +210,7 @@ MUON_MISTAKES: dict[Mistake, tuple[int, str]] = {
     two_rounds_are_one: (1, "owns several batches of round 0"),
     all_parts_are_sent_to_the_same_place: (3, "do not fill its batch once"),
     a_rank_omits_its_last_element: (2, "do not fill its batch once"),
-    a_partition_is_read_from_its_start: (1, "does not get each update"),
     copies_are_sent_too: (0, "do not fill its batch once"),
-    a_copy_gets_another_place: (0, "has a part that no rank sends"),
 }
 
 
