@@ -160,15 +160,16 @@ def _three_or_a_name(value: Any) -> Any:
 
 
 class MuonParams(AdamParams):
-    """The parameters of Muon (Jordan et al. 2024), and of AdamW for what is no matrix of a block.
+    """The parameters of Muon (Jordan et al. 2024), and of AdamW for all other parameters.
 
-    ``lr``, ``weight_decay``, ``muon_lr``, ``adam_lr``, ``momentum`` and ``per_head_muon`` are
-    DeepSpeed's names, the others torch's.
+    ``nesterov``, ``ns_steps``, ``ns_coefficients`` and ``adjust_lr_fn`` are torch's names,
+    ``ns_dtype`` is ours, and all others are DeepSpeed's.
     """
 
     muon_lr: float | None = Field(default=None, gt=0)
     """Muon: learning rate of the matrices of blocks at the end of the scheduler's warmup. It has
-    the same schedule as lr. If omitted: lr. If lr is omitted, this is lr."""
+    the same schedule as lr. If omitted: lr. If lr is omitted and adam_lr stated, lr is
+    muon_lr."""
     adam_lr: float | None = Field(default=None, gt=0)
     """Muon: learning rate of embeddings, head, norms and biases, which AdamW updates. It has the
     same schedule as lr. If omitted: lr."""

@@ -488,7 +488,7 @@ def compressed_matrices_have_no_copies(config: RunConfig) -> Iterator[str]:
 
 @rule
 def muon_has_both_learning_rates(config: RunConfig) -> Iterator[str]:
-    """A file with the rate of the matrices alone means another one for all other parameters."""
+    """If only muon_lr or adam_lr is stated, the other rate would be the default of lr."""
     params, scheduler = config.optimizer.params, config.scheduler
     if not isinstance(params, MuonParams):
         return
@@ -511,14 +511,14 @@ def muon_has_both_learning_rates(config: RunConfig) -> Iterator[str]:
 
 @rule
 def muon_has_gradients_on_the_device(config: RunConfig) -> Iterator[str]:
-    """Muon needs the gradient of a matrix on the device, as it is."""
+    """Muon needs gradients on the device, without int8 or PowerSGD compression."""
     compression, zero = config.parallel.gradient_compression, config.zero_optimization
     if config.optimizer.type != "Muon":
         return
     if zero.offloads_optimizer:
         yield (
             "zero_optimization.offload_optimizer keeps gradients and momentum in host memory, but "
-            'optimizer.type "Muon" multiplies them by each other on the device in every step; '
+            'optimizer.type "Muon" computes matrix products from them on the device in every step; '
             "remove one of them"
         )
     if not isinstance(compression, str):

@@ -3,9 +3,9 @@
     momentum       B = momentum B + G, in the partitions of this rank
     update         U = G + momentum B
     exchange       the parts of each section to its owner
-    owner          O = the orthogonal matrix that is nearest to U, by Newton-Schulz steps
-    exchange       O, multiplied by the factor of its shape, back to the partitions
-    optimizer      W = (1 - lr weight_decay) W - lr O
+    owner          O = about the orthogonal matrix nearest to U, by Newton-Schulz steps
+    exchange       scale O back to the partitions; the scale depends on the shape
+    optimizer      W = (1 - lr weight_decay) W - lr scale O
 
 G is reduced, without the loss scale, and clipped by the norm over all parameters.
 
@@ -46,9 +46,9 @@ _POLAR_EXPRESS = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-"""The coefficients of each step, the last ones of all further steps (Amsel et al. 2025, "The Polar
+"""The coefficients of each step; further steps use the last row (Amsel et al. 2025, "The Polar
 Express", algorithm 1). They are for singular values of at most 1. Rounding can make one larger, so
-all but the last are for 1.01 times the matrix."""
+all rows but the last are used for the input divided by 1.01."""
 _POLAR_MARGIN = 1.01
 
 
@@ -70,7 +70,7 @@ class AdamWOrMuon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient. It is read only if AdamW updates them."""
+        """Apply Muon's updates to its groups, whose gradients are not read; AdamW to the others."""
         groups = self.param_groups
         for group in groups:
             for weights in group["params"] if group["is_orthogonalized"] else ():

@@ -1,4 +1,4 @@
-"""The updates of Muon are those of one process, whoever orthogonalizes which part of them."""
+"""The updates of Muon equal those of one process, at every layout."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def weights_of_rank_0(
 
 
 def weights_of_reference(run: Run, corpus: PreparedCorpus) -> Weights:
-    """Return the same of one process of plain torch."""
+    """Return the weights of one process that trains with plain torch."""
     rates = iter(RATES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "learning_rate", lambda *_args, **_more: next(rates))
@@ -368,7 +368,7 @@ def test_both_learning_rates_follow_the_schedule(
     text: Path,
     cache: Path,
 ) -> None:
-    """DeepSpeed 0.19.8 overwrites ``muon_lr`` by the scheduled rate."""
+    """DeepSpeed 0.19.8 overwrites ``muon_lr`` with the scheduled rate."""
     run = muon_run(
         text,
         scheduler=scheduler,
@@ -450,7 +450,7 @@ def test_polar_express_ends_near_the_orthogonal_matrix(steps: int, error: float)
 
 @contextmanager
 def torchs_muon() -> Iterator[None]:
-    """The reference updates matrices with torch's own optimizer within the block."""
+    """The reference updates matrices with torch's own optimizer within the context."""
     parts: dict[str, list[nn.Parameter]] = {}
     optimizers: list[torch.optim.Optimizer] = []
 
@@ -482,7 +482,7 @@ def torchs_muon() -> Iterator[None]:
 
 
 def test_it_trains_as_torchs_muon_in_bf16(pool: RankPool, text: Path, cache: Path) -> None:
-    """There, each section is a parameter. Updates differ by up to a third (docs/optimizers.md)."""
+    """torch has a parameter for each section. Updates differ by a third (docs/optimizers.md)."""
     run = muon_run(text, **BF16_IN_FP32, tp=2, dp=2, zero_optimization={"stage": 1})
     corpus = tiny_corpus(run, cache)
     found, *_ = pool.run(4, train_rank, run, corpus, 10)

@@ -4,8 +4,9 @@
     round r     all updates; what rounds r and r + 1 send and receive; what round r - 1 sends back;
                 the batch of round r with its temporaries
 
-A batch of E elements has Gram matrices of G elements. A Newton-Schulz step needs 3 E + 2 G of them:
-the batch as it has arrived, before and after the step, the Gram matrix, and a polynomial of it.
+A batch of E elements has Gram matrices of G elements. A Newton-Schulz step needs 3 E + 2 G
+elements: the batch as it has arrived, before and after the step, the Gram matrix, and a polynomial
+of it.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from megaspeed.data_axis.orthogonalization import Orthogonalization
 
 _OWNERS = 8
 """Only the first owners are compared. They have the most expensive batches, and what ranks send
-differs little, so a further one needs hardly more."""
+differs little, so others need about as much, or less."""
 
 
 def update_bytes(run: Run, axis: DataAxis) -> list[int]:
@@ -43,7 +44,7 @@ def orthogonalizing_bytes(run: Run, axis: DataAxis) -> int:
 
 
 def _in_rounds(plan: Orthogonalization, owner: int) -> Iterator[int]:
-    """Yield the elements besides the updates at the moments of each round with the most of them."""
+    """For each round, yield the elements held beside the updates at its three largest moments."""
     rounds = [*(_elements_of(plan, number, owner) for number in range(len(plan.rounds))), _Round()]
     before = _Round()
     for own, following in pairwise(rounds):

@@ -397,15 +397,16 @@ class Rates:
         return seconds + 34 * updated / self.memory
 
     def _muon(self, muon: MuonWork) -> float:
-        """Momentum, Newton-Schulz steps of the fullest owner, and exchanges.
+        """Momentum, Newton-Schulz steps of the owner with the most FLOPs, and exchanges.
 
         A step of a matrix (n, m) with n <= m has the products X X^T, A A and (b A + c A A) X, which
         are 4 n^2 m + 2 n^3 FLOPs. Those of a batch are computed as one.
 
         Bytes of an element in memory: the norm reads the gradient (4). Kernels for the momentum
         (8 + 12), the update (8 + 12) and the weights (8 + 8) read and write fp32. The update is
-        converted (4, if it is not fp32), the 16-bit weight is written (2). In the other type, the
-        update is written, copied into messages and out of them, in both directions, and read.
+        converted (4, if it is not fp32), the 16-bit weight is written (2). In ``ns_dtype``, the
+        update is written, copied into messages and out of them in both directions, and read: 10
+        elements.
         """
         width, device, products = BYTES_OF[muon.precision], self.cluster.device, 0.0
         sustained = device.peak_fp32 if muon.precision == "fp32" else device.sustained_16
