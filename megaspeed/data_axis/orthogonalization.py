@@ -14,15 +14,15 @@ a replica, so replicas repeat the work of each other. With one shard, every repl
 gradients. Then the replicas share the sections, exchange only over the tensor axis, and an
 all-gather over the replicas returns the results.
 
-Owners have about equal costs. Sections of equal shapes are orthogonalized together in batches with
-a fixed number of places, so the kernels do not depend on who owns what.
+Owners have about equal costs. Small sections of equal shapes are orthogonalized together. A batch
+depends on the pipeline stage alone, so the kernels do not depend on who owns what.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapreplace
-from itertools import chain, groupby, zip_longest
+from itertools import chain, groupby, pairwise, zip_longest
 from math import prod
 from typing import NamedTuple
 
@@ -55,6 +55,15 @@ class Section:
         return prod(self.shape)
 
     @property
+    def kind(self) -> tuple[tuple[int, int, int], bool]:
+        """What sections have in common that can be in one batch."""
+        return self.shape, self.splits_columns
+
+    @property
+    def block(self) -> int:
+        return int(self.parameter.layer.removeprefix("blocks."))
+
+    @property
     def elements_with_copies(self) -> int:
         """Elements that all tensor ranks hold."""
         return self.elements * self.copies
@@ -78,18 +87,28 @@ class Batch:
     """Sections that their owner orthogonalizes together."""
 
     sections: Sequence[Section]  # of one shape
-    places: int  # for sections; zeros if there are fewer
     owner: int
 
     @property
     def elements(self) -> int:
-        return self.places * self.sections[0].elements
+        return self.matrices * self.rows * self.columns
+
+    @property
+    def matrices(self) -> int:
+        return len(self.sections) * self.sections[0].shape[0]
+
+    @property
+    def rows(self) -> int:
+        return self.sections[0].shape[1]
+
+    @property
+    def columns(self) -> int:
+        return self.sections[0].shape[2]
 
     @property
     def cost(self) -> int:
         """Proportional to the FLOPs of a Newton-Schulz step."""
-        matrices, rows, columns = self.sections[0].shape
-        return self.places * matrices * rows * columns * min(rows, columns)
+        return self.elements * min(self.rows, self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +144,8 @@ class Orthogonalization:
         """How many groups of members share the sections, and gather the results. Member m of group
         g is owner g * members + m."""
         found = (section for bucket in buckets for section in _sections(run, bucket))
-        self.sections = sorted(found, key=lambda each: (each.shape, each.splits_columns))
-        """All sections of the pipeline stage; those of equal shapes are neighbours."""
+        self.sections = sorted(found, key=lambda each: (*each.kind, each.block, each.start))
+        """All sections of the pipeline stage; those of one kind are neighbours."""
         self.rounds = _rounds(self.sections, self.members * self.groups)
         """What is orthogonalized at the same time: at most one batch of each owner."""
 
@@ -232,17 +251,16 @@ def _rounds(sections: Sequence[Section], owners: int) -> list[list[Batch]]:
     (Graham 1969, "Bounds on Multiprocessing Timing Anomalies": at most 4/3 of the optimum).
     """
     batches: list[Batch] = []
-    for _, own in groupby(sections, key=lambda each: (each.shape, each.splits_columns)):
+    for _, own in groupby(sections, key=lambda each: each.kind):
         alike = [*own]
-        places = max(1, min(_MOST_SECTIONS, _BATCH_ELEMENTS // alike[0].elements))
-        batches += [
-            Batch(sections=alike[first : first + places], places=places, owner=-1)
-            for first in range(0, len(alike), places)
-        ]
+        most = max(1, min(_MOST_SECTIONS, _BATCH_ELEMENTS // alike[0].elements))
+        count = -(-len(alike) // most)
+        cuts = [number * len(alike) // count for number in range(count + 1)]
+        batches += [Batch(sections=alike[a:b], owner=-1) for a, b in pairwise(cuts)]
     costs = [(0, owner) for owner in range(owners)]
     owned: list[list[Batch]] = [[] for _ in range(owners)]
     for batch in sorted(batches, key=lambda batch: -batch.cost):
         cost, owner = costs[0]
         heapreplace(costs, (cost + batch.cost, owner))
-        owned[owner].append(Batch(sections=batch.sections, places=batch.places, owner=owner))
+        owned[owner].append(replace(batch, owner=owner))
     return [[batch for batch in each if batch] for each in zip_longest(*owned)]

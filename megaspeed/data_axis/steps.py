@@ -186,7 +186,6 @@ def _of_orthogonalization(axis: DataAxis) -> Iterator[str]:
         parts = (part for member in members for part in plan.parts(batch, member))
         sent = sorted((part.place, part.length) for part in parts if not part.is_copy)
         *starts, end = accumulate((length for _, length in sent), initial=0)
-        needed = sum(section.elements for section in batch.sections)
-        if end != needed or starts != [place for place, _ in sent]:
+        if end != batch.elements or starts != [place for place, _ in sent]:
             name = batch.sections[0].parameter.name
             yield f"the parts of {name} do not fill its batch once."

@@ -196,16 +196,15 @@ class MuonUpdates:
         batch = own.batch
         if batch is None:
             return received
-        matrices, rows, columns = batch.sections[0].shape
+        rows, columns = batch.rows, batch.columns
         parts, tp = [*chain(*own.receives)], self._context.grid.tp
         flat = received.new_empty(batch.elements)
-        flat[len(batch.sections) * batch.sections[0].elements :].zero_()
         places = [flat.narrow(0, part.place, part.length) for part in parts]
         torch._foreach_copy_(places, received.split([part.length for part in parts]))
         self.sections_in_step += len(batch.sections)
         # Parts are one after the other. A part with some columns of all rows is a matrix.
         parts_in_rows = tp if batch.sections[0].splits_columns else 1
-        by_part = flat.view(batch.places * matrices, parts_in_rows, rows, columns // parts_in_rows)
+        by_part = flat.view(batch.matrices, parts_in_rows, rows, columns // parts_in_rows)
         stacked = by_part.transpose(1, 2).reshape(-1, rows, columns)
         del received, flat, places, by_part  # their memory
         result = orthogonalized(stacked, self._coefficients)

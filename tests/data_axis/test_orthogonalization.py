@@ -10,7 +10,7 @@ from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.data_axis.axis import data_axis_of
-from megaspeed.data_axis.orthogonalization import Orthogonalization, Section
+from megaspeed.data_axis.orthogonalization import Orthogonalization
 from megaspeed.model.parameters import parameters_of
 from tests.support.tiny import LLAMA
 
@@ -67,8 +67,7 @@ def test_each_element_is_sent_once_and_returned_to_all_that_hold_it(
                     returned[member] += part.length
                     for place in range(part.place, part.place + part.length * (not part.is_copy)):
                         arrived[place] += 1
-            filled = sum(section.elements for section in batch.sections)
-            assert arrived == [1] * filled + [0] * (batch.elements - filled)
+            assert arrived == [1] * batch.elements
         axis = data_axis_of(run, stage, "cpu")
         held = sum(p.elements for p in axis.parameters if p.group == "orthogonalized")
         assert sum(returned.values()) == held * run.grid.tp, "each member, whatever it owns"
@@ -128,20 +127,21 @@ def test_owners_have_about_equal_costs(
     assert max(costs) <= most * sum(costs) / len(costs)
 
 
-def test_the_size_of_a_batch_depends_on_the_shape_of_its_sections_alone() -> None:
+def test_the_batches_depend_on_the_pipeline_stage_alone() -> None:
     """Otherwise a layout could choose the kernel, and so the rounding."""
-    places: dict[tuple[int, ...], set[int]] = {}
-    for preset, ranks in (("gpt2", 1), ("gpt2", 8), ("gpt2", 64), ("gpt2-medium", 8)):
-        for batch in chain(*plan_of(run_of({"preset": preset}, ranks)).rounds):
-            places.setdefault(batch.sections[0].shape, set()).add(batch.places)
-    assert places[1, 768, 768] == {7} and places[1, 768, 3072] == {1}
-    assert all(len(each) == 1 for each in places.values())
+    layouts: list[tuple[int, dict[str, Any]]] = [(1, {}), (8, {"stage": 0}), (64, {"stage": 3})]
+    layouts.append((4, {"tensor": 4}))
+    found = set()
+    for ranks, layout in layouts:
+        plan = plan_of(run_of({"preset": "gpt2"}, ranks, **layout))
+        batches = chain(*plan.rounds)
+        names = (tuple((s.parameter.name, s.name) for s in batch.sections) for batch in batches)
+        found.add(frozenset(names))
+    (sections,) = found
+    assert Counter(map(len, sections)) == {6: 8, 1: 24}  # 48 square matrices, and those of the MLP
 
 
 def test_sections_of_a_batch_are_alike() -> None:
-    def kind(section: Section) -> tuple[Any, ...]:
-        return section.shape, section.splits_columns
-
     for batch in chain(*plan_of(run_of(LLAMA, 2, tensor=2)).rounds):
-        assert len({kind(section) for section in batch.sections}) == 1
-        assert len(batch.sections) <= batch.places
+        assert len({section.kind for section in batch.sections}) == 1
+        assert batch.elements == sum(section.elements for section in batch.sections)

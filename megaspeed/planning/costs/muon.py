@@ -72,10 +72,8 @@ def _elements_of(plan: Orthogonalization, number: int, owner: int) -> _Round:
     ]
     batch = working = arriving = returned = 0
     for own in (batch for batch in of_groups[group] if batch.owner == owner):
-        matrices, rows, columns = own.sections[0].shape
-        batch = own.elements
-        working = 3 * batch + 2 * own.places * matrices * min(rows, columns) ** 2
-        arriving = sum(section.elements for section in own.sections)
+        batch = arriving = own.elements
+        working = 3 * batch + 2 * own.matrices * min(own.rows, own.columns) ** 2
         returned = sum(section.elements_with_copies for section in own.sections)
     sent = plan.held(of_groups[group], member, copies=False)
     results = [plan.held(batches, member, copies=True) for batches in of_groups]

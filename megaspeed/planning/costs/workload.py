@@ -243,13 +243,10 @@ def _muon_work(run: Run, device_type: str) -> Iterator[MuonWork]:
             return
         fullest = plan.costs.index(max(plan.costs))
         own = [batch for batch in chain(*plan.rounds) if batch.owner == fullest]
-        shapes = ((batch.places, *batch.sections[0].shape) for batch in own)
         yield MuonWork(
             steps=run.muon.ns_steps,
             precision=run.muon_dtype,
-            batches=tuple(
-                (places * count, rows, columns) for places, count, rows, columns in shapes
-            ),
+            batches=tuple((batch.matrices, batch.rows, batch.columns) for batch in own),
             rounds=len(plan.rounds),
             elements=sum(bucket.part for bucket in axis.orthogonalized),
             members=plan.members,
