@@ -153,7 +153,7 @@ class Orthogonalization:
     def costs(self) -> list[int]:
         """The sum of the costs of each owner."""
         costs = [0] * (self.members * self.groups)
-        for batch in (batch for batches in self.rounds for batch in batches):
+        for batch in chain(*self.rounds):
             costs[batch.owner] += batch.cost
         return costs
 
@@ -221,6 +221,7 @@ class Orthogonalization:
 
 
 def elements_of_parts(parts: Iterable[Part]) -> int:
+    """Return the number of elements of all parts."""
     return sum(part.length for part in parts)
 
 

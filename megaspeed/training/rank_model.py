@@ -82,7 +82,9 @@ def parameter_groups(
 def make_optimizer(
     groups: list[dict[str, Any]], optimizer: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """torch's fused AdamW: one kernel for each group, on CPU and GPU, without compilation."""
+    """torch's fused AdamW: one kernel for each group, on CPU and GPU, without compilation. It
+    applies Muon's updates to the groups that have them.
+    """
     params = optimizer.params
     return AdamWOrMuon(groups, lr=params.lr, betas=params.betas, eps=params.eps, fused=True)
 

@@ -2,7 +2,7 @@
 
 model on the meta device
   -> materialize                    layer by layer; ZeRO-3 partitions each before the next is made
-  -> AdamW over parameter groups    one for each bucket of the plan; passed to deepspeed.initialize
+  -> AdamW, and Muon, over groups   one for each bucket of the plan; passed to deepspeed.initialize
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -11,8 +11,8 @@ order of the samples changes the training of one process a lot.
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import worker
 from megaspeed.zero import build, engine
 from megaspeed.zero.engine import ZeroEngine
+from tests.support.mutations import replaced
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
 
@@ -44,14 +45,6 @@ STEPS = 3
 
 
 # --- the mistakes ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def replaced(owner: object, name: str, make: Callable[[Any], object]) -> Iterator[None]:
-    """Replace ``owner.name`` by ``make(owner.name)`` within the block."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, make(getattr(owner, name)))
-        yield
 
 
 def the_norm_counts_both_copies_of_a_tied_weight() -> AbstractContextManager[None]:

@@ -34,6 +34,7 @@ from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.replicas import Replicas
 from megaspeed.zero import muon
 from megaspeed.zero.muon import MuonUpdates, coefficients_of, orthogonalized, shape_factor
+from tests.support.mutations import replaced
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import BF16_IN_FP32, GPT2, LLAMA, MUON, merge, tiny_corpus
 from tests.zero.one_rank import one_rank, put_an_infinity, small_run
@@ -137,13 +138,6 @@ def test_each_update_is_that_of_one_process(
 
 
 # --- mistakes -------------------------------------------------------------------------------------
-
-
-@contextmanager
-def replaced(owner: object, name: str, make: Callable[[Any], object]) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, make(getattr(owner, name)))
-        yield
 
 
 def a_shard_is_orthogonalized_by_itself() -> AbstractContextManager[None]:

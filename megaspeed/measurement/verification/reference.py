@@ -1,8 +1,8 @@
 """The reference training in plain torch: one process, one module, no engine, pipeline or shards.
 
 Every layout is compared with it. It shares only the definition of the task with the parallel run:
-the model, its initial weights, the samples, the learning rate of each step, and which parameters
-decay.
+the model, its initial weights, the samples, the learning rate of each step and parameter group,
+which parameters decay or are orthogonalized, and the coefficients of Newton-Schulz steps.
 """
 
 import math
