@@ -195,7 +195,8 @@ def test_the_command_measures_and_writes(
     )
     lost = sum(losses["2"] for losses in figures["losses"])
     assert row["efficiency"] + lost == pytest.approx(1)
-    assert row["parts_seconds"]["data"] > 10 * base["parts_seconds"]["data"]
+    # One rank sends nothing. Its own work in this part is short, unless the machine is busy.
+    assert row["parts_seconds"]["data"] > base["parts_seconds"]["data"]
 
 
 def test_a_row_that_fails_is_reported_and_the_others_are_kept() -> None:
