@@ -282,6 +282,43 @@ OLMO2 = replace(
     },
 )
 
+_EXPERT_KEYS = {
+    "num_experts": Key("num_experts", 8),
+    "num_experts_per_tok": Key("num_experts_per_tok", 2),
+}
+
+# Jiang et al. 2024: Mistral with experts
+MIXTRAL = replace(
+    MISTRAL,
+    features={**LLAMA.features, "norm_topk_prob": True},
+    class_name="MixtralForCausalLM",
+    keys={
+        **MISTRAL.keys,
+        **_keys(sliding_window=None, rms_norm_eps=1e-5),
+        **_EXPERT_KEYS,
+        "num_experts": Key("num_local_experts", 8),
+        "moe_intermediate_size": Key("intermediate_size", 14336),
+    },
+    fixed={"router_jitter_noise": (0.0, 0)},
+)
+
+# Yang et al. 2025: Qwen3 with experts in each block
+QWEN3_MOE = replace(
+    QWEN3,
+    features={**QWEN3.features, "norm_topk_prob": False},
+    class_name="Qwen3MoeForCausalLM",
+    keys={**QWEN3.keys, **_EXPERT_KEYS},
+)
+
+# Muennighoff et al. 2024: Llama with experts, and norms over all heads
+OLMOE = replace(
+    LLAMA,
+    features={**LLAMA.features, "qk_norm": "all_heads", "norm_topk_prob": False},
+    class_name="OlmoeForCausalLM",
+    keys={**_SHARED_KEYS, **_ATTENTION_BIASES, **_EXPERT_KEYS},
+    fixed={"clip_qkv": (None,)},
+)
+
 # Bakouch et al. 2025: Llama in which every fourth block has no rotation
 SMOLLM3 = replace(
     LLAMA,
@@ -370,10 +407,13 @@ FAMILIES: Mapping[str, Family] = {
     "granite": GRANITE,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
     "olmo2": OLMO2,
+    "olmoe": OLMOE,
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
     "smollm3": SMOLLM3,
     "stablelm": STABLELM,
     "starcoder2": STARCODER2,

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from megaspeed.config.families import FAMILIES, FamilyName
 from megaspeed.config.section import (
+    LARGEST_EXPERTS,
     LARGEST_HEADS,
     LARGEST_LAYERS,
     LARGEST_LENGTH,
@@ -45,6 +46,8 @@ DERIVED_FIELDS = (
     "num_key_value_heads",
     "head_dim",
     "intermediate_size",
+    "moe_intermediate_size",
+    "norm_topk_prob",
 )
 """Fields that are computed from others if they are omitted or null."""
 
@@ -137,6 +140,25 @@ class ModelConfig(Section):
     swiglu must state it."""
     head_dim: int = Field(default=None, gt=0, le=LARGEST_WIDTH)  # type: ignore[assignment]
     """Elements of one attention head. If omitted: hidden_size / num_attention_heads."""
+    num_experts: int | None = Field(default=None, gt=1, le=LARGEST_EXPERTS)
+    """Number of feed-forward layers of each block, of which each token uses a few (Shazeer et al.
+    2017, "Outrageously large neural networks"). null: one, which all tokens use."""
+    num_experts_per_tok: int | None = Field(default=None, gt=0, le=LARGEST_EXPERTS)
+    """How many experts each token uses: those with the largest scores."""
+    moe_intermediate_size: int | None = Field(default=None, gt=0, le=LARGEST_WIDTH)
+    """Width of one expert, in elements. If omitted: intermediate_size."""
+    norm_topk_prob: bool = False
+    """Whether the scores of the experts that a token uses are divided by their sum. If omitted: the
+    family's."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the loss that balances experts: E x the sum over experts of (the fraction of a
+    row's tokens that use it) x (its mean score in the row), for each block and row (Fedus et al.
+    2021, "Switch Transformers", equation 4). It trains the routers, and is no part of the loss that
+    is reported."""
+    router_bias_rate: float = Field(default=0.0, ge=0)
+    """After each step, a bias that is added to an expert's score, for the choice only, rises by
+    this number if fewer tokens than the mean have used it, and falls if more have (Wang et al.
+    2024, "Auxiliary-loss-free load balancing strategy"). Usual: 0.001."""
     norm: Literal["layer_norm", "rms_norm"]
     """layer_norm: with a bias (Ba et al. 2016); rms_norm (Zhang and Sennrich 2019). If omitted: the
     family's."""
@@ -205,6 +227,11 @@ class ModelConfig(Section):
     def is_gated(self) -> bool:
         """Whether the feed-forward layer has a gate."""
         return self.mlp == "swiglu"
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert, or of the feed-forward layer if there are no experts."""
+        return self.moe_intermediate_size or self.intermediate_size
 
     @property
     def rotary_dim(self) -> int:
@@ -280,6 +307,8 @@ class ModelConfig(Section):
         # If a value that others depend on is invalid, the others get any valid value.
         family = FAMILIES.get(str(fields.get("architecture")), FAMILIES["gpt2"])
         fields = {**family.features, **fields}
+        if "intermediate_size" not in fields and "moe_intermediate_size" in fields:
+            fields["intermediate_size"] = fields["moe_intermediate_size"]
         if fields["mlp"] != "swiglu" and "intermediate_size" not in fields:
             hidden = fields.get("hidden_size")
             if not isinstance(hidden, int) or not 0 < hidden <= LARGEST_WIDTH:
@@ -292,6 +321,8 @@ class ModelConfig(Section):
         """Run last, so that ``model_fields_set`` contains head_dim only if the JSON states it."""
         head_dim = max(1, self.hidden_size // self.num_attention_heads)
         computed = {"num_key_value_heads": self.num_attention_heads, "head_dim": head_dim}
+        if self.num_experts is not None:
+            computed["moe_intermediate_size"] = self.intermediate_size
         for name in computed.keys() - self.model_fields_set:
             self.__dict__[name] = computed[name]
         return self

@@ -13,9 +13,13 @@ from contextlib import suppress
 from math import lcm
 
 from megaspeed.config.deepspeed_keys import MuonParams
+from megaspeed.config.families import FAMILIES
 from megaspeed.config.model import PRESETS, Llama3Scaling, ModelConfig, YarnScaling
 from megaspeed.config.run import RunConfig
 from megaspeed.config.section import AbsentKey
+
+EXPERT_MULTIPLE = 8
+"""A row of this many numbers in 16 bits has 16 bytes."""
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -82,9 +86,66 @@ def fields_belong_to_features(config: RunConfig) -> Iterator[str]:
         ("no_rope_layer_interval", model.positions == "rotary", 'model.positions "rotary"'),
         ("rms_norm_eps", has_rms_norm, 'model.norm "rms_norm" or model.qk_norm true'),
         ("layer_norm_epsilon", model.norm == "layer_norm", 'model.norm "layer_norm"'),
+        ("num_experts_per_tok", model.num_experts, "model.num_experts"),
+        ("moe_intermediate_size", model.num_experts, "model.num_experts"),
+        ("norm_topk_prob", model.num_experts, "model.num_experts"),
+        ("router_aux_loss_coef", model.num_experts, "model.num_experts"),
+        ("router_bias_rate", model.num_experts, "model.num_experts"),
     ):
         if not is_used and getattr(model, name) != ModelConfig.model_fields[name].default:
             yield f"model.{name} has no effect without {condition}; remove it"
+
+
+@rule
+def experts_are_those_of_the_family(config: RunConfig) -> Iterator[str]:
+    """A model of a family with experts states their number, and how many of them a token uses."""
+    model = config.model
+    name, count, active = model.architecture, model.num_experts, model.num_experts_per_tok
+    families = [key for key, family in FAMILIES.items() if "num_experts" in family.keys]
+    if name in families and count is None:
+        yield f'model.architecture "{name}" has experts; state model.num_experts'
+    if count is None:
+        return
+    if name not in families:
+        yield (
+            f'model.num_experts {count} needs an architecture with experts, not "{name}"; set '
+            f"model.architecture to one of {', '.join(families)}"
+        )
+    if active is None or active > count:
+        stated = "is not stated" if active is None else f"is {active}"
+        yield f"model.num_experts_per_tok must be from 1 to model.num_experts {count}, but {stated}"
+    if not model.is_gated:
+        yield f'model.mlp must be "swiglu" with model.num_experts, but it is "{model.mlp}"'
+    if model.mlp_bias:
+        yield "model.mlp_bias must be false with model.num_experts: experts have no biases"
+
+
+@rule
+def experts_are_not_split(config: RunConfig) -> Iterator[str]:
+    """A rank has all experts of its pipeline stage, and complete gradients of them."""
+    model, parallel = config.model, config.parallel
+    if model.num_experts is None:
+        return
+    if parallel.tensor > 1:
+        yield (
+            f"parallel.tensor {parallel.tensor} would split the experts of model.num_experts "
+            f"{model.num_experts}, which are not split; set parallel.tensor to 1, and use "
+            "parallel.pipeline, parallel.context or zero_optimization.stage 3 instead"
+        )
+    if not isinstance(parallel.gradient_compression, str):
+        yield (
+            f'parallel.gradient_compression "{parallel.gradient_compression.type}" compresses a '
+            "matrix, but the experts of a block are many matrices in one parameter; compress to "
+            '"bf16", or remove it'
+        )
+    sizes = {"hidden_size": model.hidden_size, "moe_intermediate_size": model.expert_width}
+    for name, size in sizes.items():
+        if size % EXPERT_MULTIPLE and (config.bf16.enabled or config.fp16.enabled):
+            yield (
+                f"model.{name} {size} must be a multiple of {EXPERT_MULTIPLE} in 16 bits, because "
+                "kernels that multiply by several experts read rows of 16 bytes; nearest: "
+                f"{nearest(size, EXPERT_MULTIPLE)}"
+            )
 
 
 @rule

@@ -247,6 +247,9 @@ class Inputs(NamedTuple):
     attends to itself and all earlier tokens."""
     keys: Tensor | None = None
     """Which of the gathered keys a rank uses, and in which order; None if it gathers none."""
+    gradient_scale: Tensor | None = None
+    """Scalar by which the gradient of the auxiliary loss of experts is multiplied; None if there is
+    none."""
 
 
 _Heads = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]

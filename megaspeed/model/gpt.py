@@ -43,6 +43,7 @@ from megaspeed.model.documents import (
     take,
 )
 from megaspeed.model.dropout import SampleDropout
+from megaspeed.model.experts import ExpertLinear, Experts, Router, Routing
 from megaspeed.model.parameters import (
     Row,
     block_rows,
@@ -65,6 +66,10 @@ def _make_module(row: Row) -> nn.Module:
         if row.kind == "layer_norm":
             return nn.LayerNorm(row.rows, eps=row.eps, bias=row.bias)
         return nn.RMSNorm(row.rows, eps=row.eps)
+    if row.kind == "router":
+        return Router(row)
+    if row.kind == "experts":
+        return ExpertLinear(row)
     if row.kind == "embedding":
         weight = torch.empty(row.rows, row.columns)
         if not weight.is_meta:  # torch imports its compiler to draw on the meta device
@@ -162,9 +167,7 @@ class Block(nn.Module):
             config.residual_dropout, name=f"{name}.attention_dropout", seed=seed
         )
         self.mlp_norm = modules["mlp_norm"]
-        approximate = "tanh" if config.mlp == "gelu" else "none"
-        mlp = SwiGluMlp if config.is_gated else partial(GeluMlp, approximate=approximate)
-        self.mlp = mlp(modules, compose)
+        self.mlp = self._make_mlp(config, modules)
         self.mlp_dropout = SampleDropout(
             config.residual_dropout, name=f"{name}.mlp_dropout", seed=seed
         )
@@ -180,6 +183,11 @@ class Block(nn.Module):
         mlp_dropout = partial(self.mlp_dropout, samples=inputs.samples)
         y = x + self._branch(self.attention_norm, attention, attention_dropout, x)
         return y + self._branch(self.mlp_norm, self._mlp, mlp_dropout, x if self.is_parallel else y)
+
+    def _make_mlp(self, config: ModelConfig, modules: Mapping[str, nn.Module]) -> nn.Module:
+        if config.is_gated:
+            return SwiGluMlp(modules, self.compose)
+        return GeluMlp(modules, self.compose, "tanh" if config.mlp == "gelu" else "none")
 
     def _branch(self, norm: Map, layer: Map, dropout: Map, x: Tensor) -> Tensor:
         """What the attention or the MLP adds to the residual stream."""
@@ -198,6 +206,59 @@ class Block(nn.Module):
         # is no random state to restore, because dropout masks are functions of the sample.
         recomputed = partial(checkpoint, self.mlp, use_reentrant=False, preserve_rng_state=False)
         return torch.cat([recomputed(part) for part in x.split(parts, dim=1)], dim=1)
+
+
+class ExpertBlock(Block):
+    """A block with a mixture of experts as its MLP.
+
+        attend ----> choose -----------> add_experts
+        compiled     data-dependent      compiled
+
+    Between the two parts, the choice is made, or taken from the forward that is computed again.
+    """
+
+    def _make_mlp(self, config: ModelConfig, modules: Mapping[str, nn.Module]) -> nn.Module:
+        return Experts(config, modules, self.compose)
+
+    def forward(self, x: Tensor, inputs: Inputs, kept: list[Routing] | None = None) -> Tensor:
+        """See ``Block``.
+
+        Args:
+            x: (B, S, D).
+            inputs: of all blocks.
+            kept: gets the choice; if it has one, that choice is used.
+        """
+        y, h, scores = self.attend(x, inputs)
+        if kept:
+            return self.add_experts(y, h, scores, kept[0], inputs)
+        is_trained = self.training and torch.is_grad_enabled()
+        routing = self._experts.choose(scores, len(x), is_trained=is_trained)
+        if kept is not None:
+            kept.append(routing)
+        return self.add_experts(y, h, scores, routing, inputs)
+
+    def attend(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """The residual stream after the attention, the experts' input, and the scores."""
+        attention = partial(self.attention, inputs=inputs)
+        dropout = partial(self.attention_dropout, samples=inputs.samples)
+        y = x + self._branch(self.attention_norm, attention, dropout, x)
+        read = x if self.is_parallel else y
+        h = self.mlp_norm(read) if self.norms_before else read
+        return y, h, self._experts.router(h)
+
+    def add_experts(
+        self, y: Tensor, h: Tensor, scores: Tensor, routing: Routing, inputs: Inputs
+    ) -> Tensor:
+        z = self._experts(h, scores, routing, inputs.gradient_scale)
+        if not self.norms_before:
+            z = self.mlp_norm(z)
+        z = self.mlp_dropout(z, inputs.samples)
+        return y + (z if self.multiplier == 1.0 else z * self.multiplier)
+
+    @property
+    def _experts(self) -> Experts:
+        assert isinstance(self.mlp, Experts)
+        return self.mlp
 
 
 LossOfHidden = Callable[[Tensor, nn.Module], Tensor]
@@ -268,7 +329,8 @@ class GPT(nn.Module):
         for name in names:
             selective = recomputation == "selective" and name in recomputed
             compose = recomputing if selective else keeping
-            block = Block(config, name=f"blocks.{name}", seed=seed, compose=compose)
+            kind = Block if config.num_experts is None else ExpertBlock
+            block = kind(config, name=f"blocks.{name}", seed=seed, compose=compose)
             block.divides_mlp = recomputation == "full_offloaded" and name in recomputed
             self.blocks[name] = block
         self.fully_recomputed = recomputed if recomputation.startswith("full") else set()
@@ -285,6 +347,7 @@ class GPT(nn.Module):
         documents: Documents | None = None,
         loss: LossOfHidden | None = None,
         chunk: int = 0,
+        gradient_scale: Tensor | None = None,
     ) -> Tensor:
         """Run the layers of a chunk.
 
@@ -297,6 +360,8 @@ class GPT(nn.Module):
                 document.
             loss: the head computes this instead of logits.
             chunk: index into ``chunks``.
+            gradient_scale: scalar; a backward follows, of this number times the sum of the losses
+                of all tokens. The auxiliary losses of experts need it.
 
         Returns:
             Logits (B, S, V) or the loss if the last layer is the head, else hidden states
@@ -312,11 +377,15 @@ class GPT(nn.Module):
                 positions = places_in(own, x.device)
             x = self.embedding(x, samples, positions)
         inputs = self._inputs(x, samples, documents, sequence)
+        inputs = inputs._replace(gradient_scale=gradient_scale)
         for name in (str(index - 1) for index in layers if 0 < index < last):
             block = self.blocks[name]
             if name in self.fully_recomputed and self.training:  # an evaluation has no backward
+                # A block with experts computes its backward with the choice of its forward.
+                kept: tuple[list[Routing], ...] = ([],) if isinstance(block, ExpertBlock) else ()
+                recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
                 with self.inputs_in_host_memory():
-                    x = checkpoint(block, x, inputs, use_reentrant=False, preserve_rng_state=False)
+                    x = recomputed(block, x, inputs, *kept)
             else:
                 x = block(x, inputs)
         return self.head(x, loss) if self.head is not None and last in layers else x

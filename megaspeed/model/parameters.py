@@ -12,6 +12,9 @@
     blocks.*.mlp.up         (F, D)                 rows            mlp: gelu, exact_gelu
     blocks.*.mlp.gate_up    (F + F, D)             rows            mlp: swiglu
     blocks.*.mlp.down       (D, F)                 columns
+    blocks.*.mlp.router     (E, D)                 replicated      num_experts E
+    blocks.*.mlp.gate_up    (E (F + F), D)         replicated      num_experts
+    blocks.*.mlp.down       (E D, F)               replicated      num_experts
     head.norm               (D,)                   replicated
     head.output             (V, D)                 vocabulary      untied, or on another stage
 
@@ -30,7 +33,7 @@ from megaspeed.config.model import ModelConfig
 
 Shape = tuple[int, ...]
 
-Kind = Literal["embedding", "linear", "layer_norm", "rms_norm"]
+Kind = Literal["embedding", "linear", "router", "experts", "layer_norm", "rms_norm"]
 
 Split = Literal["replicated", "each head", "vocabulary", "heads", "rows", "columns"]
 """How the weight is split along the tensor axis.
@@ -57,13 +60,17 @@ class Row:
     """
 
     name: str  # of the module within its layer, such as "attention.qkv"
-    kind: Kind  # a linear module multiplies (tokens, columns) by (columns, rows)
+    # a linear module or a router multiplies (tokens, columns) by (columns, rows); experts multiply
+    # each token by some of the matrices, which stand one after the other in the rows
+    kind: Kind
     sections: Mapping[str, int]  # name -> number of rows of the weight, in order
     columns: int | None = None  # of the weight; None for a norm, whose weight is a vector
     bias: bool = False  # whether the module has a bias (rows,)
     split: Split  # how the weight is split over the tensor axis
     initial: float = 0.0  # standard deviation of the initial weight; a norm's is the constant 1
     eps: float = 0.0  # of a norm
+    experts: int = 1  # number of matrices
+    active_experts: int = 1  # how many of them a token is multiplied by
 
     @property
     def rows(self) -> int:
@@ -72,6 +79,11 @@ class Row:
     @property
     def is_norm(self) -> bool:
         return self.columns is None
+
+    @property
+    def active_rows(self) -> int:
+        """The rows by which a token is multiplied."""
+        return self.rows // self.experts * self.active_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +115,9 @@ class Parameter:
 
     @property
     def is_block_matrix(self) -> bool:
-        """Whether it is a weight that a block multiplies by: no embedding, head, norm or bias."""
-        return self.layer.startswith("blocks.") and self.row.kind == "linear" and not self.is_bias
+        """Whether it is a matrix of a block's attention or feed-forward layer."""
+        is_matrix = self.row.kind in ("linear", "experts") and not self.is_bias
+        return is_matrix and self.layer.startswith("blocks.")
 
     @property
     def decays(self) -> bool:
@@ -275,8 +288,47 @@ def block_rows(config: ModelConfig) -> dict[str, Row]:
         split="columns",
         initial=residual_scale,
     )
+    mlp = [up, down] if config.num_experts is None else _expert_rows(config, residual_scale)
     attention = [_norm(config, "attention_norm"), qkv, *norms_of_heads, output]
-    return {row.name: row for row in [*attention, _norm(config, "mlp_norm"), up, down]}
+    return {row.name: row for row in [*attention, _norm(config, "mlp_norm"), *mlp]}
+
+
+def _expert_rows(config: ModelConfig, residual_scale: float) -> list[Row]:
+    """The router and the experts of a block: gate and up of the first expert, of the second, ..."""
+    count, active = config.num_experts, config.num_experts_per_tok
+    assert count is not None and active is not None, "a rule checks that both are stated"
+    router = Row(
+        name="mlp.router",
+        kind="router",
+        sections={"experts": count},
+        columns=config.hidden_size,
+        split="replicated",
+        initial=config.initializer_range,
+    )
+    gate_up = Row(
+        name="mlp.gate_up",
+        kind="experts",
+        sections=dict.fromkeys(
+            (f"{expert}.{part}" for expert in range(count) for part in ("gate", "up")),
+            config.expert_width,
+        ),
+        columns=config.hidden_size,
+        split="replicated",
+        initial=config.initializer_range,
+        experts=count,
+        active_experts=active,
+    )
+    down = Row(
+        name="mlp.down",
+        kind="experts",
+        sections={f"{e}": config.hidden_size for e in range(count)},
+        columns=config.expert_width,
+        split="replicated",
+        initial=residual_scale,
+        experts=count,
+        active_experts=active,
+    )
+    return [router, gate_up, down]
 
 
 def head_rows(config: ModelConfig) -> dict[str, Row]:
@@ -338,4 +390,5 @@ def training_flops_per_token(config: ModelConfig, sequence_length: int) -> float
 
 def _products(rows: Iterable[Row]) -> int:
     """FLOPs a token of the matrix products of the forward pass."""
-    return sum(2 * row.rows * row.columns for row in rows if row.kind == "linear" and row.columns)
+    matrices = (row for row in rows if row.kind in ("linear", "router", "experts"))
+    return sum(2 * row.active_rows * row.columns for row in matrices if row.columns)

@@ -178,6 +178,12 @@ def reduce_scatter_sum(x: Tensor, axis: TensorAxis) -> Tensor:
     return part.view(batch, sequence // axis.size, *x.shape[2:])
 
 
+def sum_in_place(x: Tensor, axis: GroupAxis) -> None:
+    """Replace ``x`` by its sum over the axis. No backward runs through it."""
+    with axis.timed():
+        dist.all_reduce(x, group=axis.group)
+
+
 def exchange_rows(x: Tensor, axis: GroupAxis) -> Tensor:
     """Send row r of ``x`` (cp, ...) to rank r. Returns (cp, ...), whose row r is from rank r."""
     return _Conjugate.apply(x, axis, _all_to_all, _all_to_all)

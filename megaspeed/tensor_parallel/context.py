@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megaspeed.model.dropout import MaskShard
+from megaspeed.model.experts import Experts
 from megaspeed.model.gpt import GPT, Block
 from megaspeed.model.recomputation import recomputing
 from megaspeed.tensor_parallel.collectives import (
@@ -27,6 +28,7 @@ from megaspeed.tensor_parallel.collectives import (
     TensorAxis,
     exchange_rows,
     gather_rows,
+    sum_in_place,
 )
 
 
@@ -44,6 +46,8 @@ def share_sequences(model: GPT, axis: ContextAxis, tensor: TensorAxis) -> None:
     for name, block in model.blocks.items():
         assert isinstance(block, Block)
         block.attention_dropout.shard = block.mlp_dropout.shard = tokens
+        if isinstance(block.mlp, Experts):
+            block.mlp.sum_over_sequence = partial(sum_in_place, axis=axis)
         attention = block.attention
         if axis.method == "all_gather":
             attention.gather_rows = partial(gather_rows, axis=axis)

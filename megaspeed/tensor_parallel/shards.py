@@ -90,7 +90,8 @@ def gradient_is_product(config: ModelConfig, parameter: Parameter, *, size: int)
     these ranks, in every backward.
     """
     is_shared = parameter.split == "heads" and key_value_replicas(config, size) > 1
-    return parameter.is_block_matrix and not is_shared
+    is_one_product = parameter.is_block_matrix and parameter.row.kind == "linear"
+    return is_one_product and not is_shared
 
 
 def is_compressed(

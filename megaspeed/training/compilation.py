@@ -34,7 +34,7 @@ import torch.distributed as dist
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.model.documents import Segments
-from megaspeed.model.gpt import GPT
+from megaspeed.model.gpt import GPT, ExpertBlock
 from megaspeed.topology.activity import COMPILATION_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
 
@@ -102,7 +102,11 @@ class Compilation:
 
     def compile_blocks(self, model: GPT) -> None:
         for block in model.blocks.values():
-            block.forward = self.compiled(block.forward)
+            if isinstance(block, ExpertBlock):  # between the two parts, tokens are sorted
+                block.attend = self.compiled(block.attend)  # type: ignore[method-assign]
+                block.add_experts = self.compiled(block.add_experts)  # type: ignore[method-assign]
+            else:
+                block.forward = self.compiled(block.forward)
 
     def compiled(self, function: _Function) -> _Function:
         """The function, which is compiled when it is first called."""

@@ -41,6 +41,7 @@ from megaspeed.supervision.process_end import StopSignal
 from megaspeed.tensor_parallel.context import share_sequences
 from megaspeed.tensor_parallel.parallelize import parallelize
 from megaspeed.topology.context import ParallelContext
+from megaspeed.training.balance import Balance, split_sums
 from megaspeed.training.compilation import Compilation, agree_to_compile
 from megaspeed.training.faults import inject_into_model
 from megaspeed.training.learning_rate import learning_rate
@@ -153,6 +154,10 @@ class StepResult:
     stop_signal: int = 0
     # for each rank, what its ``Timeline.pop_seconds`` returned about an earlier step
     timelines: Sequence[Sequence[float]] = ()
+    # of each block, how many tokens each expert got; empty if there are no experts
+    loads: Sequence[Sequence[int]] = ()
+    # mean over rows of tokens, summed over blocks, without its coefficient
+    auxiliary_loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,10 @@ class Worker:
             loss=vocab_parallel_loss(run, axis),
             loss_scale=backward_scale(run),
         )
+        self.balance: Balance | None = None
+        """Of the experts of this rank; None if the model has no experts."""
+        if model.num_experts is not None:
+            self.balance = Balance(module, model, context.device)
         inject_into_model(context.activity, context.rank, self.engine)
         self._pipeline = pipeline_of(run)
         check_schedule(self._pipeline)
@@ -252,9 +261,13 @@ class Worker:
             signal_number = 0 if stop is None else stop.received or 0
             timeline = self.context.timeline.pop_seconds()  # of an earlier step: does not wait
             notes = (peak_memory(self.context.device), signal_number, *timeline)
-            outcome = self.engine.step(executor.loss_sum, learning_rate, notes)
+            counts = None if self.balance is None else self.balance.pop_counts()
+            outcome = self.engine.step(executor.loss_sum, learning_rate, notes, counts)
+            if self.balance is not None:
+                self.balance.end_step(taken=not outcome.skipped)
         self._losses = executor.losses
         peaks, signals, *timelines = zip(*outcome.notes, strict=True)
+        loads, auxiliary = split_sums(outcome.sums, self.run.config.model.num_experts or 0)
         return StepResult(
             loss=self._loss_of(outcome.losses) / self.run.tokens_per_step,
             grad_norm=outcome.grad_norm,
@@ -262,6 +275,8 @@ class Worker:
             peak_memory_bytes=self._by_pipeline_stage(peaks),
             stop_signal=int(max(signals)),
             timelines=list(zip(*timelines, strict=True)),
+            loads=loads,
+            auxiliary_loss=auxiliary / self.run.batch.train_batch_size,
         )
 
     def timelines_of_last_step(self) -> Sequence[Sequence[float]]:

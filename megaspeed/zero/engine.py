@@ -74,6 +74,7 @@ class StepOutcome:
     skipped: bool  # because norm or loss was not finite
     losses: list[float]  # the loss that each rank passed to ``step``, by rank; 0 for None
     notes: list[list[float]]  # the notes that each rank passed, by rank
+    sums: list[float]  # of what the ranks passed to be summed
 
 
 class ZeroEngine:
@@ -108,6 +109,7 @@ class ZeroEngine:
         self.owned_elements = owned_elements
         self.loss = loss
         self._loss_scale = loss_scale
+        self._has_auxiliary_loss = run.config.model.router_aux_loss_coef > 0.0
         self._axis = axis
         self._gathers: LayerGathers | None = None
         self._step_gathers: StepGathers | None = None
@@ -177,14 +179,19 @@ class ZeroEngine:
             self.gradients.begin_forward()
         if self._gathers is not None:
             self._gathers.begin("forward", chunk)
+        factor = self._loss_scale * float(self.optimizer.loss_scale)
         # The loss is computed with its gradients, so the head's weight gets its gradient here.
         loss = functools.partial(
             instead_of_loss or self.loss,
             targets=batch.targets,
-            scale=self._loss_scale * float(self.optimizer.loss_scale),
+            scale=factor,
             gradient_sum=self.gradients.sum_of,
         )
-        output: Tensor = self.module(x, batch.samples, batch.documents, loss, chunk)
+        scale = None
+        if self._has_auxiliary_loss and torch.is_grad_enabled():
+            # A tensor, so that another number is not another graph for the compiler.
+            scale = torch.full((), factor, device=x.device)
+        output: Tensor = self.module(x, batch.samples, batch.documents, loss, chunk, scale)
         return output
 
     def backward(
@@ -232,7 +239,11 @@ class ZeroEngine:
         add_gradients_of_other_end(self._tied, group, peer=peer, device=device)
 
     def step(
-        self, loss: Tensor | None, learning_rate: float, notes: Sequence[float] = ()
+        self,
+        loss: Tensor | None,
+        learning_rate: float,
+        notes: Sequence[float] = (),
+        summed: Tensor | None = None,
     ) -> StepOutcome:
         """Clip by the global norm and take an optimizer step, on all ranks or on none.
 
@@ -249,6 +260,7 @@ class ZeroEngine:
             learning_rate: the rate of this step, which each parameter group multiplies by its
                 ``lr_ratio``.
             notes: numbers to send to the other ranks. All ranks have equally many.
+            summed: (n,) fp64, which is replaced by its sum over all ranks; None if there is none.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_ratio"]
@@ -256,7 +268,8 @@ class ZeroEngine:
         context = self._context
         with context.timeline.part("world"):
             own = (squares, loss, *notes)
-            reports = all_gather_numbers(own, context.world_group, context.device)
+            reports = all_gather_numbers(own, context.world_group, context.device, summed)
+        sums = [] if summed is None else reports.pop()
         losses = [report[1] for report in reports]
         scaled_norm = self._norm_of([report[0] for report in reports], losses)
         finite = math.isfinite(scaled_norm)
@@ -279,6 +292,7 @@ class ZeroEngine:
             skipped=bool(self.optimizer.overflow),
             losses=losses,
             notes=[report[2:] for report in reports],
+            sums=sums,
         )
 
     def finish_gathers(self) -> None:

@@ -115,7 +115,10 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def all_gather_numbers(
-    own: Sequence[Tensor | float | None], group: dist.ProcessGroup, device: torch.device
+    own: Sequence[Tensor | float | None],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    summed: Tensor | None = None,
 ) -> list[list[float]]:
     """All-gather some numbers in fp64, with one collective and one read by the host:
 
@@ -131,9 +134,17 @@ def all_gather_numbers(
         own: this rank's numbers, equally many on every rank; scalars on any device, or None for 0.
         group: all ranks that take part.
         device: of the collective.
+        summed: (n,) fp64 on the device, which is replaced by its sum over the ranks.
+
+    Returns:
+        The row of each rank, and then the sums if there are any.
     """
     # fp32 would round bytes of memory, which are among the numbers.
-    rows = torch.zeros(dist.get_world_size(group), len(own), dtype=torch.float64, device=device)
+    ranks, sums = dist.get_world_size(group), 0 if summed is None else len(summed)
+    all_numbers = torch.zeros(ranks * len(own) + sums, dtype=torch.float64, device=device)
+    rows, total = all_numbers[: ranks * len(own)].view(ranks, -1), all_numbers[ranks * len(own) :]
+    if summed is not None:
+        total.copy_(summed)
     row = rows[dist.get_rank(group)]
     for place, number in enumerate(own):
         if isinstance(number, Tensor):
@@ -142,9 +153,12 @@ def all_gather_numbers(
             # fill_ passes the number to a kernel; a tensor made from it would be copied to the
             # device, and the host would wait for the copy.
             row[place].fill_(number)
-    dist.all_reduce(rows, group=group)
-    numbers: list[list[float]] = rows.tolist()
-    return numbers
+    dist.all_reduce(all_numbers, group=group)
+    if summed is not None:
+        summed.copy_(total)
+    numbers: list[float] = all_numbers.tolist()
+    by_rank = [numbers[rank * len(own) :][: len(own)] for rank in range(ranks)]
+    return by_rank if summed is None else [*by_rank, numbers[ranks * len(own) :]]
 
 
 def first_non_finite(fragments: Iterable[Fragment]) -> str | None:

@@ -1,0 +1,301 @@
+"""A mixture of experts in place of the MLP: each token uses k of E feed-forward layers.
+
+    h (B, S, D) -> [scores] -> (T, E) -> [choose] -> Routing -> [experts] -> (B, S, D)
+
+    scores     softmax of the router's product, in fp32; T = B S tokens
+    choose     the k experts with the largest scores of each token, of equal scores the first ones
+    experts    rows of tokens sorted by expert -> gate and up -> silu(gate) * up * score -> down
+               -> sum over the k rows of each token
+
+No token is dropped and no row is padding, so what a token becomes does not depend on the others.
+Rows are moved by gathers, in the backward too, so no two threads add to one number: two runs of one
+layout have the same bits. Of ``topk``, torch promises no order; a stable sort has one.
+
+The choice is made once for each forward. If a block is recomputed, it uses the choice of the
+forward: rounding may differ, and another choice would give wrong gradients.
+
+Balance (``training/balance.py``) needs how many tokens use each expert, and may add a bias to the
+scores, for the choice only.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.parameters import Row
+from megaspeed.model.recomputation import Compose
+
+
+class Routing(NamedTuple):
+    """Which experts the tokens of a micro-batch use. Rows are sorted by expert."""
+
+    experts: Tensor
+    """(T, k) int64, those that each token uses."""
+    order: Tensor
+    """(T k,) int64, what each row is: token x k + place of the expert in the token's choice."""
+    rows: Tensor
+    """(T, k) int64, the row of each of these."""
+    offsets: Tensor
+    """(E,) int32, where the rows of each expert end."""
+    counts: Tensor | None
+    """(B, E) int64, how many tokens of each complete row of tokens use an expert; None if no
+    auxiliary loss needs it."""
+
+
+class ExpertLinear(nn.Module):
+    """The matrices of all experts, one after the other: a weight (E out, in)."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__()
+        assert row.columns is not None
+        self.experts = row.experts
+        self.weight = nn.Parameter(torch.empty(row.rows, row.columns))
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight)
+
+
+class Router(nn.Module):
+    """The scores of the experts."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__()
+        assert row.columns is not None
+        self.weight = nn.Parameter(torch.empty(row.rows, row.columns))
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Map h (B, S, D) to scores (T, E) in fp32."""
+        logits: Tensor = _Logits.apply(h.flatten(0, 1), self.weight)
+        return logits.softmax(dim=-1)
+
+
+def auxiliary_loss(scores: Tensor, counts: Tensor, active: int) -> Tensor:
+    """E sum_e f_e P_e of each row of tokens, summed over the rows: an fp32 scalar.
+
+    f_e is the fraction of the row's tokens that use expert e, P_e the mean score of e in the row
+    (Fedus et al. 2021, "Switch Transformers", equation 4). It is k if all experts are used equally.
+    ``load_balancing_loss_func`` of transformers returns this of one layer and one row.
+
+    Args:
+        scores: (T, E) of this rank's tokens. If ranks share a sequence, the results of all of them
+            add up to its loss.
+        counts: (B, E) of complete rows, see ``Routing``.
+        active: k.
+    """
+    length = counts.sum(1, keepdim=True) / active  # tokens of a complete row
+    probabilities = scores.view(len(counts), -1, scores.shape[1]).sum(1) / length
+    return (counts / length * probabilities).sum() * scores.shape[1]
+
+
+class Experts(nn.Module):
+    """The router, the choice, and the feed-forward layers of all experts, each as ``SwiGluMlp``.
+
+    ``share_sequences`` sets ``sum_over_sequence``, and ``Balance`` sets ``bias``, ``counts`` and
+    ``auxiliary``.
+    """
+
+    def __init__(
+        self, config: ModelConfig, modules: Mapping[str, nn.Module], compose: Compose
+    ) -> None:
+        super().__init__()
+        assert config.num_experts_per_tok is not None
+        self.compose = compose
+        self.router = modules["mlp.router"]
+        self.gate_up = modules["mlp.gate_up"]
+        self.down = modules["mlp.down"]
+        self.active = config.num_experts_per_tok
+        self.normalizes = config.norm_topk_prob
+        self.coefficient = config.router_aux_loss_coef
+        self.bias: Tensor | None = None
+        """(E,) fp32, added to the scores for the choice only."""
+        self.counts: Tensor | None = None
+        """(E,) int64: the choices of training forwards are added to it."""
+        self.auxiliary: Tensor | None = None
+        """fp32 scalar: the auxiliary losses of rows of tokens are added to it."""
+        self.sum_over_sequence: Callable[[Tensor], None] | None = None
+        """Sums counts over the ranks that share each sequence, in place."""
+
+    def decide(self, scores: Tensor) -> Tensor:
+        """The experts of each token (T, k), the one with the largest score first."""
+        biased = scores if self.bias is None else scores + self.bias
+        return biased.sort(dim=-1, descending=True, stable=True).indices[:, : self.active]
+
+    @torch.no_grad()
+    def choose(self, scores: Tensor, sequences: int, *, is_trained: bool) -> Routing:
+        """Choose the experts of each token.
+
+        Args:
+            scores: (T, E).
+            sequences: B, the rows of tokens.
+            is_trained: whether a backward follows. Then the choices count.
+        """
+        experts = self.decide(scores)
+        counts = scores.new_zeros((sequences, scores.shape[1]), dtype=torch.int64)
+        choices = experts.reshape(sequences, -1)
+        counts.scatter_add_(1, choices, torch.ones_like(choices))  # exact in any order
+        of_all = counts.sum(0)
+        if is_trained and self.counts is not None:
+            self.counts += of_all
+        order = experts.flatten().sort(stable=True).indices
+        rows = torch.empty_like(order)
+        rows.scatter_(0, order, torch.arange(len(order), device=order.device))
+        routing = Routing(experts, order, rows.view_as(experts), of_all.cumsum(0).int(), None)
+        if not is_trained or self.coefficient == 0.0:
+            return routing
+        if self.sum_over_sequence is not None:
+            self.sum_over_sequence(counts)
+        if self.auxiliary is not None:
+            self.auxiliary += auxiliary_loss(scores, counts, self.active)
+        return routing._replace(counts=counts)
+
+    def forward(
+        self, h: Tensor, scores: Tensor, routing: Routing, gradient_scale: Tensor | None
+    ) -> Tensor:
+        """Map h (B, S, D) to (B, S, D).
+
+        Args:
+            h: hidden states.
+            scores: (T, E) of the router.
+            routing: the choice.
+            gradient_scale: the gradients of this backward are those of this number times the sum of
+                the tokens' losses; None if there is no auxiliary loss.
+        """
+        if gradient_scale is not None and routing.counts is not None:
+            scale = gradient_scale * self.coefficient
+            scores = _AuxiliaryLoss.apply(scores, routing.counts, scale, self.active)
+        weights = scores.gather(1, routing.experts)
+        if self.normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        of_rows = weights.to(h.dtype).flatten().gather(0, routing.order).unsqueeze(1)
+        where = (routing.order // self.active, routing.rows, routing.offsets)
+        gate_up = _GateUp.apply(h.flatten(0, 1), _matrices(self.gate_up), *where)
+        down = partial(_down, module=self.down, where=where)
+        return self.compose(partial(_swiglu, weights=of_rows), down, gate_up).view_as(h)
+
+
+def _matrices(module: nn.Module) -> Tensor:
+    """(E, out, in)."""
+    assert isinstance(module, ExpertLinear)
+    return module.weight.view(module.experts, -1, module.weight.shape[1])
+
+
+def _swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)  # each (T k, F)
+    return F.silu(gate) * up * weights
+
+
+def _down(x: Tensor, module: nn.Module, where: tuple[Tensor, ...]) -> Tensor:
+    y: Tensor = _Down.apply(x, _matrices(module), *where)
+    return y
+
+
+class _Logits(torch.autograd.Function):
+    """h W^T in fp32, of which h is kept in its own type."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(h, weight)
+        return F.linear(h.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        h, weight = ctx.saved_tensors
+        of_h = (gradient @ weight.float()).to(h.dtype)
+        return of_h, (gradient.t() @ h.float()).to(weight.dtype)
+
+
+class _AuxiliaryLoss(torch.autograd.Function):
+    """Returns the scores. The backward adds the gradient of ``scale`` x S x ``auxiliary_loss``."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, counts: Tensor, scale: Tensor, active: int) -> Tensor:
+        ctx.save_for_backward(counts, scale)
+        ctx.active = active
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        counts, scale = ctx.saved_tensors
+        tokens, experts = gradient.shape
+        used = counts / (counts.sum(1, keepdim=True) / ctx.active)  # f_e of each row
+        added = (used * (scale * experts)).unsqueeze(1)  # (B, 1, E)
+        by_row = gradient.view(len(counts), tokens // len(counts), experts)
+        return (by_row + added).view_as(gradient), None, None, None
+
+
+class _GateUp(torch.autograd.Function):
+    """Each token times the matrices of its experts: (T, D) -> (T k, F + F), sorted by expert.
+
+    The rows of tokens are gathered again in the backward, so only (T, D) is kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, matrices: Tensor, tokens: Tensor, rows: Tensor, offsets: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(h, matrices, tokens, rows, offsets)
+        return _products(h[tokens], matrices.transpose(1, 2), offsets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        h, matrices, tokens, rows, offsets = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_matrices = _products(gradient.t(), h[tokens], offsets)
+        of_h = _products(gradient, matrices, offsets)[rows].sum(1)
+        return of_h, of_matrices, None, None, None
+
+
+class _Down(torch.autograd.Function):
+    """Rows times the matrices of their experts, summed for each token: (T k, F) -> (T, D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, matrices: Tensor, tokens: Tensor, rows: Tensor, offsets: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, matrices, tokens, offsets)
+        return _products(x, matrices.transpose(1, 2), offsets)[rows].sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, matrices, tokens, offsets = ctx.saved_tensors
+        of_rows = gradient[tokens]
+        of_matrices = _products(of_rows.t(), x, offsets)
+        return _products(of_rows, matrices, offsets), of_matrices, None, None, None
+
+
+def _products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Products of the groups of ``a`` and ``b`` that end at ``offsets`` (E,), int32.
+
+        a (n, in), b (E, in, out)    (n, out): each group of rows of a by its matrix of b
+        a (out, n), b (n, in)        (E, out, in): the sum over each group of n; 0 if it is empty
+
+    The last offset must be n: torch does not set what comes after it.
+    """
+    if torch.compiler.is_compiling():
+        product: Tensor = torch.ops.megaspeed.grouped_mm(a, b, offsets)
+        return product
+    return F.grouped_mm(a, b, offs=offsets)
+
+
+# One operator for torch's compiler, which in torch 2.13 refuses fp32 (_meta_registrations.py,
+# _meta_grouped_mm_common), although the kernel for CPUs has it.
+_library = torch.library.Library("megaspeed", "FRAGMENT")
+_library.define("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor")
+
+
+@torch.library.impl(_library, "grouped_mm", "CompositeExplicitAutograd")
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return F.grouped_mm(a, b, offs=offsets).contiguous()
+
+
+@torch.library.register_fake("megaspeed::grouped_mm", lib=_library)
+def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    if b.dim() == 3:
+        return a.new_empty(a.shape[0], b.shape[2])
+    return a.new_empty(len(offsets), a.shape[0], b.shape[1])
