@@ -9,6 +9,10 @@ They follow from the model and the optimizer (``kinds_of``). A matrix that Muon 
     weights.blocks.0.mlp.up.weight       (F, D)   float32
     momentum.blocks.0.mlp.up.weight      (F, D)   float32
 
+With ``model.router_bias_rate``, each block also has what is added to the scores of its experts:
+
+    router_bias.blocks.0.mlp.router      (E,)     float32
+
 An imported model that was not trained yet has weights only. With
 ``parallel.gradient_compression`` there are also, of each compressed matrix,
 
@@ -61,6 +65,9 @@ ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 MUON_STATE = ("momentum",)
 """The momentum of a matrix (Jordan et al. 2024)."""
 
+ROUTER_BIAS = "router_bias"
+"""The bias that balances the experts of a block (``training/balance.py``)."""
+
 FEEDBACK, FACTOR = "feedback", "factor"
 """Kinds of state of compressed gradients. In a name, the data rank follows the first, the tensor
 rank the second."""
@@ -109,11 +116,17 @@ def expected_tensors(model: ModelConfig, optimizer: str | None) -> dict[str, Sha
 
     ``optimizer`` is as in ``kinds_of``.
     """
-    return {
-        key(kind, name): parameter.shape
-        for name, parameter in parameters_of(model).items()
-        for kind in kinds_of(parameter, optimizer)
-    }
+    named = parameters_of(model).items()
+    tensors = {key(k, name): each.shape for name, each in named for k in kinds_of(each, optimizer)}
+    if optimizer is not None and model.router_bias_rate > 0.0:
+        routers = ((name, each) for name, each in named if each.row.kind == "router")
+        tensors |= {router_bias_key(name): (each.shape[0],) for name, each in routers}
+    return tensors
+
+
+def router_bias_key(name: str) -> str:
+    """The name in a checkpoint of the bias of a router, whose weight has this full name."""
+    return key(ROUTER_BIAS, name.removesuffix(".weight"))
 
 
 def compression_tensors(

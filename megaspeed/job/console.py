@@ -3,8 +3,10 @@
 The line of a step ends with the time since the first step began and the time that is left.
 """
 
+import json
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,7 +22,9 @@ from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.files.json_values import json_value
 from megaspeed.job.resume import MOST_CHANGES, Start
+from megaspeed.job.run_folder import LOADS
 from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.parameters import training_flops_per_token
@@ -28,6 +32,7 @@ from megaspeed.pipeline.partition import parameters_of_stages
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment, usable_processors
 from megaspeed.training.metrics import (
+    LoadMetrics,
     Metrics,
     PartMetrics,
     Record,
@@ -323,6 +328,12 @@ class ConsoleObserver(Observer):
         slower = metrics.slowest_rank_seconds / max(metrics.median_rank_seconds, 1e-9)
         if slower > SLOW * self.crowding:
             self._print(describe_slow_rank(metrics, self.run.grid))
+
+    def loads(self, metrics: LoadMetrics) -> None:
+        """Write the file again. If that fails, such as on a full disk, training continues."""
+        self.check_folder()
+        with suppress(OSError):
+            (self.run.run_dir / LOADS).write_text(json.dumps(json_value(metrics)))
 
     def profiled(self, step: int, trace: str) -> None:
         self._print(f"step {step:>6}  profile: {escape(trace)}")

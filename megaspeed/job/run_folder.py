@@ -3,6 +3,7 @@
     .lock                                                  held by rank 0
     config.json  metrics.jsonl  loss.png  checkpoints/     of this run
     parts.jsonl                                            the times of the parts of a step
+    loads.json                                             the tokens of each expert in a step
     starts.jsonl                                           when it was started and resumed
     profile/                                               if training.profile states steps
     logs/                                                  one file for each rank
@@ -44,6 +45,7 @@ from megaspeed.training.profile import PROFILE
 
 CONFIG, LOSS_CURVE = "config.json", "loss.png"
 METRICS, PARTS, STARTS = "metrics.jsonl", "parts.jsonl", "starts.jsonl"
+LOADS = "loads.json"
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 LOCK = ".lock"
@@ -159,7 +161,7 @@ def start_run_folder(run: Run, device: str) -> Path | None:
     run.run_dir.mkdir(parents=True, exist_ok=True)
     earlier = _next_earlier(run.run_dir)
     # Checkpoints first: if this is interrupted, nobody can resume from a half-moved run.
-    files = (METRICS, PARTS, STARTS, CONFIG, LOSS_CURVE, TENSORBOARD, WANDB, PROFILE)
+    files = (METRICS, PARTS, LOADS, STARTS, CONFIG, LOSS_CURVE, TENSORBOARD, WANDB, PROFILE)
     for name in (CHECKPOINTS, *files):
         _move(run.run_dir / name, run.run_dir, earlier)
     _record_start(run, 0, device)

@@ -3,7 +3,7 @@
     heading       the runs and their colours
     summary       a column for each run
     charts        loss, gradient norm, learning rate, throughput, memory; all runs in each chart,
-                  with a dashed line at each resumption
+                  with a dashed line at each resumption; for each run with experts a map of loads
     configuration the keys that differ between the runs, and all keys of each run
 
 ``run_page.html`` is the template. It escapes all text from a run, and the page's content security
@@ -15,8 +15,9 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -27,6 +28,7 @@ from megaspeed.units import readable_memory
 # Readable on white and on black.
 COLOURS = ("#3b82f6", "#f07818", "#16a34a", "#d946ef", "#0ea5b7", "#ef4444", "#8b7cf6", "#a08000")
 _MOST_DRAWN = 800
+_SIZE = (5.2, 2.9)  # of a chart, in inches
 
 
 class Chart(NamedTuple):
@@ -44,6 +46,8 @@ CHARTS = (
     Chart("Gradient norm", "before clipping", ("grad_norm",), logarithmic=True),
     Chart("Learning rate", "", ("learning_rate",)),
     Chart("Throughput", "tokens/s, all ranks", ("tokens_per_second",)),
+    Chart("Auxiliary loss of the experts", "sum over blocks", ("auxiliary_loss",)),
+    Chart("Largest load of an expert, in any block", "x the block's mean", ("load_factor",)),
     Chart("Peak memory by pipeline stage", "MiB", ("peak_memory_bytes/",), scale=2.0**-20),
 )
 
@@ -66,13 +70,16 @@ def page(records: Sequence[RunRecord]) -> str:
     figures = [_figures(run) for run in records]
     restarts = sorted({step for run in records for step in run.resumptions})
     drawn = ((chart, list(_lines(chart, records))) for chart in CHARTS)
+    charts = [(chart.title, draw(chart, lines, restarts)) for chart, lines in drawn if lines]
+    loads = {name: run.loads for name, run in runs.items() if run.loads is not None}
+    charts += [(f"Loads of the experts: {name}", draw_loads(each)) for name, each in loads.items()]
     template = Path(__file__).with_name("run_page.html").read_text(encoding="utf-8")
     return jinja2.Template(template, autoescape=True, trim_blocks=True).render(
         runs=runs,
         colours=COLOURS,
         restarts=restarts,
         summary=[(name, *(column[name] for column in figures)) for name in figures[0]],
-        charts=[(chart.title, draw(chart, lines, restarts)) for chart, lines in drawn if lines],
+        charts=charts,
         differences=[(key, *values) for key, values in config_differences(records)],
         configurations={name: json.dumps(run.config, indent=2) for name, run in runs.items()},
     )
@@ -124,13 +131,11 @@ def _lines(chart: Chart, runs: Sequence[RunRecord]) -> Iterator[Line]:
 def draw(chart: Chart, lines: Sequence[Line], restarts: Sequence[int] = ()) -> str:
     """Return the ``<svg>`` element of a chart, with a dashed line at each step of ``restarts``."""
     # Imported here: matplotlib takes long to import, and other commands do not need it.
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-    # Text stays text, and the same chart has the same ids.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megaspeed", "font.size": 9}):
-        figure = Figure(figsize=(5.2, 2.9), layout="constrained")
+    with _style():
+        figure = Figure(figsize=_SIZE, layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel=chart.unit)
         axes.patch.set_visible(False)
         for line in lines:
@@ -151,8 +156,36 @@ def draw(chart: Chart, lines: Sequence[Line], restarts: Sequence[int] = ()) -> s
             axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(color="black", alpha=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-        written = io.StringIO()
-        figure.savefig(written, format="svg", transparent=True)
+        return _svg(figure)
+
+
+def draw_loads(loads: np.ndarray) -> str:
+    """Return the ``<svg>`` element of a map of ``loads`` (blocks, experts), relative to means."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    with _style():
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        axes = figure.add_subplot(xlabel="expert", ylabel="block")
+        relative = loads / np.maximum(loads.mean(axis=1, keepdims=True), 1e-9)
+        # Cells and few colours, because the page's content security policy blocks images.
+        colours = colormaps["RdBu_r"].resampled(16)
+        cells = axes.pcolormesh(relative, cmap=colours, vmin=0, vmax=2)
+        figure.colorbar(cells, label="tokens / mean of the block", extend="max")
+        axes.invert_yaxis()
+        return _svg(figure)
+
+
+def _style() -> AbstractContextManager[None]:
+    """Text stays text, and the same chart has the same ids."""
+    from matplotlib import rc_context
+
+    return rc_context({"svg.fonttype": "none", "svg.hashsalt": "megaspeed", "font.size": 9})
+
+
+def _svg(figure: Any) -> str:
+    written = io.StringIO()
+    figure.savefig(written, format="svg", transparent=True)
     svg = written.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r' id="[a-z_]+_\d+"', "", svg)  # one page holds several charts

@@ -14,6 +14,7 @@ import json
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,6 +63,8 @@ class RunRecord:
     starts: Sequence[Mapping[str, Any]]  # the lines of starts.jsonl, in order of time
     config: Mapping[str, Any]  # the resolved configuration; empty if it cannot be read
     notes: Sequence[str]  # what could not be read, one sentence each
+    # (blocks, experts): tokens of each expert in the last timed step; None if there are no experts
+    loads: np.ndarray | None = None
 
     @property
     def steps(self) -> np.ndarray:
@@ -103,6 +106,7 @@ def read_run(folder: Path) -> RunRecord:
         )
     notes: list[str] = []
     config: dict[str, Any] = {}
+    loads: np.ndarray | None = None
     points: dict[str, tuple[array[int], array[float]]]
     points = defaultdict(lambda: (array("q"), array("d")))
     stages = 0
@@ -121,9 +125,13 @@ def read_run(folder: Path) -> RunRecord:
         config, _ = read_json_object(folder / run_folder.CONFIG)
     except JsonSyntaxError as error:
         notes.append(f"no configuration: {error}")
+    with suppress(OSError, ValueError, KeyError, TypeError):  # an older run has none
+        loads = np.array(json.loads((folder / run_folder.LOADS).read_text())["loads"], float)
     names = (*_OF_STEPS, *_OF_VALIDATIONS, *points)
     curves = {name: _curve(*points[name]) for name in names}
-    return RunRecord(folder=folder, curves=curves, starts=starts, config=config, notes=notes)
+    return RunRecord(
+        folder=folder, curves=curves, starts=starts, config=config, notes=notes, loads=loads
+    )
 
 
 def _records(
@@ -156,6 +164,9 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield name, record.get(name)
     if is_step and isinstance(peaks, list):
         yield from ((f"peak_memory_bytes/{stage}", peak) for stage, peak in enumerate(peaks))
+    if isinstance(factors := record.get("load_factors"), list):
+        yield "auxiliary_loss", record.get("auxiliary_loss")
+        yield "load_factor", max(factors, default=None)
 
 
 def _number(value: object) -> float:

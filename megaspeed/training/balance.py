@@ -7,11 +7,12 @@ Sums of whole numbers are exact in any order, so the bias is the same at every l
 with the loss and the norm, in one collective and one read by the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from megaspeed.checkpoint.tensors import Piece, router_bias_key
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.experts import Experts
 from megaspeed.model.gpt import GPT
@@ -29,9 +30,8 @@ class Balance:
     def __init__(self, model: GPT, config: ModelConfig, device: torch.device) -> None:
         assert config.num_experts is not None, "the model has experts"
         self._rate = config.router_bias_rate
-        self.names = [f"blocks.{name}.mlp.router" for name in model.blocks]
-        """The router of each block of this rank."""
-        count = len(self.names)
+        self._names = [f"blocks.{name}.mlp.router.weight" for name in model.blocks]
+        count = len(self._names)
         self.bias = torch.zeros(count, config.num_experts, device=device)
         """(blocks of this rank, E) fp32."""
         self._counts = torch.zeros(count, config.num_experts, dtype=torch.int64, device=device)
@@ -60,6 +60,11 @@ class Balance:
         self._counts.zero_()
         self._auxiliary.zero_()
         return self._sums.view(-1)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The pieces of a checkpoint, views of the bias. Copies are equal on all data ranks."""
+        for name, bias in zip(self._names, self.bias, strict=True):
+            yield Piece(router_bias_key(name), tuple(bias.shape), (0,), bias)
 
     def end_step(self, *, taken: bool) -> None:
         """Move the bias by the sums (Wang et al. 2024, algorithm 1). A skipped step moves nothing.

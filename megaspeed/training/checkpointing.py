@@ -121,6 +121,8 @@ class Checkpointing:
         start = time.perf_counter()
         state = self._state(progress)
         pieces = [*self._pieces(state.optimizer, owned=True), *_compression_pieces(self._worker)]
+        if self._run.config.model.router_bias_rate > 0.0 and self._writes_copies:
+            pieces += self._bias_pieces()
         if self._background is None:
             self._finished.append(self._saver.save(pieces, state))
             return
@@ -173,7 +175,10 @@ class Checkpointing:
         for fragment in self._worker.engine.state_fragments():
             for values in fragment.tensors.values():
                 values.zero_()  # what the checkpoint does not have remains zero
-        read_pieces(checkpoint, self._pieces(saved.optimizer, owned=False), group)
+        pieces = [*self._pieces(saved.optimizer, owned=False)]
+        if saved.model_section().router_bias_rate > 0.0:
+            pieces += self._bias_pieces()
+        read_pieces(checkpoint, pieces, group)
         _load_compression(self._worker, checkpoint, saved, group)
         kept = broadcast(
             group, lambda: generation_file(checkpoint, self._saver.beside), CheckpointError
@@ -197,6 +202,8 @@ class Checkpointing:
         saved = RunState.read(checkpoint)
         problems = model_changes(saved, self._run)
         model = self._run.config.model
+        rate = saved.model_section().router_bias_rate
+        model = model.model_copy(update={"router_bias_rate": rate})
         expected = expected_tensors(model, saved.optimizer) | saved.compression_tensors(model)
         problems += mismatches(expected, saved_shapes(checkpoint))
         if saved.data is not None and not allow_data_change:
@@ -248,6 +255,16 @@ class Checkpointing:
                     fragment.tensors[kind],
                     part=part,
                 )
+
+    @property
+    def _writes_copies(self) -> bool:
+        """Whether this rank writes what all ranks of its pipeline stage hold."""
+        context = self._worker.context
+        return context.dp_rank == context.cp_rank == context.tp_rank == 0
+
+    def _bias_pieces(self) -> list[Piece]:
+        balance = self._worker.balance
+        return [] if balance is None else [*balance.pieces()]
 
     def _written_part(self, owned_elements: int) -> range:
         """Which of its leading ``owned_elements`` elements this rank writes.

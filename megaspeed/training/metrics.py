@@ -2,6 +2,7 @@
 
 metrics.jsonl   each optimizer step, each validation, and the samples of the model
 parts.jsonl     the times of the parts of each timed step
+loads.json      the tokens of each expert in the last timed step
 """
 
 import contextlib
@@ -42,6 +43,23 @@ class StepMetrics:
     # of this step were complete
     peak_memory_bytes: list[int]
     skipped: bool  # whether the step was skipped because loss or gradient norm was not finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureMetrics(StepMetrics):
+    """One optimizer step of a model with experts."""
+
+    auxiliary_loss: float  # mean over rows of tokens, summed over blocks, without its coefficient
+    # for each block, the tokens of the expert with the most, divided by the mean over its experts
+    load_factors: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadMetrics:
+    """How many tokens each expert of each block got in a step."""
+
+    step: int
+    loads: list[list[int]]  # by block, then by expert
 
 
 @dataclass(frozen=True, kw_only=True)

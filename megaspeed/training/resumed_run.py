@@ -50,8 +50,8 @@ _TRAINING_KEYS = (
     *("training.allow_tf32", "training.allow_reduced_precision_reduction"),
 )
 
-# Dropout may change during training, and initial weights are not drawn again. If positions are
-# learned, their number is part of a shape; if they are rotary, it is only a limit.
+# Dropout and the balance of experts may change, and initial weights are not drawn again. If
+# positions are learned, their number is part of a shape; if they are rotary, it is only a limit.
 _FREE_MODEL_KEYS = {
     "preset",
     "embedding_dropout",
@@ -59,6 +59,7 @@ _FREE_MODEL_KEYS = {
     "residual_dropout",
     "initializer_range",
     "max_position_embeddings",
+    "router_aux_loss_coef",
 }
 
 
@@ -70,6 +71,8 @@ def model_changes(saved: RunState, run: Run) -> list[str]:
     # Parsed, so fields that did not exist in the saved version have their defaults.
     parsed = ModelConfig.model_validate(saved.config["model"])
     before, now = (dict(leaves(m.model_dump(mode="json"))) for m in (parsed, run.config.model))
+    if now["router_bias_rate"]:  # another rate moves the same bias; without one it would be lost
+        now["router_bias_rate"] = before["router_bias_rate"]
     return [
         f"model.{name} was {before.get(name)} and is {now.get(name)}; set it back, or start a new "
         "run"

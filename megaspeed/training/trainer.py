@@ -27,6 +27,8 @@ from megaspeed.supervision.process_end import StopSignal
 from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import (
+    LoadMetrics,
+    MixtureMetrics,
     PartMetrics,
     SampleMetrics,
     StepMetrics,
@@ -57,6 +59,9 @@ class Observer:
 
     def parts(self, metrics: PartMetrics) -> None:
         """Called when the times of the parts of an earlier step are known."""
+
+    def loads(self, metrics: LoadMetrics) -> None:
+        """Called after each timed step of a model with experts."""
 
     def profiled(self, step: int, trace: str) -> None:
         """Called after the last profiled step, with a line about the trace."""
@@ -230,6 +235,8 @@ class Trainer:
         metrics = self._measure(progress, result, rate, time.perf_counter() - start)
         self._observe(result.timelines)  # of an earlier step
         self._observer.step(metrics)
+        if result.loads and self._is_timed(progress.step):
+            self._observer.loads(LoadMetrics(step=progress.step, loads=list(result.loads)))
         if progress.skipped_in_a_row >= self._run.config.training.max_skipped_steps:
             self._give_up(metrics, progress)
         return progress, metrics, stopped_by
@@ -245,7 +252,7 @@ class Trainer:
     ) -> StepMetrics:
         tokens = self._run.tokens_per_step
         flops_per_rank = self._flops_per_token * tokens / seconds / self._run.grid.world_size
-        return StepMetrics(
+        metrics = StepMetrics(
             step=progress.step,
             loss=result.loss,
             grad_norm=result.grad_norm,
@@ -257,6 +264,13 @@ class Trainer:
             mfu=None if self._peak is None else flops_per_rank / self._peak,
             peak_memory_bytes=list(result.peak_memory_bytes),
             skipped=result.skipped,
+        )
+        if not result.loads:
+            return metrics
+        return MixtureMetrics(
+            **vars(metrics),
+            auxiliary_loss=result.auxiliary_loss,
+            load_factors=[max(loads) * len(loads) / max(1, sum(loads)) for loads in result.loads],
         )
 
     def _give_up(self, metrics: StepMetrics, progress: Progress) -> NoReturn:

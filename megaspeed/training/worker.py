@@ -155,7 +155,7 @@ class StepResult:
     # for each rank, what its ``Timeline.pop_seconds`` returned about an earlier step
     timelines: Sequence[Sequence[float]] = ()
     # of each block, how many tokens each expert got; empty if there are no experts
-    loads: Sequence[Sequence[int]] = ()
+    loads: Sequence[list[int]] = ()
     # mean over rows of tokens, summed over blocks, without its coefficient
     auxiliary_loss: float = 0.0
 
