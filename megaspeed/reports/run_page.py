@@ -72,7 +72,10 @@ def page(records: Sequence[RunRecord]) -> str:
     drawn = ((chart, list(_lines(chart, records))) for chart in CHARTS)
     charts = [(chart.title, draw(chart, lines, restarts)) for chart, lines in drawn if lines]
     loads = {name: run.loads for name, run in runs.items() if run.loads is not None}
-    charts += [(f"Loads of the experts: {name}", draw_loads(each)) for name, each in loads.items()]
+    charts += [
+        (f"Loads of the experts, last timed step: {name}", draw_loads(each))
+        for name, each in loads.items()
+    ]
     template = Path(__file__).with_name("run_page.html").read_text(encoding="utf-8")
     return jinja2.Template(template, autoescape=True, trim_blocks=True).render(
         runs=runs,
@@ -163,6 +166,7 @@ def draw_loads(loads: np.ndarray) -> str:
     """Return the ``<svg>`` element of a map of ``loads`` (blocks, experts), relative to means."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     with _style():
         figure = Figure(figsize=_SIZE, layout="constrained")
@@ -170,7 +174,10 @@ def draw_loads(loads: np.ndarray) -> str:
         relative = loads / np.maximum(loads.mean(axis=1, keepdims=True), 1e-9)
         # Cells and few colours, because the page's content security policy blocks images.
         colours = colormaps["RdBu_r"].resampled(16)
-        cells = axes.pcolormesh(relative, cmap=colours, vmin=0, vmax=2)
+        edges = (np.arange(size + 1) - 0.5 for size in reversed(loads.shape))
+        cells = axes.pcolormesh(*edges, relative, cmap=colours, vmin=0, vmax=2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(cells, label="tokens / mean of the block", extend="max")
         axes.invert_yaxis()
         return _svg(figure)

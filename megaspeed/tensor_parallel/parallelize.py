@@ -175,8 +175,8 @@ def _parallel_module(
     if split in ("replicated", "each head"):
         raise ValueError(
             f"the row of {name} in megaspeed/model/parameters.py states the split {split}, which "
-            "only norms and embeddings have; split a linear module by rows, columns, heads or "
-            "vocabulary"
+            "only norms, embeddings, routers and experts have; split a linear module by rows, "
+            "columns, heads or vocabulary"
         )
     shard = shard_of(config, parameter, rank=axis.rank, size=axis.size)
     rows, columns = shard.local_shape

@@ -113,12 +113,22 @@ def is_compressed(
     return compression.rank * (rows + columns) < rows * columns
 
 
-OptimizerGroup = Literal["tied", "partial", "not compressed", "orthogonalized", "decaying", "other"]
+OptimizerGroup = Literal[
+    "tied",
+    "partial",
+    "partial and decaying",
+    "not compressed",
+    "orthogonalized",
+    "decaying",
+    "other",
+]
 """The parameter groups of the optimizer: a weight that two pipeline stages share, parameters whose
-gradient is summed over the tensor axis, matrices that are not compressed although others are, those
-whose update Muon orthogonalizes, other parameters with weight decay, and the rest. Each of the
-first three is reduced in its own way. Parameters with weight decay are matrices, and partial ones
-have none."""
+gradient is summed over the tensor axis without and with weight decay, matrices that are not
+compressed although others are, those whose update Muon orthogonalizes, other parameters with weight
+decay, and the rest. Each of the first four is reduced in its own way."""
+
+PARTIAL: tuple[OptimizerGroup, ...] = ("partial", "partial and decaying")
+"""The groups of parameters whose gradient is summed over the tensor axis."""
 
 
 def optimizer_group(
@@ -136,8 +146,7 @@ def optimizer_group(
     if is_shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
         return "tied"
     if gradient_is_partial(parameter, size=size, sequence_parallel=sequence_parallel):
-        assert not parameter.decays, "costs and engine would split this group differently"
-        return "partial"
+        return "partial and decaying" if parameter.decays else "partial"
     is_matrix = compression is not None and len(parameter.shape) > 1
     if is_matrix and not is_compressed(config, parameter, compression, size=size):
         return "not compressed"

@@ -36,6 +36,7 @@ from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.buckets import Bucket
 from megaspeed.model.gpt import DTYPES
 from megaspeed.pipeline.schedules import End
+from megaspeed.tensor_parallel.shards import PARTIAL
 from megaspeed.tensor_parallel.weight_gradients import MatrixLayer, add_product
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.buckets import (
@@ -90,7 +91,7 @@ class Gradients:
             self._of_chunks.setdefault(bucket.plan.chunk, []).append(bucket)
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._in_backward = {parameters[p.name] for p in axis.parameters if p.in_backward}
-        self._partial = [bucket for bucket in self._buckets if bucket.plan.group == "partial"]
+        self._partial = [bucket for bucket in self._buckets if bucket.plan.group in PARTIAL]
         self._compressed = [b.compressed for b in self._buckets if b.compressed is not None]
         self._compressor: Compressor | None = None
         if self._compressed:

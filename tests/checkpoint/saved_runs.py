@@ -6,6 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megaspeed.checkpoint.run_state import Progress
@@ -97,6 +98,15 @@ class SavedRun:
                 tensors = gathered.tensors.items()
                 stretch.state[kind] = {name: t for name, t in tensors if kind in kinds[name]}
                 stretch.copies_differ_by = max(stretch.copies_differ_by, gathered.copies_differ_by)
+        if self.worker.balance is not None:
+            own = {piece.key: piece.values.clone() for piece in self.worker.balance.pieces()}
+            found = [own] * self.worker.context.grid.world_size
+            dist.all_gather_object(found, own, self.worker.context.world_group)
+            stretch.state["router_bias"] = {k: v for each in found for k, v in each.items()}
+            copies = (
+                (v, stretch.state["router_bias"][k]) for each in found for k, v in each.items()
+            )
+            assert all(torch.equal(one, other) for one, other in copies)
         computed = gather_weights(self.worker)
         stretch.computed = {} if computed is None else dict(computed.tensors)
         for _ in range(steps):

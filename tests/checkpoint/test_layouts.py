@@ -23,7 +23,7 @@ from tests.checkpoint.saved_runs import (
     save_and_continue,
 )
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import BF16_IN_FP32, LLAMA, MUON, tiny_corpus
+from tests.support.tiny import BF16_IN_FP32, LLAMA, MOE, MUON, tiny_corpus
 from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -147,6 +147,9 @@ def assert_continues(before: Stretch, after: Stretch, run: Run, checkpoint: str)
     assert after.copies_differ_by == 0.0, where
     assert before.state.keys() == after.state.keys(), where
     assert ("momentum" in before.state) == (run.muon is not None), where
+    bias = before.state.get("router_bias", {}).values()
+    assert len(bias) == (run.config.model.num_hidden_layers if run.config.model.num_experts else 0)
+    assert all(each.abs().sum() > 0 for each in bias), where
     for kind, tensors in before.state.items():
         assert tensors.keys() == after.state[kind].keys(), where
         for tensor_name, value in tensors.items():
@@ -198,6 +201,22 @@ OTHER_KEYS: dict[str, tuple[dict[str, Any], list[tuple[tuple[int, int, int], int
             ((1, 4, 1), 3, {"replicate": 2}),
             ((2, 1, 2), 2, chunks(2, 1)),
             ((1, 2, 1), 1, {"context": 2, "context_method": "ulysses"}),
+            ((1, 1, 1), 0, {}),
+        ],
+    ),
+    "experts": (
+        {
+            "model": {
+                **MOE,
+                "num_hidden_layers": 4,
+                "router_aux_loss_coef": 0.01,
+                "router_bias_rate": 0.01,
+            },
+        },
+        [
+            ((1, 4, 1), 3, {"replicate": 2}),
+            ((2, 2, 1), 2, chunks(2, 1)),
+            ((1, 2, 1), 1, {"context": 2, "context_method": "all_gather"}),
             ((1, 1, 1), 0, {}),
         ],
     ),

@@ -9,10 +9,13 @@ import pytest
 from PIL import Image
 
 from megaspeed.cli import main
+from megaspeed.job.run_folder import LOADS, METRICS
 from megaspeed.reports.run_page import Chart, Line, draw
+from megaspeed.reports.run_record import read_run
+from megaspeed.training.metrics import MetricsFile, MixtureMetrics
 from tests.reports.written_runs import loss_at, written_run
 from tests.support.browser import open_page, photograph
-from tests.training.metrics_of_steps import STEP_KEYS
+from tests.training.metrics_of_steps import STEP_KEYS, step_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +117,28 @@ def test_a_legend_names_the_lines_of_one_run(tmp_path: Path) -> None:
     drawn = set(re.findall(r"<text[^>]*>([a-z0-9_ ]+)</text>", file.read_text()))
     assert {"loss", "validation_loss", "stage 0", "stage 1"} <= drawn
     assert "dashed" not in file.read_text(), "the run was not resumed"
+
+
+def test_a_run_with_experts_shows_a_map_of_their_loads(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=3)
+    with MetricsFile(folder / METRICS) as file:
+        values = vars(step_metrics(step=4))
+        file.write(MixtureMetrics(**values, auxiliary_loss=4.5, load_factors=[1.25, 2.0]))
+    (folder / LOADS).write_text(json.dumps({"step": 4, "loads": [[5, 3, 4, 4], [8, 0, 2, 6]]}))
+    assert read_run(folder).curves["load_factor"].values.tolist() == [2.0]
+    page = tmp_path / "report.html"
+    assert main(["report", str(folder), "--output", str(page)]) == 0
+    opened = open_page(page)
+    assert opened.console == [], "the policy blocks images"
+    assert "Loads of the experts, last timed step: run" in opened.dom
+    assert opened.dom.count("<svg") == 5 + 2 + 1
+
+
+@pytest.mark.parametrize("broken", ['{"step": 4, "loads": [[5, ', "[]", '{"loads": [[1], [2, 3]]}'])
+def test_loads_that_cannot_be_read_are_not_drawn(tmp_path: Path, broken: str) -> None:
+    folder = written_run(tmp_path / "run", steps=3)
+    (folder / LOADS).write_text(broken)
+    assert read_run(folder).loads is None
 
 
 def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:

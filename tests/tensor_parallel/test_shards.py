@@ -10,10 +10,12 @@ from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.shards import (
     ParameterShard,
+    optimizer_group,
     shard_of,
     vocabulary_rows_per_rank,
 )
 from tests.model.tiny_gpt import gpt2, llama
+from tests.support.tiny import MOE
 
 CONFIGS = {
     "gpt2": gpt2(num_attention_heads=8),
@@ -141,3 +143,26 @@ def test_a_row_parallel_layer_has_columns_and_its_whole_bias() -> None:
     biases = shards(gpt2(), "blocks.0.mlp.down.bias", (32,), 4)
     assert {bias.local_shape for bias in biases} == {(32,)}
     assert [bias.owned_rows for bias in biases] == [32, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("blocks.0.mlp.router.weight", "partial and decaying"),
+        ("blocks.0.mlp_norm.weight", "partial"),
+        ("blocks.0.attention.qkv.weight", "decaying"),
+        ("embedding.tokens.weight", "decaying"),
+    ],
+)
+def test_a_router_of_which_each_rank_sees_some_tokens_decays(name: str, group: str) -> None:
+    config = ModelConfig.model_validate(MOE)
+    found = optimizer_group(
+        config,
+        parameter_named(config, name),
+        None,
+        has_pipeline=False,
+        has_muon=False,
+        size=2,
+        sequence_parallel=True,
+    )
+    assert found == group

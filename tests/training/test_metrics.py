@@ -12,6 +12,7 @@ import pytest
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.metrics import (
     MetricsFile,
+    MixtureMetrics,
     StepMetrics,
     ValidationMetrics,
     records_up_to,
@@ -31,6 +32,12 @@ def written(folder: Path, *metrics: StepMetrics | ValidationMetrics) -> list[dic
 def test_a_step_has_the_keys_of_every_step(tmp_path: Path) -> None:
     (record,) = written(tmp_path, step_metrics())
     assert list(record) == STEP_KEYS
+
+
+def test_a_step_with_experts_has_two_keys_more(tmp_path: Path) -> None:
+    metrics = MixtureMetrics(**vars(step_metrics()), auxiliary_loss=4.5, load_factors=[1.25, 2.0])
+    (record,) = written(tmp_path, metrics)
+    assert list(record) == [*STEP_KEYS, "auxiliary_loss", "load_factors"]
 
 
 def test_an_evaluation_has_the_keys_of_every_evaluation(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from megaspeed.planning.costs.activations import (
     tokens_of,
 )
 from megaspeed.planning.costs.memory import int8_columns, powersgd_matrices
-from megaspeed.tensor_parallel.shards import key_value_replicas
+from megaspeed.tensor_parallel.shards import PARTIAL, key_value_replicas
 from megaspeed.topology.grid import Axis
 
 Collective = Literal[
@@ -218,7 +218,7 @@ def _add_tensor_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stag
         add("all_reduce", (2 * blocks + again) * 2 * tokens_of(run) * BYTES_OF["fp32"])
     if has_head:  # maximum in the logits' type; sum of exponentials and target's logit in fp32
         add("all_reduce", tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"]))
-    partial = [bucket for bucket in axis.buckets if bucket.group == "partial"]
+    partial = [bucket for bucket in axis.buckets if bucket.group in PARTIAL]
     own_bytes = sum(bucket.part for bucket in partial) * _gradient_element_bytes(run, axis)
     messages.add("tp", "all_reduce", own_bytes, ranks=tp)
     add("all_reduce", blocks * _shared_head_gradient_bytes(run))
