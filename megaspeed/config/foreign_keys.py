@@ -145,7 +145,11 @@ REFUSED: Mapping[str, str] = _by_key(
             "tensor_parallel sequence_parallel_size data_parallel_size "
             "seq_parallel_communication_data_type"
         ),
-        "no model here has a mixture of experts; remove it": (
+        "every token reaches its experts, because a capacity depends on the micro-batch, so other "
+        "layouts would train another model; remove it": (
+            "model.capacity_factor model.expert_capacity_factor model.moe_expert_capacity_factor"
+        ),
+        "each rank has all experts of its blocks; remove it": (
             "expert_parallel use_data_before_expert_parallelism zero_optimization.leaf_module"
         ),
         "megaspeed orders the data itself, the same at every layout; see `data`": "data_efficiency",
@@ -260,7 +264,7 @@ def accept(values: Mapping[str, Any], known: Collection[str]) -> Accepted:
     train, micro, accumulation = (tree.get(key) for key in BATCH_KEYS)
     chooses = micro == "auto" and train not in (None, "auto") and accumulation in (None, "auto")
     zero_stage = _at(tree, ("zero_optimization", "stage")) or 0
-    for path in (path for path in paths_in(tree) if path[0] not in _OWN):
+    for path in (p for p in paths_in(tree) if p[0] not in _OWN or dotted(p) in REFUSED):
         name, value, stages = dotted(path), _at(tree, path), _stages_of(path)
         is_for_others = bool(stages) and zero_stage not in stages and value is not None
         table = (

@@ -1,7 +1,7 @@
 """The ``model`` section: the shape of the GPT, in Hugging Face's field names."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -260,7 +260,18 @@ class ModelConfig(Section):
             return "torch's FlashAttention needs a head size that is a multiple of 8 up to 256"
         return None
 
-    def dropout_warning(self) -> str | None:
+    def warnings(self) -> Iterator[str]:
+        """Yield what works, but is slow or trains badly, with remedies."""
+        if dropout := self._dropout_warning():
+            yield dropout
+        if self.num_experts and not (self.router_bias_rate or self.router_aux_loss_coef):
+            yield (
+                "nothing balances the experts (model.router_bias_rate and "
+                "model.router_aux_loss_coef are 0), so a few of them may get most tokens; to "
+                "balance them, --set model.router_bias_rate=0.001"
+            )
+
+    def _dropout_warning(self) -> str | None:
         """Return a warning with the rates, the cost and a fix; None if there is no dropout."""
         names = ("embedding_dropout", "attention_dropout", "residual_dropout")
         rates = {name: getattr(self, name) for name in names if getattr(self, name) > 0.0}

@@ -92,7 +92,9 @@ def fields_belong_to_features(config: RunConfig) -> Iterator[str]:
         ("router_aux_loss_coef", model.num_experts, "model.num_experts"),
         ("router_bias_rate", model.num_experts, "model.num_experts"),
     ):
-        if not is_used and getattr(model, name) != ModelConfig.model_fields[name].default:
+        default = ModelConfig.model_fields[name].default
+        default = FAMILIES[model.architecture].features.get(name, default)
+        if not is_used and getattr(model, name) != default:
             yield f"model.{name} has no effect without {condition}; remove it"
 
 

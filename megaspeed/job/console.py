@@ -160,8 +160,7 @@ def launch_warnings(
             f"parallel.tensor that divides {ranks}, and let pp or dp cross; megaspeed plan "
             "predicts the traffic, and megaspeed doctor measures what each link carries"
         )
-    if warning := run.config.model.dropout_warning():
-        yield warning
+    yield from run.config.model.warnings()
     if has_bf16 and not {"bf16", "fp16"} & run.config.model_fields_set:
         yield (
             "the configuration states no precision, so the run trains in fp32, but this GPU "

@@ -104,8 +104,7 @@ def summary(plan: Plan) -> Iterator[str]:
         why = model.why_mask(plan.prediction.fullest.device_type, BYTES_OF[run.precision])
         each = " for each micro-batch" if run.config.data.reset_at_documents else ""
         yield f"attention mask: {readable_memory(plan.mask_bytes)}{each}, because {why}"
-    if warning := model.dropout_warning():
-        yield warning
+    yield from model.warnings()
     if run.grid.pp > 1:
         shape = pipeline_of(run)
         groups = f"{counted(shape.groups, 'group')} of micro-batches"

@@ -28,6 +28,8 @@ from tests.config.small import problems, small, write
 FOLDER = Path(__file__).parent
 NAMES = {
     "LLAMA": "model.architecture=llama model.intermediate_size=384",
+    "MIXTRAL": "model.architecture=mixtral model.intermediate_size=384 model.num_experts=8 "
+    "model.num_experts_per_tok=2",
     "SCALING": 'model.rope_scaling={"rope_type":"llama3","factor":8.0,"low_freq_factor":4.0,'
     '"high_freq_factor":4.0,"original_max_position_embeddings":32}',
     "YARN": 'model.rope_scaling={"rope_type":"yarn","factor":4.0,'

@@ -8,6 +8,7 @@ import pytest
 
 from megaspeed.job.console import launch_warnings
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.tiny import MOE
 from tests.zero.one_rank import OFFLOAD, small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -71,6 +72,13 @@ def test_dropout_is_named_with_its_cost_and_how_to_do_without() -> None:
 def test_dropout_without_attention_dropout_keeps_the_fused_attention() -> None:
     (warning,) = warnings(BY_TORCHRUN, {"model": {"residual_dropout": 0.1}})
     assert "fused" not in warning and warning.endswith("--set model.residual_dropout=0")
+
+
+def test_experts_without_balance_are_named_with_the_mend() -> None:
+    (warning,) = warnings(BY_TORCHRUN, {"model": MOE})
+    assert "a few of them may get most tokens" in warning
+    for key in ("router_bias_rate", "router_aux_loss_coef"):
+        assert warnings(BY_TORCHRUN, {"model": {**MOE, key: 0.001}}) == []
 
 
 def test_a_tensor_axis_across_machines_is_reported() -> None:
