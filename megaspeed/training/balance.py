@@ -61,9 +61,13 @@ class Balance:
         self._auxiliary.zero_()
         return self._sums.view(-1)
 
+    def named_biases(self) -> Iterator[tuple[str, Tensor]]:
+        """(full name of the router's weight, its bias) of each block; equal on all data ranks."""
+        yield from zip(self._names, self.bias, strict=True)
+
     def pieces(self) -> Iterator[Piece]:
-        """The pieces of a checkpoint, views of the bias. Copies are equal on all data ranks."""
-        for name, bias in zip(self._names, self.bias, strict=True):
+        """The pieces of a checkpoint, views of the bias."""
+        for name, bias in self.named_biases():
             yield Piece(router_bias_key(name), tuple(bias.shape), (0,), bias)
 
     def end_step(self, *, taken: bool) -> None:

@@ -6,12 +6,13 @@
     norms, learned positions, row-parallel biases           tensor ranks
     key and value heads, if there are fewer than ranks      neighbouring tensor ranks
     a tied embedding                                        first and last pipeline stage
+    the bias of routers                                     all ranks of a pipeline stage
 
 If ZeRO partitions a tensor, the shards hold no copies of it. Then each part is compared along the
 other axes, and with that of the replicas.
 
 For each set of ranks that hold the same copies, a rank computes one number, a fingerprint, from the
-bits of its copies. A rank has at most eight fingerprints. One small collective and one read by the
+bits of its copies. A rank has at most nine fingerprints. One small collective and one read by the
 host compare them. Only if they differ, a second comparison finds the parameter.
 """
 
@@ -94,7 +95,7 @@ def _batches(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
         yield batch
 
 
-Kind = Literal["parameter", "master weight"]
+Kind = Literal["parameter", "master weight", "router bias"]
 Holders = Literal["own", "tensor ranks", "key and value heads", "tied"]
 Slot = tuple[Kind, Holders]
 """The copies from which a rank computes one fingerprint."""
@@ -143,6 +144,9 @@ class Replicas:
         for state in engine.state_fragments():
             for holders, name, part in self._by_holders(state.name, state.start, state.weights):
                 yield ("master weight", holders), name, part
+        if self._worker.balance is not None:
+            for name, bias in self._worker.balance.named_biases():
+                yield ("router bias", "tensor ranks"), name, bias
 
     def _by_holders(
         self, name: str, start: int, values: Tensor
@@ -171,7 +175,7 @@ class Replicas:
         """Groups of ranks whose fingerprints must be equal."""
         kind, holders = slot
         grid = self._run.grid
-        is_complete = kind == "parameter" and self._run.zero_stage < 3
+        is_complete = kind == "router bias" or (kind == "parameter" and self._run.zero_stage < 3)
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(grid.world_size):
             at = grid.coordinates_of(rank)

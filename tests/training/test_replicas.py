@@ -1,18 +1,20 @@
 """All ranks that hold a copy of one value compare it bit by bit. A rank that differs is named."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.replicas import Replicas, ReplicasDiffer
+from megaspeed.training.worker import Worker
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
+from tests.support.tiny import GPT2, LLAMA, MOE, tiny_corpus, tiny_run
 from tests.zero.one_rank import OFFLOAD, one_rank
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -54,6 +56,7 @@ LAYOUTS = [
         1, 6, 1, 3, {"model": TIED, "parallel": {"replicate": 3}, "train_batch_size": 48, **BF16}
     ),
     Layout(1, 2, 2, 0, {"model": {**SHARED_HEADS, "qk_norm": "all_heads"}}),
+    Layout(2, 3, 1, 3, {"model": {**MOE, "router_bias_rate": 0.01}}),
 ]
 
 
@@ -70,12 +73,12 @@ def trained(
             replicas.check(step + 1)
         for damage in damages:
             if launch.rank == damage.rank:
-                damage.do(rank.worker.engine)
+                damage.do(rank.worker)
             with pytest.raises(ReplicasDiffer) as differ:
                 replicas.check(STEPS + 1)
             messages.append(str(differ.value))
             if launch.rank == damage.rank:
-                damage.do(rank.worker.engine)  # a second time, which undoes the damage
+                damage.do(rank.worker)  # a second time, which undoes the damage
         replicas.check(STEPS + 1)
     return messages
 
@@ -91,12 +94,13 @@ class Damage(NamedTuple):
     name: str
     exchanges: bool = False
 
-    def do(self, engine: Any) -> None:
-        held = (
-            ((part.name, part.values) for part in engine.parameter_fragments())
-            if self.kind == "parameter"
-            else ((part.name, part.weights) for part in engine.state_fragments())
-        )
+    def do(self, worker: Worker) -> None:
+        engine, balance = worker.engine, worker.balance
+        held: Iterable[tuple[str, Tensor]] = () if balance is None else balance.named_biases()
+        if self.kind == "parameter":
+            held = ((part.name, part.values) for part in engine.parameter_fragments())
+        elif self.kind == "master weight":
+            held = ((part.name, part.weights) for part in engine.state_fragments())
         (values,) = (values for name, values in held if name == self.name and len(values))
         if self.exchanges:
             first_two = values.detach()[:2]
@@ -110,8 +114,13 @@ NORM = "blocks.0.attention_norm.weight"
 QKV = "blocks.1.attention.qkv.weight"
 KEY_NORM = "blocks.0.attention.key_norm.weight"
 HEAD = "head.output.weight"
+ROUTER = "blocks.2.mlp.router.weight"
 
 DAMAGES: list[tuple[Layout, dict[Damage, str]]] = [
+    (
+        LAYOUTS[-1],
+        {Damage(4, "router bias", ROUTER): f"router bias {ROUTER} on rank 4, unlike 2"},
+    ),
     (
         LAYOUTS[0],
         {
