@@ -41,13 +41,14 @@ class Family:
         keys: field of the ``model`` section -> the key of the config.json.
         fixed: other keys of the config.json -> the values that our model supports; the first is
             transformers' default.
-        other_names: second names of keys that transformers accepts.
+        other_names: second names of keys that transformers accepts -> the key.
         rope_types: the kinds of rotary scaling that its files may state.
         prefix: start of the name of every tensor but the head's. Files of the model without its
             head omit it.
         blocks: their name for the list of blocks.
         modules: our module -> their modules. Names within a block omit "blocks.3.". There is one of
             their modules for each section of our rows (``model/parameters.py``), or one for all.
+            "{}" stands for the number of an expert.
         transposes_blocks: whether the matrices of a block are stored as (in, out).
         interleaves_heads: whether the rows of ``attention.qkv`` are stored head by head: query, key
             and value of the first head, then those of the second one.
@@ -282,32 +283,63 @@ OLMO2 = replace(
     },
 )
 
-_EXPERT_KEYS = {
-    "num_experts": Key("num_experts", 8),
-    "num_experts_per_tok": Key("num_experts_per_tok", 2),
+# A gate and an up matrix of each expert, and a down matrix
+_EXPERTS = {
+    **LLAMA.modules,
+    "mlp.router": ("mlp.gate",),
+    "mlp.gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "mlp.down": ("mlp.experts.{}.down_proj",),
+}
+# transformers' classes do not have these settings of other mixtures.
+_NO_OTHER_EXPERTS = {
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "first_k_dense_replace": (None, 0),
+    "scoring_func": (None, "softmax"),
+    "n_group": (None, 1),
+    "mlp_bias": (None, False),
 }
 
-# Jiang et al. 2024: Mistral with experts
+# Jiang et al. 2024: Mistral with experts, whose scores are always normalized
 MIXTRAL = replace(
     MISTRAL,
     features={**LLAMA.features, "norm_topk_prob": True},
     class_name="MixtralForCausalLM",
     keys={
         **MISTRAL.keys,
-        **_keys(sliding_window=None, rms_norm_eps=1e-5),
-        **_EXPERT_KEYS,
+        **_keys(sliding_window=None, rms_norm_eps=1e-5, rope_theta=1e6, num_experts_per_tok=2),
         "num_experts": Key("num_local_experts", 8),
-        "moe_intermediate_size": Key("intermediate_size", 14336),
     },
-    fixed={"router_jitter_noise": (0.0, 0)},
+    fixed={**_NO_OTHER_EXPERTS, "router_jitter_noise": (0.0, 0)},
+    other_names={"num_experts": "num_local_experts"},
+    modules={
+        **_EXPERTS,
+        "mlp.router": ("block_sparse_moe.gate",),
+        "mlp.gate_up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        "mlp.down": ("block_sparse_moe.experts.{}.w2",),
+    },
 )
 
-# Yang et al. 2025: Qwen3 with experts in each block
+# Yang et al. 2025: Qwen3 with experts in each block. transformers 5.23 writes num_local_experts,
+# older versions num_experts.
 QWEN3_MOE = replace(
     QWEN3,
     features={**QWEN3.features, "norm_topk_prob": False},
     class_name="Qwen3MoeForCausalLM",
-    keys={**QWEN3.keys, **_EXPERT_KEYS},
+    keys={
+        **QWEN3.keys,
+        **_keys(hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, head_dim=None),
+        **_keys(num_key_value_heads=4, moe_intermediate_size=768, norm_topk_prob=False),
+        **_keys(num_experts=128, num_experts_per_tok=8),
+    },
+    fixed={
+        **_QWEN_FIXED,
+        **_NO_OTHER_EXPERTS,
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([], None),
+    },
+    other_names={"num_local_experts": "num_experts"},
+    modules=_EXPERTS,
 )
 
 # Muennighoff et al. 2024: Llama with experts, and norms over all heads
@@ -315,8 +347,16 @@ OLMOE = replace(
     LLAMA,
     features={**LLAMA.features, "qk_norm": "all_heads", "norm_topk_prob": False},
     class_name="OlmoeForCausalLM",
-    keys={**_SHARED_KEYS, **_ATTENTION_BIASES, **_EXPERT_KEYS},
-    fixed={"clip_qkv": (None,)},
+    keys={
+        **{name: key for name, key in _SHARED_KEYS.items() if name != "head_dim"},
+        **_ATTENTION_BIASES,
+        **_keys(vocab_size=50304, hidden_size=2048, intermediate_size=2048, num_hidden_layers=16),
+        **_keys(num_attention_heads=16, max_position_embeddings=4096, rms_norm_eps=1e-5),
+        **_keys(num_experts=64, num_experts_per_tok=8, norm_topk_prob=False),
+    },
+    fixed={**_NO_OTHER_EXPERTS, "clip_qkv": (None,)},
+    other_names={"num_local_experts": "num_experts"},
+    modules=_EXPERTS,
 )
 
 # Bakouch et al. 2025: Llama in which every fourth block has no rotation
@@ -400,6 +440,18 @@ GPT_NEOX = Family(
     interleaves_heads=True,
     buffers=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
 )
+
+_DEEPSEEK = "latent attention, shared experts, dense first blocks and groups of experts"
+
+UNSUPPORTED: Mapping[str, str] = {
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": f"{_DEEPSEEK} with sigmoid scores",
+    "glm4_moe": "shared experts, sigmoid scores and dense first blocks",
+    "gpt_oss": "biases of experts, a clamped activation, attention sinks and alternating windows",
+    "qwen2_moe": "a shared expert",
+    "qwen3_next": "linear attention and a shared expert",
+}
+"""Families of other mixtures of experts -> what they need that our model does not have."""
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": GPT2,

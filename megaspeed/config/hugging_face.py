@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from megaspeed.config.document import JsonSyntaxError, describe_value, read_json_object
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
-from megaspeed.config.families import FAMILIES, Family, Key
+from megaspeed.config.families import FAMILIES, UNSUPPORTED, Family, Key
 from megaspeed.config.model import (
     DERIVED_FIELDS,
     LinearScaling,
@@ -44,6 +44,7 @@ DAMAGED = "incomplete or damaged; fetch it again"
 
 _NOT_EXPORTED = frozenset(
     {"preset", "from_hf", "embedding_dropout", "attention_dropout", "residual_dropout"}
+    | {"router_aux_loss_coef", "router_bias_rate"}
 )
 """Fields that change nothing in what a trained model computes."""
 
@@ -135,8 +136,11 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     name = keys.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         given = "missing; state it" if name is None else describe_value(name)
+        if lacking := UNSUPPORTED.get(str(name)):
+            given += f", which needs {lacking}"
         return {}, [f"model_type must be {_alternatives(FAMILIES)}, but it is {given}"]
     family = FAMILIES[name]
+    contradictions = [*_contradictions(keys, family)]
     keys = {family.other_names.get(key, key): value for key, value in keys.items()}
     fields: dict[str, Any] = {"architecture": name}
     for field, key in family.keys.items():
@@ -145,7 +149,7 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             value = key.values.get(str(value))
         if value is not None or key.default is not None:
             fields[field] = value
-    problems = [*_unsupported_values(keys, family)]
+    problems = [*contradictions, *_unsupported_values(keys, family)]
     if _INTERVAL in fields:
         fields[_INTERVAL] = fields[_INTERVAL] or None
         problems += _other_rotations(keys, fields)
@@ -264,6 +268,15 @@ def _other_classes(keys: Mapping[str, Any], family: Family) -> list[str]:
     )
     pattern = "(?i)(TF|Flax|FSDP)?" + re.sub(f"{heads}$", "", family.class_name) + heads
     return [name for name in classes if not re.fullmatch(pattern, name)]
+
+
+def _contradictions(keys: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Yield a problem for each key that is stated under both of its names with two values."""
+    for other, name in family.other_names.items():
+        values = [keys[key] for key in (name, other) if key in keys]
+        if values[1:] and values[0] != values[1]:
+            given = " and ".join(map(describe_value, values))
+            yield f"{name} and {other} are names of one number, but they are {given}; remove one"
 
 
 def _unsupported_values(keys: Mapping[str, Any], family: Family) -> Iterator[str]:

@@ -9,6 +9,10 @@
     blocks.0.mlp.gate_up.weight     gate rows   model.layers.0.mlp.gate_proj.weight
                                     up rows     model.layers.0.mlp.up_proj.weight
     blocks.0.mlp.up.weight          all         transformer.h.0.mlp.c_fc.weight, transposed
+    experts: blocks.0.mlp.gate_up.weight
+                                    0.gate      model.layers.0.mlp.experts.0.gate_proj.weight
+                                    0.up        model.layers.0.mlp.experts.0.up_proj.weight
+                                    1.gate      model.layers.0.mlp.experts.1.gate_proj.weight
 
 The names are in the family's table (``config/families.py``), the rows in the model's table
 (``model/parameters.py``). GPT-2's c_attn is one matrix of q, k and v, in the same order as ours.
@@ -211,6 +215,7 @@ def _sections(parameter: Parameter, family: Family) -> list[tuple[str, int]]:
             f"the module {name} has no name in {family.class_name} of transformers; add it to the "
             "modules of the family in megaspeed/config/families.py"
         )
+    modules = tuple(name.format(expert) for expert in range(row.experts) for name in modules)
     heights = [row.rows] if len(modules) == 1 else list(row.sections.values())
     return list(zip(modules, heights, strict=True))
 

@@ -196,18 +196,22 @@ def _down(x: Tensor, module: nn.Module, where: tuple[Tensor, ...]) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """h W^T in fp32, of which h is kept in its own type."""
+    """h W^T in fp32, or in fp64 if h is. h is kept in its own type."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(h, weight)
-        return F.linear(h.float(), weight.float())
+        return F.linear(_wide(h), _wide(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         h, weight = ctx.saved_tensors
-        of_h = (gradient @ weight.float()).to(h.dtype)
-        return of_h, (gradient.t() @ h.float()).to(weight.dtype)
+        of_h = (gradient @ _wide(weight)).to(h.dtype)
+        return of_h, (gradient.t() @ _wide(h)).to(weight.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class _AuxiliaryLoss(torch.autograd.Function):
@@ -280,6 +284,14 @@ def _products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         product: Tensor = torch.ops.megaspeed.grouped_mm(a, b, offsets)
         return product
+    if a.dtype == torch.float64:  # the kernels refuse it; models are compared in fp64
+        ends, is_by_row = offsets[:-1].tolist(), b.dim() == 3
+        groups = zip(
+            a.tensor_split(ends, dim=0 if is_by_row else 1),
+            b if is_by_row else b.tensor_split(ends),
+            strict=True,
+        )
+        return (torch.cat if is_by_row else torch.stack)([x @ y for x, y in groups])
     return F.grouped_mm(a, b, offs=offsets)
 
 

@@ -20,8 +20,12 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedConfig,
@@ -31,6 +35,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     StableLmConfig,
@@ -133,6 +139,23 @@ def gpt_neox(*, random: bool = True, **changes: Any) -> PreTrainedModel:
     return _like_llama(GPTNeoXForCausalLM, GPTNeoXConfig, random, {**rotation, **changes})
 
 
+def mixtral(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with 4 experts, of which a token uses 2."""
+    return _like_llama(MixtralForCausalLM, MixtralConfig, random, {"num_experts": 4, **changes})
+
+
+def qwen3_moe(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with 5 experts of width 24, of which a token uses 3, and with qwen3's norms."""
+    shape = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    return _like_llama(Qwen3MoeForCausalLM, Qwen3MoeConfig, random, {**shape, **changes})
+
+
+def olmoe(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with 6 experts, of which a token uses 2, and norms over all heads."""
+    shape = {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": None}
+    return _like_llama(OlmoeForCausalLM, OlmoeConfig, random, {**shape, **changes})
+
+
 def _like_llama(
     model_class: type[PreTrainedModel],
     config_class: type[PreTrainedConfig],
@@ -178,8 +201,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "mistral": mistral,
     "mistral without a window": lambda: mistral(sliding_window=None, head_dim=12),
+    "mixtral": mixtral,
+    "mixtral with a window, tied": lambda: mixtral(sliding_window=12, tie_word_embeddings=True),
     "olmo2": olmo2,
     "olmo2 tied, with biases": lambda: olmo2(tie_word_embeddings=True, attention_bias=True),
+    "olmoe": olmoe,
+    "olmoe normalized, with biases": lambda: olmoe(norm_topk_prob=True, attention_bias=True),
     "phi3": phi3,
     "phi3 with a window, tied": lambda: phi3(
         sliding_window=12, tie_word_embeddings=True, num_key_value_heads=4
@@ -189,6 +216,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2 tied": lambda: qwen2(tie_word_embeddings=True),
     "qwen3": qwen3,
     "qwen3 with biases": lambda: qwen3(attention_bias=True, tie_word_embeddings=True),
+    "qwen3_moe": qwen3_moe,
+    "qwen3_moe normalized, with a head size": lambda: qwen3_moe(norm_topk_prob=True, head_dim=16),
     "smollm3": smollm3,
     "smollm3 rotated, untied": lambda: smollm3(
         no_rope_layers=[1, 1, 1], no_rope_layer_interval=0, tie_word_embeddings=False
