@@ -40,7 +40,7 @@ def _show(options: argparse.Namespace) -> int:
     # Imported here: torch takes seconds, which ``check`` need not wait for.
     from megaspeed.checkpoint.folders import locate
     from megaspeed.checkpoint.inspection import NO_FILE, inspect
-    from megaspeed.model.parameters import parameters_of
+    from megaspeed.model.parameters import parameters_in_words, parameters_of
 
     for checkpoint in locate(options.path):
         shown = inspect(checkpoint, NO_FILE)
@@ -48,10 +48,11 @@ def _show(options: argparse.Namespace) -> int:
             say(_describe(shown), error=True)
             continue
         state = shown.state
-        parameters = sum(p.elements for p in parameters_of(state.model_section()).values())
-        say(f"{checkpoint}: {_size(shown)}\n{parameters:,} parameters, {state.origin}")
+        model = state.model_section()
+        say(f"{checkpoint}: {_size(shown)}\n{parameters_in_words(model)}, {state.origin}")
         if state.layout is not None:
             say(_progress(state))
+        parameters = sum(p.elements for p in parameters_of(model).values())
         figures = {"parameters": parameters, "run_state": state.model_dump(mode="json")}
         write_json(options, {**_figures(shown), **figures})
         return EXIT_DONE

@@ -46,6 +46,7 @@ from megaspeed.hugging_face.weights import (
     is_finite,
     parts_of,
 )
+from megaspeed.model.parameters import parameters_in_words
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -91,7 +92,7 @@ def export_model(
         model.write(writing, split)
         agreement = compare(checkpoint, writing, dtype=model.dtype, strict=True) if verify else None
     count = f"{len(split.filename_to_tensors)} files" if split.is_sharded else "1 file"
-    parameters = f"{size_bytes // model.dtype.itemsize:,} parameters, {precision}, in {count}"
+    parameters = f"{parameters_in_words(model.ours)}, {precision}, in {count}"
     report(f"{out}: {parameters}, from {checkpoint}")
     report(str(model.tokenizer))
     report(str(agreement or "not verified"))

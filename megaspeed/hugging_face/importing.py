@@ -48,6 +48,7 @@ from megaspeed.hugging_face.weights import (
     open_tensors,
     parts_of,
 )
+from megaspeed.model.parameters import parameters_in_words
 from megaspeed.version import __version__
 
 
@@ -105,7 +106,7 @@ def import_model(
     with new_model_folder(out, model, parameters * BYTES_PER_ELEMENT, verify=verify) as writing:
         write_checkpoint(writing, _pieces(model, stored), state, beside)
         agreement = compare(writing, folder) if verify else None
-    report(f"{out}: {parameters:,} parameters, from {folder}")
+    report(f"{out}: {parameters_in_words(model)}, from {folder}")
     report(str(vocabulary))
     report(str(agreement or "not verified"))
     return agreement

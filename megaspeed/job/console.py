@@ -27,8 +27,7 @@ from megaspeed.job.resume import MOST_CHANGES, Start
 from megaspeed.job.run_folder import LOADS
 from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.gpt import DTYPES
-from megaspeed.model.parameters import training_flops_per_token
-from megaspeed.pipeline.partition import parameters_of_stages
+from megaspeed.model.parameters import parameters_in_words, training_flops_per_token
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment, usable_processors
 from megaspeed.training.metrics import (
@@ -99,7 +98,7 @@ def banner(run: Run, device: torch.device) -> Iterator[str]:
     flops = training_flops_per_token(run.config.model, run.config.data.sequence_length)
     peak = peak_flops_per_second(device, run.precision)
     yield (
-        f"model: {sum(parameters_of_stages(run)):,} parameters, {flops / 1e6:,.4g} MFLOP a token"
+        f"model: {parameters_in_words(run.config.model)}, {flops / 1e6:,.4g} MFLOP a token"
         + ("" if peak is None else f"; MFU of {peak / 1e12:,.1f} TFLOP/s a rank (dense)")
     )
     yield f"attention: {describe_attention(run, device)}"

@@ -19,7 +19,7 @@ import numpy as np
 from megaspeed.config.resolve import Run
 from megaspeed.files.durable import write_file
 from megaspeed.measurement.turns import Device, Result
-from megaspeed.model.parameters import parameters_of
+from megaspeed.model.parameters import parameters_in_words
 from megaspeed.units import markdown_table, wrapped
 
 NOTHING = "-"
@@ -173,14 +173,13 @@ def _write(file: Path, text: str) -> None:
 def describe_run(run: Run, device: Device | None) -> list[str]:
     """Return bullets: layout, batch and model. The device is omitted if it is None."""
     grid, batch, model = run.grid, run.batch, run.config.model
-    elements = sum(parameter.elements for parameter in parameters_of(model).values())
     on_device = f" ({device.name})" if device else ""
     return [
         f"{run.name}: {grid} = {grid.world_size} ranks{on_device}, {run.precision}",
         f"{batch.train_batch_size} samples of {run.config.data.sequence_length:,} tokens a "
         f"step in {batch.gradient_accumulation_steps} micro-batches of "
         f"{batch.micro_batch_size}",
-        f"{model.architecture}: {elements:,} parameters, {model.num_hidden_layers} blocks x "
+        f"{model.architecture}: {parameters_in_words(model)}, {model.num_hidden_layers} blocks x "
         f"{model.hidden_size:,}, {model.num_attention_heads} heads, vocabulary "
         f"{model.vocab_size:,} ({'tied' if model.tie_word_embeddings else 'untied'})",
     ]

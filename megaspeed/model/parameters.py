@@ -208,6 +208,20 @@ def parameters_of(
     return {p.name: p for p in parameters if not (shares and p.name == HEAD_WEIGHT)}
 
 
+def active_parameters(config: ModelConfig) -> int:
+    """How many parameters a token uses: of the experts, those of its choice; else all."""
+    every = parameters_of(config).values()
+    return sum(p.elements // p.row.experts * p.row.active_experts for p in every)
+
+
+def parameters_in_words(config: ModelConfig) -> str:
+    """How many parameters a model has and, if it has experts, how many of them a token uses."""
+    total = f"{sum(p.elements for p in parameters_of(config).values()):,} parameters"
+    return (
+        total if config.num_experts is None else f"{total} ({active_parameters(config):,} active)"
+    )
+
+
 def embedding_rows(config: ModelConfig) -> dict[str, Row]:
     """Name within the embedding -> row."""
     rows = [

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,33 @@ from tests.model.tiny_gpt import gpt2, llama
 
 
 def stock_shapes(config: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every parameter of transformers' model, built on the meta device."""
+    """Return name -> shape of every tensor that transformers writes, built on the meta device."""
     write(folder / "config.json", hugging_face_config(config))
     with torch.device("meta"):
         stock = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return {name: tuple(parameter.shape) for name, parameter in stock.named_parameters()}
+    return dict(
+        tensor
+        for name, parameter in stock.named_parameters()
+        for tensor in as_stored(config.architecture, name, tuple(parameter.shape))
+    )
+
+
+def as_stored(
+    family: str, name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors of a parameter. Experts, which are one in memory, are stored one by one."""
+    places = ("block_sparse_moe", "w1", "w3", "w2") if family == "mixtral" else ()
+    place, gate, up, down = places or ("mlp", "gate_proj", "up_proj", "down_proj")
+    before, is_expert, kind = name.partition(".mlp.experts.")
+    if is_expert:
+        experts, rows, columns = shape
+        names = (gate, up) if kind == "gate_up_proj" else (down,)
+        for expert in range(experts):
+            for each in names:
+                stored = f"{before}.{place}.experts.{expert}.{each}.weight"
+                yield stored, (rows // len(names), columns)
+    else:
+        yield name.replace(".mlp.gate.", f".{place}.gate."), shape
 
 
 @pytest.mark.parametrize("preset", PRESETS)

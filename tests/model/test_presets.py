@@ -5,6 +5,7 @@ import torch
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
+from megaspeed.model.parameters import active_parameters, parameters_in_words
 
 # Counted in the published weights. A tied head counts once.
 PUBLISHED = {
@@ -27,6 +28,15 @@ PUBLISHED = {
     "smollm2-1.7b": 1_711_376_384,
     "smollm3-3b": 3_075_098_624,
     "olmo2-1b": 1_484_916_736,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "olmoe-1b-7b": 6_919_161_856,
+}
+# The published figures are 12.9, 3.3 and 1.3 billion.
+ACTIVE = {
+    "mixtral-8x7b": 12_879_925_248,
+    "qwen3-30b-a3b": 3_353_032_704,
+    "olmoe-1b-7b": 1_282_017_280,
 }
 
 
@@ -35,6 +45,20 @@ def test_a_preset_has_the_published_number_of_parameters(preset: str, parameters
     with torch.device("meta"):
         model = GPT(ModelConfig.model_validate({"preset": preset}))
     assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_token_uses_the_published_number_of_parameters(preset: str) -> None:
+    config = ModelConfig.model_validate({"preset": preset})
+    total, active = PUBLISHED[preset], active_parameters(config)
+    assert active == ACTIVE.get(preset, total)
+    if config.num_experts is None or config.num_experts_per_tok is None:
+        assert parameters_in_words(config) == f"{total:,} parameters"
+        return
+    assert parameters_in_words(config) == f"{total:,} parameters ({active:,} active)"
+    unused = config.num_experts - config.num_experts_per_tok
+    expert = 3 * config.hidden_size * config.expert_width
+    assert total - active == config.num_hidden_layers * unused * expert
 
 
 @pytest.mark.parametrize(
