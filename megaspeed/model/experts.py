@@ -124,7 +124,10 @@ class Experts(nn.Module):
     def decide(self, scores: Tensor) -> Tensor:
         """The experts of each token (T, k), the one with the largest score first."""
         biased = scores if self.bias is None else scores + self.bias
-        return biased.sort(dim=-1, descending=True, stable=True).indices[:, : self.active]
+        sorted_experts = biased.sort(dim=-1, descending=True, stable=True).indices
+        return sorted_experts[
+            :, : self.active
+        ].contiguous()  # a view would keep (T, E) for backward
 
     @torch.no_grad()
     def choose(self, scores: Tensor, sequences: int, *, is_trained: bool) -> Routing:
