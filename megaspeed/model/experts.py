@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.model.grouped_products import converting_product, grouped_product
 from megaspeed.model.parameters import Row
 from megaspeed.model.recomputation import Compose
 
@@ -124,10 +125,8 @@ class Experts(nn.Module):
     def decide(self, scores: Tensor) -> Tensor:
         """The experts of each token (T, k), the one with the largest score first."""
         biased = scores if self.bias is None else scores + self.bias
-        sorted_experts = biased.sort(dim=-1, descending=True, stable=True).indices
-        return sorted_experts[
-            :, : self.active
-        ].contiguous()  # a view would keep (T, E) for backward
+        experts = biased.sort(dim=-1, descending=True, stable=True).indices  # (T, E)
+        return experts[:, : self.active].clone()  # a view would keep all of them for the backward
 
     @torch.no_grad()
     def choose(self, scores: Tensor, sequences: int, *, is_trained: bool) -> Routing:
@@ -204,17 +203,14 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(h, weight)
-        return F.linear(_wide(h), _wide(weight))
+        wide = torch.promote_types(h.dtype, torch.float32)
+        return F.linear(h.to(wide), weight.to(wide))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         h, weight = ctx.saved_tensors
-        of_h = (gradient @ _wide(weight)).to(h.dtype)
-        return of_h, (gradient.t() @ _wide(h)).to(weight.dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+        of_h = converting_product(gradient, weight).to(h.dtype)
+        return of_h, converting_product(gradient.t(), h).to(weight.dtype)
 
 
 class _AuxiliaryLoss(torch.autograd.Function):
@@ -247,14 +243,14 @@ class _GateUp(torch.autograd.Function):
         ctx: Any, h: Tensor, matrices: Tensor, tokens: Tensor, rows: Tensor, offsets: Tensor
     ) -> Tensor:
         ctx.save_for_backward(h, matrices, tokens, rows, offsets)
-        return _products(h[tokens], matrices.transpose(1, 2), offsets)
+        return grouped_product(h[tokens], matrices.transpose(1, 2), offsets)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         h, matrices, tokens, rows, offsets = ctx.saved_tensors
         gradient = gradient.contiguous()
-        of_matrices = _products(gradient.t(), h[tokens], offsets)
-        of_h = _products(gradient, matrices, offsets)[rows].sum(1)
+        of_matrices = grouped_product(gradient.t(), h, offsets, tokens)
+        of_h = grouped_product(gradient, matrices, offsets)[rows].sum(1)
         return of_h, of_matrices, None, None, None
 
 
@@ -266,51 +262,11 @@ class _Down(torch.autograd.Function):
         ctx: Any, x: Tensor, matrices: Tensor, tokens: Tensor, rows: Tensor, offsets: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, matrices, tokens, offsets)
-        return _products(x, matrices.transpose(1, 2), offsets)[rows].sum(1)
+        return grouped_product(x, matrices.transpose(1, 2), offsets)[rows].sum(1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, matrices, tokens, offsets = ctx.saved_tensors
         of_rows = gradient[tokens]
-        of_matrices = _products(of_rows.t(), x, offsets)
-        return _products(of_rows, matrices, offsets), of_matrices, None, None, None
-
-
-def _products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Products of the groups of ``a`` and ``b`` that end at ``offsets`` (E,), int32.
-
-        a (n, in), b (E, in, out)    (n, out): each group of rows of a by its matrix of b
-        a (out, n), b (n, in)        (E, out, in): the sum over each group of n; 0 if it is empty
-
-    The last offset must be n: torch does not set what comes after it.
-    """
-    if torch.compiler.is_compiling():
-        product: Tensor = torch.ops.megaspeed.grouped_mm(a, b, offsets)
-        return product
-    if a.dtype == torch.float64:  # the kernels refuse it; models are compared in fp64
-        ends, is_by_row = offsets[:-1].tolist(), b.dim() == 3
-        groups = zip(
-            a.tensor_split(ends, dim=0 if is_by_row else 1),
-            b if is_by_row else b.tensor_split(ends),
-            strict=True,
-        )
-        return (torch.cat if is_by_row else torch.stack)([x @ y for x, y in groups])
-    return F.grouped_mm(a, b, offs=offsets)
-
-
-# One operator for torch's compiler, which in torch 2.13 refuses fp32 (_meta_registrations.py,
-# _meta_grouped_mm_common), although the kernel for CPUs has it.
-_library = torch.library.Library("megaspeed", "FRAGMENT")
-_library.define("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor")
-
-
-@torch.library.impl(_library, "grouped_mm", "CompositeExplicitAutograd")
-def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return F.grouped_mm(a, b, offs=offsets).contiguous()
-
-
-@torch.library.register_fake("megaspeed::grouped_mm", lib=_library)
-def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    if b.dim() == 3:
-        return a.new_empty(a.shape[0], b.shape[2])
-    return a.new_empty(len(offsets), a.shape[0], b.shape[1])
+        of_matrices = grouped_product(of_rows.t(), x, offsets)
+        return grouped_product(of_rows, matrices, offsets), of_matrices, None, None, None
