@@ -35,6 +35,19 @@ With full recomputation, a block keeps only its output, and its backward first r
 (section 5 of the paper, "full recomputation": 2 s b h a layer). If it is offloaded, the output
 waits in host memory (``zero/host_inputs.py``).
 
+A mixture of experts (``model/experts.py``) keeps, instead of F features of a token, F features for
+each of its k experts. It also keeps the scores of the product silu(gate) * up before the factor of
+the router is applied, so 5 k F elements a token instead of 4 F, or 2 k F with selective
+recomputation, for which its norm is not computed again. Rows of tokens are gathered again for the
+backward. What each token has chosen and scored takes
+
+    E fp32                        scores
+    k (3 int64)                   experts, rows, order of rows
+    k (1 int64, 1 number)         tokens of rows, factors; k + 1 fp32 if the factors are normalised
+
+A fully recomputed block keeps the first int64 numbers beside its output. All of this is the same
+for any loads of the experts, because a rank computes k rows for each of its own tokens.
+
 If attention stays within a document (``model/documents.py``), every rank also has, from its own
 micro-batch,
 
@@ -52,6 +65,7 @@ MLP's backward, unless documents have far fewer than 128 tokens on average.
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 from megaspeed.config.resolve import BYTES_OF, Run, RunKey
 from megaspeed.config.run import Recomputation
@@ -86,7 +100,18 @@ def mlp_parts_of(run: Run) -> list[int]:
     """The tokens of a row in each part of the MLP of a block with offloaded inputs."""
     rows, model = run.batch.micro_batch_size, run.config.model
     tokens = tokens_of(run) // rows // (run.grid.tp if run.sequence_parallel else 1)
+    if model.num_experts is not None:  # not divided: a part would have few rows for each expert
+        return [tokens]
     return mlp_parts(rows, tokens, model.hidden_size)
+
+
+class _Experts(NamedTuple):
+    """Bytes of a mixture of experts, of all tokens of a rank."""
+
+    rows: int  # (T k, D)
+    width: int  # (T k, F)
+    choice: int  # which experts the tokens use; a recomputed block keeps it
+    scores: int  # that the router gives them, and what follows from both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +194,7 @@ class Activations:
         # rows.
         heads = model.num_attention_heads // tp
         self._attention_weights = self._n * run.config.data.sequence_length * heads
+        self._experts = self._expert_sizes()
         self._block = cache(self._computed_block)
 
     def embedding(self) -> LayerMemory:
@@ -197,6 +223,8 @@ class Activations:
         attention = self._norm_kept() + self._attention_kept() + self._between_kept()
         kept = attention + self._norm_kept() + mlp + output
         forward = max(self._summed, self._gathered, self._residual_hashing)
+        if self._experts is not None:
+            forward = max(forward, self._combining(self._experts) - output)
         if self._model.parallel_residual:  # the sum of input and attention
             forward += output
         backward = self._block_backward_working(parts)
@@ -220,9 +248,14 @@ class Activations:
         # The input of the first block counts as kept by the layer before, not the last output.
         on_device = output if recomputation == "full" or not self._on_gpu else 0
         passing = 2 * (output - on_device)
-        again = kept - output + max(forward - mlp, backward, max(gathering, attending) - later)
+        computed = forward - mlp
+        choice = 0
+        if self._experts is not None:  # The recomputed forward ends with the product with ``down``.
+            computed, choice = self._combining(self._experts), self._experts.choice
+        again = kept - output - choice
+        again += max(computed, backward, max(gathering, attending) - later)
         return LayerMemory(
-            kept=on_device,
+            kept=on_device + choice,
             forward_working=passing + max(forward + mlp, gathered),
             backward_working=passing + again,
         )
@@ -239,7 +272,9 @@ class Activations:
         qkv, mix = self._n * features * self._a, self._n * mixed * self._a
         activation = self._n * width * self._a  # (n, F/T), the input of ``down``
         silu = activation if model.is_gated else 0
-        up = activation + silu
+        up, experts = activation + silu, self._experts
+        if experts is not None:
+            up = self._mlp_kept(selective=True) + self._norm_kept()
         # On a CPU: the fp32 intermediates of RMSNorm, of the hidden states and of the keys.
         norm = 0 if self._fused_norm else 3 * self._m * model.hidden_size * _FP32
         head_norm = 0
@@ -260,16 +295,21 @@ class Activations:
             mix + head_norm - hidden - core - up,
             norm - hidden - up,
             self._gathered,
-            activation + max(self._summed, silu),
             self._residual_hashing,
         ]
         backward = [
-            mlp + activation + silu + self._gathered,
-            mlp - up + hidden + self._column_parallel_backward(),
             norm + self._norm_kept() - up,
             again + head_norm - up,
             keys + max(gathering, attending) - up,
         ]
+        if experts is None:
+            forward.append(activation + max(self._summed, silu))
+            backward.append(mlp + activation + silu + self._gathered)
+            backward.append(mlp - up + hidden + self._column_parallel_backward())
+        else:
+            forward.append(2 * experts.width - hidden)
+            forward.append(experts.width + self._combining(experts) - hidden)
+            backward += self._expert_gradients(experts, again=3 * experts.width)
         if model.attention_dropout == 0.0:
             backward.append(again + mix + qkv - up)
         else:
@@ -284,6 +324,8 @@ class Activations:
         # Output, input of the second norm; the inputs of norms after attention and MLP.
         after = 2 * hidden if model.norm_position == "after" else 0
         inputs = (1 if model.parallel_residual else 2) * hidden + after
+        if experts is not None:  # the second norm is not computed again
+            inputs = hidden + self._between_kept() + after // 2
         return LayerMemory(
             kept=inputs + sent + qkv + core + up,
             forward_working=max(forward),
@@ -471,8 +513,56 @@ class Activations:
         joint = self._model.qk_norm == "all_heads"
         return joint or (self._model.qk_norm is True and (self._fused_rms_norm or self._a == _FP32))
 
-    def _mlp_kept(self) -> int:
+    def _expert_sizes(self) -> _Experts | None:
+        model, n = self._model, self._n
+        if model.num_experts is None or model.num_experts_per_tok is None:
+            return None
+        count, active = model.num_experts, model.num_experts_per_tok
+        choice = 3 * n * active * _INT64 + count * _INT32
+        if model.router_aux_loss_coef > 0.0:
+            choice += self._run.batch.micro_batch_size * count * _INT64
+        scores = n * (count * _FP32 + active * (_INT64 + 2 * self._a))
+        if model.norm_topk_prob:
+            scores += n * (active + 1) * _FP32
+        return _Experts(
+            rows=n * active * model.hidden_size * self._a,
+            width=n * active * model.expert_width * self._a,
+            choice=choice,
+            scores=scores,
+        )
+
+    def _combining(self, experts: _Experts) -> int:
+        """Return the working memory of the product with ``down``, and of the sum over experts.
+
+        Its rows are gathered in the order of the tokens, unless one kernel gathers and sums.
+        """
+        return (1 if self._is_compiled else 2) * experts.rows
+
+    def _expert_gradients(self, experts: _Experts, again: int = 0) -> list[int]:
+        """Return the working memory of the experts' backward, in addition to what is kept.
+
+        It is highest in the product with ``down``, in silu(gate) * up * factor, or in the product
+        with gate and up.
+
+        Args:
+            experts: the sizes.
+            again: bytes that are computed again.
+        """
+        rows, width = experts.rows, experts.width
+        added = self._hidden if self._model.residual_dropout > 0.0 else 0
+        kept = (4 if self._is_compiled else 5) * width
+        return [
+            added + again + rows + width,
+            added + again + 2 * width,
+            added + (2 * width - kept if not again else 0) + self._combining(experts),
+            max(0, added + self._residual_hashing) if added else 0,
+        ]
+
+    def _mlp_kept(self, *, selective: bool = False) -> int:
         """Return what an MLP keeps: output of ``up``, silu(gate) if any, and input of ``down``."""
+        if self._experts is not None:
+            parts = 2 if selective else 3 if self._is_compiled else 5
+            return self._experts.choice + self._experts.scores + parts * self._experts.width
         gated = self._model.is_gated
         before, _ = self._local_shape("mlp.gate_up" if gated else "mlp.up")
         _, after = self._local_shape("mlp.down")
@@ -521,6 +611,8 @@ class Activations:
             mlp += self._hidden
         column = self._column_parallel_backward() // parts
         moments = [mlp + self._gathered // parts, mlp - mlp_kept + column]
+        if self._experts is not None:
+            moments = self._expert_gradients(self._experts)
         if not self._fused_norm:
             converted = self._hidden if self._a < _FP32 else 0
             intermediates = 3 * self._m * self._model.hidden_size * _FP32 + converted

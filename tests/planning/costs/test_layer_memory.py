@@ -2,6 +2,7 @@
 with the layer.
 """
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,19 @@ from megaspeed.config.resolve import Run
 from megaspeed.measurement.allocations import AllocationLog
 from megaspeed.model.attention import Inputs, RotaryAngles, attention_mask
 from megaspeed.model.documents import Documents, attends_without_mask
-from megaspeed.model.gpt import Block
+from megaspeed.model.gpt import Block, ExpertBlock
 from megaspeed.model.recomputation import keeping, recomputing
 from megaspeed.planning.costs.activations import Activations, hidden_bytes, tokens_of
 from megaspeed.training.rank_model import plain_model
-from tests.support.tiny import GPT2, LLAMA, tiny_run
+from tests.support.tiny import GPT2, LLAMA, MOE, tiny_run
 
 pytestmark = pytest.mark.slow
 
 TEXT = Path(__file__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+_PARTITIONED = "aot_eager_decomp_partition"
+"""A compiler that decides what to keep as the default one does, and makes no kernels."""
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -70,13 +73,18 @@ def test_with_selective_recomputation_a_gpt2_block_keeps_its_products(
 
 
 @pytest.mark.parametrize("recomputation", ["selective", "full"])
-def test_the_first_blocks_of_a_stage_are_recomputed(recomputation: str) -> None:
+@pytest.mark.parametrize("model", [GPT2, MOE], ids=["gpt2", "experts"])
+def test_the_first_blocks_of_a_stage_are_recomputed(
+    model: dict[str, Any], recomputation: str
+) -> None:
+    """With experts, they also keep which ones each token uses."""
     parallel = {"activation_checkpointing": recomputation, "recomputed_blocks": 2}
-    run = tiny_run(TEXT, parallel=parallel)
+    run = tiny_run(TEXT, model=model, parallel=parallel)
     width = run.config.model.hidden_size
     stage = plain_model(run, [range(1, 4)]).to_empty(device="cpu")
     x = torch.zeros(run.batch.micro_batch_size, 16, width, requires_grad=True)
-    held = [0]
+    layers = Activations(run, "cpu")
+    held = [layers.shared()]
     log = AllocationLog(x.device)
     log.claim("parameters", [*stage.parameters(), x])
     with log:
@@ -85,7 +93,6 @@ def test_the_first_blocks_of_a_stage_are_recomputed(recomputation: str) -> None:
         y = stage(x)
     kept = [after - before for before, after in pairwise(held)]
     assert y.shape == x.shape
-    layers = Activations(run, "cpu")
     assert kept == [layers.block(index).kept for index in range(3)]
     assert kept[0] == kept[1] < kept[2]
 
@@ -97,7 +104,8 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     model = run.config.model
     selective = run.config.parallel.activation_checkpointing == "selective"
     compose = recomputing if selective else keeping
-    block = Block(model, name="blocks.0", seed=0, compose=compose).to(DTYPES[precision])
+    kind = Block if model.num_experts is None else ExpertBlock
+    block = kind(model, name="blocks.0", seed=0, compose=compose).to(DTYPES[precision])
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length, model.hidden_size)
     x = torch.randn(shape, dtype=DTYPES[precision], requires_grad=True)
     samples = torch.arange(shape[0])
@@ -111,14 +119,15 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     angles = None
     if model.positions == "rotary":
         angles = RotaryAngles(model).of(positions, shape[1], x.dtype, x.device)
-    inputs = Inputs(samples, angles, mask, segments)
+    scale = torch.ones(()) if model.router_aux_loss_coef else None
+    inputs = Inputs(samples, angles, mask, segments, gradient_scale=scale)
     y = block(x, inputs)
     y.backward(gradient := torch.randn_like(y))  # the first use creates constants
     for parameter in block.parameters():
         parameter.grad = None
     x.grad = None
     log = AllocationLog(x.device)
-    log.claim("parameters", [*block.parameters(), x, gradient])
+    log.claim("parameters", [*block.parameters(), x, gradient, scale])
     if model.residual_dropout:  # it has constants, which take a second to find
         log.claim_everything_else_alive("parameters")
     for parameter in block.parameters():
@@ -146,6 +155,9 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
         (LLAMA, {"qk_norm": True, "positions": "learned"}),
         (LLAMA, {"qk_norm": True, "head_dim": 32, "attention_dropout": 0.1}),
         (LLAMA, {"mlp": "gelu", "qkv_bias": True}),
+        (MOE, {}),
+        (MOE, {"moe_intermediate_size": 112, "residual_dropout": 0.1}),
+        (MOE, {"norm_topk_prob": True, "router_aux_loss_coef": 0.01}),
     ],
     ids=lambda value: value["architecture"] if "architecture" in value else str(value),
 )
@@ -167,11 +179,19 @@ def test_a_block_really_keeps_this(
     assert predicted.kept + highest == pytest.approx(both, rel=0.1)
 
 
-def test_a_compiled_block_recomputes_the_same() -> None:
+@pytest.mark.parametrize("model", [LLAMA, MOE], ids=["llama", "experts"])
+def test_a_compiled_block_recomputes_the_same(model: dict[str, Any]) -> None:
+    """The two compiled parts of a block of experts keep no gathered rows of tokens."""
     parallel = {"activation_checkpointing": "selective"}
-    run = tiny_run(TEXT, model=LLAMA, parallel=parallel)
-    block = Block(run.config.model, name="blocks.0", seed=0, compose=recomputing)
-    forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+    run = tiny_run(TEXT, model=model, parallel=parallel, training={"compile": True})
+    block, eager_block = (_selective_block(run) for _ in range(2))
+    eager_block.load_state_dict(block.state_dict())
+    compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend=_PARTITIONED)
+    if isinstance(block, ExpertBlock):
+        block.attend = compiled(block.attend)  # type: ignore[method-assign]
+        block.add_experts = compiled(block.add_experts)  # type: ignore[method-assign]
+    else:
+        block.forward = compiled(block.forward)  # type: ignore[method-assign]
     x = torch.randn(run.batch.micro_batch_size, 16, run.config.model.hidden_size)
     x.requires_grad_()
     angles = RotaryAngles(run.config.model).of(None, 16, x.dtype, x.device)
@@ -182,15 +202,20 @@ def test_a_compiled_block_recomputes_the_same() -> None:
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        y = forward(x, Inputs(angles=angles))
+        y = block(x, Inputs(angles=angles))
     note(y)
     for given in (x, *angles, *block.parameters()):
         storages.pop(given.untyped_storage().data_ptr(), None)
     assert sum(storages.values()) == pytest.approx(Activations(run, "cpu").block().kept, rel=0.02)
     gradient = torch.randn_like(y)
-    (compiled,) = torch.autograd.grad(y, x, gradient)
-    (eager,) = torch.autograd.grad(block(x, Inputs(angles=angles)), x, gradient)
-    torch.testing.assert_close(compiled, eager)
+    (of_compiled,) = torch.autograd.grad(y, x, gradient)
+    (of_eager,) = torch.autograd.grad(eager_block(x, Inputs(angles=angles)), x, gradient)
+    torch.testing.assert_close(of_compiled, of_eager)
+
+
+def _selective_block(run: Run) -> Block:
+    kind = Block if run.config.model.num_experts is None else ExpertBlock
+    return kind(run.config.model, name="blocks.0", seed=0, compose=recomputing)
 
 
 @pytest.mark.parametrize("bf16", [True, False])
