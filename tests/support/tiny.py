@@ -27,21 +27,6 @@ LLAMA = {
     "intermediate_size": 48,
     "max_position_embeddings": 24,
 }
-MOE = {
-    "architecture": "qwen3_moe",
-    "vocab_size": 301,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "max_position_embeddings": 24,
-}
-"""A mixture of experts."""
-
 MOE: dict[str, Any] = {
     "architecture": "qwen3_moe",
     "vocab_size": 301,
@@ -55,6 +40,7 @@ MOE: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "max_position_embeddings": 24,
 }
+"""A mixture of experts."""
 
 MUON: dict[str, Any] = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3}}
 
