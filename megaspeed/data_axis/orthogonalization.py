@@ -231,10 +231,13 @@ def _sections(run: Run, bucket: Bucket) -> Iterator[Section]:
     for local in bucket.parameters if bucket.group == "orthogonalized" else ():
         parameter, start = parameter_named(model, local.name), 0
         shard = shard_of(model, parameter, rank=0, size=tp)
-        for (name, rows), held in zip(parameter.row.sections.items(), shard.rows, strict=True):
+        sections, held_rows = parameter.row.sections, [*map(len, shard.rows)]
+        if parameter.split not in ("heads", "rows"):  # the rows of all sections are one range
+            held_rows = [*sections.values()]
+        for (name, rows), held in zip(sections.items(), held_rows, strict=True):
             is_of_heads = name in ("query", "key", "value")
             heads = rows // model.head_dim if is_of_heads and muon.per_head_muon else 1
-            part = len(held) * local.shape[1]
+            part = held * local.shape[1]
             yield Section(
                 parameter=local,
                 name=name,
