@@ -16,7 +16,7 @@ from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import BF16, BF16_IN_FP32, LLAMA, MUON, merge, tiny_corpus, tiny_run
+from tests.support.tiny import BF16, BF16_IN_FP32, LLAMA, MOE, MUON, merge, tiny_corpus, tiny_run
 from tests.zero.one_rank import one_rank
 
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 1003}
@@ -54,6 +54,17 @@ ORTHOGONALIZED: dict[str, Any] = {
     "model": {**LLAMA, "hidden_size": 128, "intermediate_size": 344},
     "train_batch_size": 4,
     "optimizer": MUON,
+}
+# All tokens use 2 of 8 experts.
+EXPERTS: dict[str, Any] = {
+    "model": {**MOE, "norm_topk_prob": True, "router_aux_loss_coef": 0.01}
+    | {"max_position_embeddings": 64},
+    "data": {"sequence_length": 64},
+}
+# Few tokens: the gradients of all experts are larger than their activations.
+MANY_EXPERTS: dict[str, Any] = {
+    "model": {**MOE, "num_experts": 16, "moe_intermediate_size": 112},
+    "train_batch_size": 4,
 }
 
 
@@ -223,6 +234,18 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
             {**ORTHOGONALIZED, **BF16_IN_FP32, "zero_optimization": {"stage": 3}},
         ],
     ),
+    "experts": (
+        (1, 2, 1),
+        [
+            {**EXPERTS, "zero_optimization": {"stage": 1}},
+            {**EXPERTS, **BF16_IN_FP32, "zero_optimization": {"stage": 3}},
+            {**EXPERTS, **SELECTIVE, "zero_optimization": {"stage": 3}},
+            {**EXPERTS, "parallel": {"activation_checkpointing": "full_offloaded"}},
+            {**MANY_EXPERTS, "zero_optimization": {"stage": 2}},
+        ],
+    ),
+    "a pipeline of blocks of experts": ((2, 1, 1), [{**EXPERTS, **RECOMPUTED}]),
+    "Muon, experts": ((1, 2, 1), [{**MANY_EXPERTS, "optimizer": MUON}]),
     "a pipeline of blocks with a window": (
         (2, 1, 1),
         [
