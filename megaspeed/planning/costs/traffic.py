@@ -6,9 +6,11 @@
             replica   the partition of the gradients, between the ranks that hold it
             stage     Muon, with several shards and tensor ranks: updates of matrices
     tp      activations within a layer, and the loss
-    cp      queries, keys and values of a block's attention, and its output
+    cp      queries, keys and values of a block's attention, and its output; with an auxiliary loss
+            of experts, the loads of each sequence
     pp      activations and their gradients, a tied weight's gradient
-    world   one report of a few fp64 numbers from every rank to every rank
+    world   one report of a few fp64 numbers from every rank to every rank, and the sums of the
+            loads of experts
 
 Message sizes are exact. For a message of S bytes, each of n ranks sends the bytes of a
 bandwidth-optimal (ring) algorithm (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms
@@ -60,7 +62,7 @@ Traffic = Mapping[tuple[TrafficAxis, Collective], int]
 
 # Squares of the norm, loss, peak memory, stop signal, and the timeline of a step: training.worker.
 _NUMBERS_OF_A_REPORT = 4 + 1 + 9
-_FP64_BYTES = 8
+_FP64_BYTES = _INT64_BYTES = 8
 
 
 def bytes_sent(collective: Collective, message_bytes: int, ranks: int) -> int:
@@ -138,8 +140,10 @@ def predict_traffic(run: Run, pipeline_stage: int, device_type: str = "cuda") ->
         _add_context_axis(messages, run, run.context_method, pipeline_stage)
     _add_pipeline_axis(messages, run, axis, pipeline_stage)
     world_size = run.grid.world_size
-    report = world_size * _NUMBERS_OF_A_REPORT * _FP64_BYTES
-    messages.add("world", "all_reduce", report, ranks=world_size)
+    numbers, model = world_size * _NUMBERS_OF_A_REPORT, run.config.model
+    if model.num_experts is not None:  # the loads and the auxiliary loss of each block
+        numbers += model.num_hidden_layers * (model.num_experts + 1)
+    messages.add("world", "all_reduce", numbers * _FP64_BYTES, ranks=world_size)
     return messages.traffic()
 
 
@@ -236,10 +240,17 @@ def _add_context_axis(
                       before the backward of the attention
 
     Full recomputation repeats the all-to-alls. Its repeated forward does the second all-gather.
+
+    A block of experts with an auxiliary loss all-reduces how many tokens of each sequence use each
+    expert, in int64. Recomputation uses the choice of the forward, so it repeats nothing.
     """
-    cp = run.grid.cp
-    features = run.config.model.exchanged_features(method, cp=cp, tp=run.grid.tp)
+    cp, model = run.grid.cp, run.config.model
+    features = model.exchanged_features(method, cp=cp, tp=run.grid.tp)
     blocks, again = _blocks_and_recomputed(run, pipeline_stage)
+    if model.num_experts is not None and model.router_aux_loss_coef > 0.0:
+        rows = run.batch.micro_batch_size * run.batch.gradient_accumulation_steps
+        loads = blocks * rows * model.num_experts * _INT64_BYTES
+        messages.add("cp", "all_reduce", loads, ranks=cp)
     token_bytes = tokens_of(run) * BYTES_OF[run.precision] * run.batch.gradient_accumulation_steps
     for each in features:
         if method == "ulysses":

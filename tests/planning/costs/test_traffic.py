@@ -16,7 +16,7 @@ from megaspeed.pipeline.partition import chunks_of_stages, layers_of_stages
 from megaspeed.planning.costs.traffic import Traffic, predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import BF16, BF16_IN_FP32, LLAMA, MUON, merge, tiny_corpus
+from tests.support.tiny import BF16, BF16_IN_FP32, LLAMA, MOE, MUON, merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, one_rank, small_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
@@ -114,6 +114,21 @@ DATA_AXIS: dict[str, tuple[Layout, dict[str, Any]]] = {
     ),
 }
 
+# Loads of sequences that ranks share are sent with an auxiliary loss, but not once more if blocks
+# are recomputed.
+BALANCED = {**MOE, "router_aux_loss_coef": 0.01, "router_bias_rate": 0.001}
+for _method in ("ulysses", "all_gather"):
+    DATA_AXIS[f"experts, {_method}"] = (
+        (2, 2, 1),
+        {
+            "cp": 2,
+            "model": BALANCED,
+            "parallel": {"context_method": _method, "activation_checkpointing": "full"},
+            "zero_optimization": {"stage": 3},
+        },
+    )
+DATA_AXIS["experts without an auxiliary loss"] = ((1, 1, 1), {"cp": 2, "model": MOE})
+
 
 @pytest.mark.parametrize(("layout", "changes"), DATA_AXIS.values(), ids=DATA_AXIS)
 def test_data_axis(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
@@ -131,6 +146,7 @@ ORTHOGONALIZED: dict[str, tuple[Layout, dict[str, Any]]] = {
         {"zero_optimization": {"stage": 3}, "parallel": {"replicate": 2}},
     ),
     "shared heads": ((1, 1, 4), {"model": {**LLAMA, **SHARED_HEADS}}),
+    "experts": ((2, 2, 1), {"zero_optimization": {"stage": 2}, "model": MOE}),
 }
 
 
