@@ -356,7 +356,7 @@ def _block(run: Published, rates: Rates) -> LayerTime:
     block = rates.block()
     forward, backward = block.forward_parts, block.backward_parts
     if run.is_fp8:
-        m, n, k = zip(*block_products(work.model, work.tokens, work.grid.tp), strict=True)
+        m, n, k, *_ = zip(*block_products(work.model, work.tokens, work.grid.tp), strict=True)
         weights, inputs, outputs = (
             sum(rows * columns for rows, columns in zip(*sizes, strict=True))
             for sizes in ((n, k), (m, k), (m, n))

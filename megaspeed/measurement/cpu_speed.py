@@ -13,6 +13,7 @@ counts, because other programs can only make them longer.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -86,7 +87,7 @@ def measure_rank(launch: LaunchEnvironment, run: Run) -> dict[str, float]:
     """Return this rank's figures: rates in operations or bytes a second, times in seconds."""
     block, small = block_run(run), small_run(run)
     tokens = block.batch.micro_batch_size * block.config.data.sequence_length
-    flops = 3 * sum(product.flops for product in block_products(block.config.model, tokens, 1))
+    flops = 3 * sum(2 * math.prod(shape) for shape in _shapes(block, tokens))
     a, b, c = (torch.randn(_ELEMENTS) for _ in range(3))
     with ParallelContext.create(small.grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
         timed = partial(_seconds, group=context.world_group)
@@ -123,12 +124,20 @@ def _seconds(operation: Callable[[], object], group: dist.ProcessGroup) -> float
     return waiting / threads * statistics.median(times)
 
 
+def _shapes(run: Run, tokens: int) -> list[tuple[int, int, int]]:
+    """Return (m, n, k) of each matrix product of a block's forward. Experts have equal loads."""
+    products = block_products(run.config.model, tokens, 1)
+    return [
+        (max(1, m // matrices), n, k) for m, n, k, matrices, _ in products for _ in range(matrices)
+    ]
+
+
 def _products(run: Run) -> Callable[[], None]:
     """The matrix products of a block's forward and backward."""
     tokens = run.batch.micro_batch_size * run.config.data.sequence_length
     matrices = [
         [torch.randn(*shape).to(DTYPES[run.precision]) for shape in ((m, k), (n, k), (m, n))]
-        for m, n, k in block_products(run.config.model, tokens, 1)
+        for m, n, k in _shapes(run, tokens)
     ]
 
     def multiply() -> None:

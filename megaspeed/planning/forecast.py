@@ -13,7 +13,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.files.json_values import picked
 from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.planning.cluster import ClusterConfig
-from megaspeed.planning.costs.step_time import StepTime, predict_step_time
+from megaspeed.planning.costs.step_time import GROUPED_PRODUCTS, StepTime, predict_step_time
 from megaspeed.planning.costs.workload import Cluster, attended_tokens, workload_of
 
 TYPICAL_FACTOR = 1.24
@@ -119,6 +119,11 @@ class Forecast:
         device = self.cluster.device.name
         if self.run.precision == "bf16" and device.startswith(_WITHOUT_BF16):
             yield f"{device} does not compute in bf16; the time is that of fp16"
+        if self.run.config.model.num_experts is not None and self.cluster.measured is None:
+            yield (
+                f"products of experts are assumed to have {GROUPED_PRODUCTS:.0%} of the rate of "
+                "other products; no GPU has measured it"
+            )
         zero = self.run.config.zero_optimization
         if zero.offloads_optimizer or zero.offloads_parameters:
             yield "the time of offloading (copies, the host's optimizer) is not predicted"

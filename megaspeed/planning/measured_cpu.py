@@ -22,7 +22,9 @@ from pathlib import Path
 
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
+from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.config.rules import EXPERT_MULTIPLE
 from megaspeed.planning.costs.step_time import Rates, predict_step_time
 from megaspeed.planning.costs.workload import Cluster, Measured, workload_of
 from megaspeed.topology.devices import Device
@@ -61,13 +63,11 @@ def _changed(
     values, model = run.as_json(), run.config.model
     heads = max(1, width // model.head_dim)
     shared = max(1, model.num_attention_heads // model.num_key_value_heads)
+    shape = {**shape, **_feed_forward(model, heads * model.head_dim / model.hidden_size)}
     values["model"] |= {
         "hidden_size": heads * model.head_dim,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // shared if heads % shared == 0 else heads,
-        "intermediate_size": round(
-            model.intermediate_size / model.hidden_size * heads * model.head_dim
-        ),
         "head_dim": model.head_dim,
         "max_position_embeddings": max(length, model.max_position_embeddings),
         **shape,
@@ -88,6 +88,15 @@ def _changed(
         }
     )
     return resolve_run(config, World(ranks, "the measurement"), name=run.name)
+
+
+def _feed_forward(model: ModelConfig, factor: float) -> dict[str, int]:
+    """Return the width of the feed-forward layer, or of experts, in a model of another width."""
+    shape = {"intermediate_size": round(model.intermediate_size * factor)}
+    if model.num_experts is not None:  # widths of experts are multiples in 16 bits
+        width = round(model.expert_width * factor / EXPERT_MULTIPLE) * EXPERT_MULTIPLE
+        shape["moe_intermediate_size"] = max(EXPERT_MULTIPLE, width)
+    return shape
 
 
 def measure_cpu(run: Run, program: Sequence[str]) -> Cluster:

@@ -14,6 +14,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.data_axis.parameters import elements_of, local_parameters
 from megaspeed.files.json_values import json_value, picked
+from megaspeed.model.parameters import parameters_of
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
 from megaspeed.pipeline.schedules import peak_in_flight, pipeline_of
 from megaspeed.pipeline.visits import holds_of
@@ -124,6 +125,12 @@ class Plan:
         return sum(stage.parameters for stage in self.stages)
 
     @property
+    def active_parameters(self) -> int:
+        """Logical parameters without those of experts that a token does not use."""
+        rows = [(each.row, each.elements) for each in parameters_of(self.run.config.model).values()]
+        return sum(size // row.experts * row.active_experts for row, size in rows)
+
+    @property
     def mask_bytes(self) -> int:
         """Bytes of a rank's attention mask, a part of the activations; 0 if there is none."""
         return activations_of(self.run, self.prediction.fullest.device_type).mask
@@ -144,7 +151,7 @@ class Plan:
             **picked(run, "name", "zero_stage", "precision", "batch"),
             "world_size": run.grid.world_size,
             "degrees": json_value(run.grid),
-            **picked(self, "parameters", "mask_bytes", "verdict"),
+            **picked(self, "parameters", "active_parameters", "mask_bytes", "verdict"),
             "device": None if cluster is None else json_value(cluster.device),
             "network_bytes_per_second": speed,
             "rank_map": self.ranks.as_json(),

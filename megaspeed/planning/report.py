@@ -81,11 +81,19 @@ def summary(plan: Plan) -> Iterator[str]:
     if run.spare_ranks:
         world = run.grid.world_size + run.spare_ranks
         yield f"spare: {run.spare_ranks} of {counted(world, 'rank')} have no work"
+    active = f", {short_count(plan.active_parameters)} of them active for each token"
+    if model.num_experts is None:
+        active = ""
     yield (
-        f"model: {short_count(plan.parameters)} parameters, "
+        f"model: {short_count(plan.parameters)} parameters{active}, "
         f"{counted(model.num_hidden_layers, 'block')} of hidden size {model.hidden_size:,}, "
         f"vocabulary {model.vocab_size:,}"
     )
+    if model.num_experts is not None:
+        yield (
+            f"experts: {model.num_experts:,} in each block, {model.num_experts_per_tok:,} for each "
+            f"token, of width {model.expert_width:,}; a rank has all of its blocks'"
+        )
     yield (
         f"step: {counted(batch.train_batch_size, 'sample')} of "
         f"{run.config.data.sequence_length:,} tokens; a data rank has "

@@ -13,7 +13,7 @@ from torch import Tensor
 from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
-from megaspeed.measurement.cpu_speed import _block
+from megaspeed.measurement.cpu_speed import _block, _products, _shapes
 from megaspeed.model.attention import Inputs
 from megaspeed.model.gpt import Block
 from megaspeed.planning.costs.step_time import Rates, predict_step_time
@@ -25,8 +25,9 @@ from megaspeed.planning.measured_cpu import (
     measure_cpu,
     small_run,
 )
-from tests.planning.tiny_runs import FOLDER
+from tests.planning.tiny_runs import FOLDER, tiny
 from tests.support.machine import limit
+from tests.support.tiny import MOE
 
 FIGURES = {
     "memory_bytes": 1 << 34,
@@ -88,6 +89,18 @@ def test_what_is_measured_is_not_the_run() -> None:
         assert (small.grid.dp, small.zero_stage) == (2, 3)
         assert small.config.model.hidden_size < model.hidden_size
     assert (one.num_attention_heads, one.num_key_value_heads) == (6, 6)
+
+
+def test_a_block_of_experts_is_measured_with_all_of_them() -> None:
+    """A width of experts is a multiple of 8."""
+    changes = {"model": MOE, "bf16": {"enabled": True}, "data": {"sequence_length": 16}}
+    run = tiny(world_size=2, **changes).run
+    tokens = run.batch.micro_batch_size * run.config.data.sequence_length
+    shapes = _shapes(block_run(run), tokens)
+    assert shapes.count((tokens * 2 // 8, 48, 32)) == shapes.count((tokens * 2 // 8, 32, 24)) == 8
+    assert small_run(run).config.model.expert_width == 48
+    _products(block_run(run))()
+    _block(block_run(run))()
 
 
 def test_a_block_with_a_window_is_measured_with_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from megaspeed.cli import main
 from megaspeed.planning.plan import plan
 from megaspeed.planning.report import summary
-from tests.planning.tiny_runs import FOLDER, WORLD_SIZES, a100s, from_file, tiny
+from tests.planning.tiny_runs import FOLDER, MIXTURES, WORLD_SIZES, a100s, from_file, tiny
 
 GB = 10**9
 
@@ -69,6 +69,29 @@ def test_the_large_files_are_what_they_are_called(
     assert run.zero_stage == zero_stage
     assert planned.parameters == pytest.approx(parameters, rel=1e-3)
     assert planned.ranks.along("tp").between_nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("mixtral-8x7b", "46.7B parameters, 12.88B of them active"),
+        ("qwen3-30b-a3b", "30.53B parameters, 3.353B of them active"),
+    ],
+)
+def test_a_mixture_of_experts_states_its_active_parameters(name: str, counts: str) -> None:
+    """Fewer than half of the FLOPs and of the time are those of a model that uses all experts."""
+    long = {"bf16": {"enabled": True}, "data": {"sequence_length": 4096}}
+    model = MIXTURES[name]
+    every = {**model, "num_experts_per_tok": model["num_experts"]}
+    mixture, dense = (
+        plan(tiny(world_size=8, model=shape, **long), a100s()) for shape in (model, every)
+    )
+    assert any(counts in line for line in summary(mixture))
+    assert dense.active_parameters == dense.parameters == mixture.parameters
+    assert mixture.prediction.heaviest.state_bytes == dense.prediction.heaviest.state_bytes
+    assert mixture.forecast is not None and dense.forecast is not None
+    assert any("experts" in warning for warning in mixture.forecast.warnings)
+    assert mixture.forecast.step.products < dense.forecast.step.products / 2
 
 
 def test_pipeline_stages_cover_the_layers_and_the_parameters() -> None:

@@ -38,6 +38,35 @@ WORLD_SIZES = {
 }
 """The file of ds_configs -> the world size that it is made for."""
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "architecture": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3-30b-a3b": {
+        "architecture": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_intermediate_size": 768,
+        "max_position_embeddings": 40960,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+}
+"""The shapes of mixtures of experts."""
+
 
 def tiny(*overrides: str, world_size: int = 1, **keys: Any) -> Training:
     """Return a tiny training of 16 samples a step, with these changes."""

@@ -56,6 +56,10 @@ MEMORY_EFFICIENCY = 0.85
 """Achieved share of the data sheet's memory bandwidth. An assumption: a triad over long vectors
 reaches about 0.9, and the tensors of a training are shorter."""
 
+GROUPED_PRODUCTS = 0.8
+"""Rate of the grouped products of experts, as a fraction of that of one product with as many rows.
+An assumption, until a GPU has measured it: tiles end where the rows of an expert end."""
+
 _OLD_KERNEL = 0.58
 _NEW_DEVICES = frozenset({"h100", "h200", "h800", "gh200", "b200", "gb200", "mi300x"})
 """FlashAttention 2 reaches 35 % of the peak of an H100 (Shah et al. 2024, FlashAttention-3,
@@ -264,9 +268,21 @@ class Rates:
         )
 
     def linear(self, product: Product) -> tuple[float, float]:
-        """Forward and backward of a linear module."""
-        processors = self.cluster.device.processors
-        return _linear_seconds(product, (self.rate, self.memory, processors, self.width))
+        """Forward and backward of a linear module, of the router, or of experts.
+
+        A grouped product reads the matrices of all experts, or writes all their gradients.
+        """
+        rate, width, device = self.rate, self.width, self.cluster.device
+        if product.is_fp32:
+            rate, width = self.constants.products * 1e12 * device.peak_fp32, BYTES_OF["fp32"]
+        if product.matrices == 1:
+            return _linear_seconds(product, (rate, self.memory, device.processors, width))
+        m, n, k = product[:3]
+        if self.measured is None:
+            rate *= GROUPED_PRODUCTS
+        moved = width * (m * k + product.matrices * k * n + m * n)
+        seconds = max(product.flops / rate, moved / self.memory)
+        return seconds, 2 * seconds
 
     def block(self) -> LayerTime:
         work = self.work
@@ -334,6 +350,12 @@ class Rates:
             gelu               2 F            3 F
             swiglu             3 F            5 F
 
+        With k experts for each token, F is k times the width of an expert, and these are added:
+
+            input of router    3 D            6 D            converted to fp32
+            rows of tokens     3 k D + D      5 k D + D      gathered, and summed for each token
+
+        The choice of experts is not counted, which moves a few numbers for each token and expert.
         Norms of each head (``qk_norm``) and dropout of hidden states are not counted.
 
         The gradient of a weight is added to its sum: the gradient is read, and the sum is read and
@@ -343,16 +365,22 @@ class Rates:
         """
         work, model, tp = self.work, self.work.model, self.work.grid.tp
         hidden = model.hidden_size / (tp if work.sequence_parallel else 1)
-        width = model.intermediate_size / tp
+        width = model.expert_width * (model.num_experts_per_tok or 1) / tp
         heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / tp
         gated = model.is_gated
         factor = self.constants.pointwise * self.width * work.tokens / self.memory
         forward = factor * (10 * hidden + 2 * heads + (3 if gated else 2) * width)
         backward = factor * (12 * hidden + 2 * heads + (5 if gated else 3) * width)
-        weights = sum(product.n * product.k for product in products)
+        if model.num_experts_per_tok is not None:
+            forward += factor * (4 + 3 * model.num_experts_per_tok) * hidden
+            backward += factor * (7 + 5 * model.num_experts_per_tok) * hidden
+        weights = sum(product.matrices * product.n * product.k for product in products)
         if work.zero_stage < 3:
-            gradient = -self.width if work.adds_products else self.width
-            backward += weights * (gradient + 2 * work.gradient_bytes) / self.memory
+            gradients = weights * (self.width + 2 * work.gradient_bytes)
+            if work.adds_products:
+                plain = (each for each in products if each.matrices == 1 and not each.is_fp32)
+                gradients -= 2 * self.width * sum(product.n * product.k for product in plain)
+            backward += gradients / self.memory
         elif work.grid.shard > 1:
             forward += weights * 2 * self.width / self.memory
             backward += weights * (3 * self.width + work.gradient_bytes) / self.memory
@@ -435,7 +463,7 @@ def product_seconds(
     Guide", sections 3.1 and 3.2). To fill the waves, k can be divided into parts of at least 1,024,
     whose results are written in fp32 and read again to be added (the same, section 2.2: split-K).
     """
-    m, n, k = product
+    m, n, k = product[:3]
     tiles = min(math.ceil(m / a) * math.ceil(n / b) for a, b in ((256, 128), (128, 256)))
 
     def computing(parts: int) -> float:

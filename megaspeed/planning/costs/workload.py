@@ -171,11 +171,15 @@ class Workload:
 
 
 class Product(NamedTuple):
-    """A matrix product of (m, k) by (k, n)."""
+    """A matrix product of (m, k) by (k, n), or a grouped product: of some of the rows by each of
+    several matrices.
+    """
 
     m: int
     n: int
     k: int
+    matrices: int = 1  # above 1, those of experts
+    is_fp32: bool = False  # whatever the precision of the run
 
     @property
     def flops(self) -> int:
@@ -185,7 +189,8 @@ class Product(NamedTuple):
     @property
     def backward(self) -> tuple["Product", "Product"]:
         """The gradients of the input (m, k) and of the weight (n, k)."""
-        return Product(self.m, self.k, self.n), Product(self.n, self.k, self.m)
+        kind = self.matrices, self.is_fp32
+        return Product(self.m, self.k, self.n, *kind), Product(self.n, self.k, self.m, *kind)
 
 
 def workload_of(run: Run, device_type: str = "cuda") -> Workload:
@@ -258,10 +263,11 @@ def _muon_work(run: Run, device_type: str) -> Iterator[MuonWork]:
 def block_products(model: ModelConfig, tokens: int, tp: int) -> tuple[Product, ...]:
     """Return the products of a block's forward on one tensor rank, without the attention's own.
 
-    Column-parallel weights have 1/tp of the rows, row-parallel weights 1/tp of the columns.
+    Column-parallel weights have 1/tp of the rows, row-parallel weights 1/tp of the columns. Experts
+    are not split.
     """
-    rows = block_rows(model).values()
-    return tuple(_of_row(row, tokens, tp) for row in rows if row.kind == "linear")
+    rows = (row for row in block_rows(model).values() if not row.is_norm)
+    return tuple(_of_row(row, tokens, tp) for row in rows)
 
 
 @lru_cache(maxsize=4096)
@@ -283,6 +289,9 @@ def attended_tokens(model: ModelConfig, sequence_length: int) -> float:
 
 def _of_row(row: Row, tokens: int, tp: int) -> Product:
     assert row.columns is not None, "a linear module has a matrix"
+    if row.kind in ("router", "experts"):
+        width, is_fp32 = row.rows // row.experts, row.kind == "router"
+        return Product(tokens * row.active_experts, width, row.columns, row.experts, is_fp32)
     if row.split == "columns":
         return Product(tokens, row.rows, math.ceil(row.columns / tp))
     return Product(tokens, math.ceil(row.rows / tp), row.columns)

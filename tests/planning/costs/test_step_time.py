@@ -14,7 +14,13 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.model.parameters import forward_flops_per_token
 from megaspeed.planning.costs.network_time import SLOWDOWN_BY_OVERLAP, Network
-from megaspeed.planning.costs.step_time import Rates, StepTime, predict_step_time, product_seconds
+from megaspeed.planning.costs.step_time import (
+    GROUPED_PRODUCTS,
+    Rates,
+    StepTime,
+    predict_step_time,
+    product_seconds,
+)
 from megaspeed.planning.costs.workload import (
     Cluster,
     Measured,
@@ -28,13 +34,14 @@ from megaspeed.planning.costs.workload import (
 )
 from megaspeed.topology.devices import Device, device_named
 from megaspeed.topology.grid import Axis, Grid
-from tests.planning.tiny_runs import tiny
+from tests.planning.tiny_runs import MIXTURES, tiny
 
 LENGTH = 2048
 MODELS: dict[str, dict[str, object]] = {
     "gpt": {"architecture": "gpt2", "preset": "gpt3-175b"},
     "llama": {"architecture": "llama", "num_key_value_heads": 8, "intermediate_size": 14336},
     "qwen": {"architecture": "qwen3", "num_key_value_heads": 16, "intermediate_size": 12288},
+    "experts": MIXTURES["qwen3-30b-a3b"],
 }
 
 
@@ -135,8 +142,9 @@ def test_unfused_attention_with_misaligned_heads_does_not_use_tensor_cores() -> 
     assert attention(108) < 1.2 * attention(96)  # padded to 128 elements each
 
 
-@pytest.mark.parametrize("tp", [1, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "tp"), [(name, tp) for name in MODELS for tp in (1, 4) if (name, tp) != ("experts", 4)]
+)
 def test_the_products_of_all_tensor_ranks_are_the_flops_of_the_model(name: str, tp: int) -> None:
     config = model(name)
     _, block, *_, head = forward_flops_per_token(config, LENGTH)
@@ -319,6 +327,20 @@ def test_a_product_of_few_tiles_wastes_most_processors() -> None:
     )
     moved = product_seconds(Product(4096, 4096, 1), 1e30, 1e12, processors, 2)
     assert moved == pytest.approx(2 * (4096 * 4096 + 2 * 4096) / 1e12)
+
+
+def test_the_matrices_of_all_experts_are_read_whatever_the_number_of_tokens() -> None:
+    """Of few tokens, each pass takes as long as the matrices, of many as long as the FLOPs. The
+    products of the router are in fp32.
+    """
+    rates = Rates(workload(), cluster())
+    few, many = (Product(tokens, 768, 2048, matrices=128) for tokens in (128, 10**6))
+    weights = 128 * 768 * 2048 * 2 / rates.memory
+    assert rates.linear(few) == pytest.approx((weights, 2 * weights), rel=0.01)
+    seconds = many.flops / rates.rate / GROUPED_PRODUCTS
+    assert rates.linear(many) == pytest.approx((seconds, 2 * seconds))
+    router = Product(10**6, 128, 2048)
+    assert sum(rates.linear(router._replace(is_fp32=True))) > 1.5 * sum(rates.linear(router))
 
 
 def test_a_resolved_run_gives_its_layout() -> None:
