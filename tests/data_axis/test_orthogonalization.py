@@ -12,7 +12,7 @@ from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.orthogonalization import Orthogonalization
 from megaspeed.model.parameters import parameters_of
-from tests.support.tiny import LLAMA
+from tests.support.tiny import LLAMA, MOE
 
 
 def run_of(model: dict[str, Any], ranks: int, stage: int = 1, **parallel: Any) -> Run:
@@ -71,6 +71,18 @@ def test_each_element_is_sent_once_and_returned_to_all_that_hold_it(
         axis = data_axis_of(run, stage, "cpu")
         held = sum(p.elements for p in axis.parameters if p.group == "orthogonalized")
         assert sum(returned.values()) == held * run.grid.tp, "each member, whatever it owns"
+
+
+def test_the_matrices_of_each_expert_are_orthogonalized_by_themselves() -> None:
+    plan = plan_of(run_of(MOE, ranks=3, stage=2))
+    shapes = Counter((section.name, *section.shape) for section in plan.sections)
+    for expert in range(8):
+        for name in ("gate", "up"):
+            assert shapes[f"{expert}.{name}", 1, 24, 32] == 3, "one in each block"
+        assert shapes[f"{expert}", 1, 32, 24] == 3
+    elements = sum(section.elements for section in plan.sections)
+    axis = data_axis_of(run_of(MOE, ranks=3, stage=2), 0, "cpu")
+    assert elements == sum(p.elements for p in axis.parameters if p.group == "orthogonalized")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
