@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     # Imported here, because torch and DeepSpeed take seconds and other commands do not need them.
     from megaspeed.measurement.local_ranks import RanksFailed, too_many_ranks
     from megaspeed.measurement.verification.comparison import (
+        flipped_choices,
         gradient_table,
         step_table,
         verdict,
@@ -68,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
     title = f"{run.grid}, ZeRO-{run.zero_stage}, {run.precision}, against one process"
     show([title, step_table(comparison), ""])
     show(["gradients of step 1", gradient_table(comparison), ""])
-    show([*widened_tolerances(comparison), verdict(comparison)])
+    notes = [*flipped_choices(comparison), *widened_tolerances(comparison)]
+    show([*notes, verdict(comparison)])
     write_json(options, comparison.as_json())
     return EXIT_DONE if comparison.equal else EXIT_FAILED

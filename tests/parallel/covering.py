@@ -5,7 +5,8 @@ every layout of up to 8 ranks                               17 layouts
 every two values of two settings, pp, dp and tp among them  pairwise (Cohen et al. 1997)
 
 A second table has shards and replicas (``HYBRID``), a third one several chunks on each pipeline
-stage (``CHUNKED``), and a fourth one a context axis (``CONTEXT``), again with all pairs.
+stage (``CHUNKED``), a fourth one a context axis (``CONTEXT``), and a fifth one a mixture of experts
+(``EXPERTS``), again with all pairs.
 ``runs_of_rows.py`` turns a row of any table into a run.
 """
 
@@ -95,6 +96,23 @@ CONTEXT: Mapping[str, Sequence[Any]] = {
     "key_value_heads": (2, 8, 1),  # of 8
     **_SWITCHES,
 }
+EXPERTS: Mapping[str, Sequence[Any]] = {
+    "layout": [(pp, dp, 1) for pp, dp in itertools.product((1, 2), (1, 2, 4))],
+    "context": (1, 2),
+    "architecture": ("qwen3_moe",),
+    "zero_stage": (3, 2, 1, 0),
+    "activation_checkpointing": ("none", "selective", "full", "full_offloaded"),
+    "schedule": ("1f1b", "interleaved"),
+    "replicate": (1, 2),
+    "gradient_reduction": ("per_micro_batch", "per_step"),
+    "micro_batches": (2, 4),
+    "reset_at_documents": (False, True),
+    "active": (2, 1),  # experts of each token
+    "normalized": (False, True),  # the scores of these
+    "auxiliary": (0.01, 0.0),
+    "bias_rate": (0.01, 0.0),
+    "optimizer": ("AdamW", "Muon"),
+}
 _DEGREES = {3: ("pp", "dp", "tp"), 4: ("pp", "replicate", "shard", "tp"), 0: ()}
 
 
@@ -109,7 +127,8 @@ def is_possible(row: Row) -> bool:
 
     There are at most 8 ranks. Sequence parallelism needs a tensor axis, an interleaved schedule a
     pipeline. A group has a micro-batch for each pipeline stage. Two replicas need an even data
-    degree, and ZeRO-0 has only replicas.
+    degree, and ZeRO-0 has only replicas. A single score that is divided by itself is 1, so the
+    gradient of a router would be rounding.
     """
     pp, dp, tp = row["layout"] if len(row.get("layout", ())) == 3 else (1, 4, 2)
     if len(row.get("layout", ())) == 4:
@@ -119,6 +138,8 @@ def is_possible(row: Row) -> bool:
     if "layout" in row and pp * dp * tp * row.get("context", 1) > 8:
         return False
     if row.get("sequence_parallel") and tp == 1:
+        return False
+    if row.get("active") == 1 and row.get("normalized"):
         return False
     if row.get("groups") == 2 and 2 * pp > row.get("micro_batches", 9):
         return False

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import Tensor
+
 from megaspeed.config.resolve import Run
 from megaspeed.measurement.verification.comparison import Comparison
 from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
@@ -23,16 +25,18 @@ class References:
         self.cache = cache
         self._known: dict[str, ReferenceRun] = {}
 
-    def of(self, run: Run, steps: int) -> ReferenceRun:
+    def of(self, run: Run, steps: int, choices: Tensor | None = None) -> ReferenceRun:
         corpus = tiny_corpus(run, self.cache)
         config = run.config
         numerics = (
             f"{run.precision} {config.gradient_clipping} {steps} {run.batch.train_batch_size}"
         )
         key = f"{config.model!r} {config.data!r} {config.optimizer!r} {numerics}"
+        if choices is not None:
+            key += str(hash(choices.numpy().tobytes()))
         if key not in self._known:
             batches = functools.partial(whole_batch, run, corpus)
-            self._known[key] = train_reference(run, batches, steps)
+            self._known[key] = train_reference(run, batches, steps, choices=choices)
         return self._known[key]
 
 
@@ -44,7 +48,7 @@ def train_and_compare(
     train: Callable[..., ParallelRun | None] = train_rank,
 ) -> Comparison:
     corpus = tiny_corpus(run, references.cache)
-    reference = references.of(run, steps)
     results = pool.run(run.grid.world_size, train, run, corpus, steps)
     assert results[0] is not None
+    reference = references.of(run, steps, results[0].experts.choices)
     return compare(run, results[0], reference)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megaspeed.config.resolve import Run
 from tests.parallel.covering import Row
-from tests.support.tiny import BF16_IN_FP32, GPT2, LLAMA, MUON, tiny_run
+from tests.support.tiny import BF16_IN_FP32, GPT2, LLAMA, MOE, MUON, tiny_run
 
 _PLACES = {
     "tied": ("model", "tie_word_embeddings"),
@@ -21,11 +21,17 @@ _PLACES = {
     "gradient_reduction": ("parallel", "gradient_reduction"),
     "sequence_parallel": ("parallel", "sequence_parallel"),
     "activation_checkpointing": ("parallel", "activation_checkpointing"),
+    "active": ("model", "num_experts_per_tok"),
+    "normalized": ("model", "norm_topk_prob"),
+    "auxiliary": ("model", "router_aux_loss_coef"),
+    "bias_rate": ("model", "router_bias_rate"),
     "zero_stage": ("zero_optimization", "stage"),
     "overlap_comm": ("zero_optimization", "overlap_comm"),
     "persistent": ("zero_optimization", "stage3_param_persistence_threshold"),
 }
 """Setting -> (section, key) of the JSON. ``run_of`` translates the other settings itself."""
+
+_MODELS: dict[str, dict[str, Any]] = {"gpt2": GPT2, "llama": LLAMA, "qwen3_moe": MOE}
 
 
 def run_of(row: Row, text: Path) -> Run:
@@ -36,7 +42,7 @@ def run_of(row: Row, text: Path) -> Run:
         if setting in row:
             keys[section][key] = row[setting]
     model, parallel, zero = (keys[name] for name in ("model", "parallel", "zero_optimization"))
-    model |= {**(LLAMA if row.get("architecture") == "llama" else GPT2), **model}
+    model |= {**_MODELS[row.get("architecture", "gpt2")], **model}
     for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
         model[name] = row.get("dropout", 0.0)
     if "key_value_heads" in row:
@@ -71,5 +77,5 @@ def _samples_of(row: Row) -> int:
         dp: int = row["layout"][1]
         return dp * row["micro_batches"]
     if "context" in row:
-        return 8
+        return 4 * row.get("micro_batches", 2)
     return 48 if len(row["layout"]) == 4 else 24

@@ -14,7 +14,7 @@ one process. Step 1 has no optimizer step before it, so its tolerance stays fixe
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megaspeed.files.json_values import picked
+from megaspeed.measurement.verification.experts import ExpertRecord
 from megaspeed.model.documents import Documents
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.units import table_of
@@ -53,6 +54,8 @@ TIMES_SHUFFLED = 3
 FACTOR = 16.0
 # This limit finds mistakes even if the training is unstable.
 LARGEST_WIDENING = 100.0
+# Two numbers of fp32 that differ, or two counts of tokens, differ by more.
+_EXACT = 1e-12
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,18 @@ class Comparison:
     # Largest absolute difference between the copies that several ranks hold of the same element
     # (tied, replicated), over gradients and weights. It must be 0.
     copies_differ_by: float
+    # The others are of a mixture of experts.
+    auxiliary_losses: list[Difference] = field(default_factory=list)  # one for each step, or none
+    # Tokens of each expert, biases, and the scores of flipped choices.
+    experts: list[Difference] = field(default_factory=list)
+    choices: int = 0  # of experts, of all tokens, blocks and steps
+    flipped: int = 0  # how many of them the single process would have made differently
 
     @property
     def differences(self) -> list[Difference]:
         """Every compared number."""
-        return [*self.losses, *self.grad_norms, *self.gradients]
+        steps = [*self.losses, *self.grad_norms, *self.auxiliary_losses]
+        return [*steps, *self.gradients, *self.experts]
 
     @property
     def equal(self) -> bool:
@@ -98,8 +108,9 @@ class Comparison:
         """Whether only losses or gradient norms after step 1 differ. Then a larger tolerance for
         later steps could make the trainings equal.
         """
-        first = [*self.losses[:1], *self.grad_norms[:1], *self.gradients]
-        return self._copies_equal and all(d.equal for d in first) and not self.equal
+        first = [*self.losses[:1], *self.grad_norms[:1], *self.auxiliary_losses[:1]]
+        fixed = [*first, *self.gradients, *self.experts]
+        return self._copies_equal and all(d.equal for d in fixed) and not self.equal
 
     @property
     def _copies_equal(self) -> bool:
@@ -119,6 +130,7 @@ class Comparison:
             **picked(self, "equal", "weights_bitwise_equal"),
             "copies_equal": self.copies_differ_by == 0.0,
             **picked(self, "largest", "losses", "grad_norms", "gradients"),
+            **picked(self, "auxiliary_losses", "experts", "choices", "flipped"),
         }
 
 
@@ -148,6 +160,31 @@ def compare_gradients(
         relative = _relative(float((a - b).norm()), size)
         differences.append(Difference(name, float(a.norm()), size, relative, allowed))
     return differences
+
+
+def compare_experts(
+    parallel: ExpertRecord, reference: ExpertRecord, allowed: float
+) -> list[Difference]:
+    """What must be equal if the single process has replayed the choices; nothing without experts.
+
+    ``allowed`` is the relative difference at step 1 between two scores that are nearly equal.
+    Later, their weights differ too, so it may be larger. In bf16 and fp16, only step 1 shows more.
+    """
+    if parallel.choices is None or parallel.bias is None or reference.bias is None:
+        return []
+    own, other = (
+        {"biases of routers": bias, "tokens of each expert": torch.tensor(loads)}
+        for bias, loads in ((parallel.bias, parallel.loads), (reference.bias, reference.loads))
+    )
+    exact = compare_gradients(own, other, _EXACT)
+    first, later = reference.gaps[0], max(reference.gaps)
+    name = "distance between scores of a flipped choice, at "
+    wider = LARGEST_WIDENING * allowed
+    return [
+        *exact,
+        Difference(f"{name}step 1", 0.0, 0.0, first, allowed),
+        Difference(f"{name}any step", 0.0, 0.0, later, wider),
+    ]
 
 
 def relative_difference(number: float, reference: float) -> float:
@@ -247,6 +284,22 @@ def widened_tolerances(comparison: Comparison) -> list[str]:
                 f"the samples in each step changes{limited * (most >= LARGEST_WIDENING * base)}"
             )
     return sentences
+
+
+def flipped_choices(comparison: Comparison) -> list[str]:
+    """A sentence if the model has experts: which choices were flipped, and what was replayed."""
+    if not comparison.choices:
+        return []
+    total = f"of {comparison.choices:,} choices of experts"
+    if not comparison.flipped:
+        return [f"{total}, none is flipped"]
+    *_, first, later = comparison.experts
+    return [
+        f"{total}, one process by itself would have made {comparison.flipped:,} differently, but "
+        "it used those of the layout (replayed). The scores of two such experts differ by up to "
+        f"{first.relative:.1e} of the token's largest in step 1 ({first.allowed:.0e} allowed), "
+        f"{later.relative:.1e} in any step ({later.allowed:.0e} allowed)"
+    ]
 
 
 def verdict(comparison: Comparison) -> str:

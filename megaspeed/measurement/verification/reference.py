@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspeed.config.resolve import Run
+from megaspeed.measurement.verification.experts import ExpertRecord, ReferenceExperts
 from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.initialization import initialize
 from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
@@ -34,6 +35,7 @@ class ReferenceRun:
     initial_weights: dict[str, Tensor] = field(default_factory=dict)
     first_gradients: dict[str, Tensor] = field(default_factory=dict)  # of step 1, before clipping
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last step
+    experts: ExpertRecord = field(default_factory=ExpertRecord)
 
 
 def train_reference(
@@ -41,11 +43,13 @@ def train_reference(
     batch_of_step: Callable[[int], list[MicroBatch]],
     steps: int,
     device: torch.device = CPU,
+    choices: Tensor | None = None,
 ) -> ReferenceRun:
     """Trains the run's model for ``steps`` steps on one device.
 
     The degrees of the run are ignored. ``batch_of_step`` returns the samples of a step, in parts of
-    any size. In fp16, the loss is multiplied by the constant ``fp16.loss_scale``.
+    any size. In fp16, the loss is multiplied by the constant ``fp16.loss_scale``. Tokens use the
+    experts of ``choices`` (see ``ExpertRecord``), or those of their scores if it is None.
     """
     set_matmul_precision(run.config.training, device)
     model = GPT(run.config.model, seed=run.config.training.seed)
@@ -61,13 +65,15 @@ def train_reference(
         betas=params.betas,
         eps=params.eps,
     )
-    record = ReferenceRun(initial_weights=_copies(masters))
+    experts = ReferenceExperts(model, run, choices)
+    record = ReferenceRun(initial_weights=_copies(masters), experts=experts.record)
     for step in range(steps):
         rate = learning_rate(run.config.optimizer, run.config.scheduler, step=step, steps=run.steps)
         for group in optimizer.param_groups:
             group["lr"] = rate * group["lr_ratio"]
         batch = [part.to(device) for part in batch_of_step(step)]
-        record.losses.append(_forward_backward(model, batch, run.tokens_per_step, loss_scale))
+        loss = _forward_backward(model, experts, batch, run.tokens_per_step, loss_scale)
+        record.losses.append(loss)
         for name, parameter in model.named_parameters():
             gradient, parameter.grad = parameter.grad, None
             masters[name].grad = None if gradient is None else gradient / loss_scale
@@ -89,9 +95,13 @@ def train_reference(
     return record
 
 
-def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int, loss_scale: float) -> float:
+def _forward_backward(
+    model: GPT, experts: ReferenceExperts, batch: list[MicroBatch], tokens: int, loss_scale: float
+) -> float:
     total = 0.0
+    experts.begin_step()
     for part in batch:
+        experts.begin_forward(part)
         logits = model(part.tokens, part.samples, part.documents)  # (B, S, V)
         loss = F.cross_entropy(
             logits.flatten(0, 1).float(),
@@ -99,8 +109,9 @@ def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int, loss_sca
             ignore_index=NOT_COUNTED,
             reduction="sum",
         )
-        (loss / tokens * loss_scale).backward()
+        ((loss / tokens + experts.objective()) * loss_scale).backward()
         total += loss.item()
+    experts.end_step()
     return total / tokens
 
 

@@ -1,6 +1,7 @@
 r"""Trains a layout and one process from the same JSON, and compares them.
 
     run (this layout) --N processes--> losses, norms, weights and gradients, gathered
+                                        | choices of experts, replayed
     run (plain torch) --this process-> losses, norms, weights and gradients
                                         \-> Comparison
 
@@ -34,10 +35,12 @@ from megaspeed.measurement.verification.comparison import (
     Comparison,
     Difference,
     allowed_at_steps,
+    compare_experts,
     compare_gradients,
     compare_numbers,
     shuffled,
 )
+from megaspeed.measurement.verification.experts import ExpertRecord, experts_of, record_choices
 from megaspeed.measurement.verification.reference import CPU, ReferenceRun, train_reference
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
@@ -66,26 +69,30 @@ def verify(
     If only steps after the first differ too much, the single process trains ``TIMES_SHUFFLED``
     more times, with the samples of each step in other orders. In fp16, the loss scale must be
     constant. TF32 is turned off, because its rounding is a thousand times as large as the
-    tolerance. Raises RanksFailed.
+    tolerance. Each token of the single process uses the experts that the layout has chosen for it
+    (``experts``). Raises RanksFailed.
     """
     run = replace(run, config=run.config.changed({"training.allow_tf32": False}))
     device = torch.device(device_type)
-    batches = functools.partial(whole_batch, run, corpus)
-    reference = train_reference(run, batches, steps, device)
-    if device_type == "cuda":
-        torch.cuda.empty_cache()  # rank 0 shares this GPU
     ranks = run.grid.world_size
     parallel: ParallelRun = run_on_ranks(
         train_rank, run, corpus, steps, world_size=ranks, device_type=device_type
     )[0]
+    choices = parallel.experts.choices
+    batches = functools.partial(whole_batch, run, corpus)
+    reference = train_reference(run, batches, steps, device, choices)
     comparison = compare(run, parallel, reference)
     if not comparison.differs_only_after_step_1:
         return comparison
-    return compare(run, parallel, reference, train_shuffled(run, corpus, steps, device))
+    return compare(run, parallel, reference, train_shuffled(run, corpus, steps, device, choices))
 
 
 def train_shuffled(
-    run: Run, corpus: PreparedCorpus, steps: int, device: torch.device = CPU
+    run: Run,
+    corpus: PreparedCorpus,
+    steps: int,
+    device: torch.device = CPU,
+    choices: Tensor | None = None,
 ) -> list[ReferenceRun]:
     """The reference again, ``TIMES_SHUFFLED`` times, with each step's samples in another order."""
 
@@ -93,7 +100,7 @@ def train_shuffled(
         return shuffled(whole_batch(run, corpus, step), seed=times * steps + step)
 
     return [
-        train_reference(run, functools.partial(batches, times), steps, device)
+        train_reference(run, functools.partial(batches, times), steps, device, choices)
         for times in range(TIMES_SHUFFLED)
     ]
 
@@ -127,6 +134,14 @@ def compare(
             for name, value in parallel.initial_weights.items()
         ),
         copies_differ_by=parallel.copies_differ_by,
+        auxiliary_losses=differences(
+            "auxiliary loss", allowed.loss, lambda one: one.experts.auxiliary_losses
+        )
+        if run.config.model.router_aux_loss_coef > 0.0
+        else [],
+        experts=compare_experts(parallel.experts, reference.experts, allowed.gradient),
+        choices=0 if parallel.experts.choices is None else parallel.experts.choices.numel(),
+        flipped=reference.experts.flipped,
     )
 
 
@@ -144,6 +159,8 @@ def train_rank(
     """One rank's part of the training. Rank 0 returns the record, other ranks return None."""
     with ParallelContext.create(run.grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
         worker, inputs = Worker(run, context), StepInputs(run, corpus, context)
+        experts = ExpertRecord()
+        choices = record_choices(worker.engine.module, run, inputs.shape, steps)
         initial = gather_weights(worker)
         gradients: LogicalTensors | None = None
         losses, grad_norms = [], []
@@ -154,7 +171,10 @@ def train_rank(
             result = worker.update_weights(executor, inputs.learning_rate(step))
             losses.append(result.loss)
             grad_norms.append(result.grad_norm)
+            experts.loads.append([list(of_block) for of_block in result.loads])
+            experts.auxiliary_losses.append(result.auxiliary_loss)
         final = gather_weights(worker)
+        bias_differs_by = gather_experts(worker, choices, experts)
     if initial is None or gradients is None or final is None:
         return None
     return ParallelRun(
@@ -163,7 +183,10 @@ def train_rank(
         initial_weights=dict(initial.tensors),
         first_gradients=dict(gradients.tensors),
         weights=dict(final.tensors),
-        copies_differ_by=max(g.copies_differ_by for g in (initial, gradients, final)),
+        experts=experts,
+        copies_differ_by=max(
+            bias_differs_by, *(g.copies_differ_by for g in (initial, gradients, final))
+        ),
     )
 
 
@@ -224,6 +247,25 @@ def _gather(worker: Worker, local: Mapping[str, Tensor]) -> LogicalTensors | Non
     return merge_shards(
         (name, shard, torch.from_numpy(array)) for rank in everyones for name, shard, array in rank
     )
+
+
+def gather_experts(worker: Worker, choices: Tensor, record: ExpertRecord) -> float:
+    """Put the choices and biases of all ranks into the record, if the model has experts.
+
+    Returns the largest difference between two ranks' copies of a bias.
+    """
+    if worker.balance is None:
+        return 0.0
+    context, bias = worker.context, worker.balance.bias
+    own = list(experts_of(worker.engine.module))
+    # The largest of each element, and the smallest one, negated.
+    ends = bias.new_full((2, len(choices), bias.shape[1]), -math.inf)
+    ends[:, own] = torch.stack((bias, -bias))
+    chosen = choices.to(context.device)
+    for each in (ends, chosen):
+        dist.all_reduce(each, op=dist.ReduceOp.MAX, group=context.world_group)
+    record.choices, record.bias = chosen.cpu(), ends[0].cpu()
+    return float(ends.sum(0).max())
 
 
 def merge_shards(parts: Iterable[tuple[str, ParameterShard, Tensor]]) -> LogicalTensors:
