@@ -11,6 +11,7 @@ order of the samples changes the training of one process a lot.
 import dataclasses
 import functools
 import json
+import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from deepspeed import comm
 from torch import Tensor
 
@@ -37,9 +39,19 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import worker
 from megaspeed.zero import build, engine
 from megaspeed.zero.engine import ZeroEngine
+from tests.parallel.expert_mistakes import (
+    an_expert_gets_no_gradient,
+    context_ranks_count_their_own_tokens,
+    counts_are_taken_again_in_recomputation,
+    gate_and_up_are_exchanged,
+    the_auxiliary_loss_is_that_of_a_micro_batch,
+    the_auxiliary_loss_lacks_the_scale_of_the_loss,
+    the_bias_is_in_the_weights_of_experts,
+    the_choice_is_made_again_in_recomputation,
+)
 from tests.support.mutations import replaced
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import tiny_corpus, tiny_run
+from tests.support.tiny import MOE, merge, tiny_corpus, tiny_run
 
 STEPS = 3
 
@@ -185,11 +197,19 @@ def in_gradients(comparison: Comparison) -> list[Difference]:
     return comparison.gradients
 
 
+def in_counts(comparison: Comparison) -> list[Difference]:
+    return comparison.experts[1:2]
+
+
 ZERO1 = {"zero_optimization": {"stage": 1}}
 ZERO3 = {"zero_optimization": {"stage": 3}}
 DROPOUT = {"model": {"attention_dropout": 0.2}}
 QK_NORM = {"model": {"qk_norm": True}}
 RESET: dict[str, Any] = {"data": {"reset_at_documents": True}}
+# Large weights, so that experts matter.
+EXPERTS: dict[str, Any] = {"model": {**MOE, "initializer_range": 0.2}}
+BALANCED = merge(EXPERTS, {"model": {"router_bias_rate": 0.1, "router_aux_loss_coef": 0.1}})
+RECOMPUTED = {**BALANCED, "parallel": {"activation_checkpointing": "full"}}
 
 MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any], Shows]] = {
     the_norm_counts_both_copies_of_a_tied_weight: ({"pp": 2, **ZERO3}, in_norms),
@@ -206,6 +226,14 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any]
     later_pipeline_stages_do_not_receive_documents: ({"pp": 2, **RESET}, in_gradients),
     the_sum_is_not_divided: ({"dp": 2, **ZERO1}, in_gradients),
     gradients_are_sent_in_another_type: ({"dp": 2, **ZERO3}, in_gradients),
+    counts_are_taken_again_in_recomputation: ({"dp": 2, **RECOMPUTED}, in_counts),
+    the_choice_is_made_again_in_recomputation: ({"dp": 2, **RECOMPUTED}, in_gradients),
+    the_bias_is_in_the_weights_of_experts: ({"pp": 2, **BALANCED}, in_later_losses),
+    the_auxiliary_loss_is_that_of_a_micro_batch: ({"pp": 2, **BALANCED}, in_gradients),
+    the_auxiliary_loss_lacks_the_scale_of_the_loss: ({"pp": 2, **BALANCED}, in_gradients),
+    context_ranks_count_their_own_tokens: ({"cp": 2, **BALANCED}, in_gradients),
+    an_expert_gets_no_gradient: ({"dp": 2, **EXPERTS}, in_gradients),
+    gate_and_up_are_exchanged: ({"dp": 2, **EXPERTS}, in_losses),
 }
 
 
@@ -218,10 +246,13 @@ def train_mutated(
 
 
 @functools.cache
-def reference_of(cache: Path, text: Path, model: str, reset: bool) -> ReferenceRun:
+def reference_of(
+    cache: Path, text: Path, model: str, reset: bool, choices: bytes | None
+) -> ReferenceRun:
     run = tiny_run(text, model=json.loads(model), **(RESET if reset else {}))
-    corpus = tiny_corpus(run, cache)
-    return train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
+    batches = functools.partial(whole_batch, run, tiny_corpus(run, cache))
+    replayed = None if choices is None else torch.from_numpy(pickle.loads(choices))
+    return train_reference(run, batches, STEPS, choices=replayed)
 
 
 def drifted(reference: ReferenceRun) -> ReferenceRun:
@@ -247,7 +278,10 @@ def train(pool: RankPool, cache: Path, documents: Path) -> Callable[[str | None,
         parallel = pool.run(run.grid.world_size, train_mutated, run, corpus, mutation)[0]
         assert parallel is not None
         model = run.config.model.model_dump_json(exclude_none=True)
-        reference = reference_of(cache, documents, model, run.config.data.reset_at_documents)
+        choices = parallel.experts.choices
+        stored = None if choices is None else pickle.dumps(choices.numpy())
+        reset = run.config.data.reset_at_documents
+        reference = reference_of(cache, documents, model, reset, stored)
         return compare(run, parallel, reference, [] if mutation is None else [drifted(reference)])
 
     unharmed: dict[str, Comparison] = {}
