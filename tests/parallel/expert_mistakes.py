@@ -15,6 +15,9 @@ from megaspeed.model.gpt import GPT, ExpertBlock
 from megaspeed.tensor_parallel import context
 from tests.support.mutations import replaced
 
+LOSS_SCALE = 1024
+"""Of fp16."""
+
 
 def in_recomputation(change: Callable[[ExpertBlock, Tensor, Inputs, list[Routing]], None]) -> Any:
     """Call ``change`` before a block is computed again."""
@@ -94,6 +97,10 @@ def scaled(factor: Callable[[Tensor], Tensor | float]) -> AbstractContextManager
 
 def the_auxiliary_loss_lacks_the_scale_of_the_loss() -> AbstractContextManager[None]:
     return scaled(lambda scale: 1.0 / scale)
+
+
+def the_auxiliary_loss_lacks_the_scale_of_fp16() -> AbstractContextManager[None]:
+    return scaled(lambda _: 1.0 / LOSS_SCALE)
 
 
 def context_ranks_count_their_own_tokens() -> AbstractContextManager[None]:

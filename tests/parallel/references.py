@@ -4,12 +4,15 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
 
 from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.comparison import Comparison
 from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
 from megaspeed.measurement.verification.verify import ParallelRun, compare, train_rank, whole_batch
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus
 
@@ -52,3 +55,11 @@ def train_and_compare(
     assert results[0] is not None
     reference = references.of(run, steps, results[0].experts.choices)
     return compare(run, results[0], reference)
+
+
+def train_rank_in_fp16(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
+) -> ParallelRun | None:
+    """Train in fp16. DeepSpeed refuses CPUs without fp16 kernels of oneDNN; torch has its own."""
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    return train_rank(launch, run, corpus, steps)

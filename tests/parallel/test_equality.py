@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
@@ -26,7 +25,13 @@ from tests.parallel.covering import (
     pairs_of,
     possible_pairs,
 )
-from tests.parallel.references import FEW_STEPS, TEXT, References, train_and_compare
+from tests.parallel.references import (
+    FEW_STEPS,
+    TEXT,
+    References,
+    train_and_compare,
+    train_rank_in_fp16,
+)
 from tests.parallel.runs_of_rows import run_of
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import LLAMA
@@ -170,14 +175,6 @@ def test_bf16_stays_within_its_bound(
     )
     comparison = train_and_compare(pool, references, run, FEW_STEPS)
     assert comparison.equal, comparison.largest
-
-
-def train_rank_in_fp16(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
-) -> ParallelRun | None:
-    """Train in fp16. DeepSpeed refuses CPUs without fp16 kernels of oneDNN; torch has its own."""
-    CPU_Accelerator.is_fp16_supported = lambda self: True
-    return train_rank(launch, run, corpus, steps)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])

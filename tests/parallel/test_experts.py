@@ -5,15 +5,34 @@ auxiliary loss is computed by autograd, and its biases from its own counts.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.measurement.verification.comparison import Comparison
+from megaspeed.measurement.verification.verify import ParallelRun, train_rank
+from megaspeed.model.experts import Experts
+from megaspeed.topology.launch import LaunchEnvironment
+from tests.model.tiny_gpt import initialized
 from tests.parallel.covering import EXPERTS, Row, pairs_of, possible_pairs, rows_of
-from tests.parallel.references import FEW_STEPS, References, train_and_compare
+from tests.parallel.expert_mistakes import LOSS_SCALE, the_auxiliary_loss_lacks_the_scale_of_fp16
+from tests.parallel.references import (
+    FEW_STEPS,
+    TEXT,
+    References,
+    train_and_compare,
+    train_rank_in_fp16,
+)
 from tests.parallel.runs_of_rows import run_of
 from tests.support.rank_pool import RankPool
+from tests.support.tiny import BF16_IN_FP32, MOE, tiny_corpus, tiny_run
 
 ROWS = rows_of(EXPERTS)
+BALANCED: dict[str, Any] = {**MOE, "router_aux_loss_coef": 0.1, "router_bias_rate": 0.01}
 
 
 def name_of(row: Row) -> str:
@@ -38,3 +57,74 @@ def test_experts_equal_one_process(
     assert exact == {"biases of routers": 0.0, "tokens of each expert": 0.0}
     has_loss = run.config.model.router_aux_loss_coef > 0.0
     assert len(comparison.auxiliary_losses) == FEW_STEPS * has_loss
+
+
+def test_two_runs_of_a_layout_have_the_same_bits(pool: RankPool, references: References) -> None:
+    run = tiny_run(TEXT, pp=2, dp=2, cp=2, model=BALANCED, zero_optimization={"stage": 2})
+    corpus = tiny_corpus(run, references.cache)
+    first, second = (pool.run(8, train_rank, run, corpus, FEW_STEPS)[0] for _ in range(2))
+    assert first is not None and second is not None
+    assert (first.losses, first.grad_norms) == (second.losses, second.grad_norms)
+    assert first.weights.keys() == second.weights.keys()
+    for name, weight in first.weights.items():
+        assert torch.equal(weight, second.weights[name]), name
+
+
+# --- 16 bits --------------------------------------------------------------------------------------
+
+
+def test_bf16_stays_within_its_bound_although_choices_are_flipped(
+    pool: RankPool, references: References
+) -> None:
+    # Large weights, so that scores differ. Attention over parts of sequences rounds differently.
+    model = {**BALANCED, "initializer_range": 0.2}
+    changes: dict[str, Any] = {"model": model, "zero_optimization": {"stage": 3}, **BF16_IN_FP32}
+    run = tiny_run(TEXT, dp=2, cp=2, **changes)
+    comparison = train_and_compare(pool, references, run, FEW_STEPS)
+    assert comparison.equal, comparison.largest
+    assert 0 < comparison.flipped < comparison.choices / 50
+    *_, first, later = comparison.experts
+    assert first.relative <= later.relative <= first.allowed
+
+
+def train_without_the_scale_of_fp16(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
+) -> ParallelRun | None:
+    with the_auxiliary_loss_lacks_the_scale_of_fp16():
+        return train_rank_in_fp16(launch, run, corpus, steps)
+
+
+def test_the_auxiliary_loss_has_the_scale_of_fp16(pool: RankPool, references: References) -> None:
+    fp16 = {"enabled": True, "loss_scale": LOSS_SCALE}
+    zero = {"stage": 1}
+    layout: dict[str, Any] = {"pp": 2, "dp": 2, "device_type": "cuda"}
+    run = tiny_run(TEXT, **layout, model=BALANCED, fp16=fp16, zero_optimization=zero)
+
+    def comparison(train: Any) -> Comparison:
+        return train_and_compare(pool, references, run, FEW_STEPS, train)
+
+    right, wrong = comparison(train_rank_in_fp16), comparison(train_without_the_scale_of_fp16)
+    assert right.equal, right.largest
+    routers = [each for each in wrong.gradients if each.name.endswith("mlp.router.weight")]
+    assert all(each.relative > 10 * each.allowed for each in routers) and len(routers) == 3
+
+
+# --- an expert without tokens ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_expert_without_tokens_gets_a_gradient_of_zero(dtype: torch.dtype) -> None:
+    config = tiny_run(TEXT, model=MOE).config.model
+    model = initialized(config, seed=2).to(dtype)
+    bias = torch.zeros(8)
+    bias[[0, 3, 7]] = -1.0  # scores are between 0 and 1
+    experts = [block.mlp for block in model.blocks.values() if isinstance(block.mlp, Experts)]
+    assert len(experts) == 3
+    for each in experts:
+        each.bias = bias
+    model(torch.randint(301, (2, 16))).float().square().sum().backward()
+    for matrices in (module for each in experts for module in (each.gate_up, each.down)):
+        assert isinstance(matrices.weight, Tensor) and matrices.weight.grad is not None
+        gradients = matrices.weight.grad.view(8, -1)
+        assert gradients.isfinite().all()
+        assert gradients.ne(0.0).any(dim=1).tolist() == (bias == 0.0).tolist()

@@ -24,10 +24,11 @@ from megaspeed.training.compilation import Compilation, agree_to_compile, missin
 from tests.model.tiny_gpt import DROPOUTS
 from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
-from tests.support.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
+from tests.support.tiny import GPT2, LLAMA, MOE, short_documents, tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 STEPS = 3
+BALANCED = {**MOE, "router_aux_loss_coef": 0.1, "router_bias_rate": 0.01}
 
 
 def train_compiled(
@@ -38,10 +39,11 @@ def train_compiled(
         compile_eager = functools.partial(torch.compile, backend="aot_eager")
         patch.setattr(torch, "compile", compile_eager)
         result = train_rank(launch, run, corpus, STEPS)
-    # One graph for all blocks, and on the last stage one for the loss. No later step or micro-batch
-    # adds another.
+    # One graph for all blocks, or two around the choice of experts, and on the last stage one for
+    # the loss. No later step or micro-batch adds another.
+    of_blocks = 1 if run.config.model.num_experts is None else 2
     has_loss = run.grid.pp == 1 or launch.rank == launch.world_size - 1
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + has_loss
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == of_blocks + has_loss
     return result
 
 
@@ -67,8 +69,27 @@ def train_compiled(
             "parallel": {"virtual_stages": 2, "micro_batch_groups": 1},
             "zero_optimization": {"stage": 3},
         },
+        {
+            "dp": 2,
+            "model": BALANCED,
+            "parallel": {"activation_checkpointing": "full"},
+            "zero_optimization": {"stage": 3},
+        },
+        {
+            "cp": 2,
+            "model": BALANCED,
+            "parallel": {"activation_checkpointing": "selective"},
+            "data": {"reset_at_documents": True},
+            "zero_optimization": {"stage": 1},
+        },
     ],
-    ids=["tp2-zero2-documents-dropout", "dp2-zero3-recomputed", "pp2-zero3-chunks"],
+    ids=[
+        "tp2-zero2-documents-dropout",
+        "dp2-zero3-recomputed",
+        "pp2-zero3-chunks",
+        "dp2-zero3-experts-recomputed",
+        "cp2-zero1-experts-selective-documents",
+    ],
 )
 def test_a_compiled_layout_trains_like_an_uncompiled_one(
     changes: dict[str, Any], pool: RankPool, tmp_path: Path
@@ -84,6 +105,7 @@ def test_a_compiled_layout_trains_like_an_uncompiled_one(
     assert expected is not None and found is not None
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
+    assert found.experts.loads == expected.experts.loads
 
 
 def losses_and_output(
