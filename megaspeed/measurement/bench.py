@@ -112,7 +112,8 @@ def choose_peers(run: Run, names: Sequence[str] | None) -> dict[str, str | None]
 def _refusal(peer: str, run: Run) -> str | None:
     """Why a peer cannot train the run; None if it can."""
     config, model = run.config, run.config.model
-    reason = refusal(run, has_pipeline=peer == "deepspeed-pipeline")
+    autocasts = peer in ("plain", "ddp")
+    reason = refusal(run, has_pipeline=peer == "deepspeed-pipeline", autocasts=autocasts)
     if reason is not None or peer in ("plain", "ddp", "fsdp2"):
         return reason
     if peer == "deepspeed-pipeline" and run.grid.pp == 1:

@@ -141,7 +141,7 @@ def baseline_rows(run: Run, baselines: Sequence[str], device_type: DeviceType) -
     Raises:
         ConfigError: DDP and FSDP2 cannot train this run.
     """
-    reason = refusal(run) if baselines else None
+    reason = refusal(run, autocasts="ddp" in baselines) if baselines else None
     if reason is not None:
         problem = f"--baselines {' '.join(baselines)}: {reason}, or omit --baselines"
         raise ConfigError([problem], where=run.name)

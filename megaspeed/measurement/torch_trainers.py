@@ -53,8 +53,14 @@ from megaspeed.training.rank_model import (
 from megaspeed.training.worker import Load, StepResult
 
 
-def refusal(run: Run, *, has_pipeline: bool = False) -> str | None:
-    """Return why a peer that lacks features of a run cannot train it, if so."""
+def refusal(run: Run, *, has_pipeline: bool = False, autocasts: bool = False) -> str | None:
+    """Return why a peer that lacks features of a run cannot train it, if so.
+
+    Args:
+        run: the run.
+        has_pipeline: whether the peer has a pipeline axis.
+        autocasts: whether it computes in bf16 with torch's autocast.
+    """
     grid, zero = run.grid, run.config.zero_optimization
     if grid.tp > 1 or (grid.pp > 1 and not has_pipeline):
         axes = "data and pipeline axes" if has_pipeline else "a data axis"
@@ -71,6 +77,14 @@ def refusal(run: Run, *, has_pipeline: bool = False) -> str | None:
         return "it is run without offload; remove it from zero_optimization"
     if run.muon is not None:
         return 'it is run with torch\'s AdamW, but optimizer.type is "Muon"; set it to "AdamW"'
+    if autocasts and run.precision == "bf16" and run.config.model.num_experts is not None:
+        return (
+            "torch's autocast does not cover products by several experts (pytorch#174763), but "
+            "bf16.enabled is true; set it to false"
+        )
+    for name in ("router_aux_loss_coef", "router_bias_rate"):
+        if value := getattr(run.config.model, name):
+            return f"it does not balance experts, but model.{name} is {value}; set it to 0"
     return None
 
 

@@ -30,7 +30,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepInputs, Worker
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
+from tests.support.tiny import GPT2, OLMOE, tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 PEERS_OF_THE_DATA_AXIS = ["plain", "hf-deepspeed", "fsdp2", "ddp"]
@@ -89,7 +89,7 @@ def test_peers_of_the_data_axis_train_the_same_task(
 ) -> None:
     # A turn has 6 steps, fewer than the warmup.
     warmup = {"type": "cosine", "params": {"warmup_num_steps": 8}}
-    changes = {"model": LLAMA, "zero_optimization": {"stage": 3}, "scheduler": warmup}
+    changes = {"model": OLMOE, "zero_optimization": {"stage": 3}, "scheduler": warmup}
     code, figures = bench(tmp_path, "--turns", "1", "--steps", "2", **changes)
     printed = capsys.readouterr().out
     assert code == 0, printed
@@ -268,6 +268,24 @@ def test_ctrl_c_in_the_first_turn_leaves_an_earlier_report(
         ),
         ({"dp": 2}, {"optimizer": {"type": "Muon"}}, "ddp", 'AdamW, but optimizer.type is "Muon"'),
         ({"dp": 2}, {"optimizer": {"type": "Muon"}}, "hf-deepspeed", 'set it to "AdamW"'),
+        (
+            {"dp": 2},
+            {"model": {**OLMOE, "router_aux_loss_coef": 0.01}},
+            "hf-deepspeed",
+            "it does not balance experts, but model.router_aux_loss_coef is 0.01; set it to 0",
+        ),
+        (
+            {"pp": 2},
+            {"model": {**OLMOE, "router_bias_rate": 0.001}},
+            "deepspeed-pipeline",
+            "model.router_bias_rate is 0.001; set it to 0",
+        ),
+        (
+            {"dp": 2},
+            {"model": OLMOE, "bf16": {"enabled": True}},
+            "plain",
+            "bf16.enabled is true; set it to false",
+        ),
     ],
 )
 def test_a_peer_that_cannot_train_the_run_is_refused_by_name(

@@ -41,6 +41,7 @@ MOE: dict[str, Any] = {
     "max_position_embeddings": 24,
 }
 """A mixture of experts."""
+OLMOE = {**LLAMA, "architecture": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}
 
 MUON: dict[str, Any] = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3}}
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.compare import ComparedRow, baseline_rows
@@ -24,7 +25,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepInputs, StepResult, Worker
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import LLAMA, short_documents, tiny_corpus, tiny_run
+from tests.support.tiny import LLAMA, OLMOE, short_documents, tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 STEPS = 4
@@ -108,6 +109,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "data": {"reset_at_documents": True},
         "gradient_accumulation_steps": 1,
     },
+    "experts, recomputed, one micro-batch": {
+        "model": OLMOE,
+        "parallel": {"activation_checkpointing": "full"},
+        "gradient_accumulation_steps": 1,
+    },
 }
 
 
@@ -169,6 +175,13 @@ def test_baselines_end_with_the_weights_of_zero_0(name: str, trainings: Training
             # AdamW's first steps are lr x sign(gradient), so a tiny difference of a gradient
             # matters.
             torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_ddp_cannot_train_experts_in_bf16_but_fsdp2_can() -> None:
+    run = tiny_run(TEXT, dp=DP, model=OLMOE, bf16={"enabled": True})
+    assert baseline_rows(run, ["fsdp"], "cpu")
+    with pytest.raises(ConfigError, match=r"--baselines ddp fsdp: torch's autocast"):
+        baseline_rows(run, ["ddp", "fsdp"], "cpu")
 
 
 def test_their_states_and_traffic_are_those_of_the_shapes(trainings: Trainings) -> None:
