@@ -30,8 +30,11 @@ from tests.hugging_face.models import (
     gpt_neox,
     granite,
     llama,
+    mixtral,
     olmo2,
+    olmoe,
     phi3,
+    qwen3_moe,
     saved,
     smollm3,
     starcoder2,
@@ -215,6 +218,18 @@ MUTATIONS: dict[str, tuple[Make, Callable[[Patch], None]]] = {
     "no multiplier, granite": (granite, with_field("residual_multiplier", 1.0)),
     "usual scale of scores, granite": (granite, with_field("attention_multiplier", None)),
     "another rotary base, starcoder2": (starcoder2, another_base),
+    "up above gate, mixtral": (mixtral, mapped_by(exchanged(GATE_UP, 1, 0, *range(2, 8)))),
+    "two experts' gates exchanged, olmoe": (
+        olmoe,
+        mapped_by(exchanged(GATE_UP, 2, 1, 0, *range(3, 12))),
+    ),
+    "two experts' downs exchanged, qwen3_moe": (
+        qwen3_moe,
+        mapped_by(exchanged("mlp.down.weight", 0, 1, 2, 4, 3)),
+    ),
+    "scores not normalized, mixtral": (mixtral, with_field("norm_topk_prob", False)),
+    "scores normalized, olmoe": (olmoe, with_field("norm_topk_prob", True)),
+    "an expert less, olmoe": (olmoe, with_field("num_experts_per_tok", 1)),
 }
 
 

@@ -1,8 +1,10 @@
-"""Hugging Face's GPT-2, Llama and Qwen2 with random weights, and these weights under our names."""
+"""Hugging Face's models with random weights, and these weights under our names."""
 
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -12,6 +14,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.config.model import ModelConfig
 
 Weights = dict[str, Tensor]
@@ -65,8 +68,20 @@ def stock_llama(config: ModelConfig) -> PreTrainedModel:
     return stock.eval()
 
 
+def stock_experts(config: ModelConfig) -> PreTrainedModel:
+    """Return Hugging Face's mixture of experts of this shape."""
+    ids = {"bos_token_id": None, "eos_token_id": None}
+    stock_config = AutoConfig.for_model(**hugging_face_config(config), **ids)
+    torch.manual_seed(6)  # near ties of scores are rare
+    stock: PreTrainedModel = AutoModelForCausalLM.from_config(stock_config)
+    randomize(stock)
+    return stock.eval()
+
+
 def stock_of(config: ModelConfig) -> PreTrainedModel:
     """Return Hugging Face's model of this shape, with random weights."""
+    if config.num_experts is not None:
+        return stock_experts(config)
     return stock_gpt2(config) if config.architecture == "gpt2" else stock_llama(config)
 
 
@@ -97,7 +112,9 @@ def from_gpt2(stock: PreTrainedModel) -> Weights:
 
 
 def from_llama(stock: PreTrainedModel) -> Weights:
-    """Return Llama's weights under our names: q, k, v below each other, and gate above up."""
+    """Return the weights of Llama or of a mixture of experts under our names: q, k, v below each
+    other, gate above up, and an expert below the one before it.
+    """
     theirs = stock.state_dict()
     ours = {
         "embedding.tokens.weight": theirs["model.embed_tokens.weight"],
@@ -119,4 +136,16 @@ def from_llama(stock: PreTrainedModel) -> Weights:
                 if parts[0] in theirs:
                     joined = torch.cat([theirs[part] for part in parts])
                     ours[f"blocks.{block}.{name}.{kind}"] = joined
+        experts = {
+            "mlp.router": "mlp.gate.weight",
+            "mlp.gate_up": "mlp.experts.gate_up_proj",
+            "mlp.down": "mlp.experts.down_proj",
+            "attention.query_norm": "self_attn.q_norm.weight",
+            "attention.key_norm": "self_attn.k_norm.weight",
+        }
+        for name, their in experts.items():
+            weight = theirs.get(f"model.layers.{block}.{their}")
+            if weight is not None:
+                stacked = weight.flatten(0, 1) if weight.ndim == 3 else weight
+                ours[f"blocks.{block}.{name}.weight"] = stacked
     return ours

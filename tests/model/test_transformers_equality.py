@@ -1,7 +1,8 @@
-"""The plain GPT gives the logits of Hugging Face's GPT-2 and Llama for the same weights."""
+"""The plain GPT gives the logits of Hugging Face's models for the same weights."""
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,16 @@ from transformers import PreTrainedModel
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.attention import RotaryAngles, inverse_frequencies
 from megaspeed.model.gpt import GPT
-from tests.model.stock_models import Weights, from_gpt2, from_llama, stock_gpt2, stock_llama
-from tests.model.tiny_gpt import gpt2, gradients, llama, random_tokens
+from tests.model.stock_models import (
+    Weights,
+    from_gpt2,
+    from_llama,
+    stock_experts,
+    stock_gpt2,
+    stock_llama,
+    stock_of,
+)
+from tests.model.tiny_gpt import NEAR_TIE, gpt2, gradients, llama, random_tokens, smallest_gap
 
 ROUNDING = 1e-5  # relative to the largest logit
 PLAINLY_WRONG = 1e-2
@@ -69,6 +78,24 @@ LLAMA_SHAPES = {
     "rotary scaled by YaRN": llama(**{**SCALED, "rope_scaling": YARN}),
     "Qwen2 scaled by YaRN": llama(architecture="qwen2", **{**SCALED, "rope_scaling": YARN}),
 }
+_EIGHT: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 24}
+EXPERTS = {
+    "Mixtral": llama(architecture="mixtral", num_experts=8, num_experts_per_tok=2),
+    "Mixtral, tied, with a window": llama(
+        architecture="mixtral",
+        num_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=True,
+        sliding_window=12,
+    ),
+    "Qwen3-MoE": llama(architecture="qwen3_moe", num_experts_per_tok=3, **_EIGHT),
+    "Qwen3-MoE, normalized": llama(
+        architecture="qwen3_moe", num_experts_per_tok=3, norm_topk_prob=True, **_EIGHT
+    ),
+    "OLMoE": llama(architecture="olmoe", num_experts=8, num_experts_per_tok=2),
+    "OLMoE, every expert": llama(architecture="olmoe", num_experts=3, num_experts_per_tok=3),
+    "OLMoE, one expert": llama(architecture="olmoe", num_experts=8, num_experts_per_tok=1),
+}
 
 
 @pytest.mark.parametrize("config", GPT2_SHAPES.values(), ids=GPT2_SHAPES.keys())
@@ -83,10 +110,25 @@ def test_llama_has_the_logits_of_transformers(config: ModelConfig) -> None:
     assert largest_difference(config, stock, from_llama(stock)) < ROUNDING
 
 
-@pytest.mark.parametrize("name", ["linearly scaled rotary", "Qwen2 scaled by YaRN"])
-def test_scaled_rotary_positions_have_the_gradients_of_transformers(name: str) -> None:
-    config = LLAMA_SHAPES[name]
-    stock = stock_llama(config)
+@pytest.mark.parametrize("config", EXPERTS.values(), ids=EXPERTS.keys())
+def test_experts_have_the_logits_of_transformers(config: ModelConfig) -> None:
+    stock = stock_experts(config)
+    model = GPT(config).eval()
+    model.load_state_dict(from_llama(stock))
+    tokens = random_tokens(config, batch=2, sequence=config.max_position_embeddings)
+    assert smallest_gap(model, tokens) > NEAR_TIE
+    assert largest_difference(config, stock, from_llama(stock)) < ROUNDING
+
+
+WITH_GRADIENTS = [
+    *(LLAMA_SHAPES[name] for name in ("linearly scaled rotary", "Qwen2 scaled by YaRN")),
+    *EXPERTS.values(),
+]
+
+
+@pytest.mark.parametrize("config", WITH_GRADIENTS)
+def test_gradients_are_those_of_transformers(config: ModelConfig) -> None:
+    stock = stock_of(config)
     model = GPT(config)
     model.load_state_dict(from_llama(stock))
     tokens = random_tokens(config, batch=2, sequence=config.max_position_embeddings)
@@ -174,6 +216,15 @@ WRONG_LLAMA: dict[str, Callable[[Weights], Weights]] = {
     "up above gate": lambda w: swapped(w, "blocks.0.mlp.gate_up.weight", [48, 48], [1, 0]),
     "transposed matrix": lambda w: {**w, SQUARE: w[SQUARE].T},
 }
+WRONG_EXPERTS: dict[str, Callable[[Weights], Weights]] = {
+    "up above gate": lambda w: swapped(w, "blocks.0.mlp.gate_up.weight", [48, 48, 672], [1, 0, 2]),
+    "two experts exchanged": lambda w: swapped(
+        w, "blocks.0.mlp.down.weight", [32, 32, 192], [1, 0, 2]
+    ),
+    "two scores exchanged": lambda w: swapped(
+        w, "blocks.1.mlp.router.weight", [1, 1, 6], [1, 0, 2]
+    ),
+}
 WRONG_SHAPE = {
     "rotary base": llama(rope_theta=9000.0),
     "rotary scaling": llama(rope_scaling=LLAMA3_SCALING),
@@ -192,6 +243,19 @@ def test_a_wrong_mapping_of_gpt2_is_noticed(wrong: Callable[[Weights], Weights])
 def test_a_wrong_mapping_of_llama_is_noticed(wrong: Callable[[Weights], Weights]) -> None:
     stock = stock_llama(llama())
     assert largest_difference(llama(), stock, wrong(from_llama(stock))) > PLAINLY_WRONG
+
+
+@pytest.mark.parametrize("wrong", WRONG_EXPERTS.values(), ids=WRONG_EXPERTS.keys())
+def test_a_wrong_mapping_of_experts_is_noticed(wrong: Callable[[Weights], Weights]) -> None:
+    stock, config = stock_experts(EXPERTS["Mixtral"]), EXPERTS["Mixtral"]
+    assert largest_difference(config, stock, wrong(from_llama(stock))) > PLAINLY_WRONG
+
+
+@pytest.mark.parametrize("change", [{"norm_topk_prob": False}, {"num_experts_per_tok": 3}], ids=str)
+def test_a_wrong_use_of_the_scores_is_noticed(change: dict[str, Any]) -> None:
+    stock = stock_experts(EXPERTS["Mixtral"])
+    config = EXPERTS["Mixtral"].model_copy(update=change)
+    assert largest_difference(config, stock, from_llama(stock)) > PLAINLY_WRONG
 
 
 @pytest.mark.parametrize("config", WRONG_SHAPE.values(), ids=WRONG_SHAPE.keys())

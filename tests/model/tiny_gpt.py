@@ -1,12 +1,15 @@
 """Tiny plain models, and rows of documents for them."""
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.documents import Documents
+from megaspeed.model.experts import Experts
 from megaspeed.model.gpt import GPT
 from megaspeed.model.initialization import initialize
 from tests.support.tiny import GPT2, LLAMA
@@ -14,6 +17,9 @@ from tests.support.tiny import GPT2, LLAMA
 DROPOUTS = {"embedding_dropout": 0.1, "attention_dropout": 0.2, "residual_dropout": 0.3}
 # The lengths of the documents in each row of 24 tokens. One has a single token, one fills a row.
 LENGTHS = ((5, 1, 10, 8), (24,), (1, 1, 22))
+
+NEAR_TIE = 1e-4
+"""If two scores differ by less, rounding might choose another expert."""
 
 
 def gpt2(**changes: Any) -> ModelConfig:
@@ -54,3 +60,19 @@ def gradients(model: GPT) -> dict[str, Tensor]:
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(found) == len(list(model.parameters())), "a parameter has no gradient"
     return found
+
+
+def smallest_gap(model: GPT, tokens: Tensor) -> float:
+    """Return the smallest difference between the last score that is chosen and the next one."""
+    gaps = [math.inf]
+
+    def watch(module: nn.Module, _: Any, scores: Tensor, *, active: int) -> None:
+        ordered = scores.sort(dim=-1, descending=True).values[:, active - 1 :]
+        gaps.extend((ordered[:, :-1] - ordered[:, 1:])[:, :1].flatten().tolist())
+
+    for block in model.blocks.values():
+        if isinstance(block.mlp, Experts):
+            block.mlp.router.register_forward_hook(partial(watch, active=block.mlp.active))
+    with torch.no_grad():
+        model(tokens)
+    return min(gaps)
