@@ -441,15 +441,15 @@ GPT_NEOX = Family(
     buffers=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
 )
 
-_DEEPSEEK = "latent attention, shared experts, dense first blocks and groups of experts"
+_DEEPSEEK = "latent attention, shared experts, dense first blocks or groups of experts"
 
 UNSUPPORTED: Mapping[str, str] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": f"{_DEEPSEEK} with sigmoid scores",
-    "glm4_moe": "shared experts, sigmoid scores and dense first blocks",
-    "gpt_oss": "biases of experts, a clamped activation, attention sinks and alternating windows",
-    "qwen2_moe": "a shared expert",
-    "qwen3_next": "linear attention and a shared expert",
+    "glm4_moe": "shared experts, sigmoid scores or dense first blocks",
+    "gpt_oss": "biases of experts, clamped activations, attention sinks or alternating windows",
+    "qwen2_moe": "shared experts",
+    "qwen3_next": "linear attention or shared experts",
 }
 """Families of other mixtures of experts -> what they need that our model does not have."""
 

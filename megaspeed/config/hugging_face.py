@@ -137,7 +137,7 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(name, str) or name not in FAMILIES:
         given = "missing; state it" if name is None else describe_value(name)
         if lacking := UNSUPPORTED.get(str(name)):
-            given += f", which needs {lacking}"
+            given += f", and megaspeed has no {lacking}"
         return {}, [f"model_type must be {_alternatives(FAMILIES)}, but it is {given}"]
     family = FAMILIES[name]
     contradictions = [*_contradictions(keys, family)]

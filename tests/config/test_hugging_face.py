@@ -409,6 +409,94 @@ SMOLLM3 = {
 }
 
 
+MIXTRAL_8X22B = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "initializer_range": 0.02,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 65536,
+    "model_type": "mixtral",
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 56,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+OLMOE_1B_7B = {
+    "architectures": ["OlmoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "clip_qkv": None,
+    "eos_token_id": 50279,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "pad_token_id": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False,
+    "vocab_size": 50304,
+}
+
+
 @pytest.mark.parametrize(
     ("keys", "parameters"),
     [
@@ -418,6 +506,9 @@ SMOLLM3 = {
         (STABLELM_2, 1_644_515_328),
         (GRANITE_2B, 2_533_531_648),
         (SMOLLM3, 3_075_098_624),
+        (MIXTRAL_8X22B, 140_620_634_112),
+        (QWEN3_30B_A3B, 30_532_122_624),
+        (OLMOE_1B_7B, 6_919_161_856),
     ],
 )
 def test_a_published_file_has_the_published_number_of_parameters(
@@ -427,6 +518,35 @@ def test_a_published_file_has_the_published_number_of_parameters(
     found = model(keys)
     assert sum(each.elements for each in parameters_of(found).values()) == parameters
     assert model(hugging_face_config(found)) == found
+
+
+@pytest.mark.parametrize("keys", [MIXTRAL_8X22B, QWEN3_30B_A3B, OLMOE_1B_7B])
+def test_the_number_of_experts_has_two_names(keys: dict[str, Any]) -> None:
+    """transformers 5.23 writes num_local_experts for Qwen3-MoE, and published files do not."""
+    right = model(keys)
+    stated = {key: value for key, value in keys.items() if not key.endswith("_experts")}
+    for names in (["num_experts"], ["num_local_experts"], ["num_experts", "num_local_experts"]):
+        assert model({**stated, **dict.fromkeys(names, right.num_experts)}) == right
+        stock = AutoConfig.for_model(**{**stated, **dict.fromkeys(names, right.num_experts)})
+        assert model(stock.to_dict()) == right
+
+
+@pytest.mark.parametrize("keys", [MIXTRAL_8X22B, OLMOE_1B_7B])
+def test_experts_have_the_width_that_the_file_states(keys: dict[str, Any]) -> None:
+    found = model(keys)
+    assert found.moe_intermediate_size == found.intermediate_size == keys["intermediate_size"]
+    other = {**section(keys), "moe_intermediate_size": 64}
+    with pytest.raises(ConfigError, match=r"model\.moe_intermediate_size is 64, but "):
+        hugging_face_config(ModelConfig.model_validate(other))
+
+
+def test_balance_is_neither_read_nor_written() -> None:
+    """transformers multiplies counts and scores of all blocks together, and only if it is asked."""
+    balanced = {"router_aux_loss_coef": 0.01, "router_bias_rate": 0.001}
+    found = model(OLMOE_1B_7B)
+    assert found.router_aux_loss_coef == 0.0
+    written = hugging_face_config(found.model_copy(update=balanced))
+    assert "router_aux_loss_coef" not in written and model(written) == found
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
 from tokenizers.processors import PostProcessor, Sequence, TemplateProcessing
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from megaspeed.checkpoint.run_state import RUN_STATE
 from megaspeed.cli import main
@@ -16,7 +17,16 @@ from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.text_model import TextModel, ids_before_text, load_text_model
 from tests.checkpoint.written import CONFIG, seal
-from tests.hugging_face.models import gpt2, qwen3, saved, with_tokenizer
+from tests.hugging_face.models import (
+    gpt2,
+    mixtral,
+    olmoe,
+    qwen3,
+    qwen3_moe,
+    same,
+    saved,
+    with_tokenizer,
+)
 from tests.hugging_face.tiny_text import checkpoint_of_text, tiny_tokenizer, write_tokenizer
 
 
@@ -43,6 +53,17 @@ def test_an_imported_model_ends_at_its_own_ids(tmp_path: Path) -> None:
     GenerationConfig(eos_token_id=[0, 7, 9]).save_pretrained(folder)
     import_model(folder, tmp_path / "ours", verify=False)
     assert set(load(tmp_path / "ours").ends) == {0, 7, 9}
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe, olmoe])
+def test_experts_get_into_transformers_model_as_they_were(
+    make: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
+    """They are stored one by one, and are one parameter in memory."""
+    stock = make()
+    import_model(with_tokenizer(saved(stock, tmp_path / "hf")), tmp_path / "ours", verify=False)
+    assert same(load(tmp_path / "ours").model.state_dict(), stock.state_dict())
+    assert main(["generate", "--checkpoint", str(tmp_path / "ours"), "--max-tokens", "3"]) == 0
 
 
 def test_a_model_that_no_class_of_transformers_has_is_refused(
