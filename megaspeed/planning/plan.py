@@ -14,7 +14,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.data_axis.parameters import elements_of, local_parameters
 from megaspeed.files.json_values import json_value, picked
-from megaspeed.model.parameters import parameters_of
+from megaspeed.model.parameters import active_parameters
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
 from megaspeed.pipeline.schedules import peak_in_flight, pipeline_of
 from megaspeed.pipeline.visits import holds_of
@@ -127,8 +127,7 @@ class Plan:
     @property
     def active_parameters(self) -> int:
         """Logical parameters without those of experts that a token does not use."""
-        rows = [(each.row, each.elements) for each in parameters_of(self.run.config.model).values()]
-        return sum(size // row.experts * row.active_experts for row, size in rows)
+        return active_parameters(self.run.config.model)
 
     @property
     def mask_bytes(self) -> int:
