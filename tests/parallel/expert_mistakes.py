@@ -58,6 +58,13 @@ def the_choice_is_made_again_in_recomputation() -> AbstractContextManager[None]:
     return in_recomputation(choose)
 
 
+def the_choice_ignores_the_bias() -> AbstractContextManager[None]:
+    def unbiased(self: Experts, scores: Tensor) -> Tensor:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.active]
+
+    return replaced(Experts, "decide", lambda _: unbiased)
+
+
 def the_bias_is_in_the_weights_of_experts() -> AbstractContextManager[None]:
     def biased(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(self: Experts, h: Tensor, scores: Tensor, *others: Any) -> Tensor:

@@ -47,6 +47,7 @@ from tests.parallel.expert_mistakes import (
     the_auxiliary_loss_is_that_of_a_micro_batch,
     the_auxiliary_loss_lacks_the_scale_of_the_loss,
     the_bias_is_in_the_weights_of_experts,
+    the_choice_ignores_the_bias,
     the_choice_is_made_again_in_recomputation,
 )
 from tests.support.mutations import replaced
@@ -201,6 +202,10 @@ def in_counts(comparison: Comparison) -> list[Difference]:
     return comparison.experts[1:2]
 
 
+def in_choices(comparison: Comparison) -> list[Difference]:
+    return comparison.experts[3:]
+
+
 ZERO1 = {"zero_optimization": {"stage": 1}}
 ZERO3 = {"zero_optimization": {"stage": 3}}
 DROPOUT = {"model": {"attention_dropout": 0.2}}
@@ -228,6 +233,7 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any]
     gradients_are_sent_in_another_type: ({"dp": 2, **ZERO3}, in_gradients),
     counts_are_taken_again_in_recomputation: ({"dp": 2, **RECOMPUTED}, in_counts),
     the_choice_is_made_again_in_recomputation: ({"dp": 2, **RECOMPUTED}, in_gradients),
+    the_choice_ignores_the_bias: ({"pp": 2, **BALANCED}, in_choices),
     the_bias_is_in_the_weights_of_experts: ({"pp": 2, **BALANCED}, in_later_losses),
     the_auxiliary_loss_is_that_of_a_micro_batch: ({"pp": 2, **BALANCED}, in_gradients),
     the_auxiliary_loss_lacks_the_scale_of_the_loss: ({"pp": 2, **BALANCED}, in_gradients),
