@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from megaspeed.cli import main
 from megaspeed.config.resolve import Run
+from megaspeed.measurement.verification import verify
 from megaspeed.measurement.verification.comparison import Comparison, flipped_choices, verdict
 from megaspeed.measurement.verification.experts import ReferenceExperts
 from megaspeed.measurement.verification.reference import ReferenceRun, train_reference
@@ -87,6 +89,21 @@ def test_a_choice_that_is_no_near_tie_is_a_mistake(recorded: Recorded) -> None:
     assert first.relative == 0.0 and later.relative > later.allowed == 1e-3
     (sentence,) = flipped_choices(comparison)
     assert "one process by itself would have made 1 differently, but it used those of" in sentence
+
+
+def test_the_command_states_what_was_replayed(
+    recorded: Recorded,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "tiny.json"
+    file.write_text(recorded.run.config.model_dump_json(exclude_unset=True, by_alias=True))
+    comparison = recorded.compared()
+    monkeypatch.setattr(verify, "verify", lambda *_: comparison)
+    monkeypatch.setenv("MEGASPEED_CACHE", str(tmp_path))
+    assert main(["verify", "--config", str(file), "--world-size", "1"]) == 0
+    assert "of 4,608 choices of experts, none is flipped\nEQUAL: " in capsys.readouterr().out
 
 
 def test_counts_and_biases_must_be_equal(recorded: Recorded) -> None:
