@@ -116,6 +116,11 @@ def experts_are_those_of_the_family(config: RunConfig) -> Iterator[str]:
     if active is None or active > count:
         stated = "is not stated" if active is None else f"is {active}"
         yield f"model.num_experts_per_tok must be from 1 to model.num_experts {count}, but {stated}"
+    elif active == 1 and model.norm_topk_prob:
+        yield (
+            "model.norm_topk_prob divides the score of a token's only expert by itself, so the loss "
+            "would not train the router; set it to false, or raise model.num_experts_per_tok 1"
+        )
     if not model.is_gated:
         yield f'model.mlp must be "swiglu" with model.num_experts, but it is "{model.mlp}"'
     if model.mlp_bias:
