@@ -118,8 +118,8 @@ def experts_are_those_of_the_family(config: RunConfig) -> Iterator[str]:
         yield f"model.num_experts_per_tok must be from 1 to model.num_experts {count}, but {stated}"
     elif active == 1 and model.norm_topk_prob:
         yield (
-            "model.norm_topk_prob divides the score of a token's only expert by itself, so the loss "
-            "would not train the router; set it to false, or raise model.num_experts_per_tok 1"
+            "model.norm_topk_prob divides the score of a token's only expert by itself, so the "
+            "loss would not train the router; set it to false, or raise model.num_experts_per_tok 1"
         )
     if not model.is_gated:
         yield f'model.mlp must be "swiglu" with model.num_experts, but it is "{model.mlp}"'
