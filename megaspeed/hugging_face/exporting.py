@@ -27,9 +27,10 @@ from torch import Tensor
 from megaspeed.checkpoint.folders import GENERATION, write_files
 from megaspeed.checkpoint.reading import read_pieces
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.checkpoint.tensors import Piece
+from megaspeed.checkpoint.tensors import Piece, router_bias_key
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
+from megaspeed.config.model import ModelConfig
 from megaspeed.files.durable import refuse_existing
 from megaspeed.hugging_face.tokenizer import (
     find_tokenizer,
@@ -46,7 +47,7 @@ from megaspeed.hugging_face.weights import (
     is_finite,
     parts_of,
 )
-from megaspeed.model.parameters import parameters_in_words
+from megaspeed.model.parameters import parameters_in_words, parameters_of
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -108,6 +109,7 @@ class StockModel:
         self.ours = RunState.read(checkpoint).model_section()
         self.dtype: torch.dtype = getattr(torch, precision)  # of the weights
         described = hugging_face_config(self.ours)
+        _refuse_biases(checkpoint, self.ours)
         self.tokenizer = find_tokenizer(
             checkpoint, self.ours.vocab_size, named=tokenizer, mend="name another with --tokenizer"
         )
@@ -189,6 +191,23 @@ class StockModel:
             f"{lost:,} of the {exact.numel():,} values of {part.theirs} of {self.checkpoint} are "
             f"not finite in {str(self.dtype).removeprefix('torch.')}, whose largest number is "
             f"{limit:,.6g}: the largest value is {largest:,.6g}; {mend}"
+        )
+
+
+def _refuse_biases(checkpoint: Path, model: ModelConfig) -> None:
+    """Raise HuggingFaceError if the router of a block has a bias other than zero."""
+    if model.router_bias_rate == 0.0:
+        return
+    routers = (p for p in parameters_of(model).values() if p.row.kind == "router")
+    shapes = {router_bias_key(router.name): router.shape[:1] for router in routers}
+    pieces = [Piece(name, shape, (0,), torch.zeros(shape)) for name, shape in shapes.items()]
+    read_pieces(checkpoint, pieces)
+    if any(piece.values.any() for piece in pieces):
+        raise HuggingFaceError(
+            f"{checkpoint} has a bias for the choice of experts, because model.router_bias_rate is "
+            f"{model.router_bias_rate:g}, but {FAMILIES[model.architecture].class_name} of "
+            "transformers has none; to export a model, balance its experts with "
+            "model.router_aux_loss_coef instead"
         )
 
 
