@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.paper_gpu.fake_world import GPT2, LLAMA
+from tests.paper_gpu.fake_world import GPT2, LLAMA, MOE
 
 OVERLAP = {"overlap_comm": True}
 PER_MICRO_BATCH = {"gradient_reduction": "per_micro_batch"}
@@ -102,6 +102,11 @@ CASES: dict[str, dict[str, Any]] = {
     "zero0-muon-tensor": zero(0) | {"tp": 2, "rank": 3, "model": LLAMA, "optimizer": MUON},
     "zero1-muon-tensor": zero(1, **OVERLAP) | {"tp": 2, "model": LLAMA, "optimizer": MUON},
     "zero3-muon": zero(3) | {"rank": 1, "model": LLAMA, "optimizer": MUON},
+    "zero3-experts": zero(3, **OVERLAP) | {"model": MOE, "parallel": SELECTIVE},
+    "zero1-experts-recomputed": context("ulysses", 1, rank=1)
+    | {"model": MOE}
+    | {"parallel": {"context_method": "ulysses", **RECOMPUTE}},
+    "zero2-experts-muon": zero(2) | {"rank": 1, "model": MOE, "optimizer": MUON},
     "fp32": {"dp": 2, "bf16": {"enabled": False}, "gradient_clipping": 0.0},
 }
 """Name -> JSON keys of ``paper_run``; ``rank`` is the rank whose step is taken."""

@@ -59,6 +59,18 @@ LLAMA = {
     "num_key_value_heads": 2,
     "intermediate_size": 48,
 }
+MOE = {
+    **GPT2,
+    "architecture": "qwen3_moe",
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.01,
+    "router_bias_rate": 0.001,
+}
+"""A mixture of experts, with both ways to balance them."""
 
 
 def paper_run(

@@ -31,7 +31,7 @@ from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.supervision.answers import describe
 from megaspeed.supervision.process_end import ended_on_termination
 from megaspeed.tensor_parallel import weight_gradients
-from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
+from tests.paper_gpu.fake_world import GPT2, LLAMA, MOE, batches, fake_rank, paper_run
 from tests.support.tiny import merge
 
 _STEPS = 2
@@ -107,6 +107,11 @@ CASES: Mapping[str, tuple[dict[str, Any], ...]] = {
     "documents": ({"dp": 2}, _zero(3), _LLAMA, _DOCUMENTS),
     "documents, no shared heads": ({"model": GPT2}, _zero(1), _DOCUMENTS),
     "window": ({"dp": 2}, _zero(1), _family("mistral", sliding_window=6)),
+    "experts": ({"dp": 2, "model": MOE}, _zero(3)),
+    "experts, context, recomputed": (
+        {"cp": 2, "dp": 2, "model": MOE, "parallel": {"activation_checkpointing": "full"}},
+        _zero(2),
+    ),
     "full_offloaded": ({"dp": 2}, _zero(3), _OFFLOADED, _LLAMA),
     "offload, ZeRO-2": ({"dp": 2}, _zero(2, offload_optimizer=_CPU)),
     "offload, ZeRO-3": ({"dp": 2}, _zero(3, offload_optimizer=_CPU, offload_param=_CPU)),

@@ -10,7 +10,7 @@ import pytest
 
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero.buckets import GradientBucket, Reducer
-from tests.paper_gpu.fake_world import GPT2, LLAMA
+from tests.paper_gpu.fake_world import GPT2, LLAMA, MOE
 from tests.paper_gpu.paper_step import paper_step, step_of
 from tests.support.rank_pool import RankPool
 
@@ -50,8 +50,17 @@ def _launches(
         (GPT2, 3, 2, 29, 0),  # gathering copies nothing, neither before nor after it
         (LLAMA, 1, 1, 107, 0),
         (LLAMA, 3, 1, 107, 0),
+        # With a dense layer, such a block has 159. The choice is 12 kernels.
+        (MOE, 1, 1, 232, 0),
     ],
-    ids=["gpt2-zero1", "gpt2-zero3", "gpt2-zero3-gathered", "llama-zero1", "llama-zero3"],
+    ids=[
+        "gpt2-zero1",
+        "gpt2-zero3",
+        "gpt2-zero3-gathered",
+        "llama-zero1",
+        "llama-zero3",
+        "experts",
+    ],
 )
 def test_kernels_of_a_block(
     pool: RankPool,

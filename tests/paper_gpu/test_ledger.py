@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megaspeed.topology import context
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.accelerator import paper_accelerator
-from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
+from tests.paper_gpu.fake_world import GPT2, LLAMA, MOE, batches, fake_rank, paper_run
 from tests.paper_gpu.recorder import Message, Recorder
 from tests.support.rank_pool import RankPool
 
@@ -52,6 +52,12 @@ CASES: list[tuple[Any, ...]] = [
         1,
         UNTIED,
         {"replicate": 2, "gradient_compression": {"type": "powersgd", "start_step": 2}},
+    ),
+    (
+        (2, 2, 1),
+        3,
+        {**MOE, "num_hidden_layers": 3},
+        {**ULYSSES, "activation_checkpointing": "full"},
     ),
     ((2, 2, 2), 1, TIED, {"gradient_compression": {"type": "int8"}}),
     ((2, 2, 2), 3, TIED, {"gradient_compression": {"type": "powersgd", "start_step": 2}}),
