@@ -35,18 +35,16 @@ With full recomputation, a block keeps only its output, and its backward first r
 (section 5 of the paper, "full recomputation": 2 s b h a layer). If it is offloaded, the output
 waits in host memory (``zero/host_inputs.py``).
 
-A mixture of experts (``model/experts.py``) keeps, instead of F features of a token, F features for
-each of its k experts. It also keeps the scores of the product silu(gate) * up before the factor of
-the router is applied, so 5 k F elements a token instead of 4 F, or 2 k F with selective
-recomputation, for which its norm is not computed again. Rows of tokens are gathered again for the
-backward. What each token has chosen and scored takes
+A mixture of experts (``model/experts.py``) has a row of F features for each of the k experts of a
+token. Instead of 4 F elements, it keeps 5 k F: also silu(gate) * up without the factor of the
+router. It keeps 3 k F if it is compiled, and 2 k F with selective recomputation, which does not
+repeat its norm. Rows of D features are gathered again for the backward. Of each token, it keeps
 
-    E fp32                        scores
-    k (3 int64)                   experts, rows, order of rows
-    k (1 int64, 1 number)         tokens of rows, factors; k + 1 fp32 if the factors are normalised
+    3 k int64                     experts, rows, order of rows; with full recomputation, too
+    k int64, 2 k elements         tokens of rows, factors in two orders
+    E fp32                        scores; (k + 1) fp32 more if the factors are normalised
 
-A fully recomputed block keeps the first int64 numbers beside its output. All of this is the same
-for any loads of the experts, because a rank computes k rows for each of its own tokens.
+This is the same for any loads of experts, because a rank computes k rows for each of its tokens.
 
 If attention stays within a document (``model/documents.py``), every rank also has, from its own
 micro-batch,
@@ -550,19 +548,27 @@ class Activations:
         """
         rows, width = experts.rows, experts.width
         added = self._hidden if self._model.residual_dropout > 0.0 else 0
-        kept = (4 if self._is_compiled else 5) * width
-        return [
-            added + again + rows + width,
-            added + again + 2 * width,
-            added + (2 * width - kept if not again else 0) + self._combining(experts),
-            max(0, added + self._residual_hashing) if added else 0,
+        # The gradient of gate and up has replaced what was kept of them, and of their product.
+        replaced = 0 if again else 2 - self._kept_rows()
+        moments = [
+            again + rows + width,
+            again + 2 * width,
+            replaced * width + self._combining(experts),
+            self._residual_hashing,
         ]
+        return [added + moment for moment in moments]
+
+    def _kept_rows(self, *, selective: bool = False) -> int:
+        """Return how many tensors of the shape (T k, F) experts keep."""
+        return 2 if selective else 3 if self._is_compiled else 5
 
     def _mlp_kept(self, *, selective: bool = False) -> int:
-        """Return what an MLP keeps: output of ``up``, silu(gate) if any, and input of ``down``."""
+        """Return what an MLP keeps: output of ``up``, silu(gate) if any, and input of ``down``;
+        of experts, also what tokens have chosen.
+        """
         if self._experts is not None:
-            parts = 2 if selective else 3 if self._is_compiled else 5
-            return self._experts.choice + self._experts.scores + parts * self._experts.width
+            width = self._kept_rows(selective=selective) * self._experts.width
+            return self._experts.choice + self._experts.scores + width
         gated = self._model.is_gated
         before, _ = self._local_shape("mlp.gate_up" if gated else "mlp.up")
         _, after = self._local_shape("mlp.down")
