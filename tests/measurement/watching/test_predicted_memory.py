@@ -240,7 +240,6 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
             {**EXPERTS, "zero_optimization": {"stage": 1}},
             {**EXPERTS, **BF16_IN_FP32, "zero_optimization": {"stage": 3}},
             {**EXPERTS, **SELECTIVE, "zero_optimization": {"stage": 3}},
-            {**EXPERTS, "parallel": {"activation_checkpointing": "full_offloaded"}},
             {**MANY_EXPERTS, "zero_optimization": {"stage": 2}},
         ],
     ),

@@ -27,8 +27,6 @@ pytestmark = pytest.mark.slow
 TEXT = Path(__file__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-_PARTITIONED = "aot_eager_decomp_partition"
-"""A compiler that decides what to keep as the default one does, and makes no kernels."""
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -186,7 +184,7 @@ def test_a_compiled_block_recomputes_the_same(model: dict[str, Any]) -> None:
     run = tiny_run(TEXT, model=model, parallel=parallel, training={"compile": True})
     block, eager_block = (_selective_block(run) for _ in range(2))
     eager_block.load_state_dict(block.state_dict())
-    compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend=_PARTITIONED)
+    compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
     if isinstance(block, ExpertBlock):
         block.attend = compiled(block.attend)  # type: ignore[method-assign]
         block.add_experts = compiled(block.add_experts)  # type: ignore[method-assign]
