@@ -15,19 +15,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.checkpoint.tensors import LARGEST_PIECE_BYTES
+from megaspeed.checkpoint.tensors import (
+    LARGEST_PIECE_BYTES,
+    ROUTER_BIAS,
+    Piece,
+    expected_tensors,
+    key,
+)
+from megaspeed.checkpoint.writing import write_checkpoint as write_pieces
 from megaspeed.cli import main
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
 from megaspeed.hugging_face import exporting
-from megaspeed.hugging_face.exporting import Precision, export_model
+from megaspeed.hugging_face.exporting import Precision, StockModel, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
 from megaspeed.hugging_face.weights import HuggingFaceError, StoredTensor, TensorPart
 from megaspeed.model.gpt import SwiGluMlp
-from tests.checkpoint.written import CONFIG, write_checkpoint
+from tests.checkpoint.written import CONFIG, run_state, write_checkpoint
 from tests.hugging_face.models import END_OF_TEXT, llama, same, saved, weights_in, with_tokenizer
 from tests.support.command import lacking
 from tests.support.forked import run_forked
+from tests.support.tiny import MOE, tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -310,3 +318,21 @@ def test_a_feature_that_the_family_lacks_is_refused_before_anything_is_written(
     (name,) = changes
     assert f"1. model.{name} is {changes[name]}, but LlamaForCausalLM" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.25])
+def test_a_bias_of_a_router_cannot_be_exported(tmp_path: Path, bias: float) -> None:
+    run = tiny_run(ROOT / "LICENSE", model={**MOE, "router_bias_rate": 0.01})
+    tensors = expected_tensors(run.config.model, "AdamW")
+    biased = key(ROUTER_BIAS, "blocks.2.mlp.router")
+    assert biased in tensors
+    pieces = [
+        Piece(name, shape, (0,) * len(shape), torch.full(shape, bias if name == biased else 0.0))
+        for name, shape in tensors.items()
+    ]
+    write_pieces(tmp_path, pieces, run_state(1, config=run.as_json()), {})
+    if bias == 0.0:  # the bias of a run that was just started
+        assert StockModel(tmp_path, tokenizer=None, precision="float32").parts
+        return
+    with pytest.raises(HuggingFaceError, match="has a bias for the choice of experts"):
+        StockModel(tmp_path, tokenizer=None, precision="float32")

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaspeed.model.experts import Experts, _products
+from megaspeed.model.experts import Experts
+from megaspeed.model.grouped_products import grouped_product
 from tests.model.tiny_gpt import initialized, llama
 
 ROWS, INNER, OUTER = 20, 8, 16
@@ -16,15 +17,15 @@ OFFSETS = torch.tensor([3, 3, 12, 20], dtype=torch.int32)
 """The second expert has no row."""
 
 
-def test_products_in_fp64_are_those_of_the_kernel() -> None:
+def testgrouped_product_in_fp64_are_those_of_the_kernel() -> None:
     rows, others = torch.randn(ROWS, INNER), torch.randn(ROWS, OUTER)
     matrices = torch.randn(len(OFFSETS), INNER, OUTER)
     for a, b in ((rows, matrices), (rows.t(), others)):
-        ours = _products(a.double(), b.double(), OFFSETS)
+        ours = grouped_product(a.double(), b.double(), OFFSETS)
         kernel = F.grouped_mm(a, b, offs=OFFSETS)
         assert ours.dtype == torch.float64 and ours.shape == kernel.shape
         torch.testing.assert_close(ours.float(), kernel)
-    assert not _products(rows.t().double(), others.double(), OFFSETS)[1].any()
+    assert not grouped_product(rows.t().double(), others.double(), OFFSETS)[1].any()
 
 
 @pytest.mark.parametrize(("normalizes", "recomputation"), [(False, "none"), (True, "selective")])
