@@ -54,21 +54,19 @@ class ExpertLinear(nn.Module):
     def __init__(self, row: Row) -> None:
         super().__init__()
         assert row.columns is not None
-        self.experts = row.experts
+        self._experts = row.experts
         self.weight = nn.Parameter(torch.empty(row.rows, row.columns))
-        if not self.weight.is_meta:
+        if not self.weight.is_meta:  # torch imports its compiler to draw on the meta device
             nn.init.normal_(self.weight)
 
+    @property
+    def matrices(self) -> Tensor:
+        """(E, out, in)."""
+        return self.weight.view(self._experts, -1, self.weight.shape[1])
 
-class Router(nn.Module):
-    """The scores of the experts."""
 
-    def __init__(self, row: Row) -> None:
-        super().__init__()
-        assert row.columns is not None
-        self.weight = nn.Parameter(torch.empty(row.rows, row.columns))
-        if not self.weight.is_meta:
-            nn.init.normal_(self.weight)
+class Router(ExpertLinear):
+    """The scores of the experts. Its only matrix is (E, D)."""
 
     def forward(self, h: Tensor) -> Tensor:
         """Map h (B, S, D) to scores (T, E) in fp32."""
@@ -107,9 +105,9 @@ class Experts(nn.Module):
         super().__init__()
         assert config.num_experts_per_tok is not None
         self.compose = compose
-        self.router = modules["mlp.router"]
-        self.gate_up = modules["mlp.gate_up"]
-        self.down = modules["mlp.down"]
+        router, gate_up, down = (modules[f"mlp.{name}"] for name in ("router", "gate_up", "down"))
+        assert isinstance(gate_up, ExpertLinear) and isinstance(down, ExpertLinear)
+        self.router, self.gate_up, self.down = router, gate_up, down
         self.active = config.num_experts_per_tok
         self.normalizes = config.norm_topk_prob
         self.coefficient = config.router_aux_loss_coef
@@ -176,25 +174,16 @@ class Experts(nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         of_rows = weights.to(h.dtype).flatten().gather(0, routing.order).unsqueeze(1)
         where = (routing.order // self.active, routing.rows, routing.offsets)
-        gate_up = _GateUp.apply(h.flatten(0, 1), _matrices(self.gate_up), *where)
-        down = partial(_down, module=self.down, where=where)
-        return self.compose(partial(_swiglu, weights=of_rows), down, gate_up).view_as(h)
-
-
-def _matrices(module: nn.Module) -> Tensor:
-    """(E, out, in)."""
-    assert isinstance(module, ExpertLinear)
-    return module.weight.view(module.experts, -1, module.weight.shape[1])
+        gate_up = _GateUp.apply(h.flatten(0, 1), self.gate_up.matrices, *where)
+        matrices = self.down.matrices
+        activation = partial(_swiglu, weights=of_rows)
+        y = self.compose(activation, lambda x: _Down.apply(x, matrices, *where), gate_up)
+        return y.view_as(h)
 
 
 def _swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)  # each (T k, F)
     return F.silu(gate) * up * weights
-
-
-def _down(x: Tensor, module: nn.Module, where: tuple[Tensor, ...]) -> Tensor:
-    y: Tensor = _Down.apply(x, _matrices(module), *where)
-    return y
 
 
 class _Logits(torch.autograd.Function):
