@@ -92,7 +92,7 @@ def summary(plan: Plan) -> Iterator[str]:
     if model.num_experts is not None:
         yield (
             f"experts: {model.num_experts:,} in each block, {model.num_experts_per_tok:,} for each "
-            f"token, of width {model.expert_width:,}; a rank has all of its blocks'"
+            f"token, of width {model.expert_width:,}; a rank has all experts of its blocks"
         )
     yield (
         f"step: {counted(batch.train_batch_size, 'sample')} of "
