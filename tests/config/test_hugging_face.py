@@ -522,7 +522,7 @@ def test_a_published_file_has_the_published_number_of_parameters(
 
 @pytest.mark.parametrize("keys", [MIXTRAL_8X22B, QWEN3_30B_A3B, OLMOE_1B_7B])
 def test_the_number_of_experts_has_two_names(keys: dict[str, Any]) -> None:
-    """transformers 5.23 writes num_local_experts for Qwen3-MoE, and published files do not."""
+    """Published files of Qwen3-MoE have num_experts, transformers 5.23 writes num_local_experts."""
     right = model(keys)
     stated = {key: value for key, value in keys.items() if not key.endswith("_experts")}
     for names in (["num_experts"], ["num_local_experts"], ["num_experts", "num_local_experts"]):
@@ -541,7 +541,7 @@ def test_experts_have_the_width_that_the_file_states(keys: dict[str, Any]) -> No
 
 
 def test_balance_is_neither_read_nor_written() -> None:
-    """transformers multiplies counts and scores of all blocks together, and only if it is asked."""
+    """The auxiliary loss of transformers differs: it pools counts and scores of all blocks."""
     balanced = {"router_aux_loss_coef": 0.01, "router_bias_rate": 0.001}
     found = model(OLMOE_1B_7B)
     assert found.router_aux_loss_coef == 0.0

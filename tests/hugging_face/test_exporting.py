@@ -321,7 +321,7 @@ def test_a_feature_that_the_family_lacks_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.25])
-def test_a_bias_of_a_router_cannot_be_exported(tmp_path: Path, bias: float) -> None:
+def test_a_router_bias_other_than_zero_cannot_be_exported(tmp_path: Path, bias: float) -> None:
     run = tiny_run(ROOT / "LICENSE", model={**MOE, "router_bias_rate": 0.01})
     tensors = expected_tensors(run.config.model, "AdamW")
     biased = key(ROUTER_BIAS, "blocks.2.mlp.router")
@@ -331,7 +331,7 @@ def test_a_bias_of_a_router_cannot_be_exported(tmp_path: Path, bias: float) -> N
         for name, shape in tensors.items()
     ]
     write_pieces(tmp_path, pieces, run_state(1, config=run.as_json()), {})
-    if bias == 0.0:  # the bias of a run that was just started
+    if bias == 0.0:  # as before the first step
         assert StockModel(tmp_path, tokenizer=None, precision="float32").parts
         return
     with pytest.raises(HuggingFaceError, match="has a bias for the choice of experts"):

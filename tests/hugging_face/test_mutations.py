@@ -229,7 +229,7 @@ MUTATIONS: dict[str, tuple[Make, Callable[[Patch], None]]] = {
     ),
     "scores not normalized, mixtral": (mixtral, with_field("norm_topk_prob", False)),
     "scores normalized, olmoe": (olmoe, with_field("norm_topk_prob", True)),
-    "an expert less, olmoe": (olmoe, with_field("num_experts_per_tok", 1)),
+    "one expert too few for each token, olmoe": (olmoe, with_field("num_experts_per_tok", 1)),
 }
 
 

@@ -56,10 +56,10 @@ def test_an_imported_model_ends_at_its_own_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [mixtral, qwen3_moe, olmoe])
-def test_experts_get_into_transformers_model_as_they_were(
+def test_imported_experts_have_the_same_weights_in_transformers(
     make: Callable[[], PreTrainedModel], tmp_path: Path
 ) -> None:
-    """They are stored one by one, and are one parameter in memory."""
+    """Files have a tensor for each expert. In memory, transformers stacks them in one parameter."""
     stock = make()
     import_model(with_tokenizer(saved(stock, tmp_path / "hf")), tmp_path / "ours", verify=False)
     assert same(load(tmp_path / "ours").model.state_dict(), stock.state_dict())

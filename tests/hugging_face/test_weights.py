@@ -33,7 +33,9 @@ def stock_shapes(config: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]
 def as_stored(
     family: str, name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the tensors of a parameter. Experts, which are one in memory, are stored one by one."""
+    """Yield the tensors in which a parameter is stored. Experts are one parameter, but each has its
+    own tensors.
+    """
     places = ("block_sparse_moe", "w1", "w3", "w2") if family == "mixtral" else ()
     place, gate, up, down = places or ("mlp", "gate_proj", "up_proj", "down_proj")
     before, is_expert, kind = name.partition(".mlp.experts.")

@@ -74,7 +74,7 @@ def test_dropout_without_attention_dropout_keeps_the_fused_attention() -> None:
     assert "fused" not in warning and warning.endswith("--set model.residual_dropout=0")
 
 
-def test_experts_without_balance_are_named_with_the_mend() -> None:
+def test_experts_without_balance_are_reported_with_a_fix() -> None:
     (warning,) = warnings(BY_TORCHRUN, {"model": MOE})
     assert "a few of them may get most tokens" in warning
     for key in ("router_bias_rate", "router_aux_loss_coef"):

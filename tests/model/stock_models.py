@@ -69,10 +69,10 @@ def stock_llama(config: ModelConfig) -> PreTrainedModel:
 
 
 def stock_experts(config: ModelConfig) -> PreTrainedModel:
-    """Return Hugging Face's mixture of experts of this shape."""
+    """Return Hugging Face's mixture of experts of this shape, with random weights."""
     ids = {"bos_token_id": None, "eos_token_id": None}
     stock_config = AutoConfig.for_model(**hugging_face_config(config), **ids)
-    torch.manual_seed(6)  # near ties of scores are rare
+    torch.manual_seed(6)  # with this seed, no two scores are nearly equal
     stock: PreTrainedModel = AutoModelForCausalLM.from_config(stock_config)
     randomize(stock)
     return stock.eval()
@@ -112,8 +112,9 @@ def from_gpt2(stock: PreTrainedModel) -> Weights:
 
 
 def from_llama(stock: PreTrainedModel) -> Weights:
-    """Return the weights of Llama or of a mixture of experts under our names: q, k, v below each
-    other, gate above up, and an expert below the one before it.
+    """Return the weights of Llama or of a mixture of experts under our names.
+
+    q, k and v are stacked, gate above up, and each expert below the previous one.
     """
     theirs = stock.state_dict()
     ours = {

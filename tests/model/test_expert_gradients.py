@@ -1,6 +1,6 @@
-"""In fp64, in which imports and exports are compared, gradients of experts are those of calculus.
+"""Experts in fp64, in which imports and exports are compared: products and gradients.
 
-torch has no product by several matrices in fp64, so ours multiplies group by group.
+torch has no grouped product in fp64, so ours multiplies one group after the other.
 """
 
 import pytest
@@ -14,10 +14,10 @@ from tests.model.tiny_gpt import initialized, llama
 
 ROWS, INNER, OUTER = 20, 8, 16
 OFFSETS = torch.tensor([3, 3, 12, 20], dtype=torch.int32)
-"""The second expert has no row."""
+"""Where the rows of each expert end. The second expert has no rows."""
 
 
-def testgrouped_product_in_fp64_are_those_of_the_kernel() -> None:
+def test_grouped_products_in_fp64_are_those_of_the_kernel() -> None:
     rows, others = torch.randn(ROWS, INNER), torch.randn(ROWS, OUTER)
     matrices = torch.randn(len(OFFSETS), INNER, OUTER)
     for a, b in ((rows, matrices), (rows.t(), others)):
@@ -51,7 +51,9 @@ def test_gradients_are_those_of_finite_differences(normalizes: bool, recomputati
     parameters = dict(experts.named_parameters())
 
     def output(h: Tensor, *weights: Tensor) -> Tensor:
-        result: Tensor = experts(h, experts.router(h), routing, None)  # weights are its parameters
+        result: Tensor = experts(
+            h, experts.router(h), routing, None
+        )  # gradcheck changes ``weights``
         return result
 
     assert parameters.keys() == {"router.weight", "gate_up.weight", "down.weight"}

@@ -32,7 +32,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "olmoe-1b-7b": 6_919_161_856,
 }
-# The published figures are 12.9, 3.3 and 1.3 billion.
+# Parameters that a token uses. The published figures are 12.9, 3.3 and 1.3 billion.
 ACTIVE = {
     "mixtral-8x7b": 12_879_925_248,
     "qwen3-30b-a3b": 3_353_032_704,

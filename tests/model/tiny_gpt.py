@@ -19,7 +19,7 @@ DROPOUTS = {"embedding_dropout": 0.1, "attention_dropout": 0.2, "residual_dropou
 LENGTHS = ((5, 1, 10, 8), (24,), (1, 1, 22))
 
 NEAR_TIE = 1e-4
-"""If two scores differ by less, rounding might choose another expert."""
+"""If two scores differ by less than this, rounding may change which expert is chosen."""
 
 
 def gpt2(**changes: Any) -> ModelConfig:
@@ -63,7 +63,7 @@ def gradients(model: GPT) -> dict[str, Tensor]:
 
 
 def smallest_gap(model: GPT, tokens: Tensor) -> float:
-    """Return the smallest difference between the last score that is chosen and the next one."""
+    """Return the smallest difference between the last chosen score of a token and the next one."""
     gaps = [math.inf]
 
     def watch(module: nn.Module, _: Any, scores: Tensor, *, active: int) -> None:

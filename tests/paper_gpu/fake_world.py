@@ -70,7 +70,7 @@ MOE = {
     "router_aux_loss_coef": 0.01,
     "router_bias_rate": 0.001,
 }
-"""A mixture of experts, with both ways to balance them."""
+"""A mixture of experts with both methods of balance."""
 
 
 def paper_run(

@@ -50,7 +50,7 @@ def _launches(
         (GPT2, 3, 2, 29, 0),  # gathering copies nothing, neither before nor after it
         (LLAMA, 1, 1, 107, 0),
         (LLAMA, 3, 1, 107, 0),
-        # With a dense layer, such a block has 159. The choice is 12 kernels.
+        # With one feed-forward layer instead of experts, it is 159. The choice has 12 kernels.
         (MOE, 1, 1, 232, 0),
     ],
     ids=[

@@ -107,8 +107,8 @@ EXPERTS: Mapping[str, Sequence[Any]] = {
     "gradient_reduction": ("per_micro_batch", "per_step"),
     "micro_batches": (2, 4),
     "reset_at_documents": (False, True),
-    "active": (2, 1),  # experts of each token
-    "normalized": (False, True),  # the scores of these
+    "active": (2, 1),  # experts that each token uses
+    "normalized": (False, True),  # whether their scores are divided by their sum
     "auxiliary": (0.01, 0.0),
     "bias_rate": (0.01, 0.0),
     "optimizer": ("AdamW", "Muon"),
@@ -127,8 +127,8 @@ def is_possible(row: Row) -> bool:
 
     There are at most 8 ranks. Sequence parallelism needs a tensor axis, an interleaved schedule a
     pipeline. A group has a micro-batch for each pipeline stage. Two replicas need an even data
-    degree, and ZeRO-0 has only replicas. A single score that is divided by itself is 1, so the
-    gradient of a router would be rounding.
+    degree, and ZeRO-0 has only replicas. If a token uses one expert, its normalized score
+    is always 1, so the gradient of the router would be only rounding.
     """
     pp, dp, tp = row["layout"] if len(row.get("layout", ())) == 3 else (1, 4, 2)
     if len(row.get("layout", ())) == 4:

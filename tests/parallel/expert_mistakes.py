@@ -1,4 +1,4 @@
-"""Mistakes in a mixture of experts, each of which ``test_mutations.py`` makes in a training."""
+"""Mistakes in a mixture of experts. ``test_mutations.py`` trains with each of them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,11 +16,11 @@ from megaspeed.tensor_parallel import context
 from tests.support.mutations import replaced
 
 LOSS_SCALE = 1024
-"""Of fp16."""
+"""The loss scale of fp16."""
 
 
 def in_recomputation(change: Callable[[ExpertBlock, Tensor, Inputs, list[Routing]], None]) -> Any:
-    """Call ``change`` before a block is computed again."""
+    """Call ``change`` before a block is recomputed."""
 
     def changed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def again(
@@ -45,7 +45,7 @@ def counts_are_taken_again_in_recomputation() -> AbstractContextManager[None]:
 
 
 def the_choice_is_made_again_in_recomputation() -> AbstractContextManager[None]:
-    # With a little noise, as of another rounding.
+    # A little noise stands for another rounding.
     @torch.no_grad()
     def choose(block: ExpertBlock, x: Tensor, inputs: Inputs, kept: list[Routing]) -> None:
         scores = block.attend(x, inputs)[2]
@@ -90,7 +90,7 @@ def the_auxiliary_loss_is_that_of_a_micro_batch() -> AbstractContextManager[None
 
 
 def scaled(factor: Callable[[Tensor], Tensor | float]) -> AbstractContextManager[None]:
-    """Multiply the scale of the auxiliary gradient by a function of it."""
+    """Multiply the gradient scale of the auxiliary loss by ``factor`` of the scale."""
 
     def mistaken(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(self: GPT, *args: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """A mixture of experts trains like one process at every layout.
 
-The single process uses the choices of the ranks, which must be its own: no choice is flipped. Its
-auxiliary loss is computed by autograd, and its biases from its own counts.
+The single process replays the choices of the ranks. In fp32, they must equal its own: no choice is
+flipped. It computes the auxiliary loss with autograd, and the biases from its own counts.
 """
 
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_two_runs_of_a_layout_have_the_same_bits(pool: RankPool, references: Ref
 def test_bf16_stays_within_its_bound_although_choices_are_flipped(
     pool: RankPool, references: References
 ) -> None:
-    # Large weights, so that scores differ. Attention over parts of sequences rounds differently.
+    # Weights are large, so that scores differ. With a context axis, attention rounds differently.
     model = {**BALANCED, "initializer_range": 0.2}
     changes: dict[str, Any] = {"model": model, "zero_optimization": {"stage": 3}, **BF16_IN_FP32}
     run = tiny_run(TEXT, dp=2, cp=2, **changes)

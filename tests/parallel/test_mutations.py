@@ -211,7 +211,7 @@ ZERO3 = {"zero_optimization": {"stage": 3}}
 DROPOUT = {"model": {"attention_dropout": 0.2}}
 QK_NORM = {"model": {"qk_norm": True}}
 RESET: dict[str, Any] = {"data": {"reset_at_documents": True}}
-# Large weights, so that experts matter.
+# Weights are large, so that a mistake in the experts changes the loss.
 EXPERTS: dict[str, Any] = {"model": {**MOE, "initializer_range": 0.2}}
 BALANCED = merge(EXPERTS, {"model": {"router_bias_rate": 0.1, "router_aux_loss_coef": 0.1}})
 RECOMPUTED = {**BALANCED, "parallel": {"activation_checkpointing": "full"}}

@@ -92,7 +92,7 @@ def test_what_is_measured_is_not_the_run() -> None:
 
 
 def test_a_block_of_experts_is_measured_with_all_of_them() -> None:
-    """A width of experts is a multiple of 8."""
+    """The width of the experts is a multiple of 8 also in the smaller model."""
     changes = {"model": MOE, "bf16": {"enabled": True}, "data": {"sequence_length": 16}}
     run = tiny(world_size=2, **changes).run
     tokens = run.batch.micro_batch_size * run.config.data.sequence_length

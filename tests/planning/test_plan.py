@@ -79,7 +79,7 @@ def test_the_large_files_are_what_they_are_called(
     ],
 )
 def test_a_mixture_of_experts_states_its_active_parameters(name: str, counts: str) -> None:
-    """Fewer than half of the FLOPs and of the time are those of a model that uses all experts."""
+    """Its products take less than half of the time of a model in which a token uses all experts."""
     long = {"bf16": {"enabled": True}, "data": {"sequence_length": 4096}}
     model = MIXTURES[name]
     every = {**model, "num_experts_per_tok": model["num_experts"]}

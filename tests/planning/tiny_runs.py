@@ -65,7 +65,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
     },
 }
-"""The shapes of mixtures of experts."""
+"""Name of a preset with experts -> its shape."""
 
 
 def tiny(*overrides: str, world_size: int = 1, **keys: Any) -> Training:

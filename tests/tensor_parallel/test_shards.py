@@ -154,7 +154,7 @@ def test_a_row_parallel_layer_has_columns_and_its_whole_bias() -> None:
         ("embedding.tokens.weight", "decaying"),
     ],
 )
-def test_a_router_of_which_each_rank_sees_some_tokens_decays(name: str, group: str) -> None:
+def test_optimizer_groups_of_experts_with_sequence_parallelism(name: str, group: str) -> None:
     config = ModelConfig.model_validate(MOE)
     found = optimizer_group(
         config,

@@ -1,4 +1,4 @@
-"""The bias of the routers and the loads, by hand."""
+"""The biases of routers and the loads of experts, worked by hand."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def test_a_skipped_step_moves_nothing_and_its_counts_are_not_used_again() -> Non
 
 
 def test_counts_of_all_ranks_are_added_by_block() -> None:
-    """The ranks of a stage hold some blocks. The sum over ranks has all of them."""
+    """Each pipeline stage holds some of the blocks. The sum over all ranks has all blocks."""
     first, one = balance_of(0.1, chunks=[range(0, 2)])
     second, other = balance_of(0.1, chunks=[range(2, 5)])
     add_counts(first, [[1, 2, 3, 4]])

@@ -39,8 +39,8 @@ def train_compiled(
         compile_eager = functools.partial(torch.compile, backend="aot_eager")
         patch.setattr(torch, "compile", compile_eager)
         result = train_rank(launch, run, corpus, STEPS)
-    # One graph for all blocks, or two around the choice of experts, and on the last stage one for
-    # the loss. No later step or micro-batch adds another.
+    # One graph for all blocks (with experts two: before and after the choice), and on the last
+    # stage one for the loss. No later step or micro-batch adds another.
     of_blocks = 1 if run.config.model.num_experts is None else 2
     has_loss = run.grid.pp == 1 or launch.rank == launch.world_size - 1
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == of_blocks + has_loss

@@ -55,13 +55,13 @@ ORTHOGONALIZED: dict[str, Any] = {
     "train_batch_size": 4,
     "optimizer": MUON,
 }
-# All tokens use 2 of 8 experts.
+# Each token uses 2 of 8 experts.
 EXPERTS: dict[str, Any] = {
     "model": {**MOE, "norm_topk_prob": True, "router_aux_loss_coef": 0.01}
     | {"max_position_embeddings": 64},
     "data": {"sequence_length": 64},
 }
-# Few tokens: the gradients of all experts are larger than their activations.
+# There are few tokens, so the gradients of all experts are larger than the activations.
 MANY_EXPERTS: dict[str, Any] = {
     "model": {**MOE, "num_experts": 16, "moe_intermediate_size": 112},
     "train_batch_size": 4,

@@ -75,7 +75,7 @@ def test_with_selective_recomputation_a_gpt2_block_keeps_its_products(
 def test_the_first_blocks_of_a_stage_are_recomputed(
     model: dict[str, Any], recomputation: str
 ) -> None:
-    """With experts, they also keep which ones each token uses."""
+    """A recomputed block with experts also keeps the choice of experts."""
     parallel = {"activation_checkpointing": recomputation, "recomputed_blocks": 2}
     run = tiny_run(TEXT, model=model, parallel=parallel)
     width = run.config.model.hidden_size
@@ -179,7 +179,7 @@ def test_a_block_really_keeps_this(
 
 @pytest.mark.parametrize("model", [LLAMA, MOE], ids=["llama", "experts"])
 def test_a_compiled_block_recomputes_the_same(model: dict[str, Any]) -> None:
-    """The two compiled parts of a block of experts keep no gathered rows of tokens."""
+    """A block of experts has two compiled parts, which do not keep gathered rows."""
     parallel = {"activation_checkpointing": "selective"}
     run = tiny_run(TEXT, model=model, parallel=parallel, training={"compile": True})
     block, eager_block = (_selective_block(run) for _ in range(2))
@@ -208,7 +208,7 @@ def test_a_compiled_block_recomputes_the_same(model: dict[str, Any]) -> None:
     gradient = torch.randn_like(y)
     (of_compiled,) = torch.autograd.grad(y, x, gradient)
     (of_eager,) = torch.autograd.grad(eager_block(x, Inputs(angles=angles)), x, gradient)
-    # Values of experts are large here, because the weights of a new module are.
+    # Gradients are large here, because a new module of experts has large weights.
     largest = float(of_eager.abs().max())
     torch.testing.assert_close(of_compiled, of_eager, rtol=1e-5, atol=1e-6 * largest)
 

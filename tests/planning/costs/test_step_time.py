@@ -330,8 +330,8 @@ def test_a_product_of_few_tiles_wastes_most_processors() -> None:
 
 
 def test_the_matrices_of_all_experts_are_read_whatever_the_number_of_tokens() -> None:
-    """Of few tokens, each pass takes as long as the matrices, of many as long as the FLOPs. The
-    products of the router are in fp32.
+    """With few tokens, a pass takes the time to read the matrices, with many the time of the FLOPs.
+    The products of the router are in fp32.
     """
     rates = Rates(workload(), cluster())
     few, many = (Product(tokens, 768, 2048, matrices=128) for tokens in (128, 10**6))

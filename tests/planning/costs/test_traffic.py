@@ -114,8 +114,8 @@ DATA_AXIS: dict[str, tuple[Layout, dict[str, Any]]] = {
     ),
 }
 
-# Loads of sequences that ranks share are sent with an auxiliary loss, but not once more if blocks
-# are recomputed.
+# With an auxiliary loss, ranks that share sequences sum the counts of tokens. A recomputed block
+# does not sum them again.
 BALANCED = {**MOE, "router_aux_loss_coef": 0.01, "router_bias_rate": 0.001}
 for _method in ("ulysses", "all_gather"):
     DATA_AXIS[f"experts, {_method}"] = (
