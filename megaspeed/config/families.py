@@ -283,14 +283,14 @@ OLMO2 = replace(
     },
 )
 
-# A gate and an up matrix of each expert, and a down matrix
+# "{}" is the number of an expert.
 _EXPERTS = {
     **LLAMA.modules,
     "mlp.router": ("mlp.gate",),
     "mlp.gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     "mlp.down": ("mlp.experts.{}.down_proj",),
 }
-# transformers' classes do not have these settings of other mixtures.
+# Settings of other mixtures, which transformers' classes of these families do not read
 _NO_OTHER_EXPERTS = {
     "n_shared_experts": (None, 0),
     "shared_expert_intermediate_size": (None, 0),
@@ -451,7 +451,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "qwen2_moe": "shared experts",
     "qwen3_next": "linear attention or shared experts",
 }
-"""Families of other mixtures of experts -> what they need that our model does not have."""
+"""Family of a mixture of experts that is not supported -> what it needs and our model lacks."""
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": GPT2,

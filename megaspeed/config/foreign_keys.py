@@ -145,8 +145,8 @@ REFUSED: Mapping[str, str] = _by_key(
             "tensor_parallel sequence_parallel_size data_parallel_size "
             "seq_parallel_communication_data_type"
         ),
-        "every token reaches its experts, because a capacity depends on the micro-batch, so other "
-        "layouts would train another model; remove it": (
+        "no token is dropped, because a capacity depends on the micro-batch, so another layout "
+        "would train another model; remove it": (
             "model.capacity_factor model.expert_capacity_factor model.moe_expert_capacity_factor"
         ),
         "each rank has all experts of its blocks; remove it": (

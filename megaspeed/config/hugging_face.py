@@ -271,12 +271,12 @@ def _other_classes(keys: Mapping[str, Any], family: Family) -> list[str]:
 
 
 def _contradictions(keys: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield a problem for each key that is stated under both of its names with two values."""
+    """Yield a problem for each key that has different values under its two names."""
     for other, name in family.other_names.items():
         values = [keys[key] for key in (name, other) if key in keys]
         if values[1:] and values[0] != values[1]:
             given = " and ".join(map(describe_value, values))
-            yield f"{name} and {other} are names of one number, but they are {given}; remove one"
+            yield f"{name} and {other} are two names of one key, but they are {given}; remove one"
 
 
 def _unsupported_values(keys: Mapping[str, Any], family: Family) -> Iterator[str]:

@@ -123,7 +123,7 @@ class ModelConfig(Section):
     architecture: FamilyName
     """The family of Hugging Face models that the model is exported to. It sets every feature that
     is omitted (norm, norm_position, positions, mlp, parallel_residual, biases, qk_norm,
-    tie_word_embeddings)."""
+    norm_topk_prob, tie_word_embeddings)."""
     vocab_size: int = Field(gt=0, le=LARGEST_VOCABULARY)
     """Number of token ids. It need not be divisible by parallel.tensor: it is padded internally,
     and the padding is never visible."""
@@ -141,24 +141,27 @@ class ModelConfig(Section):
     head_dim: int = Field(default=None, gt=0, le=LARGEST_WIDTH)  # type: ignore[assignment]
     """Elements of one attention head. If omitted: hidden_size / num_attention_heads."""
     num_experts: int | None = Field(default=None, gt=1, le=LARGEST_EXPERTS)
-    """Number of feed-forward layers of each block, of which each token uses a few (Shazeer et al.
-    2017, "Outrageously large neural networks"). null: one, which all tokens use."""
+    """Number of experts: feed-forward layers of a block, of which each token uses
+    num_experts_per_tok (Shazeer et al. 2017, "Outrageously large neural networks"). null: a block
+    has one feed-forward layer, which all tokens use."""
     num_experts_per_tok: int | None = Field(default=None, gt=0, le=LARGEST_EXPERTS)
-    """How many experts each token uses: those with the largest scores."""
+    """Number of experts that each token uses: those with the largest scores. The scores are the
+    softmax of the router's output."""
     moe_intermediate_size: int | None = Field(default=None, gt=0, le=LARGEST_WIDTH)
     """Width of one expert, in elements. If omitted: intermediate_size."""
     norm_topk_prob: bool = False
     """Whether the scores of the experts that a token uses are divided by their sum. If omitted: the
     family's."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the loss that balances experts: E x the sum over experts of (the fraction of a
-    row's tokens that use it) x (its mean score in the row), for each block and row (Fedus et al.
-    2021, "Switch Transformers", equation 4). It trains the routers, and is no part of the loss that
-    is reported."""
+    """Coefficient of the auxiliary loss, which balances experts. For each block and sequence, this
+    loss is num_experts x the sum over experts of (the fraction of the sequence's tokens that use
+    the expert) x (the expert's mean score in the sequence) (Fedus et al. 2021, "Switch
+    Transformers", equation 4). The loss that is reported does not contain it."""
     router_bias_rate: float = Field(default=0.0, ge=0)
-    """After each step, a bias that is added to an expert's score, for the choice only, rises by
-    this number if fewer tokens than the mean have used it, and falls if more have (Wang et al.
-    2024, "Auxiliary-loss-free load balancing strategy"). Usual: 0.001."""
+    """Rate of the bias that balances experts. After each step, the bias of an expert rises by this
+    number if the expert got fewer tokens than the mean, and falls by it if the expert got more
+    (Wang et al. 2024, "Auxiliary-loss-free load balancing strategy"). The bias is added to the
+    score of the expert only to choose experts. Usual: 0.001."""
     norm: Literal["layer_norm", "rms_norm"]
     """layer_norm: with a bias (Ba et al. 2016); rms_norm (Zhang and Sennrich 2019). If omitted: the
     family's."""
@@ -261,7 +264,7 @@ class ModelConfig(Section):
         return None
 
     def warnings(self) -> Iterator[str]:
-        """Yield what works, but is slow or trains badly, with remedies."""
+        """Yield a warning, with a fix, for each setting that works but is slow or trains badly."""
         if dropout := self._dropout_warning():
             yield dropout
         if self.num_experts and not (self.router_bias_rate or self.router_aux_loss_coef):

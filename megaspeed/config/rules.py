@@ -19,7 +19,7 @@ from megaspeed.config.run import RunConfig
 from megaspeed.config.section import AbsentKey
 
 EXPERT_MULTIPLE = 8
-"""A row of this many numbers in 16 bits has 16 bytes."""
+"""In bf16 and fp16, widths of experts are multiples of this: so many elements have 16 bytes."""
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -114,12 +114,13 @@ def experts_are_those_of_the_family(config: RunConfig) -> Iterator[str]:
             f"model.architecture to one of {', '.join(families)}"
         )
     if active is None or active > count:
-        stated = "is not stated" if active is None else f"is {active}"
+        stated = "it is not stated" if active is None else f"it is {active}"
         yield f"model.num_experts_per_tok must be from 1 to model.num_experts {count}, but {stated}"
     elif active == 1 and model.norm_topk_prob:
         yield (
-            "model.norm_topk_prob divides the score of a token's only expert by itself, so the "
-            "loss would not train the router; set it to false, or raise model.num_experts_per_tok 1"
+            "model.norm_topk_prob must be false with model.num_experts_per_tok 1: the score of a "
+            "token's only expert would be divided by itself, so the loss would not train the "
+            "router; set it to false, or raise model.num_experts_per_tok"
         )
     if not model.is_gated:
         yield f'model.mlp must be "swiglu" with model.num_experts, but it is "{model.mlp}"'
@@ -129,28 +130,29 @@ def experts_are_those_of_the_family(config: RunConfig) -> Iterator[str]:
 
 @rule
 def experts_are_not_split(config: RunConfig) -> Iterator[str]:
-    """A rank has all experts of its pipeline stage, and complete gradients of them."""
+    """A rank has all experts of its blocks. Their gradients are compressed at most to bf16."""
     model, parallel = config.model, config.parallel
     if model.num_experts is None:
         return
     if parallel.tensor > 1:
         yield (
-            f"parallel.tensor {parallel.tensor} would split the experts of model.num_experts "
-            f"{model.num_experts}, which are not split; set parallel.tensor to 1, and use "
+            f"parallel.tensor must be 1 with model.num_experts {model.num_experts}, because "
+            f"experts are not split, but it is {parallel.tensor}; set it to 1, and use "
             "parallel.pipeline, parallel.context or zero_optimization.stage 3 instead"
         )
     if not isinstance(parallel.gradient_compression, str):
         yield (
             f'parallel.gradient_compression "{parallel.gradient_compression.type}" compresses a '
-            "matrix, but the experts of a block are many matrices in one parameter; compress to "
-            '"bf16", or remove it'
+            "parameter as one matrix, but the experts of a block are many matrices in one "
+            'parameter; set it to "bf16", or remove it'
         )
     sizes = {"hidden_size": model.hidden_size, "moe_intermediate_size": model.expert_width}
     for name, size in sizes.items():
         if size % EXPERT_MULTIPLE and (config.bf16.enabled or config.fp16.enabled):
             yield (
-                f"model.{name} {size} must be a multiple of {EXPERT_MULTIPLE} in 16 bits, because "
-                "kernels that multiply by several experts read rows of 16 bytes; nearest: "
+                f"model.{name} {size} must be a multiple of {EXPERT_MULTIPLE} in bf16 and fp16, "
+                "because in torch's grouped products a row of a matrix must be a multiple of 16 "
+                "bytes; nearest: "
                 f"{nearest(size, EXPERT_MULTIPLE)}"
             )
 

@@ -81,7 +81,7 @@ Bandwidth = Annotated[float, Field(ge=1e-6)]
 LARGEST_LAYERS = 10**4
 LARGEST_WIDTH = 10**7  # elements of an activation of one token
 LARGEST_HEADS = 10**5
-LARGEST_EXPERTS = 10**4  # of a block
+LARGEST_EXPERTS = 10**4  # in a block
 LARGEST_VOCABULARY = 10**8
 LARGEST_LENGTH = 10**8  # tokens of a sequence
 LARGEST_WORLD = 10**6  # processes

@@ -195,7 +195,7 @@ class StockModel:
 
 
 def _refuse_biases(checkpoint: Path, model: ModelConfig) -> None:
-    """Raise HuggingFaceError if the router of a block has a bias other than zero."""
+    """Raise HuggingFaceError if the bias of a router is not zero: transformers would ignore it."""
     if model.router_bias_rate == 0.0:
         return
     routers = (p for p in parameters_of(model).values() if p.row.kind == "router")
@@ -206,8 +206,7 @@ def _refuse_biases(checkpoint: Path, model: ModelConfig) -> None:
         raise HuggingFaceError(
             f"{checkpoint} has a bias for the choice of experts, because model.router_bias_rate is "
             f"{model.router_bias_rate:g}, but {FAMILIES[model.architecture].class_name} of "
-            "transformers has none; to export a model, balance its experts with "
-            "model.router_aux_loss_coef instead"
+            "transformers has none; train with model.router_aux_loss_coef instead to export a model"
         )
 
 

@@ -108,7 +108,7 @@ def compare(
     config = RunState.read(checkpoint).model_section()
     prompt = _spread_ids(config.vocab_size, _length(config))
     stock = load_transformers_model(folder, strict=strict)
-    if config.num_experts is not None:  # the default kernel refuses fp64
+    if config.num_experts is not None:  # transformers' default kernel refuses fp64
         stock.set_experts_implementation("eager")
     # Only parameters. The rotary frequencies stay in fp32, as in every implementation.
     for parameter in stock.parameters():  # one at a time; a tied one is listed once

@@ -59,7 +59,7 @@ def refusal(run: Run, *, has_pipeline: bool = False, autocasts: bool = False) ->
     Args:
         run: the run.
         has_pipeline: whether the peer has a pipeline axis.
-        autocasts: whether it computes in bf16 with torch's autocast.
+        autocasts: whether the peer computes in bf16 with torch's autocast.
     """
     grid, zero = run.grid, run.config.zero_optimization
     if grid.tp > 1 or (grid.pp > 1 and not has_pipeline):
@@ -79,7 +79,7 @@ def refusal(run: Run, *, has_pipeline: bool = False, autocasts: bool = False) ->
         return 'it is run with torch\'s AdamW, but optimizer.type is "Muon"; set it to "AdamW"'
     if autocasts and run.precision == "bf16" and run.config.model.num_experts is not None:
         return (
-            "torch's autocast does not cover products by several experts (pytorch#174763), but "
+            "torch's autocast does not cover the grouped products of experts (pytorch#174763), but "
             "bf16.enabled is true; set it to false"
         )
     for name in ("router_aux_loss_coef", "router_bias_rate"):

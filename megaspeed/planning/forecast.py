@@ -121,8 +121,8 @@ class Forecast:
             yield f"{device} does not compute in bf16; the time is that of fp16"
         if self.run.config.model.num_experts is not None and self.cluster.measured is None:
             yield (
-                f"products of experts are assumed to have {GROUPED_PRODUCTS:.0%} of the rate of "
-                "other products; no GPU has measured it"
+                f"grouped products of experts are assumed to have {GROUPED_PRODUCTS:.0%} of the "
+                "rate of other products; this is not measured on a GPU"
             )
         zero = self.run.config.zero_optimization
         if zero.offloads_optimizer or zero.offloads_parameters:

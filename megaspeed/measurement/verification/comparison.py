@@ -54,7 +54,7 @@ TIMES_SHUFFLED = 3
 FACTOR = 16.0
 # This limit finds mistakes even if the training is unstable.
 LARGEST_WIDENING = 100.0
-# Two numbers of fp32 that differ, or two counts of tokens, differ by more.
+# Relative. Two different fp32 numbers, or two different counts of tokens, differ by more than this.
 _EXACT = 1e-12
 
 
@@ -85,11 +85,11 @@ class Comparison:
     # Largest absolute difference between the copies that several ranks hold of the same element
     # (tied, replicated), over gradients and weights. It must be 0.
     copies_differ_by: float
-    # The others are of a mixture of experts.
+    # The following fields are for a mixture of experts.
     auxiliary_losses: list[Difference] = field(default_factory=list)  # one for each step, or none
-    # Tokens of each expert, biases, and the scores of flipped choices.
+    # Biases, tokens of each expert, and the scores of flipped choices.
     experts: list[Difference] = field(default_factory=list)
-    choices: int = 0  # of experts, of all tokens, blocks and steps
+    choices: int = 0  # k for each token, block and step
     flipped: int = 0  # how many of them the single process would have made differently
 
     @property
@@ -165,10 +165,12 @@ def compare_gradients(
 def compare_experts(
     parallel: ExpertRecord, reference: ExpertRecord, allowed: float
 ) -> list[Difference]:
-    """What must be equal if the single process has replayed the choices; nothing without experts.
+    """Compare the experts of both trainings. Without experts, the list is empty.
 
-    ``allowed`` is for the scores of flipped choices at step 1. Later the weights differ, too, and
-    100 times as much is allowed: in fp32 still near ties only, in 16 bits almost all choices.
+    The single process has replayed the choices, so biases and counts of tokens must be equal.
+    ``allowed`` is the limit for the scores of a flipped choice at step 1. At later steps, the
+    weights differ, too, so the limit is 100 times as large. In fp32, only near ties are below it,
+    in 16 bits almost all choices.
     """
     if parallel.bias is None or reference.bias is None:
         return []
@@ -284,16 +286,16 @@ def widened_tolerances(comparison: Comparison) -> list[str]:
 
 
 def flipped_choices(comparison: Comparison) -> list[str]:
-    """A sentence if the model has experts: what one process has replayed, and what was flipped."""
+    """If the model has experts, a sentence that states how many choices are flipped."""
     if not comparison.choices:
         return []
     if not comparison.flipped:
         return [f"of {comparison.choices:,} choices of experts, none is flipped"]
     *_, first, later = comparison.experts
     return [
-        f"of {comparison.choices:,} choices of experts, one process by itself would have made "
-        f"{comparison.flipped:,} differently, but it used those of the layout (replayed); the "
-        f"scores of two such experts differ by up to {first.relative:.1e} of the token's largest "
+        f"flipped choices of experts: {comparison.flipped:,} of {comparison.choices:,}; one "
+        "process would have chosen other experts by itself, but it used those of the layout; the "
+        f"scores of the two experts differ by up to {first.relative:.1e} of the token's largest "
         f"score at step 1 ({first.allowed:.0e} allowed), and {later.relative:.1e} at any step"
     ]
 

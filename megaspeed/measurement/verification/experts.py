@@ -5,12 +5,14 @@
     one process    [decide] -> its own choices, compared     used instead
                    [router] -> scores -> auxiliary loss, by autograd
 
-Two scores of a token may be nearly equal. Then the order in which a sum is rounded determines which
-is larger, and so which expert the token uses: the choice is flipped. That changes much more than a
-rounding, although neither training is wrong. So the single process uses the choices of the ranks
-(replayed), and counts where its own would differ. There, the two scores must be nearly equal.
+Two scores of a token may be nearly equal. Then rounding determines which is larger, and so which
+expert the token uses. If the two trainings choose different experts, the choice is flipped. A
+flipped choice changes a result much more than rounding does, although neither training is wrong.
+So the single process uses the choices of the ranks (it replays them), and counts how many of its
+own would differ. The two scores of a flipped choice must be nearly equal.
 
-Nothing here uses ``training/balance.py`` or the gradient scale of the model, which are tested.
+This file does not use ``training/balance.py`` or the gradient scale of the model, because it
+checks them.
 """
 
 import itertools
@@ -33,15 +35,15 @@ from megaspeed.model.micro_batch import MicroBatch
 
 @dataclass
 class ExpertRecord:
-    """What a training has done with its experts. Empty if there are none."""
+    """What a training records about its experts. Empty if the model has none."""
 
     loads: list[list[list[int]]] = field(default_factory=list)  # of each step, block and expert
     bias: Tensor | None = None  # of the routers (blocks, E), after the last step
     auxiliary_losses: list[float] = field(default_factory=list)  # of each step, without coefficient
-    choices: Tensor | None = None  # (blocks, samples of all steps, S, k) int32, of the ranks
+    choices: Tensor | None = None  # (blocks, samples of all steps, S, k) int32, made by the ranks
     flipped: int = 0  # how many of them the single process would have made differently
-    # Of each step, the largest difference between the scores of a choice and of the replayed one,
-    # relative to the token's largest score.
+    # For each step, the largest difference between the scores of a process's own choice and of the
+    # replayed one, relative to the token's largest score.
     gaps: list[float] = field(default_factory=list)
 
 
@@ -55,7 +57,7 @@ def record_choices(model: nn.Module, run: Run, shape: LoaderShape, steps: int) -
     """Record the choices of a rank's blocks in all training forwards that follow.
 
     Returns:
-        (blocks of the complete model, samples, S, k) int32, which the forwards fill; -1 where
+        (blocks of the complete model, samples, S, k) int32. The forwards fill it. It is -1 where
         another rank chooses.
     """
     config, length = run.config.model, run.config.data.sequence_length
@@ -82,12 +84,12 @@ def record_choices(model: nn.Module, run: Run, shape: LoaderShape, steps: int) -
 
 
 class ReferenceExperts:
-    """The experts of the single process. Without experts in the model, nothing happens.
+    """The experts of the single process. If the model has no experts, it does nothing.
 
     Args:
         model: the complete model.
-        run: has the coefficients of the balance.
-        replayed: the choices that the model uses; None for its own.
+        run: the run, with the coefficients of the balance.
+        replayed: the choices that the model uses instead of its own; None to use its own.
     """
 
     def __init__(self, model: GPT, run: Run, replayed: Tensor | None) -> None:
@@ -116,8 +118,9 @@ class ReferenceExperts:
     def objective(self) -> Tensor | float:
         """The auxiliary loss of the last forward, times its coefficient.
 
-        Of each block and row it is E sum_e f_e P_e. f_e is the fraction of the row's tokens that
-        use expert e, P_e the mean score of e. The loss of a step is the mean over its rows.
+        For each block and sequence it is E sum_e f_e P_e. f_e is the fraction of the sequence's
+        tokens that use expert e, P_e the mean score of e. The loss of a step is the mean over its
+        sequences, summed over blocks.
         """
         if self._config.router_aux_loss_coef == 0.0:
             return 0.0
@@ -132,7 +135,7 @@ class ReferenceExperts:
         return self._config.router_aux_loss_coef * loss
 
     def end_step(self) -> None:
-        """Count, and move each bias towards equal loads."""
+        """Record the loads of the step, and move each bias towards equal loads."""
         self.record.loads.append([])
         for block, used in self._used.items():
             loads = torch.bincount(torch.cat(used).flatten(), minlength=self._count)

@@ -48,8 +48,8 @@ def train_reference(
     """Trains the run's model for ``steps`` steps on one device.
 
     The degrees of the run are ignored. ``batch_of_step`` returns the samples of a step, in parts of
-    any size. In fp16, the loss is multiplied by the constant ``fp16.loss_scale``. Tokens use the
-    experts of ``choices`` (see ``ExpertRecord``), or those of their scores if it is None.
+    any size. In fp16, the loss is multiplied by the constant ``fp16.loss_scale``. If ``choices``
+    (see ``ExpertRecord``) is given, tokens use these experts, else those with the largest scores.
     """
     set_matmul_precision(run.config.training, device)
     model = GPT(run.config.model, seed=run.config.training.seed)

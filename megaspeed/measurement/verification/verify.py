@@ -69,8 +69,8 @@ def verify(
     If only steps after the first differ too much, the single process trains ``TIMES_SHUFFLED``
     more times, with the samples of each step in other orders. In fp16, the loss scale must be
     constant. TF32 is turned off, because its rounding is a thousand times as large as the
-    tolerance. Each token of the single process uses the experts that the layout has chosen for it
-    (``experts``). Raises RanksFailed.
+    tolerance. In the single process, each token uses the experts that the layout chose for it
+    (``verification/experts.py``). Raises RanksFailed.
     """
     run = replace(run, config=run.config.changed({"training.allow_tf32": False}))
     device = torch.device(device_type)
@@ -258,7 +258,7 @@ def gather_experts(worker: Worker, choices: Tensor, record: ExpertRecord) -> flo
         return 0.0
     context, bias = worker.context, worker.balance.bias
     own = list(experts_of(worker.engine.module))
-    # The largest of each element, and the smallest one, negated.
+    # After the maximum over ranks: the largest copy of each element, and minus the smallest one.
     ends = bias.new_full((2, len(choices), bias.shape[1]), -math.inf)
     ends[:, own] = torch.stack((bias, -bias))
     chosen = choices.to(context.device)

@@ -28,7 +28,7 @@ BALANCED: dict[str, Any] = {**MOE, "router_aux_loss_coef": 0.1, "router_bias_rat
 
 
 class Recorded:
-    """A run of one process, and its choices, as if ranks had made them."""
+    """A run of one process and its choices, which stand for the choices of ranks."""
 
     def __init__(self, cache: Path, **changes: Any) -> None:
         self.run: Run = tiny_run(TEXT, model=BALANCED, **changes)
@@ -50,9 +50,9 @@ class Recorded:
         return train_reference(self.run, self._batches, STEPS, choices=choices)
 
     def compared(self, **changes: Any) -> Comparison:
-        """Compare a layout that made these choices, or others, with the process that replays them.
+        """Compare this run, as that of a layout, with a process that replays its choices.
 
-        ``changes`` are fields of the record of its experts.
+        ``changes`` replace fields of the layout's ``ExpertRecord``, such as the choices.
         """
         experts = replace(self.record.experts, **{"choices": self.choices, **changes})
         fields = {**vars(self.record), "experts": experts}
@@ -75,11 +75,11 @@ def test_the_same_choices_are_not_flipped(recorded: Recorded) -> None:
     assert comparison.as_json()["flipped"] == 0
 
 
-def test_another_order_of_a_tokens_experts_is_no_flip(recorded: Recorded) -> None:
+def test_another_order_of_a_tokens_experts_is_not_a_flip(recorded: Recorded) -> None:
     assert recorded.compared(choices=recorded.choices.flip(-1)).flipped == 0
 
 
-def test_a_choice_that_is_no_near_tie_is_a_mistake(recorded: Recorded) -> None:
+def test_a_flipped_choice_that_is_not_a_near_tie_is_a_mistake(recorded: Recorded) -> None:
     wrong = recorded.choices.clone()
     worst = next(e for e in range(8) if e not in wrong[2, 30, 5])
     wrong[2, 30, 5, 1] = worst  # in step 2
@@ -88,7 +88,7 @@ def test_a_choice_that_is_no_near_tie_is_a_mistake(recorded: Recorded) -> None:
     *_, first, later = comparison.experts
     assert first.relative == 0.0 and later.relative > later.allowed == 1e-3
     (sentence,) = flipped_choices(comparison)
-    assert "one process by itself would have made 1 differently, but it used those of" in sentence
+    assert "flipped choices of experts: 1 of 4,608; one process would have chosen" in sentence
 
 
 def test_the_command_states_what_was_replayed(
