@@ -9,7 +9,7 @@ They follow from the model and the optimizer (``kinds_of``). A matrix that Muon 
     weights.blocks.0.mlp.up.weight       (F, D)   float32
     momentum.blocks.0.mlp.up.weight      (F, D)   float32
 
-With ``model.router_bias_rate``, each block also has what is added to the scores of its experts:
+With ``model.router_bias_rate``, each block also has the bias of its E experts:
 
     router_bias.blocks.0.mlp.router      (E,)     float32
 
@@ -125,7 +125,7 @@ def expected_tensors(model: ModelConfig, optimizer: str | None) -> dict[str, Sha
 
 
 def router_bias_key(name: str) -> str:
-    """The name in a checkpoint of the bias of a router, whose weight has this full name."""
+    """The name in a checkpoint of a router's bias. ``name`` is the full name of its weight."""
     return key(ROUTER_BIAS, name.removesuffix(".weight"))
 
 

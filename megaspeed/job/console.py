@@ -328,7 +328,7 @@ class ConsoleObserver(Observer):
             self._print(describe_slow_rank(metrics, self.run.grid))
 
     def loads(self, metrics: LoadMetrics) -> None:
-        """Write the file again. If that fails, such as on a full disk, training continues."""
+        """Replace the file. If this fails, such as on a full disk, training continues."""
         self.check_folder()
         with suppress(OSError):
             (self.run.run_dir / LOADS).write_text(json.dumps(json_value(metrics)))

@@ -248,8 +248,8 @@ class Inputs(NamedTuple):
     keys: Tensor | None = None
     """Which of the gathered keys a rank uses, and in which order; None if it gathers none."""
     gradient_scale: Tensor | None = None
-    """Scalar by which the gradient of the auxiliary loss of experts is multiplied; None if there is
-    none."""
+    """Scalar by which the gradient of the auxiliary loss is multiplied; None if experts have no
+    auxiliary loss."""
 
 
 _Heads = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]

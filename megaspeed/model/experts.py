@@ -4,18 +4,20 @@
 
     scores     softmax of the router's product, in fp32; T = B S tokens
     choose     the k experts with the largest scores of each token, of equal scores the first ones
-    experts    rows of tokens sorted by expert -> gate and up -> silu(gate) * up * score -> down
+    experts    T k rows sorted by expert -> gate and up -> silu(gate) * up * score -> down
                -> sum over the k rows of each token
 
-No token is dropped and no row is padding, so what a token becomes does not depend on the others.
-Rows are moved by gathers, in the backward too, so no two threads add to one number: two runs of one
-layout have the same bits. Of ``topk``, torch promises no order; a stable sort has one.
+A row is a token with one of its experts, so each token has k rows. ("Row of a weight" and
+"sequence" are named as such.) No token is dropped and no row is padding, so the output of a token
+does not depend on the other tokens. Forward and backward move rows by gathers, so no two threads
+add to the same number: two runs of one layout have the same bits. Experts are chosen with a stable
+sort, because torch does not define which of equal scores ``topk`` returns.
 
 The choice is made once for each forward. If a block is recomputed, it uses the choice of the
 forward: rounding may differ, and another choice would give wrong gradients.
 
-Balance (``training/balance.py``) needs how many tokens use each expert, and may add a bias to the
-scores, for the choice only.
+``Balance`` (``training/balance.py``) counts how many tokens use each expert, and may add a bias to
+the scores, for the choice only.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,23 +35,23 @@ from megaspeed.model.recomputation import Compose
 
 
 class Routing(NamedTuple):
-    """Which experts the tokens of a micro-batch use. Rows are sorted by expert."""
+    """Which experts the tokens of a micro-batch use. The T k rows are sorted by expert."""
 
     experts: Tensor
-    """(T, k) int64, those that each token uses."""
+    """(T, k) int64, the experts that each token uses."""
     order: Tensor
-    """(T k,) int64, what each row is: token x k + place of the expert in the token's choice."""
+    """(T k,) int64, for each row: token x k + place of the expert in the token's choice."""
     rows: Tensor
-    """(T, k) int64, the row of each of these."""
+    """(T, k) int64, the row of each token and expert; the inverse of ``order``."""
     offsets: Tensor
     """(E,) int32, where the rows of each expert end."""
     counts: Tensor | None
-    """(B, E) int64, how many tokens of each complete row of tokens use an expert; None if no
-    auxiliary loss needs it."""
+    """(B, E) int64, how many tokens of each complete sequence use each expert; None if there is no
+    auxiliary loss."""
 
 
 class ExpertLinear(nn.Module):
-    """The matrices of all experts, one after the other: a weight (E out, in)."""
+    """The matrices of all experts, one below the other: a weight (E out, in)."""
 
     def __init__(self, row: Row) -> None:
         super().__init__()
@@ -61,12 +63,12 @@ class ExpertLinear(nn.Module):
 
     @property
     def matrices(self) -> Tensor:
-        """(E, out, in)."""
+        """The weight as (E, out, in)."""
         return self.weight.view(self._experts, -1, self.weight.shape[1])
 
 
 class Router(ExpertLinear):
-    """The scores of the experts. Its only matrix is (E, D)."""
+    """Computes the scores of the experts. It has one matrix, (E, D)."""
 
     def forward(self, h: Tensor) -> Tensor:
         """Map h (B, S, D) to scores (T, E) in fp32."""
@@ -75,27 +77,28 @@ class Router(ExpertLinear):
 
 
 def auxiliary_loss(scores: Tensor, counts: Tensor, active: int) -> Tensor:
-    """E sum_e f_e P_e of each row of tokens, summed over the rows: an fp32 scalar.
+    """E sum_e f_e P_e of each sequence, summed over the sequences: an fp32 scalar.
 
-    f_e is the fraction of the row's tokens that use expert e, P_e the mean score of e in the row
-    (Fedus et al. 2021, "Switch Transformers", equation 4). It is k if all experts are used equally.
-    ``load_balancing_loss_func`` of transformers returns this of one layer and one row.
+    f_e is the fraction of the sequence's tokens that use expert e, P_e the mean score of e in the
+    sequence (Fedus et al. 2021, "Switch Transformers", equation 4). The loss of a sequence is k if
+    all experts get equally many tokens. ``load_balancing_loss_func`` of transformers returns the
+    same if it is called with one layer and one sequence.
 
     Args:
-        scores: (T, E) of this rank's tokens. If ranks share a sequence, the results of all of them
-            add up to its loss.
-        counts: (B, E) of complete rows, see ``Routing``.
+        scores: (T, E) of this rank's tokens. If ranks share a sequence, the sum of their results is
+            the loss of the sequence.
+        counts: (B, E) of complete sequences, see ``Routing``.
         active: k.
     """
-    length = counts.sum(1, keepdim=True) / active  # tokens of a complete row
+    length = counts.sum(1, keepdim=True) / active  # tokens of a complete sequence
     probabilities = scores.view(len(counts), -1, scores.shape[1]).sum(1) / length
     return (counts / length * probabilities).sum() * scores.shape[1]
 
 
 class Experts(nn.Module):
-    """The router, the choice, and the feed-forward layers of all experts, each as ``SwiGluMlp``.
+    """The router and all experts of a block. Each expert computes what ``SwiGluMlp`` does.
 
-    ``share_sequences`` sets ``sum_over_sequence``, and ``Balance`` sets ``bias``, ``counts`` and
+    ``share_sequences`` sets ``sum_over_sequence``. ``Balance`` sets ``bias``, ``counts`` and
     ``auxiliary``.
     """
 
@@ -114,9 +117,9 @@ class Experts(nn.Module):
         self.bias: Tensor | None = None
         """(E,) fp32, added to the scores for the choice only."""
         self.counts: Tensor | None = None
-        """(E,) int64: the choices of training forwards are added to it."""
+        """(E,) int64: each training forward adds how many tokens use each expert."""
         self.auxiliary: Tensor | None = None
-        """fp32 scalar: the auxiliary losses of rows of tokens are added to it."""
+        """fp32 scalar: each training forward adds the auxiliary losses of its sequences."""
         self.sum_over_sequence: Callable[[Tensor], None] | None = None
         """Sums counts over the ranks that share each sequence, in place."""
 
@@ -132,8 +135,8 @@ class Experts(nn.Module):
 
         Args:
             scores: (T, E).
-            sequences: B, the rows of tokens.
-            is_trained: whether a backward follows. Then the choices count.
+            sequences: B, the number of sequences.
+            is_trained: whether a backward follows. Only then are the tokens of experts counted.
         """
         experts = self.decide(scores)
         counts = scores.new_zeros((sequences, scores.shape[1]), dtype=torch.int64)
@@ -160,11 +163,11 @@ class Experts(nn.Module):
         """Map h (B, S, D) to (B, S, D).
 
         Args:
-            h: hidden states.
+            h: hidden states (B, S, D).
             scores: (T, E) of the router.
             routing: the choice.
-            gradient_scale: the gradients of this backward are those of this number times the sum of
-                the tokens' losses; None if there is no auxiliary loss.
+            gradient_scale: scalar. The backward computes gradients of this number times the sum of
+                the losses of all tokens. None if there is no auxiliary loss.
         """
         if gradient_scale is not None and routing.counts is not None:
             scale = gradient_scale * self.coefficient
@@ -187,7 +190,7 @@ def _swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """h W^T in fp32, or in fp64 if h is. h is kept in its own type."""
+    """h W^T in fp32, or in fp64 if h is fp64. h is kept for the backward in its own type."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
@@ -215,7 +218,7 @@ class _AuxiliaryLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         counts, scale = ctx.saved_tensors
         tokens, experts = gradient.shape
-        used = counts / (counts.sum(1, keepdim=True) / ctx.active)  # f_e of each row
+        used = counts / (counts.sum(1, keepdim=True) / ctx.active)  # f_e of each sequence
         added = (used * (scale * experts)).unsqueeze(1)  # (B, 1, E)
         by_row = gradient.view(len(counts), tokens // len(counts), experts)
         return (by_row + added).view_as(gradient), None, None, None
@@ -224,7 +227,7 @@ class _AuxiliaryLoss(torch.autograd.Function):
 class _GateUp(torch.autograd.Function):
     """Each token times the matrices of its experts: (T, D) -> (T k, F + F), sorted by expert.
 
-    The rows of tokens are gathered again in the backward, so only (T, D) is kept.
+    The backward gathers the rows again, so only (T, D) is kept.
     """
 
     @staticmethod
@@ -244,7 +247,7 @@ class _GateUp(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """Rows times the matrices of their experts, summed for each token: (T k, F) -> (T, D)."""
+    """Each row times the matrix of its expert, summed for each token: (T k, F) -> (T, D)."""
 
     @staticmethod
     def forward(

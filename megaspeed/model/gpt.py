@@ -214,7 +214,8 @@ class ExpertBlock(Block):
         attend ----> choose -----------> add_experts
         compiled     data-dependent      compiled
 
-    Between the two parts, the choice is made, or taken from the forward that is computed again.
+    Between the two compiled parts, experts are chosen. A block that is recomputed takes the choice
+    of its forward instead.
     """
 
     def _make_mlp(self, config: ModelConfig, modules: Mapping[str, nn.Module]) -> nn.Module:
@@ -226,7 +227,7 @@ class ExpertBlock(Block):
         Args:
             x: (B, S, D).
             inputs: of all blocks.
-            kept: gets the choice; if it has one, that choice is used.
+            kept: the choice is appended to it. If it already has one, that choice is used.
         """
         y, h, scores = self.attend(x, inputs)
         if kept:
@@ -238,7 +239,9 @@ class ExpertBlock(Block):
         return self.add_experts(y, h, scores, routing, inputs)
 
     def attend(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """The residual stream after the attention, the experts' input, and the scores."""
+        """Return the residual stream after the attention, the input of the experts (both
+        (B, S, D)), and the scores (T, E).
+        """
         attention = partial(self.attention, inputs=inputs)
         dropout = partial(self.attention_dropout, samples=inputs.samples)
         y = x + self._branch(self.attention_norm, attention, dropout, x)
@@ -360,8 +363,9 @@ class GPT(nn.Module):
                 document.
             loss: the head computes this instead of logits.
             chunk: index into ``chunks``.
-            gradient_scale: scalar; a backward follows, of this number times the sum of the losses
-                of all tokens. The auxiliary losses of experts need it.
+            gradient_scale: scalar. The backward computes gradients of this number times the sum of
+                the losses of all tokens. None if experts have no auxiliary loss, or if no backward
+                follows.
 
         Returns:
             Logits (B, S, V) or the loss if the last layer is the head, else hidden states
@@ -381,7 +385,7 @@ class GPT(nn.Module):
         for name in (str(index - 1) for index in layers if 0 < index < last):
             block = self.blocks[name]
             if name in self.fully_recomputed and self.training:  # an evaluation has no backward
-                # A block with experts computes its backward with the choice of its forward.
+                # A recomputed block with experts uses the choice of its forward.
                 kept: tuple[list[Routing], ...] = ([],) if isinstance(block, ExpertBlock) else ()
                 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
                 with self.inputs_in_host_memory():

@@ -1,9 +1,9 @@
-"""Products of groups of rows with a matrix for each group, as one operator for torch's compiler.
+"""Grouped products: each group of rows times a matrix of its own. One operator for the compiler.
 
 In torch 2.13, the compiler refuses these products in fp32 (_meta_registrations.py,
-_meta_grouped_mm_common), although the kernel for CPUs has them. It also sees forward and backward
-as one graph: if the backward gathered or converted a tensor in plain sight, as the forward has
-done, the compiler would keep the forward's result until then.
+_meta_grouped_mm_common), although the kernel for CPUs has them. The compiler also sees forward and
+backward as one graph. If the backward repeats a gather or a conversion of the forward, the compiler
+would keep the forward's result for it. It cannot see what happens inside an operator.
 """
 
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor
 
 
 def grouped_product(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Products of the groups of ``a`` and ``b`` that end at ``offsets`` (E,), int32.
+    """Multiply each group of ``a`` by its part of ``b``. Groups end at ``offsets`` (E,), int32.
 
-        a (n, in), b (E, in, out)    (n, out): each group of rows of a by its matrix of b
-        a (out, n), b (n, in)        (E, out, in): the sum over each group of n; 0 if it is empty
+        a (n, in), b (E, in, out)    returns (n, out): each group of rows of a, times its matrix
+        a (out, n), b (n, in)        returns (E, out, in): for each group, its columns of a times
+                                     its rows of b; 0 if the group is empty
 
-    The last offset must be n: torch does not set what comes after it. If ``rows`` (n,), int64, is
-    given, these rows of ``b`` are used instead of all.
+    The last offset must be n, because torch does not set the results of rows after it. If ``rows``
+    (n,), int64, is given, ``b[rows]`` is used instead of ``b``.
     """
     if torch.compiler.is_compiling():
         product: Tensor = torch.ops.megaspeed.grouped_product(a, b, offsets, rows)
@@ -27,7 +28,7 @@ def grouped_product(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | None =
 
 
 def converting_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in the type of ``a``. What ``b`` is converted to is not kept."""
+    """The product a b in the type of ``a``. The converted ``b`` is not kept for the backward."""
     if torch.compiler.is_compiling():
         product: Tensor = torch.ops.megaspeed.converting_product(a, b)
         return product
@@ -44,7 +45,7 @@ def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | None)
     b = b if rows is None else b[rows]
     if a.dtype != torch.float64:
         return F.grouped_mm(a, b, offs=offsets)
-    # The kernels refuse it. Models are compared with transformers in fp64.
+    # torch's kernels refuse fp64, in which models are compared with transformers.
     ends, is_by_row = offsets[:-1].tolist(), b.dim() == 3
     parts = a.tensor_split(ends, dim=0 if is_by_row else 1)
     products = [x @ y for x, y in zip(parts, b if is_by_row else b.tensor_split(ends), strict=True)]

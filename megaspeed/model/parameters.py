@@ -60,8 +60,8 @@ class Row:
     """
 
     name: str  # of the module within its layer, such as "attention.qkv"
-    # a linear module or a router multiplies (tokens, columns) by (columns, rows); experts multiply
-    # each token by some of the matrices, which stand one after the other in the rows
+    # a linear module or a router multiplies (tokens, columns) by (columns, rows); the rows of
+    # experts are several matrices, one below the other, and a token is multiplied by some of them
     kind: Kind
     sections: Mapping[str, int]  # name -> number of rows of the weight, in order
     columns: int | None = None  # of the weight; None for a norm, whose weight is a vector
@@ -82,7 +82,7 @@ class Row:
 
     @property
     def active_rows(self) -> int:
-        """The rows by which a token is multiplied."""
+        """Number of rows of the weight by which a token is multiplied."""
         return self.rows // self.experts * self.active_experts
 
 
@@ -209,13 +209,13 @@ def parameters_of(
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """How many parameters a token uses: of the experts, those of its choice; else all."""
+    """Number of parameters that a token uses: all except those of experts that it does not use."""
     every = parameters_of(config).values()
     return sum(p.elements // p.row.experts * p.row.active_experts for p in every)
 
 
 def parameters_in_words(config: ModelConfig) -> str:
-    """How many parameters a model has and, if it has experts, how many of them a token uses."""
+    """Text with the number of parameters and, if there are experts, of those that a token uses."""
     total = f"{sum(p.elements for p in parameters_of(config).values()):,} parameters"
     return (
         total if config.num_experts is None else f"{total} ({active_parameters(config):,} active)"
@@ -308,7 +308,10 @@ def block_rows(config: ModelConfig) -> dict[str, Row]:
 
 
 def _expert_rows(config: ModelConfig, residual_scale: float) -> list[Row]:
-    """The router and the experts of a block: gate and up of the first expert, of the second, ..."""
+    """Return the rows of the router and of the experts of a block.
+
+    ``mlp.gate_up`` has gate and up of the first expert, then those of the second one, and so on.
+    """
     count, active = config.num_experts, config.num_experts_per_tok
     assert count is not None and active is not None, "a rule checks that both are stated"
     router = Row(

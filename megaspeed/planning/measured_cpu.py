@@ -91,9 +91,9 @@ def _changed(
 
 
 def _feed_forward(model: ModelConfig, factor: float) -> dict[str, int]:
-    """Return the width of the feed-forward layer, or of experts, in a model of another width."""
+    """Return the widths of the feed-forward layer and of experts, multiplied by ``factor``."""
     shape = {"intermediate_size": round(model.intermediate_size * factor)}
-    if model.num_experts is not None:  # widths of experts are multiples in 16 bits
+    if model.num_experts is not None:  # a multiple, see the rule of experts
         width = round(model.expert_width * factor / EXPERT_MULTIPLE) * EXPERT_MULTIPLE
         shape["moe_intermediate_size"] = max(EXPERT_MULTIPLE, width)
     return shape

@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def active_parameters(self) -> int:
-        """Logical parameters without those of experts that a token does not use."""
+        """Logical parameters that a token uses: all except those of its unused experts."""
         return active_parameters(self.run.config.model)
 
     @property

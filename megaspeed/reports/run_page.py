@@ -3,7 +3,7 @@
     heading       the runs and their colours
     summary       a column for each run
     charts        loss, gradient norm, learning rate, throughput, memory; all runs in each chart,
-                  with a dashed line at each resumption; for each run with experts a map of loads
+                  with a dashed line at each resumption; a map of loads for each run with experts
     configuration the keys that differ between the runs, and all keys of each run
 
 ``run_page.html`` is the template. It escapes all text from a run, and the page's content security
@@ -163,7 +163,7 @@ def draw(chart: Chart, lines: Sequence[Line], restarts: Sequence[int] = ()) -> s
 
 
 def draw_loads(loads: np.ndarray) -> str:
-    """Return the ``<svg>`` element of a map of ``loads`` (blocks, experts), relative to means."""
+    """Return the ``<svg>`` element of a map of ``loads`` (blocks, experts) / mean of the block."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -184,7 +184,7 @@ def draw_loads(loads: np.ndarray) -> str:
 
 
 def _style() -> AbstractContextManager[None]:
-    """Text stays text, and the same chart has the same ids."""
+    """The style of all charts: text stays text, and the same chart has the same ids."""
     from matplotlib import rc_context
 
     return rc_context({"svg.fonttype": "none", "svg.hashsalt": "megaspeed", "font.size": 9})

@@ -63,7 +63,7 @@ class RunRecord:
     starts: Sequence[Mapping[str, Any]]  # the lines of starts.jsonl, in order of time
     config: Mapping[str, Any]  # the resolved configuration; empty if it cannot be read
     notes: Sequence[str]  # what could not be read, one sentence each
-    # (blocks, experts): tokens of each expert in the last timed step; None if there are no experts
+    # (blocks, experts): loads of the last timed step; None if there are none
     loads: np.ndarray | None = None
 
     @property

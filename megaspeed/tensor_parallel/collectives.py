@@ -179,7 +179,7 @@ def reduce_scatter_sum(x: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def sum_in_place(x: Tensor, axis: GroupAxis) -> None:
-    """Replace ``x`` by its sum over the axis. No backward runs through it."""
+    """Replace ``x`` by its sum over the axis. It is not differentiable."""
     with axis.timed():
         dist.all_reduce(x, group=axis.group)
 

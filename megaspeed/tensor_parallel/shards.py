@@ -123,9 +123,9 @@ OptimizerGroup = Literal[
     "other",
 ]
 """The parameter groups of the optimizer: a weight that two pipeline stages share, parameters whose
-gradient is summed over the tensor axis without and with weight decay, matrices that are not
+gradient is summed over the tensor axis (without weight decay, and with it), matrices that are not
 compressed although others are, those whose update Muon orthogonalizes, other parameters with weight
-decay, and the rest. Each of the first four is reduced in its own way."""
+decay, and the rest. The gradients of the first four groups are not reduced like all others."""
 
 PARTIAL: tuple[OptimizerGroup, ...] = ("partial", "partial and decaying")
 """The groups of parameters whose gradient is summed over the tensor axis."""

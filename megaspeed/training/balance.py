@@ -1,10 +1,10 @@
-"""How many tokens the experts get, and the bias that balances them.
+"""The load of each expert (how many tokens use it in a step), and the bias that balances experts.
 
-    training forwards -> counts of this rank, added up over micro-batches -> sums over all ranks
-    sums, steps that are taken -> bias of each expert, for the choice only
+    training forwards -> counts of this rank, summed over micro-batches -> loads, over all ranks
+    loads, if the step is taken -> bias of each expert, for the choice only
 
-Sums of whole numbers are exact in any order, so the bias is the same at every layout. They travel
-with the loss and the norm, in one collective and one read by the host.
+Sums of whole numbers are exact in any order, so the bias is the same at every layout. The counts
+are summed together with the loss and the norm, in one collective and one read by the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,11 +48,13 @@ class Balance:
                 experts.bias = self.bias[place]
 
     def pop_counts(self) -> Tensor:
-        """What this rank has counted since the last call, to be replaced by the sum over all ranks.
+        """Return what this rank has counted since the last call. Counting restarts at 0.
+
+        The caller replaces the tensor in place by its sum over all ranks. ``end_step`` reads it.
 
         Returns:
-            (blocks of the model x (E + 1),) fp64: of each block the tokens of each expert, and the
-            auxiliary loss, summed over rows of tokens.
+            (blocks of the complete model x (E + 1),) fp64: for each block, how many tokens use each
+            expert, then the auxiliary loss, summed over sequences. 0 for blocks of other ranks.
         """
         self._sums.zero_()
         own = torch.cat((self._counts, self._auxiliary.unsqueeze(1).double()), dim=1)
@@ -62,16 +64,16 @@ class Balance:
         return self._sums.view(-1)
 
     def named_biases(self) -> Iterator[tuple[str, Tensor]]:
-        """(full name of the router's weight, its bias) of each block; equal on all data ranks."""
+        """Yield (full name of the router's weight, bias (E,)) of each block of this rank."""
         yield from zip(self._names, self.bias, strict=True)
 
     def pieces(self) -> Iterator[Piece]:
-        """The pieces of a checkpoint, views of the bias."""
+        """Yield the pieces of a checkpoint. They are views of the bias."""
         for name, bias in self.named_biases():
             yield Piece(router_bias_key(name), tuple(bias.shape), (0,), bias)
 
     def end_step(self, *, taken: bool) -> None:
-        """Move the bias by the sums (Wang et al. 2024, algorithm 1). A skipped step moves nothing.
+        """Change the bias (Wang et al. 2024, algorithm 1). A skipped step does not change it.
 
         bias += rate x sign(mean load - load)
         """
@@ -81,6 +83,6 @@ class Balance:
 
 
 def split_sums(sums: Sequence[float], experts: int) -> tuple[list[list[int]], float]:
-    """Return the tokens of each expert of each block, and the auxiliary loss of all blocks."""
+    """Return the loads, by block and expert, and the auxiliary loss, summed over blocks."""
     rows = [sums[start : start + experts + 1] for start in range(0, len(sums), experts + 1)]
     return [[int(load) for load in row[:-1]] for row in rows], sum(row[-1] for row in rows)

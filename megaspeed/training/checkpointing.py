@@ -258,7 +258,7 @@ class Checkpointing:
 
     @property
     def _writes_copies(self) -> bool:
-        """Whether this rank writes what all ranks of its pipeline stage hold."""
+        """Whether this rank writes the tensors of which all ranks of its stage have copies."""
         context = self._worker.context
         return context.dp_rank == context.cp_rank == context.tp_rank == 0
 

@@ -102,7 +102,7 @@ class Compilation:
 
     def compile_blocks(self, model: GPT) -> None:
         for block in model.blocks.values():
-            if isinstance(block, ExpertBlock):  # between the two parts, tokens are sorted
+            if isinstance(block, ExpertBlock):  # two graphs; experts are chosen between them
                 block.attend = self.compiled(block.attend)  # type: ignore[method-assign]
                 block.add_experts = self.compiled(block.add_experts)  # type: ignore[method-assign]
             else:

@@ -2,7 +2,7 @@
 
 metrics.jsonl   each optimizer step, each validation, and the samples of the model
 parts.jsonl     the times of the parts of each timed step
-loads.json      the tokens of each expert in the last timed step
+loads.json      how many tokens each expert got in the last timed step
 """
 
 import contextlib
@@ -49,8 +49,8 @@ class StepMetrics:
 class MixtureMetrics(StepMetrics):
     """One optimizer step of a model with experts."""
 
-    auxiliary_loss: float  # mean over rows of tokens, summed over blocks, without its coefficient
-    # for each block, the tokens of the expert with the most, divided by the mean over its experts
+    auxiliary_loss: float  # mean over sequences, summed over blocks, without its coefficient
+    # for each block, the largest load of an expert, divided by the mean load
     load_factors: list[float]
 
 

@@ -71,7 +71,7 @@ def model_changes(saved: RunState, run: Run) -> list[str]:
     # Parsed, so fields that did not exist in the saved version have their defaults.
     parsed = ModelConfig.model_validate(saved.config["model"])
     before, now = (dict(leaves(m.model_dump(mode="json"))) for m in (parsed, run.config.model))
-    if now["router_bias_rate"]:  # another rate moves the same bias; without one it would be lost
+    if now["router_bias_rate"]:  # another rate keeps the bias; with rate 0 it would be lost
         now["router_bias_rate"] = before["router_bias_rate"]
     return [
         f"model.{name} was {before.get(name)} and is {now.get(name)}; set it back, or start a new "

@@ -154,9 +154,9 @@ class StepResult:
     stop_signal: int = 0
     # for each rank, what its ``Timeline.pop_seconds`` returned about an earlier step
     timelines: Sequence[Sequence[float]] = ()
-    # of each block, how many tokens each expert got; empty if there are no experts
+    # by block, how many tokens each expert got; empty if there are no experts
     loads: Sequence[list[int]] = ()
-    # mean over rows of tokens, summed over blocks, without its coefficient
+    # mean over sequences, summed over blocks, without its coefficient
     auxiliary_loss: float = 0.0
 
 
@@ -198,7 +198,7 @@ class Worker:
             loss_scale=backward_scale(run),
         )
         self.balance: Balance | None = None
-        """Of the experts of this rank; None if the model has no experts."""
+        """The balance of the experts of this rank; None if the model has no experts."""
         if model.num_experts is not None:
             self.balance = Balance(module, model, context.device)
         inject_into_model(context.activity, context.rank, self.engine)

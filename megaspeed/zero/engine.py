@@ -74,7 +74,7 @@ class StepOutcome:
     skipped: bool  # because norm or loss was not finite
     losses: list[float]  # the loss that each rank passed to ``step``, by rank; 0 for None
     notes: list[list[float]]  # the notes that each rank passed, by rank
-    sums: list[float]  # of what the ranks passed to be summed
+    sums: list[float]  # of the ranks' ``summed``; empty if there is none
 
 
 class ZeroEngine:
@@ -189,7 +189,7 @@ class ZeroEngine:
         )
         scale = None
         if self._has_auxiliary_loss and torch.is_grad_enabled():
-            # A tensor, so that another number is not another graph for the compiler.
+            # With a number instead of a tensor, each new value would need another compiled graph.
             scale = torch.full((), factor, device=x.device)
         output: Tensor = self.module(x, batch.samples, batch.documents, loss, chunk, scale)
         return output
@@ -260,7 +260,7 @@ class ZeroEngine:
             learning_rate: the rate of this step, which each parameter group multiplies by its
                 ``lr_ratio``.
             notes: numbers to send to the other ranks. All ranks have equally many.
-            summed: (n,) fp64, which is replaced by its sum over all ranks; None if there is none.
+            summed: (n,) fp64, or None. It is replaced in place by its sum over all ranks.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_ratio"]

@@ -134,10 +134,10 @@ def all_gather_numbers(
         own: this rank's numbers, equally many on every rank; scalars on any device, or None for 0.
         group: all ranks that take part.
         device: of the collective.
-        summed: (n,) fp64 on the device, which is replaced by its sum over the ranks.
+        summed: (n,) fp64 on the device. It is replaced in place by its sum over the ranks.
 
     Returns:
-        The row of each rank, and then the sums if there are any.
+        The numbers of each rank, in the order of ranks. With ``summed``, a last list has the sums.
     """
     # fp32 would round bytes of memory, which are among the numbers.
     ranks, sums = dist.get_world_size(group), 0 if summed is None else len(summed)

@@ -35,16 +35,17 @@ With full recomputation, a block keeps only its output, and its backward first r
 (section 5 of the paper, "full recomputation": 2 s b h a layer). If it is offloaded, the output
 waits in host memory (``zero/host_inputs.py``).
 
-A mixture of experts (``model/experts.py``) has a row of F features for each of the k experts of a
-token. Instead of 4 F elements, it keeps 5 k F: also silu(gate) * up without the factor of the
-router. It keeps 3 k F if it is compiled, and 2 k F with selective recomputation, which does not
-repeat its norm. Rows of D features are gathered again for the backward. Of each token, it keeps
+A mixture of experts (``model/experts.py``) has k rows of F features for each token, one for each of
+the token's experts. Instead of 4 F elements a token, it keeps 5 k F. The fifth is silu(gate) * up
+before it is multiplied by the score. A compiled block keeps 3 k F. With selective recomputation, a
+block keeps 2 k F, and does not repeat its second norm. Rows of D features are gathered again in the
+backward. For each token, a block also keeps
 
-    3 k int64                     experts, rows, order of rows; with full recomputation, too
-    k int64, 2 k elements         tokens of rows, factors in two orders
-    E fp32                        scores; (k + 1) fp32 more if the factors are normalised
+    3 k int64                     experts, rows, order of rows; also with full recomputation
+    k int64, 2 k elements         tokens of rows; scores of the choice, in two orders
+    E fp32                        scores; with norm_topk_prob, (k + 1) fp32 more
 
-This is the same for any loads of experts, because a rank computes k rows for each of its tokens.
+None of this depends on the loads of experts, because a rank computes k rows for each of its tokens.
 
 If attention stays within a document (``model/documents.py``), every rank also has, from its own
 micro-batch,
@@ -98,18 +99,18 @@ def mlp_parts_of(run: Run) -> list[int]:
     """The tokens of a row in each part of the MLP of a block with offloaded inputs."""
     rows, model = run.batch.micro_batch_size, run.config.model
     tokens = tokens_of(run) // rows // (run.grid.tp if run.sequence_parallel else 1)
-    if model.num_experts is not None:  # not divided: a part would have few rows for each expert
+    if model.num_experts is not None:  # not divided, because a part would have few rows an expert
         return [tokens]
     return mlp_parts(rows, tokens, model.hidden_size)
 
 
 class _Experts(NamedTuple):
-    """Bytes of a mixture of experts, of all tokens of a rank."""
+    """Bytes of tensors of a mixture of experts, for all T tokens of a rank."""
 
     rows: int  # (T k, D)
     width: int  # (T k, F)
-    choice: int  # which experts the tokens use; a recomputed block keeps it
-    scores: int  # that the router gives them, and what follows from both
+    choice: int  # ``Routing``, which a fully recomputed block keeps, too
+    scores: int  # the scores, and what is computed from scores and choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +249,7 @@ class Activations:
         passing = 2 * (output - on_device)
         computed = forward - mlp
         choice = 0
-        if self._experts is not None:  # The recomputed forward ends with the product with ``down``.
+        if self._experts is not None:  # the recomputed forward ends with the product with ``down``
             computed, choice = self._combining(self._experts), self._experts.choice
         again = kept - output - choice
         again += max(computed, backward, max(gathering, attending) - later)
@@ -530,9 +531,10 @@ class Activations:
         )
 
     def _combining(self, experts: _Experts) -> int:
-        """Return the working memory of the product with ``down``, and of the sum over experts.
+        """Return the working memory of the product with ``down`` and of the sum over experts.
 
-        Its rows are gathered in the order of the tokens, unless one kernel gathers and sums.
+        The results of the product are gathered in the order of the tokens, and then summed. In a
+        compiled block, one kernel does both.
         """
         return (1 if self._is_compiled else 2) * experts.rows
 
@@ -544,11 +546,11 @@ class Activations:
 
         Args:
             experts: the sizes.
-            again: bytes that are computed again.
+            again: bytes of what the backward recomputes.
         """
         rows, width = experts.rows, experts.width
         added = self._hidden if self._model.residual_dropout > 0.0 else 0
-        # The gradient of gate and up has replaced what was kept of them, and of their product.
+        # The gradient of gate and up has replaced what was kept of them and of their product.
         replaced = 0 if again else 2 - self._kept_rows()
         moments = [
             again + rows + width,
@@ -563,8 +565,8 @@ class Activations:
         return 2 if selective else 3 if self._is_compiled else 5
 
     def _mlp_kept(self, *, selective: bool = False) -> int:
-        """Return what an MLP keeps: output of ``up``, silu(gate) if any, and input of ``down``;
-        of experts, also what tokens have chosen.
+        """Return what an MLP keeps: output of ``up``, silu(gate) if any, and input of ``down``.
+        Experts also keep the choice and the scores.
         """
         if self._experts is not None:
             width = self._kept_rows(selective=selective) * self._experts.width

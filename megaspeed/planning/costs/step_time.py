@@ -58,7 +58,8 @@ reaches about 0.9, and the tensors of a training are shorter."""
 
 GROUPED_PRODUCTS = 0.8
 """Rate of the grouped products of experts, as a fraction of that of one product with as many rows.
-An assumption, until a GPU has measured it: tiles end where the rows of an expert end."""
+It is below 1 because a tile has rows of one expert only, so some tiles are not full. The number is
+assumed, and not measured on a GPU."""
 
 _OLD_KERNEL = 0.58
 _NEW_DEVICES = frozenset({"h100", "h200", "h800", "gh200", "b200", "gb200", "mi300x"})
@@ -268,9 +269,9 @@ class Rates:
         )
 
     def linear(self, product: Product) -> tuple[float, float]:
-        """Forward and backward of a linear module, of the router, or of experts.
+        """Forward and backward of a linear module, a router or experts.
 
-        A grouped product reads the matrices of all experts, or writes all their gradients.
+        A grouped product reads the matrices of all experts, or writes the gradients of all.
         """
         rate, width, device = self.rate, self.width, self.cluster.device
         if product.is_fp32:
@@ -355,7 +356,7 @@ class Rates:
             input of router    3 D            6 D            converted to fp32
             rows of tokens     3 k D + D      5 k D + D      gathered, and summed for each token
 
-        The choice of experts is not counted, which moves a few numbers for each token and expert.
+        The choice of experts is not counted. It moves a few numbers for each token and expert.
         Norms of each head (``qk_norm``) and dropout of hidden states are not counted.
 
         The gradient of a weight is added to its sum: the gradient is read, and the sum is read and

@@ -7,9 +7,9 @@
             stage     Muon, with several shards and tensor ranks: updates of matrices
     tp      activations within a layer, and the loss
     cp      queries, keys and values of a block's attention, and its output; with an auxiliary loss
-            of experts, the loads of each sequence
+            of experts, the counts of tokens of each sequence
     pp      activations and their gradients, a tied weight's gradient
-    world   one report of a few fp64 numbers from every rank to every rank, and the sums of the
+    world   one report of a few fp64 numbers from every rank to every rank, with the sums of the
             loads of experts
 
 Message sizes are exact. For a message of S bytes, each of n ranks sends the bytes of a
@@ -241,8 +241,8 @@ def _add_context_axis(
 
     Full recomputation repeats the all-to-alls. Its repeated forward does the second all-gather.
 
-    A block of experts with an auxiliary loss all-reduces how many tokens of each sequence use each
-    expert, in int64. Recomputation uses the choice of the forward, so it repeats nothing.
+    With an auxiliary loss, a block of experts all-reduces how many tokens of each sequence use each
+    expert, in int64. Recomputation uses the choice of the forward, so it does not repeat this.
     """
     cp, model = run.grid.cp, run.config.model
     features = model.exchanged_features(method, cp=cp, tp=run.grid.tp)

@@ -171,15 +171,15 @@ class Workload:
 
 
 class Product(NamedTuple):
-    """A matrix product of (m, k) by (k, n), or a grouped product: of some of the rows by each of
-    several matrices.
+    """A matrix product of (m, k) by (k, n). A grouped product has several matrices (k, n), and each
+    multiplies some of the m rows.
     """
 
     m: int
     n: int
     k: int
-    matrices: int = 1  # above 1, those of experts
-    is_fp32: bool = False  # whatever the precision of the run
+    matrices: int = 1  # more than 1 in a grouped product
+    is_fp32: bool = False  # in fp32 at any precision of the run
 
     @property
     def flops(self) -> int:
