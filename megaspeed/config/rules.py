@@ -146,14 +146,16 @@ def experts_are_not_split(config: RunConfig) -> Iterator[str]:
             "parameter as one matrix, but the experts of a block are many matrices in one "
             'parameter; set it to "bf16", or remove it'
         )
+    in_16_bits = config.bf16.enabled or config.fp16.enabled
+    multiple = EXPERT_MULTIPLE if in_16_bits else EXPERT_MULTIPLE // 2
     sizes = {"hidden_size": model.hidden_size, "moe_intermediate_size": model.expert_width}
     for name, size in sizes.items():
-        if size % EXPERT_MULTIPLE and (config.bf16.enabled or config.fp16.enabled):
+        if size % multiple:
             yield (
-                f"model.{name} {size} must be a multiple of {EXPERT_MULTIPLE} in bf16 and fp16, "
-                "because in torch's grouped products a row of a matrix must be a multiple of 16 "
-                "bytes; nearest: "
-                f"{nearest(size, EXPERT_MULTIPLE)}"
+                f"model.{name} {size} must be a multiple of {multiple} in "
+                f"{'bf16 and fp16' if in_16_bits else 'fp32'}, because in torch's grouped products "
+                "a row of a matrix must be a multiple of 16 bytes; nearest: "
+                f"{nearest(size, multiple)}"
             )
 
 

@@ -23,6 +23,7 @@ WORLD_SIZES = {
     "zero3": 4,
     "zero3_offload": 4,
     "muon": 8,
+    "experts": 8,
     "3d": 8,
     "gpt2_1.5b": 8,
     "smollm2_135m": 1,
