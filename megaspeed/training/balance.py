@@ -36,7 +36,9 @@ class Balance:
         """(blocks of this rank, E) fp32."""
         self._counts = torch.zeros(count, config.num_experts, dtype=torch.int64, device=device)
         self._auxiliary = torch.zeros(count, device=device)
-        self._blocks = torch.tensor([int(name) for name in model.blocks], device=device)
+        # A stage may have no block.
+        blocks = [int(name) for name in model.blocks]
+        self._blocks = torch.tensor(blocks, dtype=torch.int64, device=device)
         # In fp64, which is exact for counts below 2^53.
         shape = (config.num_hidden_layers, config.num_experts + 1)
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)

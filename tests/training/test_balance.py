@@ -64,6 +64,15 @@ def test_counts_of_all_ranks_are_added_by_block() -> None:
     assert auxiliary == 0.0
 
 
+def test_a_stage_without_blocks_has_no_counts() -> None:
+    """The first stage of two may have the embedding only. In an earlier version, it failed."""
+    model, balance = balance_of(0.1, chunks=[range(0, 1)])
+    assert not model.blocks
+    assert not balance.pop_counts().any()
+    balance.end_step(taken=True)
+    assert not list(balance.pieces())
+
+
 @pytest.mark.parametrize(
     ("before", "now", "refused"), [(0.1, 0.2, False), (0.0, 0.1, False), (0.1, 0.0, True)]
 )
