@@ -63,9 +63,12 @@ def _changed(
     values, model = run.as_json(), run.config.model
     heads = max(1, width // model.head_dim)
     shared = max(1, model.num_attention_heads // model.num_key_value_heads)
-    shape = {**shape, **_feed_forward(model, heads * model.head_dim / model.hidden_size)}
+    hidden = heads * model.head_dim
+    if model.num_experts is not None:
+        hidden = _multiple(hidden)
+    shape = {**shape, **_feed_forward(model, hidden / model.hidden_size)}
     values["model"] |= {
-        "hidden_size": heads * model.head_dim,
+        "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // shared if heads % shared == 0 else heads,
         "head_dim": model.head_dim,
@@ -93,10 +96,14 @@ def _changed(
 def _feed_forward(model: ModelConfig, factor: float) -> dict[str, int]:
     """Return the widths of the feed-forward layer and of experts, multiplied by ``factor``."""
     shape = {"intermediate_size": round(model.intermediate_size * factor)}
-    if model.num_experts is not None:  # a multiple, see the rule of experts
-        width = round(model.expert_width * factor / EXPERT_MULTIPLE) * EXPERT_MULTIPLE
-        shape["moe_intermediate_size"] = max(EXPERT_MULTIPLE, width)
+    if model.num_experts is not None:
+        shape["moe_intermediate_size"] = _multiple(model.expert_width * factor)
     return shape
+
+
+def _multiple(width: float) -> int:
+    """Return the nearest width that the products of experts accept in any precision."""
+    return max(1, round(width / EXPERT_MULTIPLE)) * EXPERT_MULTIPLE
 
 
 def measure_cpu(run: Run, program: Sequence[str]) -> Cluster:

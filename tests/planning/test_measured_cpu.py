@@ -103,6 +103,15 @@ def test_a_block_of_experts_is_measured_with_all_of_them() -> None:
     _block(block_run(run))()
 
 
+def test_widths_of_measured_experts_are_multiples_although_the_heads_are_not() -> None:
+    """In an earlier version, 5 heads of 12 were a hidden size of 60, which a rule refuses."""
+    model = {**MOE, "hidden_size": 96, "head_dim": 12}
+    run = tiny(world_size=2, model=model, bf16={"enabled": True}, data={"sequence_length": 16}).run
+    small = small_run(run).config.model
+    assert (small.num_attention_heads, small.head_dim, small.hidden_size) == (5, 12, 64)
+    assert small.expert_width == 16
+
+
 def test_a_block_with_a_window_is_measured_with_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an earlier version, such a block attended to all earlier tokens."""
     masks, forward = [], Block.forward
