@@ -126,7 +126,8 @@ def read_run(folder: Path) -> RunRecord:
     except JsonSyntaxError as error:
         notes.append(f"no configuration: {error}")
     with suppress(OSError, ValueError, KeyError, TypeError):  # an older run has none
-        loads = np.array(json.loads((folder / run_folder.LOADS).read_text())["loads"], float)
+        read = np.array(json.loads((folder / run_folder.LOADS).read_text())["loads"], float)
+        loads = read if read.ndim == 2 and read.size and np.isfinite(read).all() else None
     names = (*_OF_STEPS, *_OF_VALIDATIONS, *points)
     curves = {name: _curve(*points[name]) for name in names}
     return RunRecord(
@@ -166,7 +167,7 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((f"peak_memory_bytes/{stage}", peak) for stage, peak in enumerate(peaks))
     if isinstance(factors := record.get("load_factors"), list):
         yield "auxiliary_loss", record.get("auxiliary_loss")
-        yield "load_factor", max(factors, default=None)
+        yield "load_factor", max(map(_number, factors), default=None)
 
 
 def _number(value: object) -> float:

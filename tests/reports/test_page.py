@@ -134,11 +134,24 @@ def test_a_run_with_experts_shows_a_map_of_their_loads(tmp_path: Path) -> None:
     assert opened.dom.count("<svg") == 5 + 2 + 1
 
 
-@pytest.mark.parametrize("broken", ['{"step": 4, "loads": [[5, ', "[]", '{"loads": [[1], [2, 3]]}'])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *('{"step": 4, "loads": [[5, ', "[]", '{"loads": [[1], [2, 3]]}', '{"loads": []}'),
+        *('{"loads": [1, 2]}', '{"loads": [[]]}', '{"loads": 5}', '{"loads": [[1e999, 1]]}'),
+    ],
+)
 def test_loads_that_cannot_be_read_are_not_drawn(tmp_path: Path, broken: str) -> None:
     folder = written_run(tmp_path / "run", steps=3)
     (folder / LOADS).write_text(broken)
     assert read_run(folder).loads is None
+
+
+def test_a_load_factor_that_is_no_number_is_not_drawn(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=3)
+    with (folder / METRICS).open("a") as file:
+        file.write('{"step": 4, "loss": 1.0, "load_factors": ["a", 1.5]}\n')
+    assert np.isnan(read_run(folder).curves["load_factor"].values).all()
 
 
 def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
