@@ -127,7 +127,7 @@ class Experts(nn.Module):
         """The experts of each token (T, k), the one with the largest score first."""
         biased = scores if self.bias is None else scores + self.bias
         experts = biased.sort(dim=-1, descending=True, stable=True).indices  # (T, E)
-        return experts[:, : self.active].clone()  # a view would keep all of them for the backward
+        return experts[:, : self.active].contiguous()  # a view would keep all for the backward
 
     @torch.no_grad()
     def choose(self, scores: Tensor, sequences: int, *, is_trained: bool) -> Routing:
@@ -195,7 +195,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(h, weight)
-        wide = torch.promote_types(h.dtype, torch.float32)
+        wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         return F.linear(h.to(wide), weight.to(wide))
 
     @staticmethod
