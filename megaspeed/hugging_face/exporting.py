@@ -27,7 +27,7 @@ from torch import Tensor
 from megaspeed.checkpoint.folders import GENERATION, write_files
 from megaspeed.checkpoint.reading import read_pieces
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.checkpoint.tensors import Piece, router_bias_key
+from megaspeed.checkpoint.tensors import ROUTER_BIAS, Piece, expected_tensors
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
 from megaspeed.config.model import ModelConfig
@@ -47,7 +47,7 @@ from megaspeed.hugging_face.weights import (
     is_finite,
     parts_of,
 )
-from megaspeed.model.parameters import parameters_in_words, parameters_of
+from megaspeed.model.parameters import parameters_in_words
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -196,10 +196,8 @@ class StockModel:
 
 def _refuse_biases(checkpoint: Path, model: ModelConfig) -> None:
     """Raise HuggingFaceError if the bias of a router is not zero: transformers would ignore it."""
-    if model.router_bias_rate == 0.0:
-        return
-    routers = (p for p in parameters_of(model).values() if p.row.kind == "router")
-    shapes = {router_bias_key(router.name): router.shape[:1] for router in routers}
+    tensors = expected_tensors(model, "AdamW").items()
+    shapes = {name: shape for name, shape in tensors if name.startswith(f"{ROUTER_BIAS}.")}
     pieces = [Piece(name, shape, (0,), torch.zeros(shape)) for name, shape in shapes.items()]
     read_pieces(checkpoint, pieces)
     if any(piece.values.any() for piece in pieces):

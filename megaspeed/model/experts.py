@@ -9,9 +9,9 @@
 
 A row is a token with one of its experts, so each token has k rows. ("Row of a weight" and
 "sequence" are named as such.) No token is dropped and no row is padding, so the output of a token
-does not depend on the other tokens. Forward and backward move rows by gathers, so no two threads
-add to the same number: two runs of one layout have the same bits. Experts are chosen with a stable
-sort, because torch does not define which of equal scores ``topk`` returns.
+does not depend on the other tokens. Forward and backward move rows by gathers, so only counts,
+which are whole numbers, are added in any order: two runs of one layout have the same bits. Experts
+are chosen with a stable sort, because torch does not define which of equal scores ``topk`` returns.
 
 The choice is made once for each forward. If a block is recomputed, it uses the choice of the
 forward: rounding may differ, and another choice would give wrong gradients.

@@ -70,8 +70,8 @@ class Balance:
         yield from zip(self._names, self.bias, strict=True)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces of a checkpoint. They are views of the bias."""
-        for name, bias in self.named_biases():
+        """The pieces of a checkpoint, views of the bias; none if the rate of the bias is 0."""
+        for name, bias in self.named_biases() if self._rate > 0.0 else ():
             yield Piece(router_bias_key(name), tuple(bias.shape), (0,), bias)
 
     def end_step(self, *, taken: bool) -> None:

@@ -121,8 +121,7 @@ class Checkpointing:
         start = time.perf_counter()
         state = self._state(progress)
         pieces = [*self._pieces(state.optimizer, owned=True), *_compression_pieces(self._worker)]
-        if self._run.config.model.router_bias_rate > 0.0 and self._writes_copies:
-            pieces += self._bias_pieces()
+        pieces += self._bias_pieces(owned=True)
         if self._background is None:
             self._finished.append(self._saver.save(pieces, state))
             return
@@ -177,7 +176,7 @@ class Checkpointing:
                 values.zero_()  # what the checkpoint does not have remains zero
         pieces = [*self._pieces(saved.optimizer, owned=False)]
         if saved.model_section().router_bias_rate > 0.0:
-            pieces += self._bias_pieces()
+            pieces += self._bias_pieces(owned=False)
         read_pieces(checkpoint, pieces, group)
         _load_compression(self._worker, checkpoint, saved, group)
         kept = broadcast(
@@ -256,15 +255,11 @@ class Checkpointing:
                     part=part,
                 )
 
-    @property
-    def _writes_copies(self) -> bool:
-        """Whether this rank writes the tensors of which all ranks of its stage have copies."""
-        context = self._worker.context
-        return context.dp_rank == context.cp_rank == context.tp_rank == 0
-
-    def _bias_pieces(self) -> list[Piece]:
-        balance = self._worker.balance
-        return [] if balance is None else [*balance.pieces()]
+    def _bias_pieces(self, *, owned: bool) -> Iterator[Piece]:
+        """The biases of routers. The first data rank of a pipeline stage writes them."""
+        context, balance = self._worker.context, self._worker.balance
+        is_first = context.dp_rank == context.cp_rank == context.tp_rank == 0
+        return balance.pieces() if balance is not None and (is_first or not owned) else iter(())
 
     def _written_part(self, owned_elements: int) -> range:
         """Which of its leading ``owned_elements`` elements this rank writes.
