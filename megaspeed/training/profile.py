@@ -15,7 +15,7 @@ rank of each pipeline stage.
 import contextlib
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -72,9 +72,16 @@ class Profile:
     """The profile of a run on one rank. Without ``training.profile``, it does nothing.
 
     A run that resumes within the profiled steps profiles the rest of them.
+
+    ``finish_gathers`` waits for the collectives that an optimizer step has started. It is called
+    before a recording begins or ends: a wait for a collective that was started on the other side of
+    this moment can end in a SIGSEGV (torch 2.13, gloo).
     """
 
-    def __init__(self, run: Run, context: ParallelContext) -> None:
+    def __init__(
+        self, run: Run, context: ParallelContext, finish_gathers: Callable[[], None]
+    ) -> None:
+        self._finish_gathers = finish_gathers
         stated = run.config.training.profile
         self._run, self._context = run, context
         self._steps, self._records, self._has_begun = range(0), False, False
@@ -165,7 +172,10 @@ class Profile:
     def _start(self, step: int) -> None:
         """Prepare the profiler one step before the first, because this takes a second or more."""
         begins = step == self._steps.start
-        if self._profiler is None and (begins or step + 1 == self._steps.start):
+        prepares = self._profiler is None and (begins or step + 1 == self._steps.start)
+        if prepares or (self._profiler is not None and begins):
+            self._finish_gathers()
+        if prepares:
             os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
             on_gpu = self._context.device.type == "cuda"
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -196,6 +206,7 @@ class Profile:
         if self._profiler is None or self._problem is not None:
             return False
         profiler, self._profiler, self._records = self._profiler, None, False
+        self._finish_gathers()
         profiler.stop_trace()
         file = self._file(f".rank-{self._context.rank}.json.gz")
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -133,7 +133,7 @@ class Trainer:
         )
         self._peak = peak_flops_per_second(context.device, run.precision)
         self._last_save: SaveReport | None = None
-        self._profile = Profile(run, context)
+        self._profile = Profile(run, context, worker.engine.finish_gathers)
 
     def train(self, begin: Progress) -> TrainingSummary:
         """Run the steps after ``begin``, which must be before the last step.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaspeed.config.resolve import Run
@@ -23,6 +24,7 @@ from megaspeed.topology.activity import PARTS
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.profile import Profile, describe_times, profiled_ranks
+from tests.checkpoint.saved_runs import started
 from tests.pipeline.shapes import shape
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, tiny_corpus, tiny_run
@@ -112,6 +114,32 @@ def test_the_parts_in_the_table_add_up_to_the_steps(
     assert sum(means.values()) == pytest.approx(step, abs=0.5)
     wall = [1000 * metrics.step_time_seconds for metrics in records[0].steps[2:4]]
     assert step == pytest.approx(sum(wall) / 2, rel=0.25)
+
+
+def _recording_at_each_wait(launch: LaunchEnvironment, run: Run) -> list[bool]:
+    """Profile two empty steps. Return whether torch recorded each time gathers were awaited."""
+    recording: list[bool] = []
+    with started(launch, run) as context:
+        profile = Profile(
+            run, context, lambda: recording.append(torch.autograd._profiler_enabled())
+        )
+        for step in range(1, 7):
+            with profile.step(step):
+                pass
+            if profile.ends_with(step, stops=False):
+                profile.write(step)
+    return recording
+
+
+def test_gathers_are_awaited_before_a_recording_begins_or_ends(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """A step at ZeRO-1 and 2 leaves gathers in flight. A recording began or ended before they were
+    awaited, and on a busy machine two of twenty runs ended with a SIGSEGV in their wait.
+    """
+    run = profiled_run(tmp_path / "run", zero_optimization={"stage": 2})
+    (recording,) = pool.run(1, _recording_at_each_wait, run)
+    assert recording == [False, False, True], "prepared, begun, ended"
 
 
 def test_a_rank_that_cannot_write_is_missing_and_the_run_continues(
