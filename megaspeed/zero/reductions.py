@@ -140,9 +140,10 @@ def all_gather_numbers(
         The numbers of each rank, in the order of ranks. With ``summed``, a last list has the sums.
     """
     # fp32 would round bytes of memory, which are among the numbers.
-    ranks, sums = dist.get_world_size(group), 0 if summed is None else len(summed)
-    all_numbers = torch.zeros(ranks * len(own) + sums, dtype=torch.float64, device=device)
-    rows, total = all_numbers[: ranks * len(own)].view(ranks, -1), all_numbers[ranks * len(own) :]
+    each, sums = len(own), 0 if summed is None else len(summed)
+    count = dist.get_world_size(group) * each  # of the numbers that are not summed
+    all_numbers = torch.zeros(count + sums, dtype=torch.float64, device=device)
+    rows, total = all_numbers[:count].view(-1, each), all_numbers[count:]
     if summed is not None:
         total.copy_(summed)
     row = rows[dist.get_rank(group)]
@@ -157,8 +158,8 @@ def all_gather_numbers(
     if summed is not None:
         summed.copy_(total)
     numbers: list[float] = all_numbers.tolist()
-    by_rank = [numbers[rank * len(own) :][: len(own)] for rank in range(ranks)]
-    return by_rank if summed is None else [*by_rank, numbers[ranks * len(own) :]]
+    by_rank = [numbers[start : start + each] for start in range(0, count, each)]
+    return by_rank if summed is None else [*by_rank, numbers[count:]]
 
 
 def first_non_finite(fragments: Iterable[Fragment]) -> str | None:
