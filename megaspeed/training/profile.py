@@ -104,6 +104,8 @@ class Profile:
         if step in self._steps and not self._has_begun:
             self._has_begun, self._steps = True, range(step, self._steps.stop)
         if self._records and self._problem is None:
+            if step in (self._steps.start - 1, self._steps.start):
+                self._finish_gathers()  # a gather that fails is no problem of the profile
             try:
                 self._start(step)
             except Exception as error:
@@ -123,6 +125,7 @@ class Profile:
         """
         self._steps = range(self._steps.start, last + 1)
         self._context.timeline.annotate = None
+        self._finish_gathers()
         if self._run.grid.pp > 1:
             self._last_step = self._gather_step()
         problem, has_written = self._problem, False
@@ -172,10 +175,7 @@ class Profile:
     def _start(self, step: int) -> None:
         """Prepare the profiler one step before the first, because this takes a second or more."""
         begins = step == self._steps.start
-        prepares = self._profiler is None and (begins or step + 1 == self._steps.start)
-        if prepares or (self._profiler is not None and begins):
-            self._finish_gathers()
-        if prepares:
+        if self._profiler is None and (begins or step + 1 == self._steps.start):
             os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
             on_gpu = self._context.device.type == "cuda"
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -206,7 +206,6 @@ class Profile:
         if self._profiler is None or self._problem is not None:
             return False
         profiler, self._profiler, self._records = self._profiler, None, False
-        self._finish_gathers()
         profiler.stop_trace()
         file = self._file(f".rank-{self._context.rank}.json.gz")
         file.parent.mkdir(parents=True, exist_ok=True)
