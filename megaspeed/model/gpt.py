@@ -178,10 +178,8 @@ class Block(nn.Module):
         self.multiplier = config.residual_multiplier
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        attention = partial(self.attention, inputs=inputs)
-        attention_dropout = partial(self.attention_dropout, samples=inputs.samples)
         mlp_dropout = partial(self.mlp_dropout, samples=inputs.samples)
-        y = x + self._branch(self.attention_norm, attention, attention_dropout, x)
+        y = self._after_attention(x, inputs)
         return y + self._branch(self.mlp_norm, self._mlp, mlp_dropout, x if self.is_parallel else y)
 
     def _make_mlp(self, config: ModelConfig, modules: Mapping[str, nn.Module]) -> nn.Module:
@@ -189,12 +187,21 @@ class Block(nn.Module):
             return SwiGluMlp(modules, self.compose)
         return GeluMlp(modules, self.compose, "tanh" if config.mlp == "gelu" else "none")
 
+    def _after_attention(self, x: Tensor, inputs: Inputs) -> Tensor:
+        """The residual stream after the attention."""
+        attention = partial(self.attention, inputs=inputs)
+        dropout = partial(self.attention_dropout, samples=inputs.samples)
+        return x + self._branch(self.attention_norm, attention, dropout, x)
+
     def _branch(self, norm: Map, layer: Map, dropout: Map, x: Tensor) -> Tensor:
         """What the attention or the MLP adds to the residual stream."""
         if self.norms_before:
             y = dropout(self.compose(norm, layer, x))
         else:
             y = self.compose(norm, dropout, layer(x))
+        return self._scaled(y)
+
+    def _scaled(self, y: Tensor) -> Tensor:
         return y if self.multiplier == 1.0 else y * self.multiplier
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -242,9 +249,7 @@ class ExpertBlock(Block):
         """Return the residual stream after the attention, the input of the experts (both
         (B, S, D)), and the scores (T, E).
         """
-        attention = partial(self.attention, inputs=inputs)
-        dropout = partial(self.attention_dropout, samples=inputs.samples)
-        y = x + self._branch(self.attention_norm, attention, dropout, x)
+        y = self._after_attention(x, inputs)
         read = x if self.is_parallel else y
         h = self.mlp_norm(read) if self.norms_before else read
         return y, h, self._experts.router(h)
@@ -255,8 +260,7 @@ class ExpertBlock(Block):
         z = self._experts(h, scores, routing, inputs.gradient_scale)
         if not self.norms_before:
             z = self.mlp_norm(z)
-        z = self.mlp_dropout(z, inputs.samples)
-        return y + (z if self.multiplier == 1.0 else z * self.multiplier)
+        return y + self._scaled(self.mlp_dropout(z, inputs.samples))
 
     @property
     def _experts(self) -> Experts:
