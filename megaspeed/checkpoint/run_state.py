@@ -58,6 +58,8 @@ class Layout(Section):
     tp: int
     replicate: int = 1
     cp: int = 1
+    ep: int | None = None
+    expert_shard: int = 1
     zero_stage: int
     schedule: str
     sequence_parallel: bool
@@ -70,12 +72,14 @@ class Layout(Section):
 
     @property
     def grid(self) -> Grid:
-        return Grid(self.pp, self.dp, self.tp, self.replicate, self.cp)
+        return Grid(self.pp, self.dp, self.tp, self.replicate, self.cp, self.ep, self.expert_shard)
 
     def __str__(self) -> str:
         context = f" x cp {self.cp}" if self.cp > 1 else ""
+        experts = f", ep {self.ep}" if (self.ep or 1) > 1 else ""
         return (
-            f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}, ZeRO-{self.zero_stage}, "
+            f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}{experts}, "
+            f"ZeRO-{self.zero_stage}, "
             f"{self.precision}"
         )
 

@@ -309,7 +309,7 @@ def run_schedule(options: argparse.Namespace) -> int:
     times = {2: "twice", 3: "three times"}[pipeline.backward_ticks]
     say(f"ideal bubble: {bubble:.1%} of the step (a backward takes {times} a forward's time)")
     if options.picture is not None:
-        sums_visits = reduction_of_matrices(run, "cuda").when == "visit"
+        sums_visits = reduction_of_matrices(run, "cuda", run.grid.copies).when == "visit"
         save(draw_schedule(pipeline, sums_visits=sums_visits), options.picture)
         say(f"written: {options.picture}")
     figures: dict[str, Any] = {"bubble_fraction": bubble}

@@ -16,6 +16,7 @@ determine them.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Self
 
 from megaspeed.config.errors import ConfigError
@@ -96,7 +97,8 @@ def find_grid(config: RunConfig, world: World) -> Grid | None:
     """Return the grid, or None if no grid fits. With spare ranks, it also fits the batch."""
     is_replicated, replicate = config.zero_optimization.stage == 0, config.parallel.replicate
     for dp in _data_degrees(config, world):
-        if is_replicated or dp % replicate == 0:
+        is_divided = is_replicated or dp % replicate == 0
+        if is_divided and config.parallel.expert in (1, *expert_degrees(config, dp)):
             return make_grid(config, dp)
     return None
 
@@ -107,7 +109,24 @@ def make_grid(config: RunConfig, dp: int) -> Grid:
     pp, cp, tp = parallel.pipeline, parallel.context, parallel.tensor
     # ZeRO-0 partitions over one rank: all ranks with the same weights are replicas.
     replicate = dp * cp if config.zero_optimization.stage == 0 else parallel.replicate
-    return Grid(pp, dp, tp, replicate, cp)
+    if config.model.num_experts is None:
+        return Grid(pp, dp, tp, replicate, cp)
+    ep = parallel.expert
+    # If ep is a multiple of shard x tp, no rank of a shard group holds the same experts.
+    shards = 1 if config.zero_optimization.stage == 0 else dp * cp // replicate * tp // ep
+    return Grid(pp, dp, tp, replicate, cp, ep, max(1, shards))
+
+
+def expert_degrees(config: RunConfig, dp: int) -> list[int]:
+    """Return the expert-parallel degrees with which experts can be shared and partitioned."""
+    parallel, count = config.parallel, config.model.num_experts or 1
+    stage = dp * parallel.context * parallel.tensor
+    shards = stage // parallel.replicate  # the ranks of a stage in one replica
+    return [
+        ep
+        for ep in divisors(gcd(count, stage))
+        if config.zero_optimization.stage == 0 or shards % ep == 0 or ep % shards == 0
+    ]
 
 
 def _group(parallel: ParallelConfig) -> tuple[int, str]:
@@ -250,6 +269,29 @@ def replicas_divide_data(config: RunConfig, world: World) -> Iterator[str]:
         )
 
 
+def experts_divide_stage(config: RunConfig, world: World) -> Iterator[str]:
+    """The expert axis divides the experts and the ranks of a pipeline stage. ZeRO partitions over
+    the ranks of a replica that hold the same experts, which must be equally many for all experts.
+    """
+    parallel, count = config.parallel, config.model.num_experts
+    degrees = sorted(_data_degrees(config, world))
+    if count is None or not degrees:
+        return
+    valid = [expert_degrees(config, dp) for dp in degrees]
+    if any(parallel.expert in each for each in valid):
+        return
+    dp, context = degrees[-1], f" x context {parallel.context}" * (parallel.context > 1)
+    stage = dp * parallel.context * parallel.tensor
+    law = (
+        f"parallel.expert {parallel.expert} must divide model.num_experts {count} and the {stage} "
+        f"ranks of a pipeline stage (data {dp}{context} x tensor {parallel.tensor})"
+    )
+    if parallel.replicate > 1:
+        replica = stage // parallel.replicate
+        law += f", and divide the {replica} ranks of a replica or be a multiple of {replica}"
+    yield f"{law}; valid parallel.expert: {listed(valid[-1])}"
+
+
 def micro_batches_fill_the_pipeline(config: RunConfig, world: World) -> Iterator[str]:
     """With several chunks, each group has a micro-batch for each pipeline stage."""
     parallel, grid = config.parallel, find_grid(config, world)
@@ -353,6 +395,7 @@ _NEED_WORLD = (
     degrees_fit_world,
     batch_multiplies,
     replicas_divide_data,
+    experts_divide_stage,
     micro_batches_fill_the_pipeline,
     profiled_ranks_exist,
     fp16_needs_a_gpu,

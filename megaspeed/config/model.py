@@ -40,6 +40,7 @@ else:
     PresetName = Literal[tuple(PRESETS)]
 
 ContextMethod = Literal["ulysses", "all_gather"]
+ExpertExchange = Literal["all_to_all", "all_gather"]
 
 DERIVED_FIELDS = (
     *FAMILIES["gpt2"].features,

@@ -23,7 +23,7 @@ from megaspeed.config.layout import (
     solve_batch,
     violations,
 )
-from megaspeed.config.model import ContextMethod
+from megaspeed.config.model import ContextMethod, ExpertExchange
 from megaspeed.config.rules import ulysses_degrees
 from megaspeed.config.run import Compression, RunConfig
 from megaspeed.topology.grid import Grid
@@ -118,6 +118,12 @@ class Run:
         return None if method == "auto" else method
 
     @property
+    def expert_exchange(self) -> ExpertExchange | None:
+        """How ranks exchange the tokens of experts; None if they do not."""
+        method = self.config.parallel.expert_exchange
+        return None if method == "auto" else method
+
+    @property
     def accumulation_dtype(self) -> Precision:
         """The number type in which gradients are summed over micro-batches."""
         return self.config.data_types.grad_accum_dtype
@@ -197,6 +203,7 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         "parallel.data": grid.dp,
         "parallel.context_method": _context_method(config, world.device_type),
+        "parallel.expert_exchange": _expert_exchange(config),
         "parallel.gradient_reduction": _gradient_reduction(config),
         "parallel.micro_batch_groups": _micro_batch_groups(config, batch),
         "parallel.sequence_parallel": _splits_sequence(config, world.device_type),
@@ -250,6 +257,19 @@ def _context_method(config: RunConfig, device_type: str) -> Literal["auto"] | Co
     return "all_gather" if is_shorter else "ulysses"
 
 
+def _expert_exchange(config: RunConfig) -> Literal["auto"] | ExpertExchange:
+    """auto: what sends less, if its memory allows that. all_to_all sends (ep - 1) / ep of the k
+    rows of each token, all_gather sends each token to ep - 1 ranks. But all_gather needs memory for
+    ep min(k, E / ep) rows a token, all_to_all usually for about k.
+    """
+    model, ep = config.model, config.parallel.expert
+    stated, active = config.parallel.expert_exchange, model.num_experts_per_tok
+    if stated != "auto" or model.num_experts is None or active is None or ep == 1:
+        return stated
+    rows = ep * min(active, model.num_experts // ep)
+    return "all_gather" if ep <= active and rows <= 2 * active else "all_to_all"
+
+
 def _micro_batch_groups(config: RunConfig, batch: Batch) -> int:
     """auto: as many groups as there can be, which keeps the fewest activations."""
     parallel = config.parallel
@@ -264,6 +284,8 @@ def _splits_sequence(config: RunConfig, device_type: str) -> bool:
     stated, tp = config.parallel.sequence_parallel, config.parallel.tensor
     if stated != "auto":
         return stated
+    if config.model.num_experts is not None:
+        return tp > 1
     tokens = config.data.sequence_length // config.parallel.context
     return device_type == "cuda" and tp > 1 and tokens % tp == 0
 

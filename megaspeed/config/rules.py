@@ -129,16 +129,26 @@ def experts_are_those_of_the_family(config: RunConfig) -> Iterator[str]:
 
 
 @rule
-def experts_are_not_split(config: RunConfig) -> Iterator[str]:
-    """A rank has all experts of its blocks. Their gradients are compressed at most to bf16."""
+def experts_are_shared(config: RunConfig) -> Iterator[str]:
+    """Ranks that share experts exchange tokens. Each rank has complete experts, and tokens of its
+    own. Gradients of experts are compressed at most to bf16.
+    """
     model, parallel = config.model, config.parallel
+    if parallel.expert > 1 and model.num_experts is None:
+        yield f"parallel.expert {parallel.expert} needs model.num_experts; remove it"
+    if parallel.expert == 1 and parallel.expert_exchange != "auto":
+        yield (
+            f'parallel.expert_exchange "{parallel.expert_exchange}" has no effect with '
+            "parallel.expert 1; remove it, or set parallel.expert"
+        )
     if model.num_experts is None:
         return
-    if parallel.tensor > 1:
+    if parallel.tensor > 1 and parallel.sequence_parallel is False:
         yield (
-            f"parallel.tensor must be 1 with model.num_experts {model.num_experts}, because "
-            f"experts are not split, but it is {parallel.tensor}; set it to 1, and use "
-            "parallel.pipeline, parallel.context or zero_optimization.stage 3 instead"
+            f"parallel.sequence_parallel must be true with model.num_experts {model.num_experts} "
+            f"and parallel.tensor {parallel.tensor}: experts are not split over tensor ranks, so "
+            "without it each of them would compute the same tokens; set it to true, or "
+            "parallel.tensor to 1"
         )
     if not isinstance(parallel.gradient_compression, str):
         yield (
@@ -391,7 +401,8 @@ def ranks_divide_sequence(config: RunConfig) -> Iterator[str]:
     """
     parallel, length = config.parallel, config.data.sequence_length
     cp, tp = parallel.context, parallel.tensor
-    splits = parallel.sequence_parallel is True and tp > 1
+    has_experts = config.model.num_experts is not None
+    splits = tp > 1 and parallel.sequence_parallel in (True, "auto" if has_experts else True)
     gathers_keys = parallel.context_method == "all_gather"
     if parallel.context_method == "auto":
         gathers_keys = cp not in ulysses_degrees(config.model, tp)
@@ -400,9 +411,10 @@ def ranks_divide_sequence(config: RunConfig) -> Iterator[str]:
     if length % divisor == 0:
         return
     if cp == 1:
+        reason = "with experts" if has_experts else "if parallel.sequence_parallel is true"
         yield (
-            f"data.sequence_length {length} must be divisible by parallel.tensor {tp} if "
-            "parallel.sequence_parallel is true, because tensor ranks hold equal parts of the "
+            f"data.sequence_length {length} must be divisible by parallel.tensor {tp} {reason}, "
+            "because tensor ranks hold equal parts of the "
             f"sequence; nearest: {nearest(length, tp)}"
         )
         return

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from megaspeed.config.deepspeed_keys import DeepSpeedKeys
-from megaspeed.config.model import ContextMethod, ModelConfig
+from megaspeed.config.model import ContextMethod, ExpertExchange, ModelConfig
 from megaspeed.config.section import LARGEST_SECONDS, LARGEST_WORLD, PathText, Section, TokenCount
 
 Recomputation = Literal["none", "selective", "full", "full_offloaded"]
@@ -74,6 +74,18 @@ class ParallelConfig(Section):
     in the backward once more. auto: all_gather if the heads cannot be divided, or if it sends less,
     context divides half of data.sequence_length, and it needs no mask that ulysses does not need.
     Otherwise ulysses."""
+    expert: int = Field(default=1, gt=0, le=LARGEST_WORLD)
+    """Expert-parallel degree (ep): number of neighbouring ranks that share the experts of a block,
+    and exchange tokens in it. It must divide model.num_experts, and the data x context x tensor
+    ranks of a pipeline stage, which otherwise hold copies. With ZeRO 1, 2 or 3, it must also divide
+    (data / replicate) x context x tensor or be a multiple of that. With experts, tensor ranks
+    share the tokens of a sequence (sequence_parallel), so experts are not split over tensor."""
+    expert_exchange: Literal["auto"] | ExpertExchange = "auto"
+    """How tokens get to the ranks of their experts. all_to_all: each token is sent to these ranks.
+    The host waits for the number of tokens, once for each block and micro-batch. all_gather: all
+    tokens are sent to all ranks, and the host does not wait. But a rank needs memory for as many
+    tokens as its experts could get. auto: all_gather if it sends no more and needs memory for at
+    most twice as many tokens as if all experts got equally many; otherwise all_to_all."""
     replicate: int = Field(default=1, gt=0, le=LARGEST_WORLD)
     """Number of data ranks that hold the same partition of ZeRO 1, 2 or 3. It must divide data.
     ZeRO partitions over (data / replicate) x context neighbours, and the replicas sum their
@@ -86,7 +98,8 @@ class ParallelConfig(Section):
     sequence_parallel: Literal["auto"] | bool = "auto"
     """Whether activations between blocks are split over the tensor axis. This saves memory, but the
     backward gathers some inputs again while it computes. If true, data.sequence_length must be
-    divisible by context x tensor. auto: true on CUDA if it is divisible, otherwise false."""
+    divisible by context x tensor. auto: true with experts, and on CUDA if it is divisible;
+    otherwise false."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards in the pipeline. With one chunk on each stage, 1f1b keeps at
     most ``pipeline`` micro-batches in memory; gpipe keeps all of them."""

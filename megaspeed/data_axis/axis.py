@@ -12,6 +12,7 @@ from megaspeed.data_axis.buckets import (
 )
 from megaspeed.data_axis.gathers import (
     Gather,
+    PartitionsOf,
     PassOfChunk,
     gathers_of_passes,
     held_in_pass,
@@ -33,24 +34,42 @@ class DataAxis:
 
     def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
         self._zero = run.config.zero_optimization
-        self._split = run.grid.shard, BYTES_OF[run.precision]
+        self._element_bytes = BYTES_OF[run.precision]
+        # On a CPU, offloaded partitions are where the parameters are.
+        on_device = device_type == "cpu" or not self._zero.offloads_parameters
+        self._partitions = PartitionsOf(run.grid, self._element_bytes, on_device)
         self.parameters = local_parameters(run, pipeline_stage)
         """The parameters of a rank, in the order of the model."""
-        self.matrix_reduction = reduction_of_matrices(run, device_type)
-        """How the gradients of matrices are reduced."""
-        self.buckets = buckets_of(run, self.parameters, self.matrix_reduction)
+        grid = run.grid
+        self.matrix_reduction = reduction_of_matrices(run, device_type, grid.copies)
+        """How the gradients of matrices are reduced, except those of experts."""
+        self.expert_reduction = reduction_of_matrices(run, device_type, grid.expert_copies)
+        """How the gradients of experts are reduced."""
+        self.buckets = buckets_of(
+            run, self.parameters, self.matrix_reduction, self.expert_reduction
+        )
         """Parameters whose gradients are reduced together. Each parameter is in one of them."""
         self.persistent: Gather | None = None
         """ZeRO-3: the small parameters that stay gathered."""
         if run.zero_stage == 3:
             kept = persistent_parameters(self._zero, self.parameters)
-            self.persistent = Gather.of([*kept], *self._split)
-        self.orthogonalization = None if run.muon is None else Orthogonalization(run, self.buckets)
+            self.persistent = Gather.of([*kept], self._partitions)
+        self.orthogonalization: Orthogonalization | None = None
         """Muon: which rank orthogonalizes which matrix."""
-        # On a CPU, offloaded partitions are where the parameters are.
-        on_device = device_type == "cpu" or not self._zero.offloads_parameters
-        self.is_local = run.grid.shard == 1 and on_device
+        self.expert_orthogonalization: Orthogonalization | None = None
+        """The same for experts; None if ``orthogonalization`` has them."""
+        if run.muon is not None:
+            self.orthogonalization = Orthogonalization(run, self.buckets)
+        if run.muon is not None and grid.ep is not None and grid.ep * grid.tp > 1:
+            self.expert_orthogonalization = Orthogonalization(run, self.buckets, of_experts=True)
+        self.is_local = on_device and grid.shard == 1 == grid.expert_copies.shard
         """Whether gathers copy nothing, because the partitions are the parameters."""
+
+    @property
+    def orthogonalizations(self) -> list[Orthogonalization]:
+        """The plans of Muon; none if AdamW updates everything."""
+        plans = (self.orthogonalization, self.expert_orthogonalization)
+        return [plan for plan in plans if plan is not None]
 
     @cached_property
     def passes(self) -> Mapping[PassOfChunk, Sequence[Gather]]:
@@ -58,7 +77,7 @@ class DataAxis:
         if self.persistent is None:
             return {}
         kept = self.persistent.parameters
-        return gathers_of_passes(self._zero, self.parameters, kept, *self._split)
+        return gathers_of_passes(self._zero, self.parameters, kept, self._partitions)
 
     @cached_property
     def gathers_after_step(self) -> Sequence[Gather]:
@@ -73,8 +92,8 @@ class DataAxis:
             Gather(
                 parameters=bucket.parameters,
                 sizes=[bucket.elements],
-                element_bytes=self._split[1],
-                axis=bucket.reduction.axis,
+                axes=[bucket.reduction.axis],
+                element_bytes=self._element_bytes,
             )
             for bucket in needed_in_order
             if bucket.shards > 1

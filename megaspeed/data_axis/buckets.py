@@ -34,7 +34,7 @@ from megaspeed.config.run import Compression
 from megaspeed.data_axis.parameters import LocalParameter, LocalParameters
 from megaspeed.pipeline.schedules import ENDS, End, Pipeline, passes_of
 from megaspeed.tensor_parallel.shards import OptimizerGroup
-from megaspeed.topology.grid import Axis
+from megaspeed.topology.grid import Axis, Copies
 
 _ADD_PRODUCTS = ("cuda",)
 """Devices on which products add gradients to their sums. On a CPU this would save nothing, and its
@@ -62,10 +62,11 @@ class Reduction:
     sent: Precision  # of the message
     copies: bool  # whether the result is added to the partition; if not, it is reduced in place
     axis: Axis  # over which they are reduced: the shards or, if there is one shard, the replicas
-    collective: Literal["all_reduce", "reduce_scatter", "all_to_all"] | None  # None: one data rank
+    collective: Literal["all_reduce", "reduce_scatter", "all_to_all"] | None  # None: one copy
     replica_axis: Axis | None  # over which the shards' partitions are then summed, if at all
     copies_sums: bool  # whether partitions are copied for that sum
-    ranks: int  # over which the mean is taken
+    copies_of: int  # ranks that hold the parameters, over which their gradients are summed
+    ranks: int  # data ranks, over which the mean is taken
     divides: Literal["before", "after"] | None  # before a sum that could be too large for fp16
 
     @property
@@ -114,6 +115,10 @@ class Bucket:
     @property
     def chunk(self) -> int:
         return self.parameters[0].chunk
+
+    @property
+    def is_expert(self) -> bool:
+        return self.parameters[0].is_expert
 
     @property
     def part(self) -> int:
@@ -199,7 +204,12 @@ class Bucket:
             yield OwnedRange(parameter, 0, start, parameter.elements)
 
 
-def buckets_of(run: Run, parameters: LocalParameters, matrix_reduction: Reduction) -> list[Bucket]:
+def buckets_of(
+    run: Run,
+    parameters: LocalParameters,
+    matrix_reduction: Reduction,
+    expert_reduction: Reduction,
+) -> list[Bucket]:
     """Return the buckets of a rank's parameters, in the order of DeepSpeed's parameter groups.
 
     A bucket has one parameter, or at most ``reduce_bucket_size`` elements. It may be a complete
@@ -212,16 +222,20 @@ def buckets_of(run: Run, parameters: LocalParameters, matrix_reduction: Reductio
     bucket were a slice of a group, it would belong to one or a few owners, and each would need its
     own message.
     """
-    shards, has_rows = run.grid.shard, run.zero_stage == 3
-    # ZeRO-3 pads each parameter, the other stages each flat tensor.
-    padded, multiple = (shards, 1) if has_rows else (1, _ELEMENTS_ALIGNED * shards)
+    has_rows = run.zero_stage == 3
     vector_reduction = _reduction_of_vectors(run, matrix_reduction)
     found = []
     for members, elements in parameters.groups:
         first = members[0]
+        copies = run.grid.expert_copies if first.is_expert else run.grid.copies
+        shards = copies.shard
+        # ZeRO-3 pads each parameter, the other stages each flat tensor.
+        padded, multiple = (shards, 1) if has_rows else (1, _ELEMENTS_ALIGNED * shards)
+        reduction = vector_reduction if len(first.shape) == 1 else matrix_reduction
+        reduction = expert_reduction if first.is_expert else reduction
         sizes = elements if padded == 1 else [_ceil(each, padded) for each in elements]
         most, head = sum(sizes), None
-        if run.grid.dp_cp > 1 and (run.grid.is_hybrid or not first.is_compressed):
+        if copies.ranks > 1 and (copies.is_hybrid or not first.is_compressed):
             most = bucket_elements(run)
             # Until it is reduced, the head's gradient may have another type than the others.
             is_apart = matrix_reduction.keeps == "partition"
@@ -233,23 +247,28 @@ def buckets_of(run: Run, parameters: LocalParameters, matrix_reduction: Reductio
                 elements=_ceil(sum(sizes[one.start : one.stop]), multiple),
                 shards=shards,
                 layout="rows" if has_rows and shards > 1 else "flat",
-                reduction=vector_reduction if len(first.shape) == 1 else matrix_reduction,
+                reduction=reduction,
                 compression=run.compression if first.is_compressed else None,
             )
-            for one in within_a_bucket(run, sizes, most, alone=head)
+            for one in within_a_bucket(run, sizes, most, shards, alone=head)
         ]
     return found
 
 
-def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
-    """Return how the gradients of matrices are reduced, on "cuda" or "cpu"."""
-    zero, total, has_data = run.config.zero_optimization, run.accumulation_dtype, run.grid.dp_cp > 1
-    is_stage3, has_shards = run.zero_stage == 3, run.grid.shard > 1
+def reduction_of_matrices(run: Run, device_type: str, copies: Copies) -> Reduction:
+    """Return how the gradients of matrices are reduced, on "cuda" or "cpu".
+
+    ``copies`` are the ranks that hold the matrices. Each copy of an expert gets the gradients of
+    some tokens. Their sum is divided by the number of data ranks, as all gradients are, because
+    ranks compute gradients of the sum of their losses times this number.
+    """
+    zero, total, has_data = run.config.zero_optimization, run.accumulation_dtype, copies.ranks > 1
+    is_stage3, has_shards = run.zero_stage == 3, copies.shard > 1
     # Not in the model's type, as by DeepSpeed's default: that rounds each rank's sum to 16 bits.
     sent = run.config.communication_data_type or total
     if run.config.parallel.gradient_compression == "bf16":
         sent = "bf16"
-    is_another, divides_first = sent != total, sent == "fp16"
+    is_another, divides_first = sent != total, sent == "fp16" and has_data
     overlaps = bool(zero.overlap_comm) and has_data
     is_kept = run.zero_stage < 2 or run.gradient_reduction == "per_step" or not has_shards
     end: End = "visit" if run.gradient_reduction == "per_visit" else "micro_batch"
@@ -260,7 +279,7 @@ def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
     # ZeRO-3's parameters have no shape between passes, and ``grad`` must have that shape.
     elif is_kept and run.precision == total and not is_stage3:
         added_by = "autograd"
-    copies = (is_stage3 and has_shards) or not is_kept or is_another or divides_first
+    is_copied = (is_stage3 and has_shards) or not is_kept or is_another or divides_first
     collective: Literal["all_reduce", "reduce_scatter", "all_to_all"] = "all_reduce"
     all_reduces = not is_stage3 and zero.use_multi_rank_bucket_allreduce
     if has_shards and zero.reduce_scatter and not all_reduces:
@@ -277,13 +296,14 @@ def reduction_of_matrices(run: Run, device_type: str) -> Reduction:
         computed=total if end == "visit" and not is_kept else run.precision,
         total=total,
         sent=sent,
-        copies=has_data and copies,
-        axis="shard" if has_shards else "replica",
+        copies=has_data and is_copied,
+        axis=copies.axis,
         collective=collective if has_data else None,
-        replica_axis="replica" if run.grid.is_hybrid else None,
-        copies_sums=run.grid.is_hybrid and is_another,
+        replica_axis=copies.replica_axis if copies.is_hybrid else None,
+        copies_sums=copies.is_hybrid and is_another,
+        copies_of=copies.ranks,
         ranks=run.grid.dp_cp,
-        divides=("before" if divides_first else "after") if has_data else None,
+        divides=("before" if divides_first else "after") if run.grid.dp_cp > 1 else None,
     )
 
 
@@ -310,11 +330,11 @@ def bucket_elements(run: Run) -> int:
 
 
 def within_a_bucket(
-    run: Run, sizes: Sequence[int], most: int, alone: int | None = None
+    run: Run, sizes: Sequence[int], most: int, shards: int, alone: int | None = None
 ) -> list[range]:
     """Return the ``neighbours`` that are reduced together, with at most ``most`` elements."""
     if run.zero_stage == 3:
-        most = min(most, run.grid.shard * run.config.zero_optimization.sub_group_size)
+        most = min(most, shards * run.config.zero_optimization.sub_group_size)
     return neighbours(sizes, most, alone)
 
 

@@ -28,7 +28,7 @@ def int8_parts(run: Run, bucket: Bucket) -> Iterator[Int8Part]:
     assert run.compression is not None and run.compression.type == "int8"
     rows, block, most = run.grid.senders, run.compression.block, bucket_elements(run)
     if bucket.layout == "rows" and run.grid.replicate == 1:
-        for one in within_a_bucket(run, bucket.sizes, most):
+        for one in within_a_bucket(run, bucket.sizes, most, bucket.shards):
             columns = sum(bucket.sizes[one.start : one.stop]) // rows
             yield Int8Part(bucket.starts[one.start] // rows, columns, one)
         return

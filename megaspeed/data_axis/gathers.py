@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Self
+from typing import NamedTuple, Self
 
 from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.data_axis.buckets import neighbours
 from megaspeed.data_axis.parameters import LocalParameter, LocalParameters, elements_of
 from megaspeed.pipeline.schedules import Pass, Pipeline, passes_of
-from megaspeed.topology.grid import Axis
+from megaspeed.topology.grid import Axis, Grid
 
 _ALIGNMENT = 128
 """Bytes. Each parameter is gathered to an address that is a multiple of this number. Vectorized
@@ -43,6 +43,23 @@ def turns_of(pipeline: Pipeline, stage: int) -> Iterator[Turn]:
     return zip([None, *passes[:-1]], passes, [*passes[1:], None], strict=True)
 
 
+class PartitionsOf(NamedTuple):
+    """How ZeRO-3 partitions parameters."""
+
+    grid: Grid
+    element_bytes: int
+    on_device: bool  # whether a partition is on the device of its parameter
+
+    def place(self, parameter: LocalParameter) -> tuple[int, Axis]:
+        """Return (elements with padding, axis) of what a parameter is gathered from. There are 0
+        elements if nothing is copied, because the partition is the parameter.
+        """
+        copies = self.grid.expert_copies if parameter.is_expert else self.grid.copies
+        is_copied = copies.shard > 1 or not self.on_device
+        size = -(-parameter.elements // copies.shard) * copies.shard
+        return size * is_copied, copies.shard_axis
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)  # keys of dictionaries: lists have no hash
 class Gather:
     """Parameters that are gathered, held and freed together; there may be none.
@@ -52,23 +69,33 @@ class Gather:
 
     parameters: Sequence[LocalParameter]
     sizes: Sequence[int]  # with padding: of each parameter at ZeRO-3, else of the bucket
+    axes: Sequence[Axis]  # of the ranks that hold the parts, for each of the sizes
     element_bytes: int
-    axis: Axis = "shard"  # of the ranks that hold the parts
 
     @classmethod
-    def of(cls, parameters: Sequence[LocalParameter], shards: int, element_bytes: int) -> Self:
+    def of(cls, parameters: Sequence[LocalParameter], partitions: PartitionsOf) -> Self:
         """Return the gather of these parameters, each padded to equal parts."""
-        sizes = [-(-parameter.elements // shards) * shards for parameter in parameters]
-        return cls(parameters=parameters, sizes=sizes, element_bytes=element_bytes)
+        places = [partitions.place(parameter) for parameter in parameters]
+        sizes, axes = [size for size, _ in places], [axis for _, axis in places]
+        element_bytes = partitions.element_bytes
+        return cls(parameters=parameters, sizes=sizes, axes=axes, element_bytes=element_bytes)
 
     @cached_property
     def elements(self) -> int:
         """The elements of the parameters, without padding."""
         return elements_of(self.parameters)
 
+    @cached_property
+    def messages(self) -> Mapping[Axis, int]:
+        """Axis -> the bytes of all parts together. There is one message over each axis."""
+        found = dict.fromkeys(self.axes, 0)
+        for size, axis in zip(self.sizes, self.axes, strict=True):
+            found[axis] += size * self.element_bytes
+        return {axis: size for axis, size in found.items() if size}
+
     @property
     def message_bytes(self) -> int:
-        """The bytes of all parts together."""
+        """The bytes of all messages."""
         return sum(self.sizes) * self.element_bytes
 
     @cached_property
@@ -105,15 +132,14 @@ def gathers_of_passes(
     zero: ZeroConfig,
     parameters: LocalParameters,
     persistent: Sequence[LocalParameter],
-    shards: int,
-    element_bytes: int,
+    partitions: PartitionsOf,
 ) -> Mapping[PassOfChunk, Sequence[Gather]]:
     """Return what each layer of a pass gathers, in the order of the pass."""
     kept, head = {parameter.name for parameter in persistent}, parameters.head
 
     def gather(members: Sequence[LocalParameter]) -> Gather:
         own = [parameter for parameter in members if parameter.name not in kept]
-        return Gather.of(own, shards, element_bytes)
+        return Gather.of(own, partitions)
 
     found: dict[PassOfChunk, Sequence[Gather]] = {}
     for chunk, layers in enumerate(parameters.layers):

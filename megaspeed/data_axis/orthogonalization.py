@@ -14,6 +14,9 @@ a replica, so replicas repeat the work of each other. With one shard, every repl
 gradients. Then the replicas share the sections, exchange only over the tensor axis, and an
 all-gather over the replicas returns the results.
 
+Experts that are not divided as other matrices are have a plan of their own: the ranks that hold the
+same experts exchange, over their shards, or share the sections, if they are replicas.
+
 Owners have about equal costs. Small sections of equal shapes are orthogonalized together. A batch
 depends on the pipeline stage alone, so the kernels do not depend on who owns what.
 """
@@ -22,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapreplace
-from itertools import chain, groupby, pairwise, zip_longest
+from itertools import chain, groupby, islice, pairwise, zip_longest
 from math import prod
 from typing import NamedTuple
 
@@ -31,6 +34,7 @@ from megaspeed.data_axis.buckets import Bucket, OwnedRange
 from megaspeed.data_axis.parameters import LocalParameter
 from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.shards import key_value_replicas, shard_of
+from megaspeed.topology.grid import Axis
 
 _BATCH_ELEMENTS = 1 << 22
 """The most elements of a batch of several sections. Products of this size fill a GPU, and a model
@@ -133,17 +137,23 @@ class Orthogonalization:
     Args:
         run: the resolved run, whose optimizer is Muon.
         buckets: of the pipeline stage.
+        of_experts: whether the plan is for the experts of a rank, and not for other matrices.
     """
 
-    def __init__(self, run: Run, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, run: Run, buckets: Sequence[Bucket], *, of_experts: bool = False) -> None:
         grid, self._buckets = run.grid, buckets
-        self._tp = grid.tp
-        self.members = grid.shard * grid.tp
+        self.copies = grid.expert_copies if of_experts else grid.copies
+        """The ranks that hold the same parts of matrices."""
+        self.axis: Axis = self.copies.shard_axis if of_experts else "stage"
+        """Along which members exchange."""
+        self.tp = 1 if of_experts else grid.tp
+        """How many ranks hold different parts of a matrix, apart from those of ZeRO."""
+        self.members = self.copies.shard * self.tp
         """How many ranks send each other parts of sections: (shard, tp), with tp fastest."""
-        self.groups = grid.replicate if grid.shard == 1 else 1
+        self.groups = self.copies.replicate if self.copies.shard == 1 else 1
         """How many groups of members share the sections, and gather the results. Member m of group
         g is owner g * members + m."""
-        found = (section for bucket in buckets for section in _sections(run, bucket))
+        found = (each for bucket in buckets for each in _sections(run, bucket, of_experts))
         self.sections = sorted(found, key=lambda each: (*each.kind, each.block, each.start))
         """All sections of the pipeline stage; those of one kind are neighbours."""
         self.rounds = _rounds(self.sections, self.members * self.groups)
@@ -159,7 +169,7 @@ class Orthogonalization:
 
     def parts(self, batch: Batch, member: int) -> Iterator[Part]:
         """Yield the parts of a batch that a member holds, in the order of their messages."""
-        shard, tp_rank = divmod(member, self._tp)
+        shard, tp_rank = divmod(member, self.tp)
         for number, section in enumerate(batch.sections):
             held = self._held[shard].get(section.parameter.name)
             if held is None:
@@ -216,7 +226,7 @@ class Orthogonalization:
                 if bucket.group == "orthogonalized"
                 for own in bucket.owned(shard)
             }
-            for shard in range(self.members // self._tp)
+            for shard in range(self.members // self.tp)
         ]
 
 
@@ -225,13 +235,19 @@ def elements_of_parts(parts: Iterable[Part]) -> int:
     return sum(part.length for part in parts)
 
 
-def _sections(run: Run, bucket: Bucket) -> Iterator[Section]:
-    model, tp, muon = run.config.model, run.grid.tp, run.muon
+def _sections(run: Run, bucket: Bucket, of_experts: bool) -> Iterator[Section]:
+    model, muon = run.config.model, run.muon
+    tp, ep = run.grid.tp, run.grid.ep or 1
     assert muon is not None
     for local in bucket.parameters if bucket.group == "orthogonalized" else ():
         parameter, start = parameter_named(model, local.name), 0
-        shard = shard_of(model, parameter, rank=0, size=tp)
+        is_expert = parameter.split == "experts" and tp * ep > 1
+        if is_expert != of_experts:
+            continue
+        shard = shard_of(model, parameter, rank=0, size=tp, ep=ep)
         sections, held_rows = parameter.row.sections, [*map(len, shard.rows)]
+        if is_expert:  # the experts of a rank
+            sections = dict(islice(sections.items(), len(sections) // ep))
         if parameter.split not in ("heads", "rows"):  # the rows of all sections are one range
             held_rows = [*sections.values()]
         for (name, rows), held in zip(sections.items(), held_rows, strict=True):

@@ -34,6 +34,7 @@ class LocalParameter:
     is_compressed: bool = False  # whether its gradient is compressed for the data axis
     is_head: bool = False  # whether the forward of the loss computes (a part of) its gradient
     is_product: bool = False  # whether its gradient is a matrix product in a block, and no sum
+    is_expert: bool = False  # whether its copies are ``Grid.expert_copies``, and not ``copies``
 
     @cached_property
     def elements(self) -> int:
@@ -79,12 +80,13 @@ class LocalParameters(tuple[LocalParameter, ...]):
 
         A bucket has parameters of one of them: of one chunk, because a backward computes the
         gradients of one chunk; of one group, because tied and partial gradients are reduced in
-        ways of their own.
+        ways of their own. Other ranks may hold the copies of experts.
         """
         order = {name: index for index, name in enumerate(get_args(OptimizerGroup))}
-        groups: dict[tuple[int, int], list[LocalParameter]] = {}
+        groups: dict[tuple[int, int, bool], list[LocalParameter]] = {}
         for parameter in self:
-            groups.setdefault((order[parameter.group], parameter.chunk), []).append(parameter)
+            key = (order[parameter.group], parameter.chunk, parameter.is_expert)
+            groups.setdefault(key, []).append(parameter)
         in_order = (members for _, members in sorted(groups.items(), key=itemgetter(0)))
         return [(members, [each.elements for each in members]) for members in in_order]
 
@@ -94,7 +96,7 @@ def local_parameters(run: Run, pipeline_stage: int) -> LocalParameters:
     chunks = chunks_of_stages(run)[pipeline_stage]
     has_muon = run.muon is not None
     split = (run.grid.tp, run.grid.pp > 1, run.sequence_parallel, run.compression, has_muon)
-    return _local_parameters(run.config.model, chunks, *split)
+    return _local_parameters(run.config.model, chunks, *split, run.grid.ep or 1)
 
 
 @lru_cache(maxsize=1024)  # a what-if asks for the same layers a thousand times
@@ -106,6 +108,7 @@ def _local_parameters(
     splits_sequence: bool,
     compression: Compression | None,
     has_muon: bool,
+    ep: int,
 ) -> LocalParameters:
     named = [(chunk, parameters_of(model, layers)) for chunk, layers in enumerate(chunks)]
     layers = {parameter.layer for _, own in named for parameter in own.values()}
@@ -115,7 +118,7 @@ def _local_parameters(
             name=name,
             layer=parameter.layer,
             # Padding makes the shapes of all tensor ranks equal, so rank 0 serves for all.
-            shape=shard_of(model, parameter, rank=0, size=tp).local_shape,
+            shape=shard_of(model, parameter, rank=0, size=tp, ep=ep).local_shape,
             group=optimizer_group(
                 model,
                 parameter,
@@ -129,6 +132,7 @@ def _local_parameters(
             is_compressed=is_compressed(model, parameter, compression, size=tp),
             is_head="head" in layers and name == head,
             is_product=gradient_is_product(model, parameter, size=tp),
+            is_expert=parameter.split == "experts" and ep != tp,  # as ``Grid.has_expert_axes``
         )
         for chunk, own in named
         for name, parameter in own.items()

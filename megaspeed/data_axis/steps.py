@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.buckets import Bucket
 from megaspeed.data_axis.gathers import Gather, turns_of
+from megaspeed.data_axis.orthogonalization import Orthogonalization
 from megaspeed.pipeline import schedules
 from megaspeed.pipeline.programs import stage_program
 from megaspeed.pipeline.schedules import (
@@ -106,7 +107,7 @@ def _of_parameters(axis: DataAxis) -> Iterator[str]:
             yield f"{parameter.name} is in {counts[parameter]} buckets. It must be in exactly one."
     for bucket in axis.buckets:
         name, how, shards = bucket.parameters[0].name, bucket.reduction, bucket.shards
-        kinds = {(p.group, p.chunk, len(p.shape)) for p in bucket.parameters}
+        kinds = {(p.group, p.chunk, len(p.shape), p.is_expert) for p in bucket.parameters}
         if len(kinds) > 1:
             yield f"the bucket of {name} has parameters of {len(kinds)} kinds. It must have one."
         # Each parameter is padded to equal parts, or the bucket is.
@@ -117,9 +118,10 @@ def _of_parameters(axis: DataAxis) -> Iterator[str]:
         )
         if not all(fits) or not 0 <= bucket.elements - sum(bucket.sizes) < 2 * shards:
             yield f"the shards do not own each element of the bucket of {name} once."
-        if (how.collective is None) != (how.ranks == 1) or how.ranks % shards:
-            yield f"the mean of the bucket of {name} is over {how.ranks} ranks and {shards} shards."
-        if (how.replica_axis is None) != (shards in (1, how.ranks)):
+        count = how.copies_of
+        if (how.collective is None) != (count == 1) or count % shards:
+            yield f"the sum of the bucket of {name} is over {count} ranks and {shards} shards."
+        if (how.replica_axis is None) != (shards in (1, count)):
             yield f"the parts of the bucket of {name} are not summed over its replicas."
 
 
@@ -170,9 +172,11 @@ def _of_gradients(axis: DataAxis, pipeline: Pipeline, stage: int) -> Iterator[st
 
 
 def _of_orthogonalization(axis: DataAxis) -> Iterator[str]:
-    plan = axis.orthogonalization
-    if plan is None:
-        return
+    for plan in axis.orthogonalizations:
+        yield from _of_plan(plan)
+
+
+def _of_plan(plan: Orthogonalization) -> Iterator[str]:
     owned = Counter(section for batch in chain(*plan.rounds) for section in batch.sections)
     for section in plan.sections:
         if owned[section] != 1:

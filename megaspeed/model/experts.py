@@ -16,13 +16,18 @@ are chosen with a stable sort, because torch does not define which of equal scor
 The choice is made once for each forward. If a block is recomputed, it uses the choice of the
 forward: rounding may differ, and another choice would give wrong gradients.
 
+If several ranks share the experts of a block, tokens are exchanged (``Exchange``, implemented in
+``tensor_parallel/experts.py``), and a rank computes the rows of its experts:
+
+    h -> [pack] -> sent -> [exchange] -> received -> [experts] -> [exchange] -> returned -> [unpack]
+
 ``Balance`` (``training/balance.py``) counts how many tokens use each expert, and may add a bias to
 the scores, for the choice only.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +35,6 @@ from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.grouped_products import converting_product, grouped_product
-from megaspeed.model.parameters import Row
 from megaspeed.model.recomputation import Compose
 
 
@@ -48,16 +52,70 @@ class Routing(NamedTuple):
     counts: Tensor | None
     """(B, E) int64, how many tokens of each complete sequence use each expert; None if there is no
     auxiliary loss."""
+    sequences: Tensor | None
+    """(T,) int64, the sequence of each token; None if all sequences have equally many tokens here,
+    or if there is no auxiliary loss."""
+
+
+class Places(NamedTuple):
+    """Where the rows of experts come from, and where they go. Rows are sorted by expert."""
+
+    order: Tensor
+    """(n,) int64, for each row: token x j + place among the j rows that a token can have."""
+    tokens: Tensor
+    """(n,) int64, the token of each row."""
+    rows: Tensor
+    """(tokens, j) int64, the rows of each token."""
+    offsets: Tensor
+    """(experts,) int32, where the rows of each expert end. Rows after the last offset are not
+    used, and may contain anything."""
+    is_used: Tensor | None = None
+    """(tokens, j) bool, whether there is such a row; None if there are all."""
+
+
+class Received(NamedTuple):
+    """What an exchange of a micro-batch needs besides the ``Routing``."""
+
+    places: Places
+    """In what this rank has received."""
+    sent_rows: list[int]
+    """How many rows are sent to each rank; empty if that is not needed."""
+    received_rows: list[int]
+    """How many rows are received from each rank; empty if that is not needed."""
+
+
+class Exchange(Protocol):
+    """How ranks exchange the tokens of their experts."""
+
+    has_varying_rows: bool
+    """Whether each micro-batch has another number of rows."""
+
+    def begin(self, routing: Routing) -> Callable[[], Received]:
+        """Start to tell the other ranks the choice. Return what waits for their choices."""
+
+    def pack(self, h: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        """Return what is sent, (n, D + some): tokens (T, D), and weights (T, k) of their rows."""
+
+    def send(self, packed: Tensor, received: Received) -> Tensor:
+        """Return what is received, (n, D + some)."""
+
+    def weights_of_rows(self, received: Tensor, places: Places, hidden: int) -> Tensor:
+        """Return the weight (rows,) of each row. ``received`` has D = ``hidden`` features."""
+
+    def send_back(self, results: Tensor, received: Received) -> Tensor:
+        """Return the results (n, D) for the tokens of this rank."""
+
+    def unpack(self, returned: Tensor, routing: Routing) -> Tensor:
+        """Return the sum for each token (T, D)."""
 
 
 class ExpertLinear(nn.Module):
-    """The matrices of all experts, one below the other: a weight (E out, in)."""
+    """The matrices of some experts, one below the other: a weight (E out, in)."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, rows: int, columns: int, experts: int) -> None:
         super().__init__()
-        assert row.columns is not None
-        self._experts = row.experts
-        self.weight = nn.Parameter(torch.empty(row.rows, row.columns))
+        self._experts = experts
+        self.weight = nn.Parameter(torch.empty(rows, columns))
         if not self.weight.is_meta:  # torch imports its compiler to draw on the meta device
             nn.init.normal_(self.weight)
 
@@ -76,7 +134,9 @@ class Router(ExpertLinear):
         return logits.softmax(dim=-1)
 
 
-def auxiliary_loss(scores: Tensor, counts: Tensor, active: int) -> Tensor:
+def auxiliary_loss(
+    scores: Tensor, counts: Tensor, active: int, sequences: Tensor | None = None
+) -> Tensor:
     """E sum_e f_e P_e of each sequence, summed over the sequences: an fp32 scalar.
 
     f_e is the fraction of the sequence's tokens that use expert e, P_e the mean score of e in the
@@ -89,8 +149,11 @@ def auxiliary_loss(scores: Tensor, counts: Tensor, active: int) -> Tensor:
             the loss of the sequence.
         counts: (B, E) of complete sequences, see ``Routing``.
         active: k.
+        sequences: (T,), the sequence of each token, see ``Routing``.
     """
     length = counts.sum(1, keepdim=True) / active  # tokens of a complete sequence
+    if sequences is not None:
+        return ((counts / length.square())[sequences] * scores).sum() * scores.shape[1]
     probabilities = scores.view(len(counts), -1, scores.shape[1]).sum(1) / length
     return (counts / length * probabilities).sum() * scores.shape[1]
 
@@ -98,8 +161,8 @@ def auxiliary_loss(scores: Tensor, counts: Tensor, active: int) -> Tensor:
 class Experts(nn.Module):
     """The router and all experts of a block. Each expert computes what ``SwiGluMlp`` does.
 
-    ``share_sequences`` sets ``sum_over_sequence``. ``Balance`` sets ``bias``, ``counts`` and
-    ``auxiliary``.
+    ``parallelize`` sets ``exchange`` and ``part``. It and ``share_sequences`` set
+    ``sums_over_sequence``. ``Balance`` sets ``bias``, ``counts`` and ``auxiliary``.
     """
 
     def __init__(
@@ -120,8 +183,13 @@ class Experts(nn.Module):
         """(E,) int64: each training forward adds how many tokens use each expert."""
         self.auxiliary: Tensor | None = None
         """fp32 scalar: each training forward adds the auxiliary losses of its sequences."""
-        self.sum_over_sequence: Callable[[Tensor], None] | None = None
-        """Sums counts over the ranks that share each sequence, in place."""
+        self.part = (0, 1)
+        """(index, count): this rank has the part with this index of the tokens, if the tokens of
+        all sequences, one after the other, are divided into ``count`` equal parts."""
+        self.sums_over_sequence: list[Callable[[Tensor], None]] = []
+        """Each sums counts over ranks that share sequences, in place."""
+        self.exchange: Exchange | None = None
+        """None if this rank has all experts."""
 
     def decide(self, scores: Tensor) -> Tensor:
         """The experts of each token (T, k), the one with the largest score first."""
@@ -138,50 +206,104 @@ class Experts(nn.Module):
             sequences: B, the number of sequences.
             is_trained: whether a backward follows. Only then are the tokens of experts counted.
         """
-        experts = self.decide(scores)
+        experts, of_tokens = self.decide(scores), None
         counts = scores.new_zeros((sequences, scores.shape[1]), dtype=torch.int64)
-        choices = experts.reshape(sequences, -1)
-        counts.scatter_add_(1, choices, torch.ones_like(choices))  # exact in any order
+        index, parts = self.part
+        if parts > 1:
+            first, length = index * len(scores), len(scores) * parts // sequences
+            of_tokens = torch.arange(first, first + len(scores), device=scores.device) // length
+            choices = (experts + of_tokens.unsqueeze(1) * scores.shape[1]).flatten()
+            counts.view(-1).scatter_add_(0, choices, torch.ones_like(choices))
+        else:
+            choices = experts.reshape(sequences, -1)
+            counts.scatter_add_(1, choices, torch.ones_like(choices))  # exact in any order
         of_all = counts.sum(0)
         if is_trained and self.counts is not None:
             self.counts += of_all
         order = experts.flatten().sort(stable=True).indices
         rows = torch.empty_like(order)
         rows.scatter_(0, order, torch.arange(len(order), device=order.device))
-        routing = Routing(experts, order, rows.view_as(experts), of_all.cumsum(0).int(), None)
+        ends = of_all.cumsum(0).int()
+        routing = Routing(experts, order, rows.view_as(experts), ends, None, None)
         if not is_trained or self.coefficient == 0.0:
             return routing
-        if self.sum_over_sequence is not None:
-            self.sum_over_sequence(counts)
+        for sum_over in self.sums_over_sequence:
+            sum_over(counts)
         if self.auxiliary is not None:
-            self.auxiliary += auxiliary_loss(scores, counts, self.active)
-        return routing._replace(counts=counts)
+            self.auxiliary += auxiliary_loss(scores, counts, self.active, of_tokens)
+        return routing._replace(counts=counts, sequences=of_tokens)
 
-    def forward(
-        self, h: Tensor, scores: Tensor, routing: Routing, gradient_scale: Tensor | None
+    def weights(
+        self, scores: Tensor, routing: Routing, gradient_scale: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """Map h (B, S, D) to (B, S, D).
+        """Return the weight of each row (T, k).
 
         Args:
-            h: hidden states (B, S, D).
             scores: (T, E) of the router.
             routing: the choice.
             gradient_scale: scalar. The backward computes gradients of this number times the sum of
                 the losses of all tokens. None if there is no auxiliary loss.
+            dtype: of the weights.
         """
         if gradient_scale is not None and routing.counts is not None:
             scale = gradient_scale * self.coefficient
-            scores = _AuxiliaryLoss.apply(scores, routing.counts, scale, self.active)
+            scores = _AuxiliaryLoss.apply(
+                scores, routing.counts, routing.sequences, scale, self.active
+            )
         weights = scores.gather(1, routing.experts)
         if self.normalizes:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        of_rows = weights.to(h.dtype).flatten().gather(0, routing.order).unsqueeze(1)
-        where = (routing.order // self.active, routing.rows, routing.offsets)
-        gate_up = _GateUp.apply(h.flatten(0, 1), self.gate_up.matrices, *where)
+        return weights.to(dtype)
+
+    def forward(
+        self, h: Tensor, scores: Tensor, routing: Routing, gradient_scale: Tensor | None
+    ) -> Tensor:
+        """Map h (B, S, D) to (B, S, D) on a rank that has all experts; see ``weights``."""
+        weights = self.weights(scores, routing, gradient_scale, h.dtype)
+        tokens = routing.order // self.active
+        places = Places(routing.order, tokens, routing.rows, routing.offsets)
+        of_rows = WeightsOfRows.apply(weights, places.order, places.rows, None)
+        return self.compute(h.flatten(0, 1), of_rows, places).view_as(h)
+
+    def compute(self, h: Tensor, of_rows: Tensor, places: Places) -> Tensor:
+        """Map tokens (n, D) to the sums (n, D) of what the experts of this rank compute for them.
+
+        Args:
+            h: (n, D).
+            of_rows: the weight of each row.
+            places: of the rows.
+        """
+        where = places[1:]
+        gate_up = _GateUp.apply(h, self.gate_up.matrices, *where)
         matrices = self.down.matrices
-        activation = partial(_swiglu, weights=of_rows)
-        y = self.compose(activation, lambda x: _Down.apply(x, matrices, *where), gate_up)
-        return y.view_as(h)
+        activation = partial(_swiglu, weights=of_rows.unsqueeze(1))
+        return self.compose(activation, lambda x: _Down.apply(x, matrices, *where), gate_up)
+
+    def compute_received(self, received: Tensor, places: Places) -> Tensor:
+        """``compute`` for what ``exchange`` has received, (n, D + some)."""
+        assert self.exchange is not None
+        hidden = self.down.matrices.shape[1]
+        of_rows = self.exchange.weights_of_rows(received, places, hidden)
+        return self.compute(received[:, :hidden], of_rows, places)
+
+
+class WeightsOfRows(torch.autograd.Function):
+    """The weight (n,) of each row, of the weights (tokens, j)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, order: Tensor, rows: Tensor, is_used: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(rows, is_used)
+        return weights.flatten()[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, is_used = ctx.saved_tensors
+        found = gradient[rows]
+        # A gather, because a scatter adds what rows that are not used contain.
+        found = found if is_used is None else torch.where(is_used, found, 0.0)
+        return found, None, None, None
 
 
 def _swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
@@ -209,56 +331,86 @@ class _AuxiliaryLoss(torch.autograd.Function):
     """Returns the scores. The backward adds the gradient of ``scale`` x S x ``auxiliary_loss``."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, counts: Tensor, scale: Tensor, active: int) -> Tensor:
-        ctx.save_for_backward(counts, scale)
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        counts: Tensor,
+        sequences: Tensor | None,
+        scale: Tensor,
+        active: int,
+    ) -> Tensor:
+        ctx.save_for_backward(counts, sequences, scale)
         ctx.active = active
         return scores.view_as(scores)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        counts, scale = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        counts, sequences, scale = ctx.saved_tensors
         tokens, experts = gradient.shape
         used = counts / (counts.sum(1, keepdim=True) / ctx.active)  # f_e of each sequence
-        added = (used * (scale * experts)).unsqueeze(1)  # (B, 1, E)
+        added = used * (scale * experts)  # (B, E)
+        if sequences is not None:
+            return gradient + added[sequences], None, None, None, None
         by_row = gradient.view(len(counts), tokens // len(counts), experts)
-        return (by_row + added).view_as(gradient), None, None, None
+        return (by_row + added.unsqueeze(1)).view_as(gradient), None, None, None, None
+
+
+def _sum_of_rows(results: Tensor, rows: Tensor, is_used: Tensor | None) -> Tensor:
+    """Sum the results (n, D) of the rows of each token: (tokens, D)."""
+    if rows.shape[1] == 1:
+        return results[rows.squeeze(1)]
+    found = results[rows]
+    return (found if is_used is None else torch.where(is_used.unsqueeze(2), found, 0.0)).sum(1)
 
 
 class _GateUp(torch.autograd.Function):
-    """Each token times the matrices of its experts: (T, D) -> (T k, F + F), sorted by expert.
+    """Each token times the matrices of its experts: (tokens, D) -> (n, F + F), sorted by expert.
 
-    The backward gathers the rows again, so only (T, D) is kept.
+    The backward gathers the rows again, so only (tokens, D) is kept.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, matrices: Tensor, tokens: Tensor, rows: Tensor, offsets: Tensor
+        ctx: Any,
+        h: Tensor,
+        matrices: Tensor,
+        tokens: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        is_used: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(h, matrices, tokens, rows, offsets)
+        ctx.save_for_backward(h, matrices, tokens, rows, offsets, is_used)
         return grouped_product(h[tokens], matrices.transpose(1, 2), offsets)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        h, matrices, tokens, rows, offsets = ctx.saved_tensors
+        h, matrices, tokens, rows, offsets, is_used = ctx.saved_tensors
         gradient = gradient.contiguous()
         of_matrices = grouped_product(gradient.t(), h, offsets, tokens)
-        of_h = grouped_product(gradient, matrices, offsets)[rows].sum(1)
-        return of_h, of_matrices, None, None, None
+        of_h = _sum_of_rows(grouped_product(gradient, matrices, offsets), rows, is_used)
+        return of_h, of_matrices, None, None, None, None
 
 
 class _Down(torch.autograd.Function):
-    """Each row times the matrix of its expert, summed for each token: (T k, F) -> (T, D)."""
+    """Each row times the matrix of its expert, summed for each token: (n, F) -> (tokens, D)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, matrices: Tensor, tokens: Tensor, rows: Tensor, offsets: Tensor
+        ctx: Any,
+        x: Tensor,
+        matrices: Tensor,
+        tokens: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        is_used: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, matrices, tokens, offsets)
-        return grouped_product(x, matrices.transpose(1, 2), offsets)[rows].sum(1)
+        results = grouped_product(x, matrices.transpose(1, 2), offsets)
+        return _sum_of_rows(results, rows, is_used)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, matrices, tokens, offsets = ctx.saved_tensors
         of_rows = gradient[tokens]
         of_matrices = grouped_product(of_rows.t(), x, offsets)
-        return grouped_product(of_rows, matrices, offsets), of_matrices, None, None, None
+        return grouped_product(of_rows, matrices, offsets), of_matrices, None, None, None, None

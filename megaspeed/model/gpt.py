@@ -43,7 +43,14 @@ from megaspeed.model.documents import (
     take,
 )
 from megaspeed.model.dropout import SampleDropout
-from megaspeed.model.experts import ExpertLinear, Experts, Router, Routing
+from megaspeed.model.experts import (
+    ExpertLinear,
+    Experts,
+    Places,
+    Received,
+    Router,
+    Routing,
+)
 from megaspeed.model.parameters import (
     Row,
     block_rows,
@@ -67,9 +74,9 @@ def _make_module(row: Row) -> nn.Module:
             return nn.LayerNorm(row.rows, eps=row.eps, bias=row.bias)
         return nn.RMSNorm(row.rows, eps=row.eps)
     if row.kind == "router":
-        return Router(row)
+        return Router(row.rows, row.columns, row.experts)
     if row.kind == "experts":
-        return ExpertLinear(row)
+        return ExpertLinear(row.rows, row.columns, row.experts)
     if row.kind == "embedding":
         weight = torch.empty(row.rows, row.columns)
         if not weight.is_meta:  # torch imports its compiler to draw on the meta device
@@ -143,6 +150,8 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 Map = Callable[[Tensor], Tensor]
+Choice = tuple[Routing, Received | None]
+"""The choice of experts, and what an exchange needs besides it; None if nothing is exchanged."""
 
 
 class Block(nn.Module):
@@ -222,13 +231,18 @@ class ExpertBlock(Block):
         compiled     data-dependent      compiled
 
     Between the two compiled parts, experts are chosen. A block that is recomputed takes the choice
-    of its forward instead.
+    of its forward instead. If ranks share the experts, the second part is three:
+
+        attend ----> choose -----> pack ----> exchange ---> compute ---> exchange ---> add_returned
+        compiled                   compiled                 compiled                   compiled
     """
+
+    COMPILED = ("attend", "add_experts", "pack", "compute", "add_returned")
 
     def _make_mlp(self, config: ModelConfig, modules: Mapping[str, nn.Module]) -> nn.Module:
         return Experts(config, modules, self.compose)
 
-    def forward(self, x: Tensor, inputs: Inputs, kept: list[Routing] | None = None) -> Tensor:
+    def forward(self, x: Tensor, inputs: Inputs, kept: list[Choice] | None = None) -> Tensor:
         """See ``Block``.
 
         Args:
@@ -237,13 +251,21 @@ class ExpertBlock(Block):
             kept: the choice is appended to it. If it already has one, that choice is used.
         """
         y, h, scores = self.attend(x, inputs)
-        if kept:
-            return self.add_experts(y, h, scores, kept[0], inputs)
-        is_trained = self.training and torch.is_grad_enabled()
-        routing = self._experts.choose(scores, len(x), is_trained=is_trained)
-        if kept is not None:
-            kept.append(routing)
-        return self.add_experts(y, h, scores, routing, inputs)
+        routing, received = kept[0] if kept else (None, None)
+        exchange, finish = self._experts.exchange, None
+        if routing is None:
+            is_trained = self.training and torch.is_grad_enabled()
+            routing = self._experts.choose(scores, len(x), is_trained=is_trained)
+            finish = None if exchange is None else exchange.begin(routing)
+        packed = None if exchange is None else self.pack(h, scores, routing, inputs)
+        if finish is not None:
+            received = finish()  # the host waits, after it has launched ``pack``
+        if kept is not None and not kept:
+            kept.append((routing, received))
+        if exchange is None or received is None or packed is None:
+            return self.add_experts(y, h, scores, routing, inputs)
+        results = self.compute(exchange.send(packed, received), received.places)
+        return self.add_returned(y, exchange.send_back(results, received), routing, inputs)
 
     def attend(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return the residual stream after the attention, the input of the experts (both
@@ -257,7 +279,26 @@ class ExpertBlock(Block):
     def add_experts(
         self, y: Tensor, h: Tensor, scores: Tensor, routing: Routing, inputs: Inputs
     ) -> Tensor:
-        z = self._experts(h, scores, routing, inputs.gradient_scale)
+        return self._added(y, self._experts(h, scores, routing, inputs.gradient_scale), inputs)
+
+    def pack(self, h: Tensor, scores: Tensor, routing: Routing, inputs: Inputs) -> Tensor:
+        """Return what is sent to the ranks with the experts of the tokens."""
+        experts = self._experts
+        assert experts.exchange is not None
+        weights = experts.weights(scores, routing, inputs.gradient_scale, h.dtype)
+        return experts.exchange.pack(h.flatten(0, 1), weights, routing)
+
+    def compute(self, received: Tensor, places: Places) -> Tensor:
+        """Return what the experts of this rank compute for the tokens that it has received."""
+        return self._experts.compute_received(received, places)
+
+    def add_returned(self, y: Tensor, returned: Tensor, routing: Routing, inputs: Inputs) -> Tensor:
+        """Add what the experts have returned to the residual stream."""
+        assert self._experts.exchange is not None
+        z = self._experts.exchange.unpack(returned, routing)
+        return self._added(y, z.view_as(y), inputs)
+
+    def _added(self, y: Tensor, z: Tensor, inputs: Inputs) -> Tensor:
         if not self.norms_before:
             z = self.mlp_norm(z)
         return y + self._scaled(self.mlp_dropout(z, inputs.samples))
@@ -390,7 +431,7 @@ class GPT(nn.Module):
             block = self.blocks[name]
             if name in self.fully_recomputed and self.training:  # an evaluation has no backward
                 # A recomputed block with experts uses the choice of its forward.
-                kept: tuple[list[Routing], ...] = ([],) if isinstance(block, ExpertBlock) else ()
+                kept: tuple[list[Choice], ...] = ([],) if isinstance(block, ExpertBlock) else ()
                 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
                 with self.inputs_in_host_memory():
                     x = recomputed(block, x, inputs, *kept)

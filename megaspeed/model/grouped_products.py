@@ -18,7 +18,7 @@ def grouped_product(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | None =
         a (out, n), b (n, in)        returns (E, out, in): for each group, its columns of a times
                                      its rows of b; 0 if the group is empty
 
-    The last offset must be n, because torch does not set the results of rows after it. If ``rows``
+    Rows after the last offset belong to no group: torch does not set their results. If ``rows``
     (n,), int64, is given, ``b[rows]`` is used instead of ``b``.
     """
     if torch.compiler.is_compiling():
@@ -46,10 +46,12 @@ def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor, rows: Tensor | None)
     if a.dtype != torch.float64:
         return F.grouped_mm(a, b, offs=offsets)
     # torch's kernels refuse fp64, in which models are compared with transformers.
-    ends, is_by_row = offsets[:-1].tolist(), b.dim() == 3
-    parts = a.tensor_split(ends, dim=0 if is_by_row else 1)
-    products = [x @ y for x, y in zip(parts, b if is_by_row else b.tensor_split(ends), strict=True)]
-    return torch.cat(products) if is_by_row else torch.stack(products)
+    ends, is_by_row = offsets.tolist(), b.dim() == 3
+    *parts, rest = a.tensor_split(ends, dim=0 if is_by_row else 1)
+    others = b if is_by_row else b.tensor_split(ends)[:-1]
+    products = [x @ y for x, y in zip(parts, others, strict=True)]
+    unset = a.new_empty(len(rest), b.shape[2]) if is_by_row else None
+    return torch.stack(products) if unset is None else torch.cat((*products, unset))
 
 
 @torch.library.register_fake("megaspeed::grouped_product", lib=_library)

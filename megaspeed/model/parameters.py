@@ -13,8 +13,8 @@
     blocks.*.mlp.gate_up    (F + F, D)             rows            mlp: swiglu
     blocks.*.mlp.down       (D, F)                 columns
     blocks.*.mlp.router     (E, D)                 replicated      num_experts E
-    blocks.*.mlp.gate_up    (E (F + F), D)         replicated      num_experts
-    blocks.*.mlp.down       (E D, F)               replicated      num_experts
+    blocks.*.mlp.gate_up    (E (F + F), D)         experts         num_experts
+    blocks.*.mlp.down       (E D, F)               experts         num_experts
     head.norm               (D,)                   replicated
     head.output             (V, D)                 vocabulary      untied, or on another stage
 
@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 
 Kind = Literal["embedding", "linear", "router", "experts", "layer_norm", "rms_norm"]
 
-Split = Literal["replicated", "each head", "vocabulary", "heads", "rows", "columns"]
+Split = Literal["replicated", "each head", "vocabulary", "heads", "rows", "columns", "experts"]
 """How the weight is split along the tensor axis.
 
     replicated  every rank holds all of it and applies it to the same features
@@ -44,6 +44,7 @@ Split = Literal["replicated", "each head", "vocabulary", "heads", "rows", "colum
     heads       rows of this rank's query, key and value heads
     rows        rows of each section (column-parallel; the bias is split like the rows)
     columns     columns (row-parallel; the bias is replicated)
+    experts     not over the tensor axis: each rank of the expert axis has some complete experts
 """
 
 EMBEDDING_WEIGHT = "embedding.tokens.weight"
@@ -330,7 +331,7 @@ def _expert_rows(config: ModelConfig, residual_scale: float) -> list[Row]:
             config.expert_width,
         ),
         columns=config.hidden_size,
-        split="replicated",
+        split="experts",
         initial=config.initializer_range,
         experts=count,
         active_experts=active,
@@ -340,7 +341,7 @@ def _expert_rows(config: ModelConfig, residual_scale: float) -> list[Row]:
         kind="experts",
         sections={f"{e}": config.hidden_size for e in range(count)},
         columns=config.expert_width,
-        split="replicated",
+        split="experts",
         initial=residual_scale,
         experts=count,
         active_experts=active,

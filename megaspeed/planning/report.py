@@ -419,7 +419,7 @@ def _variants(shown: Sequence[Variant]) -> Table:
             str(grid.tp),
             f"{run.zero_stage}{'' if variant.set_text else ' *'}",
             str(grid.replicate),
-            _REDUCED_EACH[reduction_of_matrices(run, "cuda").when][:5],
+            _REDUCED_EACH[reduction_of_matrices(run, "cuda", run.grid.copies).when][:5],
             run.config.parallel.activation_checkpointing.replace("_offloaded", "+host"),
             f"{run.batch.gradient_accumulation_steps:,}",
             f"{run.batch.micro_batch_size:,}",

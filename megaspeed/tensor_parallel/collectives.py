@@ -26,11 +26,14 @@ result, because everything between the pairs is computed for each token separate
 masks depend on where a token is (``MaskShard``). Every function is the identity on an axis of one
 rank.
 
-``mean_over_tensor_axis`` is its own conjugate: both all-reduce. The context axis (``context``)
-exchanges rows of tensors, with the conjugate pairs
+``mean_over_tensor_axis`` is its own conjugate: both all-reduce. The context axis (``context``) and
+the expert axis (``experts``) exchange rows of tensors, with the conjugate pairs
 
     exchange_rows          forward all-to-all              backward all-to-all
     gather_rows            forward all-gather              backward reduce-scatter
+    all_gather_parts       forward all-gather              backward reduce-scatter
+    reduce_scatter_parts   forward reduce-scatter          backward all-gather
+    exchange_some_rows     forward all-to-all              backward all-to-all
 """
 
 from collections.abc import Callable
@@ -42,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspeed.config.model import ContextMethod
+from megaspeed.config.model import ContextMethod, ExpertExchange
 from megaspeed.model.sequence_part import SequencePart
 from megaspeed.topology.activity import Part, Timeline
 
@@ -84,6 +87,12 @@ class ContextAxis(GroupAxis):
     @property
     def tokens(self) -> SequencePart:
         return SequencePart(self.method, self.rank, self.size)
+
+
+@dataclass(frozen=True)
+class ExpertAxis(GroupAxis):
+    method: ExpertExchange = "all_to_all"
+    part = "expert"
 
 
 _Axis = TypeVar("_Axis", bound=GroupAxis)
@@ -195,6 +204,61 @@ def gather_rows(x: Tensor, index: Tensor, axis: GroupAxis) -> Tensor:
     A row may be used several times and by several ranks. Its gradients are summed.
     """
     return _GatherRows.apply(x, index, axis)
+
+
+def all_gather_parts(x: Tensor, axis: GroupAxis) -> Tensor:
+    """The parts (n, ...) of all ranks, (size n, ...); the gradient is summed and scattered."""
+    return _Conjugate.apply(x, axis, _all_gather, _reduce_scatter_sum)
+
+
+def reduce_scatter_parts(x: Tensor, axis: GroupAxis) -> Tensor:
+    """This rank's (n, ...) of the sum of ``x`` (size n, ...); the gradient is gathered."""
+    return _Conjugate.apply(x, axis, _reduce_scatter_sum, _all_gather)
+
+
+def exchange_some_rows(
+    x: Tensor, sent: list[int], received: list[int], axis: GroupAxis, spare: int = 0
+) -> Tensor:
+    """Send the first ``sent[0]`` rows of ``x`` to rank 0, the next ones to rank 1, and so on.
+
+    Returns ``received[0]`` rows from rank 0, those from rank 1, and so on, and ``spare`` rows that
+    may contain anything. ``x`` may have more rows than are sent.
+    """
+    return _ExchangeSomeRows.apply(x, sent, received, axis, spare)
+
+
+def _all_gather(x: Tensor, axis: GroupAxis) -> Tensor:
+    return start_all_gather(x, axis).wait()
+
+
+def _reduce_scatter_sum(x: Tensor, axis: GroupAxis) -> Tensor:
+    return start_reduce_scatter(x, axis).wait()
+
+
+class _ExchangeSomeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sent: list[int], received: list[int], axis: GroupAxis, spare: int
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.axis, ctx.spare = sent, received, axis, len(x) - sum(sent)
+        return _exchange(x, sent, received, axis, spare)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        of_x = _exchange(gradient, ctx.received, ctx.sent, ctx.axis, ctx.spare)
+        return of_x, None, None, None, None
+
+
+def _exchange(
+    x: Tensor, sent: list[int], received: list[int], axis: GroupAxis, spare: int
+) -> Tensor:
+    count = sum(received)
+    arrived = x.new_empty((count + spare, *x.shape[1:]))
+    with axis.timed():
+        dist.all_to_all_single(
+            arrived[:count], x[: sum(sent)].contiguous(), received, sent, group=axis.group
+        )
+    return arrived
 
 
 def _all_to_all(x: Tensor, axis: GroupAxis) -> Tensor:

@@ -47,7 +47,7 @@ def share_sequences(model: GPT, axis: ContextAxis, tensor: TensorAxis) -> None:
         assert isinstance(block, Block)
         block.attention_dropout.shard = block.mlp_dropout.shard = tokens
         if isinstance(block.mlp, Experts):
-            block.mlp.sum_over_sequence = partial(sum_in_place, axis=axis)
+            block.mlp.sums_over_sequence.append(partial(sum_in_place, axis=axis))
         attention = block.attention
         if axis.method == "all_gather":
             attention.gather_rows = partial(gather_rows, axis=axis)

@@ -17,14 +17,18 @@ from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.dropout import MaskShard
+from megaspeed.model.experts import ExpertLinear, Experts
 from megaspeed.model.gpt import GPT, Block
 from megaspeed.model.initialization import BLOCK_ELEMENTS, initial_slice
 from megaspeed.model.parameters import Parameter, logical_name, parameter_named
 from megaspeed.tensor_parallel.collectives import (
+    ExpertAxis,
     TensorAxis,
     mean_over_tensor_axis,
     split_sequence,
+    sum_in_place,
 )
+from megaspeed.tensor_parallel.experts import exchange_of
 from megaspeed.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -39,16 +43,24 @@ from megaspeed.tensor_parallel.shards import (
     shard_of,
 )
 
+ALL_EXPERTS = ExpertAxis()
+"""The expert axis of a rank that has all experts of its blocks."""
 
-def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, ParameterShard]:
+
+def parallelize(
+    model: GPT, config: ModelConfig, axis: TensorAxis, experts: ExpertAxis = ALL_EXPERTS
+) -> dict[str, ParameterShard]:
     """Replace the layers of ``model`` by tensor-parallel ones, in place. It is on the meta device.
+
+    Experts that other ranks of the axis ``experts`` have are removed.
 
     Returns:
         Full name of each parameter -> the shard of this rank. A head that is tied to an embedding
         of the same stage has the name of the embedding.
     """
+    place = {"rank": axis.rank, "size": axis.size, "ep_rank": experts.rank, "ep": experts.size}
     shards = {
-        name: shard_of(config, _parameter(config, name, weight), rank=axis.rank, size=axis.size)
+        name: shard_of(config, _parameter(config, name, weight), **place)
         for name, weight in model.named_parameters()
     }
     for name, module in list(model.named_modules()):
@@ -59,6 +71,8 @@ def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, 
     for block in model.blocks.values():
         assert isinstance(block, Block)
         _localize_block(block, config, axis)
+        if isinstance(block.mlp, Experts):
+            _share_experts(block.mlp, config, axis, experts)
     if axis.sequence_parallel:
         model.sequence_parts = axis.size
     if axis.sequence_parallel and model.embedding is not None:
@@ -90,19 +104,21 @@ def shared_initial_shard(
     name: str,
     shard: ParameterShard,
     *,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
     """``initial_shard`` in ``dtype`` on ``device``, of which each rank of ``group`` draws a part.
 
-    All ranks of the group hold the same shard, and call this together. With n of them, a rank draws
+    All ranks of the group hold the same shard, and call this together. None is a group of one rank.
+    With n of them, a rank draws
     the blocks (see ``model.initialization``) that contain its 1/n of the rows, and receives the
     other rows. A parameter of one or two blocks is drawn by every rank.
     """
-    size, count = group.size(), shard.logical_rows
+    size, count = 1 if group is None else group.size(), shard.logical_rows
     # A block is always drawn as a whole. If there are only one or two, sharing saves little.
-    if size == 1 or len(shard.full_shape) == 1 or count * shard.full_shape[1] <= 2 * BLOCK_ELEMENTS:
+    is_small = len(shard.full_shape) == 1 or count * shard.full_shape[1] <= 2 * BLOCK_ELEMENTS
+    if group is None or size == 1 or is_small:
         return initial_shard(config, seed, name, shard).to(device=device, dtype=dtype)
     rows, width = shard.local_shape
     per_rank = -(-count // size)
@@ -208,6 +224,25 @@ def _shared_rows(config: ModelConfig, axis: TensorAxis, *, first: int) -> Shared
     if replicas == 1:
         return None
     return SharedRows(first=first, index=axis.rank // replicas, count=axis.size // replicas)
+
+
+def _share_experts(
+    mlp: Experts, config: ModelConfig, axis: TensorAxis, experts: ExpertAxis
+) -> None:
+    """Keep this rank's experts of a block, which get tokens from the ranks of the expert axis."""
+    count, active = config.num_experts, config.num_experts_per_tok
+    assert count is not None and active is not None
+    if axis.sequence_parallel:
+        mlp.part = (axis.rank, axis.size)
+        mlp.sums_over_sequence.append(partial(sum_in_place, axis=axis))
+    if experts.size == 1:
+        return
+    for name in ("gate_up", "down"):
+        rows, columns = getattr(mlp, name).weight.shape
+        with torch.device("meta"):
+            own = ExpertLinear(rows // experts.size, columns, count // experts.size)
+        setattr(mlp, name, own)
+    mlp.exchange = exchange_of(experts, count, active)
 
 
 def _localize_block(block: Block, config: ModelConfig, axis: TensorAxis) -> None:

@@ -50,10 +50,21 @@ class ParameterShard:
         return rows, self.full_shape[1] if self.columns is None else len(self.columns)
 
 
-def shard_of(config: ModelConfig, parameter: Parameter, *, rank: int, size: int) -> ParameterShard:
-    """The shard of tensor rank ``rank`` of ``size``."""
+def shard_of(
+    config: ModelConfig,
+    parameter: Parameter,
+    *,
+    rank: int,
+    size: int,
+    ep_rank: int = 0,
+    ep: int = 1,
+) -> ParameterShard:
+    """The shard of tensor rank ``rank`` of ``size``, which is expert rank ``ep_rank`` of ``ep``."""
     shape, split = parameter.shape, parameter.split
     rows = shape[0]
+    if split == "experts":
+        own = _chunk(range(rows), ep_rank, ep)
+        return ParameterShard(full_shape=shape, rows=(own,), owned_rows=len(own))
     if split in ("replicated", "each head"):
         return ParameterShard(
             full_shape=shape, rows=(range(rows),), owned_rows=rows if rank == 0 else 0

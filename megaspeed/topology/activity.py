@@ -95,6 +95,7 @@ Part = Literal[
     "compute",  # forward and backward
     "tensor",  # communication over the tensor axis, except within compiled blocks
     "context",  # communication over the context axis, except within compiled blocks
+    "expert",  # communication over the expert axis
     "data",  # gradients and gathered parameters over the data axis
     "pipeline",  # waiting for a neighbour's message: bubble and transfer time
     "world",  # the all-reduce of loss and norm, which waits for the slowest rank

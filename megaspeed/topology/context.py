@@ -11,13 +11,20 @@ Rank 5 of pp 2 x dp 2 x tp 2 (drawn in ``grid.py``) belongs to
     checkpoint_group  0 .. 7     all ranks, over gloo, for saves beside the training
     stage_group       4 5 6 7    holds parts of the same matrices (only with Muon)
 
+With experts (``Grid.ep``), it also belongs to
+
+    ep_group              holds the other experts of its blocks
+    expert_shard_group    holds the other partitions of the same experts
+    expert_replica_group  holds the same partition of the same experts
+
 Code that communicates takes the context as an argument. No other module creates a process group or
 keeps one in a global. Every rank creates its groups in this order:
 
     world        all ranks                       init_process_group
     tp, cp,      all groups along that axis      one call for each axis
     shard,
-    replica, pp
+    replica, pp,
+    ep, ...
     checkpoint   all ranks, over gloo            one call
 
 On NCCL the groups along an axis are one ``split_group`` of the world's communicator. (``new_group``
@@ -27,8 +34,8 @@ there only the members of a group call ``new_group``, so it is one call for each
 An axis of one rank sends nothing and has no group, except the shards, because DeepSpeed partitions
 over them. An axis that spans all ranks uses the world's group, because a communicator
 costs GPU memory, and one thread issues all its collectives in order. A pipeline axis that spans
-all ranks still has its own group, which carries only point-to-point messages. So has a context
-axis, because ZeRO gathers over the same ranks at the same time.
+all ranks still has its own group, which carries only point-to-point messages. So have a context
+and an expert axis, because ZeRO gathers over the same ranks at the same time.
 """
 
 import os
@@ -45,7 +52,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from megaspeed.topology.activity import Activity, Timeline
 from megaspeed.topology.gloo_workers import use_one_worker
-from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError
+from megaspeed.topology.grid import Axis, Coordinates, Copies, Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import (
     allow_open_files,
@@ -58,7 +65,8 @@ from megaspeed.topology.store import GroupError, open_store
 
 _DISK_TIMEOUTS = 4  # how many times longer a rank may wait for another rank's disk
 _SECONDS_TO_ABORT = 5.0
-_ORDER: tuple[Axis, ...] = ("tp", "cp", "shard", "replica", "pp")
+_ORDER: tuple[Axis, ...] = ("tp", "cp", "shard", "replica", "pp", "ep")
+_EXPERT_AXES: tuple[Axis, ...] = ("expert_shard", "expert_replica")
 # A group of one rank does not wait for other ranks. But NCCL's timeout starts at the call, and
 # kernels that were launched before it may wait for other ranks.
 _ONE_RANK_NEVER_WAITS = timedelta(days=1)
@@ -105,12 +113,17 @@ def create_groups(
 ) -> dict[str, dist.ProcessGroup]:
     """Create the groups of ``rank``, together with all ranks; return them by name, in order."""
     mine = {"world": world_group}
-    for axis in _ORDER:
+    shards = ("shard", "expert_shard")
+    for axis in (*_ORDER, *(_EXPERT_AXES if grid.has_expert_axes else ())):
         size = grid.size_along(axis)
-        if size == 1 and axis != "shard":
+        if size == 1 and axis not in shards:
             continue
-        if size == grid.world_size and axis not in ("pp", "cp"):
+        # ZeRO must not wait for tensor ranks that send over the world's group.
+        is_shared = axis in _EXPERT_AXES and mine.get("tp") is world_group
+        if size == grid.world_size and axis not in ("pp", "cp", "ep") and not is_shared:
             mine[axis] = world_group
+        elif axis == "expert_shard" and size == 1 == grid.shard:
+            mine[axis] = mine["shard"]
         else:
             waits = timeout if size > 1 else _ONE_RANK_NEVER_WAITS
             mine[axis] = _own_group(axis, grid.groups_along(axis), rank, device, waits)
@@ -205,6 +218,10 @@ class ParallelContext:
     timeline: Timeline  # times the parts of a step
     timeout: timedelta  # how long a collective may wait for other ranks
     stage_group: dist.ProcessGroup | None = None  # shard x tp ranks; see ``create_stage_group``
+    ep_group: dist.ProcessGroup | None = None  # None if each rank has all experts of its blocks
+    # None if the ranks with the same experts are those with the same other weights
+    expert_shard_group: dist.ProcessGroup | None = None
+    expert_replica_group: dist.ProcessGroup | None = None
 
     @classmethod
     def create(
@@ -262,6 +279,9 @@ class ParallelContext:
             activity=activity or Activity(),
             timeline=Timeline(device),
             timeout=timeout,
+            ep_group=groups.get("ep"),
+            expert_shard_group=groups.get("expert_shard"),
+            expert_replica_group=groups.get("expert_replica"),
         )
 
     def close(self) -> None:
@@ -289,9 +309,11 @@ class ParallelContext:
     @property
     def data_group(self) -> dist.ProcessGroup:
         """Ranks with the same parameters (dp and cp); with replicas and shards, only shards."""
-        if self.replica_group is None or self.grid.shard > 1:
-            return self.shard_group
-        return self.replica_group
+        return self.group_of_copies(self.grid.copies) or self.shard_group
+
+    def group_of_copies(self, copies: Copies) -> dist.ProcessGroup | None:
+        """Ranks with the same parameters; with replicas and shards, only shards."""
+        return self.group_along(copies.axis)
 
     def create_stage_group(self) -> None:
         """Create ``stage_group``, together with all ranks, if no other group has these ranks.
@@ -320,6 +342,9 @@ class ParallelContext:
             "replica": self.replica_group if self.grid.is_hybrid else None,
             "pp": self.pp_group,
             "stage": self.stage_group if self.grid.tp > 1 < self.grid.shard else None,
+            "ep": self.ep_group,
+            "expert_shard": self.expert_shard_group,
+            "expert_replica": self.expert_replica_group,
             "world": self.world_group,
         }
         return {axis: group for axis, group in groups.items() if group and group.size() > 1}

@@ -37,15 +37,27 @@ dp * cp = replicate * shard.
     >>> hybrid.groups_along("replica")  # hold the same partition
     [[0, 4], [1, 5], [2, 6], [3, 7]]
 
+The experts of a model are not divided over ``tp``. Instead, ``ep`` neighbours of a pipeline stage
+share them, whichever axes these ranks are on. The other ranks of the stage hold copies, which ZeRO
+partitions over ``expert_shard`` neighbours: dp * cp * tp = expert_replica * expert_shard * ep.
+
+    >>> mixture = Grid(pp=1, dp=4, tp=2, ep=4, expert_shard=2)
+    >>> mixture.groups_along("ep")  # each holds all experts once
+    [[0, 1, 2, 3], [4, 5, 6, 7]]
+    >>> mixture.groups_along("expert_shard")  # hold the same experts
+    [[0, 4], [1, 5], [2, 6], [3, 7]]
+
 Plain integers: nothing here needs torch, a process or a GPU.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Axis = Literal["pp", "dp", "cp", "tp", "replica", "shard", "stage"]
+Axis = Literal[
+    "pp", "dp", "cp", "tp", "replica", "shard", "stage", "ep", "expert_shard", "expert_replica"
+]
 """``replicate`` divides data and context axis together into replica and shard. Along stage are the
-shard x tp ranks of a pipeline stage in one replica."""
+shard x tp ranks of a pipeline stage in one replica. The last three divide the ranks of a stage."""
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 
@@ -62,6 +74,31 @@ class Coordinates(NamedTuple):
     tp: int
 
 
+class Copies(NamedTuple):
+    """The ranks that hold the same weights: ZeRO partitions over ``shard`` of them, and
+    ``replicate`` of them hold the same partition.
+    """
+
+    shard: int
+    replicate: int
+    shard_axis: Axis
+    replica_axis: Axis
+
+    @property
+    def ranks(self) -> int:
+        return self.shard * self.replicate
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are several shards and several replicas."""
+        return self.shard > 1 < self.replicate
+
+    @property
+    def axis(self) -> Axis:
+        """Over which gradients are reduced: the shards or, if there is one, the replicas."""
+        return self.shard_axis if self.shard > 1 else self.replica_axis
+
+
 @dataclass(frozen=True)
 class Grid:
     """The sizes of the four axes. See the module's docstring for the order of ranks."""
@@ -71,6 +108,8 @@ class Grid:
     tp: int  # ranks that share each matrix
     replicate: int = 1  # ranks that hold the same weights and the same partition of ZeRO
     cp: int = 1  # ranks that share each sequence
+    ep: int | None = None  # ranks that share the experts; None if the model has none
+    expert_shard: int = 1  # ranks over which ZeRO partitions the same experts
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -82,11 +121,17 @@ class Grid:
             raise TopologyError(
                 f"{name} {self.dp_cp} must be divisible by replicate {self.replicate}"
             )
+        if self.dp_cp * self.tp % ((self.ep or 1) * self.expert_shard):
+            raise TopologyError(
+                f"dp x cp x tp {self.dp_cp * self.tp} must be divisible by ep {self.ep} x "
+                f"expert_shard {self.expert_shard}"
+            )
 
     def __str__(self) -> str:
         replicas = f" ({self.replicate} replicas x {self.shard})" if self.is_hybrid else ""
         context = f" x cp {self.cp}" if self.cp > 1 else ""
-        return f"pp {self.pp} x dp {self.dp}{context}{replicas} x tp {self.tp}"
+        experts = f", ep {self.ep}" if (self.ep or 1) > 1 else ""
+        return f"pp {self.pp} x dp {self.dp}{context}{replicas} x tp {self.tp}{experts}"
 
     @property
     def dp_cp(self) -> int:
@@ -100,8 +145,27 @@ class Grid:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are several shards and several replicas."""
-        return 1 < self.replicate < self.dp_cp
+        return self.copies.is_hybrid
+
+    @property
+    def copies(self) -> Copies:
+        """The ranks that hold the same weights, except those of experts."""
+        return Copies(self.shard, self.replicate, "shard", "replica")
+
+    @property
+    def expert_copies(self) -> Copies:
+        """The ranks that hold the same experts."""
+        if not self.has_expert_axes:
+            return self.copies
+        replicate = self.size_along("expert_replica")
+        return Copies(self.expert_shard, replicate, "expert_shard", "expert_replica")
+
+    @property
+    def has_expert_axes(self) -> bool:
+        """Whether other ranks hold copies of experts than of other weights. If ``ep`` is ``tp``,
+        they are the same ranks.
+        """
+        return self.ep not in (None, self.tp)
 
     @property
     def senders(self) -> int:
@@ -163,10 +227,17 @@ class Grid:
         return rank // self._stride(axis) % self.size_along(axis)
 
     def size_along(self, axis: Axis) -> int:
-        joined = {"replica": self.replicate, "stage": self.shard * self.tp}
+        ep, ranks = self.ep or 1, self.dp_cp * self.tp
+        joined = {"replica": self.replicate, "stage": self.shard * self.tp, "ep": ep}
+        joined["expert_replica"] = ranks // (self.expert_shard * ep)
         return joined[axis] if axis in joined else int(getattr(self, axis))
 
     def _stride(self, axis: Axis) -> int:
         """The difference of two ranks that are neighbours on ``axis``."""
-        data = {"dp": self.cp * self.tp, "shard": self.tp, "replica": self.shard * self.tp}
-        return {"pp": self.dp_cp * self.tp, **data, "cp": self.tp, "tp": 1, "stage": 1}[axis]
+        ep = self.ep or 1
+        strides: dict[Axis, int] = {
+            **{"pp": self.dp_cp * self.tp, "dp": self.cp * self.tp, "cp": self.tp, "tp": 1},
+            **{"shard": self.tp, "replica": self.shard * self.tp, "stage": 1},
+            **{"ep": 1, "expert_shard": ep, "expert_replica": self.expert_shard * ep},
+        }
+        return strides[axis]

@@ -245,7 +245,7 @@ class Checkpointing:
         engine, model = worker.engine, self._run.config.model
         for fragment in engine.state_fragments():
             saved = kinds_of(parameter_named(model, fragment.name), optimizer)
-            part = self._written_part(engine.owned_elements[fragment.name]) if owned else None
+            part = self._written_part(fragment.name) if owned else None
             for kind in (kind for kind in saved if kind in fragment.tensors):
                 yield from pieces_of(
                     key(kind, logical_name(model, fragment.name)),
@@ -261,13 +261,17 @@ class Checkpointing:
         is_first = context.dp_rank == context.cp_rank == context.tp_rank == 0
         return balance.pieces() if balance is not None and (is_first or not owned) else iter(())
 
-    def _written_part(self, owned_elements: int) -> range:
-        """Which of its leading ``owned_elements`` elements this rank writes.
+    def _written_part(self, name: str) -> range:
+        """Which of the leading elements of a parameter that it owns this rank writes.
 
         Each replica holds all of them, and writes its share.
         """
-        rank, ranks = self._worker.context.replica_rank, self._run.grid.replicate
-        return range(owned_elements * rank // ranks, owned_elements * (rank + 1) // ranks)
+        worker, grid = self._worker, self._run.grid
+        is_expert = parameter_named(self._run.config.model, name).split == "experts"
+        copies = grid.expert_copies if is_expert else grid.copies
+        rank, ranks = worker.context.rank_along(copies.replica_axis), copies.replicate
+        owned = worker.engine.owned_elements[name]
+        return range(owned * rank // ranks, owned * (rank + 1) // ranks)
 
 
 def data_identity(corpus: PreparedCorpus) -> DataIdentity:

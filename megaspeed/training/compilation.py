@@ -86,9 +86,11 @@ class Compilation:
         # forward. With elimination of common subexpressions, torch would keep it.
         autograd_config.cse = False
         autograd_config.joint_custom_pass = _keep_collectives_of_backward
-        # Only documents make sizes that vary (model/documents.py).
-        varying = [f"segments.{name}" for name in Segments._fields] + ["keys"]
-        torch.compiler.config.dynamic_sources = ",".join(f"L['inputs'].{x}" for x in varying)
+        # Only documents (model/documents.py) and exchanged tokens make sizes that vary.
+        varying = [f"L['inputs'].segments.{name}" for name in Segments._fields]
+        varying += ["L['inputs'].keys", "L['received']"]
+        varying += [f"L['places'].{name}" for name in ("order", "tokens", "rows")]
+        torch.compiler.config.dynamic_sources = ",".join(varying)
         inductor_config.reorder_for_peak_memory = not keeps_order
         inductor_config.deterministic = same_kernels
         # torch 2.13 (torch/csrc/inductor/static_launcher/cuda.cpp) calls cuLaunchKernel with
@@ -102,9 +104,9 @@ class Compilation:
 
     def compile_blocks(self, model: GPT) -> None:
         for block in model.blocks.values():
-            if isinstance(block, ExpertBlock):  # two graphs; experts are chosen between them
-                block.attend = self.compiled(block.attend)  # type: ignore[method-assign]
-                block.add_experts = self.compiled(block.add_experts)  # type: ignore[method-assign]
+            if isinstance(block, ExpertBlock):  # several graphs; experts are chosen between them
+                for name in block.COMPILED:
+                    setattr(block, name, self.compiled(getattr(block, name)))
             else:
                 block.forward = self.compiled(block.forward)
 

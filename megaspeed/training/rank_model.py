@@ -16,7 +16,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.config.run import TrainingConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
-from megaspeed.tensor_parallel.collectives import ContextAxis, TensorAxis
+from megaspeed.tensor_parallel.collectives import ContextAxis, ExpertAxis, TensorAxis
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.shards import vocabulary_rows_per_rank
 from megaspeed.topology.context import ParallelContext
@@ -40,6 +40,16 @@ def context_axis(run: Run, context: ParallelContext) -> ContextAxis:
         size=context.grid.cp,
         timeline=context.timeline,
         method=run.context_method or "ulysses",
+    )
+
+
+def expert_axis(run: Run, context: ParallelContext) -> ExpertAxis:
+    return ExpertAxis(
+        group=context.ep_group,
+        rank=context.rank_along("ep"),
+        size=context.grid.ep or 1,
+        timeline=context.timeline,
+        method=run.expert_exchange or "all_to_all",
     )
 
 

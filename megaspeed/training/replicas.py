@@ -6,13 +6,14 @@
     norms, learned positions, row-parallel biases           tensor ranks
     key and value heads, if there are fewer than ranks      neighbouring tensor ranks
     a tied embedding                                        first and last pipeline stage
+    experts                                                 ranks with the same experts
     the bias of routers                                     all ranks of a pipeline stage
 
 If ZeRO partitions a tensor, the shards hold no copies of it. Then each part is compared along the
 other axes, and with that of the replicas.
 
 For each set of ranks that hold the same copies, a rank computes one number, a fingerprint, from the
-bits of its copies. A rank has at most nine fingerprints. One small collective and one read by the
+bits of its copies. A rank has at most eleven fingerprints. One small collective and one read by the
 host compare them. Only if they differ, a second comparison finds the parameter.
 """
 
@@ -96,7 +97,7 @@ def _batches(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 
 Kind = Literal["parameter", "master weight", "router bias"]
-Holders = Literal["own", "tensor ranks", "key and value heads", "tied"]
+Holders = Literal["own", "tensor ranks", "key and value heads", "tied", "experts"]
 Slot = tuple[Kind, Holders]
 """The copies from which a rank computes one fingerprint."""
 
@@ -161,6 +162,8 @@ class Replicas:
             yield "tied", logical_name(model, name), values
         elif split in ("replicated", "each head"):
             yield "tensor ranks", name, values
+        elif split == "experts":
+            yield "experts", name, values
         elif split == "heads" and self._key_value_replicas > 1:
             shard = self._worker.shards[name]
             width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1
@@ -179,8 +182,10 @@ class Replicas:
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(grid.world_size):
             at = grid.coordinates_of(rank)
-            part = 0 if is_complete else grid.index_along(rank, "shard")
+            shard_axis = (grid.expert_copies if holders == "experts" else grid.copies).shard_axis
+            part = 0 if is_complete else grid.index_along(rank, shard_axis)
             key: dict[Holders, tuple[int, ...]] = {
+                "experts": (part, at.pp, grid.index_along(rank, "ep")),
                 "own": (part, at.pp, at.tp),
                 "tensor ranks": (part, at.pp),
                 "key and value heads": (part, at.pp, at.tp // self._key_value_replicas),

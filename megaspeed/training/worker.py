@@ -48,6 +48,7 @@ from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.rank_model import (
     backward_scale,
     context_axis,
+    expert_axis,
     make_optimizer,
     parameter_groups,
     plain_model,
@@ -182,7 +183,7 @@ class Worker:
         model, optimizer = run.config.model, run.config.optimizer
         axis, sequence_axis = tensor_axis(run, context), context_axis(run, context)
         module = plain_model(run, chunks_of_stages(run)[context.pp_rank])
-        self.shards = parallelize(module, model, axis)
+        self.shards = parallelize(module, model, axis, expert_axis(run, context))
         """Full name -> the part of the parameter that this rank holds."""
         if sequence_axis.size > 1:
             share_sequences(module, sequence_axis, axis)

@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from megaspeed.config.resolve import Run
 from megaspeed.data_axis.axis import DataAxis, data_axis_of
 from megaspeed.data_axis.steps import check_data_axis
-from megaspeed.model.gpt import DTYPES, GPT
+from megaspeed.model.experts import Experts
+from megaspeed.model.gpt import DTYPES, GPT, ExpertBlock
+from megaspeed.model.parameters import parameter_named
 from megaspeed.pipeline.schedules import pipeline_of
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.parallelize import materialize, shared_initial_shard
 from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Copies
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.workarounds import (
     always_the_zero_optimizer,
@@ -31,6 +34,9 @@ from megaspeed.zero.workarounds import (
     hide_skipped_steps,
     import_muon_uncompiled,
     name_the_local_rank,
+    partition_over,
+    partitions_of_groups_over,
+    without_broadcast,
     without_gradient_hooks,
 )
 
@@ -124,13 +130,17 @@ def build_engine(
     mpu = model_parallel_unit(context)
     dtype = DTYPES[run.precision]
 
+    def copies_of(name: str) -> Copies:
+        is_expert = parameter_named(run.config.model, name).split == "experts"
+        return context.grid.expert_copies if is_expert else context.grid.copies
+
     def initial_value(name: str) -> Tensor:
         return shared_initial_shard(
             run.config.model,
             run.config.training.seed,
             name,
             shards[name],
-            group=context.data_group,
+            group=context.group_of_copies(copies_of(name)),
             device=context.device,
             dtype=dtype,
         )
@@ -140,6 +150,10 @@ def build_engine(
             # Init takes no group from ``mpu``: without one, it partitions over all ranks
             # (runtime/zero/partition_parameters.py:1093).
             group = context.shard_group
+            mlp = layer.mlp if isinstance(layer, ExpertBlock) else None
+            if context.expert_shard_group is not None and isinstance(mlp, Experts):
+                for experts in (mlp.gate_up, mlp.down):
+                    partition_over(experts.weight, context.expert_shard_group)
             deepspeed.zero.Init(
                 layer, data_parallel_group=group, config_dict_or_path=json, dtype=dtype, mpu=mpu
             )
@@ -151,7 +165,16 @@ def build_engine(
     axis = data_axis_of(run, context.pp_rank, "cpu" if over_gloo else "cuda")
     check_data_axis(axis, pipeline_of(run), context.pp_rank)
     groups = _groups_of_buckets(axis, parameters, parameter_groups(parameters))
-    with always_the_zero_optimizer(), without_gradient_hooks():
+    shard_groups = [
+        context.expert_shard_group if bucket.is_expert else context.shard_group
+        for bucket in axis.buckets
+    ]
+    with (
+        always_the_zero_optimizer(),
+        without_gradient_hooks(),
+        without_broadcast(),
+        partitions_of_groups_over(shard_groups),
+    ):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(groups), mpu=mpu, config=json
         )

@@ -141,7 +141,16 @@ class ZeroEngine:
         # Gradients of the weight that this rank shares with another pipeline stage.
         tied = {each.name for each in axis.parameters if each.group == "tied"}
         self._tied = [each.values for each in self.gradients.fragments if each.name in tied]
-        self._owned_squares = OwnedSquares(self.gradients.fragments, owned_elements)
+        grid = context.grid
+        experts = {parameter.name for parameter in axis.parameters if parameter.is_expert}
+        # The squares of all ranks are added up, and divided by ``replicate``. So they must be as
+        # large as if experts had as many replicas as other parameters.
+        weight = grid.replicate / grid.expert_copies.replicate
+        self._owned_squares = OwnedSquares(
+            self.gradients.fragments,
+            owned_elements,
+            {name: weight for name in experts if weight != 1.0},
+        )
 
     def expect(self, passes: Iterable[tuple[Pass, int]]) -> None:
         """Called before a step with its passes, so that ZeRO-3 can gather ahead for the next."""

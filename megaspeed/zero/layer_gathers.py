@@ -20,7 +20,7 @@ hook on every module takes longer than the computation of a small module.
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,13 @@ class GatheredLayer:
     """Gathers and frees the parameters a, b, c, ... of a layer, which DeepSpeed has partitioned.
 
         partitions of rank r    a_r    b_r    c_r
-        gathered                [ a_0 a_1 ... | b_0 b_1 ... | c_0 c_1 ... ]     one coalesced gather
+        gathered                [ a_0 a_1 ... | b_0 b_1 ... | c_0 c_1 ... ]     a coalesced gather
 
     Each parameter is padded to a multiple of the number of ranks, and gathered into a region of its
     own. Regions start at multiples of 128 bytes, for any number of ranks: kernels that Inductor
     compiled for aligned pointers fail at others, and cuBLAS falls back to slow ones. What is
     received is not copied again. With one rank, nothing is copied unless parameters are offloaded.
+    The partitions of experts may be on other ranks. Then there are two gathers.
 
     While the layer is not gathered, its storage has 0 bytes, but remains the same storage object.
     So autograd may save a view of a weight from forward to backward (``weight.t()`` in a linear
@@ -54,33 +55,30 @@ class GatheredLayer:
     ``alloc_storage`` in torch/distributed/fsdp/_fully_shard/.)
 
     Args:
-        parameters: in the same order on every rank of ``group``; may be empty.
-        group: the ranks that hold the partitions.
+        parameters: in the same order on every rank; may be empty. The ranks that hold the
+            partitions of a parameter are its ``ds_process_group``.
         device: of the gathered parameters.
     """
 
-    def __init__(
-        self, parameters: Sequence[Any], group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self._parameters, self._group, self._device = parameters, group, device
-        ranks = dist.get_world_size(group)
-        sizes: list[int] = [ranks * parameter.partition_numel() for parameter in parameters]
+    def __init__(self, parameters: Sequence[Any], device: torch.device) -> None:
+        self._parameters, self._device = parameters, device
         dtype = parameters[0].dtype if parameters else None
         self._empty = torch.empty(0, dtype=dtype, device=device)
-        on_device = all(parameter.ds_tensor.device == device for parameter in parameters)
-        self._is_local = not parameters or (ranks == 1 and on_device)
+        copied = [p for p in parameters if _ranks(p) > 1 or p.ds_tensor.device != device]
+        sizes = [_ranks(parameter) * parameter.partition_numel() for parameter in copied]
         spaces = [aligned_elements(size, self._empty.element_size()) for size in sizes]
         self._gathered = torch.empty(sum(spaces), dtype=dtype, device=device)
-        spaced = self._gathered.split(spaces)
-        self._regions = [space[:size] for space, size in zip(spaced, sizes, strict=True)]
-        rank = dist.get_rank(group)
-        self._own = [region.view(ranks, -1)[rank] for region in self._regions]
-        self._views = [
-            region[: parameter.ds_numel].view(parameter.ds_shape)
-            for region, parameter in zip(self._regions, parameters, strict=True)
-        ]
+        self._places: list[_Place] = []
+        self._views: dict[nn.Parameter, Tensor] = {}
+        """Of the parameters that are copied. The others are their partitions."""
+        for parameter, size, space in zip(copied, sizes, self._gathered.split(spaces), strict=True):
+            region, group = space[:size], parameter.ds_process_group
+            own = region.view(_ranks(parameter), -1)[dist.get_rank(group)]
+            self._places.append(_Place(parameter, group, region, own))
+            self._views[parameter] = region[: parameter.ds_numel].view(parameter.ds_shape)
+        self._groups = [*dict.fromkeys(place.group for place in self._places)]
         self._free_memory()
-        self._work: Any = None
+        self._work: list[Any] = []
         self.launched: Any = None
         """The event recorded when the gather was launched; None on a synchronized device."""
 
@@ -94,46 +92,46 @@ class GatheredLayer:
         """Whether ``finish`` need not be called. It must be called again if another layer has
         freed a tied weight.
         """
-        return self._work is None and self.is_gathered
+        return not self._work and self.is_gathered
 
     @torch.no_grad()
     def start(self) -> None:
         """Allocate the memory on the current stream, and start to gather into it."""
-        if self._is_local:
+        if not self._places:
             return
         self._gathered.untyped_storage().resize_(self._gathered.nbytes)
-        partitions = [
-            # What is offloaded is copied to its place among the partitions of all ranks.
-            p.ds_tensor if p.ds_tensor.device == self._device else own.copy_(p.ds_tensor, True)
-            for p, own in zip(self._parameters, self._own, strict=True)
-        ]
-        if dist.get_world_size(self._group) > 1:
-            options = AllgatherOptions()
-            options.asyncOp = True
-            self._work = self._group.allgather_into_tensor_coalesced(
-                self._regions, partitions, options
-            )
+        for group in self._groups:
+            places = [place for place in self._places if place.group is group]
+            partitions = [
+                # What is offloaded is copied to its place among the partitions of all ranks.
+                p.ds_tensor if p.ds_tensor.device == self._device else own.copy_(p.ds_tensor, True)
+                for p, _, _, own in places
+            ]
+            if dist.get_world_size(group) > 1:
+                options = AllgatherOptions()
+                options.asyncOp = True
+                regions = [place.region for place in places]
+                work = group.allgather_into_tensor_coalesced(regions, partitions, options)
+                self._work.append(work)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Make the current stream wait for the gathers, and set the parameters."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        while self._work:
+            self._work.pop().wait()
         self.give_shapes()
         for parameter in self._parameters:
             parameter.ds_status = ZeroParamStatus.AVAILABLE
 
     def give_shapes(self) -> None:
         """Give the parameters their shapes. Their values are whatever is in the memory."""
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.data = (
-                parameter.ds_tensor.view(parameter.ds_shape) if self._is_local else view
-            )
+        for parameter in self._parameters:
+            view = self._views.get(parameter)
+            parameter.data = parameter.ds_tensor.view(parameter.ds_shape) if view is None else view
 
     def free(self) -> None:
         """Free the memory. The current stream must be the one that has used the parameters."""
-        assert self._work is None, "a gather in flight writes to this memory"
+        assert not self._work, "a gather in flight writes to this memory"
         for parameter in self._parameters:
             parameter.data = self._empty
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
@@ -141,6 +139,20 @@ class GatheredLayer:
 
     def _free_memory(self) -> None:
         self._gathered.untyped_storage().resize_(0)
+
+
+class _Place(NamedTuple):
+    """Where a parameter is gathered."""
+
+    parameter: Any
+    group: dist.ProcessGroup  # the ranks that hold its partitions
+    region: Tensor  # what is gathered, flat
+    own: Tensor  # the part of it that this rank sends
+
+
+def _ranks(parameter: Any) -> int:
+    """The number of ranks that hold partitions of a parameter."""
+    return dist.get_world_size(parameter.ds_process_group)
 
 
 class LayerGathers:
@@ -158,9 +170,7 @@ class LayerGathers:
 
         def made(gather: Gather) -> GatheredLayer:
             own = [parameters[parameter.name] for parameter in gather.parameters]
-            group = context.group_along(gather.axis)
-            assert group is not None, "the shards have a group even if there is only one shard"
-            return GatheredLayer(own, group, context.device)
+            return GatheredLayer(own, context.device)
 
         assert axis.persistent is not None, "a plan of ZeRO-3 has it"
         self._persistent = made(axis.persistent)

@@ -18,7 +18,7 @@ its step, which then applies them.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +28,12 @@ from torch import Tensor
 from megaspeed.config.deepspeed_keys import MuonParams
 from megaspeed.config.resolve import Run
 from megaspeed.data_axis.axis import DataAxis
-from megaspeed.data_axis.orthogonalization import OwnerRound, Part, elements_of_parts
+from megaspeed.data_axis.orthogonalization import (
+    Orthogonalization,
+    OwnerRound,
+    Part,
+    elements_of_parts,
+)
 from megaspeed.model.gpt import DTYPES
 from megaspeed.tensor_parallel.collectives import all_gather_tensor
 from megaspeed.topology.context import ParallelContext
@@ -133,18 +138,19 @@ class MuonUpdates:
         axis: DataAxis,
         context: ParallelContext,
     ) -> None:
-        assert axis.orthogonalization is not None and run.muon is not None
-        self._optimizer, self._plan, self._params = optimizer, axis.orthogonalization, run.muon
+        assert run.muon is not None
+        self._optimizer, self._params = optimizer, run.muon
         self._context, self._dtype = context, DTYPES[run.muon_dtype]
         masters, buckets = master_partitions(optimizer), axis.buckets
         own = [i for i, bucket in enumerate(buckets) if bucket.group == "orthogonalized"]
         self._flat = {i: (buckets[i], masters[i], gradients[i]) for i in own}
         self._coefficients = coefficients_of(run.muon)
         context.create_stage_group()
-        self._own_group = context.replica_rank if self._plan.groups > 1 else 0
-        member = context.shard_rank * context.grid.tp + context.tp_rank
-        owner = self._own_group * self._plan.members + member
-        self._rounds = [self._plan.round_of(n, owner) for n in range(len(self._plan.rounds))]
+        self._rounds: list[tuple[_Members, OwnerRound]] = []
+        for plan in axis.orthogonalizations:
+            members = _Members(plan, context)
+            numbers = range(len(plan.rounds))
+            self._rounds += [(members, plan.round_of(n, members.owner)) for n in numbers]
         self.sections_in_step = 0
         """How many sections this rank has orthogonalized in the last step."""
 
@@ -160,15 +166,15 @@ class MuonUpdates:
         self.sections_in_step = 0
         updates = self._momentum_updates(gradient_scale)
         rounds = self._rounds
-        arriving = [self._send_to_owners(each, updates) for each in rounds[:1]]
+        arriving = [self._send_to_owners(*each, updates) for each in rounds[:1]]
         returning: list[tuple[OwnerRound, _Message]] = []
-        for own, following in zip_longest(rounds, rounds[1:]):
-            if following is not None:
-                arriving.append(self._send_to_owners(following, updates))
-            results = self._orthogonalize(own, self._wait_for(arriving.pop(0)))
+        for number, (members, own) in enumerate(rounds):
+            for following in rounds[number + 1 : number + 2]:
+                arriving.append(self._send_to_owners(*following, updates))
+            results = self._orthogonalize(members, own, self._wait_for(arriving.pop(0)))
             while returning:
                 self._take_back(*returning.pop(), updates)
-            returning.append((own, self._send_back(own, results)))
+            returning.append((own, self._send_back(members, own, results)))
             del results  # not held while the next batch is orthogonalized
         while returning:
             self._take_back(*returning.pop(), updates)
@@ -187,17 +193,19 @@ class MuonUpdates:
             updates[index] = update.to(self._dtype, copy=update is momentum)
         return updates
 
-    def _send_to_owners(self, own: OwnerRound, updates: Mapping[int, Tensor]) -> "_Message":
+    def _send_to_owners(
+        self, members: "_Members", own: OwnerRound, updates: Mapping[int, Tensor]
+    ) -> "_Message":
         views = [_view(updates, part) for part in chain(*own.sends)]
-        return self._exchange(views, own.sends, own.receives)
+        return self._exchange(members, views, own.sends, own.receives)
 
-    def _orthogonalize(self, own: OwnerRound, received: Tensor) -> Tensor:
+    def _orthogonalize(self, members: "_Members", own: OwnerRound, received: Tensor) -> Tensor:
         """Return the orthogonalized batch of this rank, flat; empty if it has none."""
         batch = own.batch
         if batch is None:
             return received
         rows, columns = batch.rows, batch.columns
-        parts, tp = [*chain(*own.receives)], self._context.grid.tp
+        parts, tp = [*chain(*own.receives)], members.plan.tp
         flat = received.new_empty(batch.elements)
         places = [flat.narrow(0, part.place, part.length) for part in parts]
         torch._foreach_copy_(places, received.split([part.length for part in parts]))
@@ -215,17 +223,17 @@ class MuonUpdates:
             .reshape(-1)
         )
 
-    def _send_back(self, own: OwnerRound, results: Tensor) -> "_Message":
+    def _send_back(self, members: "_Members", own: OwnerRound, results: Tensor) -> "_Message":
         """Start to return the results. With several groups, wait, and start to gather them."""
         views = [results.narrow(0, part.place, part.length) for part in chain(*own.returns)]
-        message = self._exchange(views, own.returns, own.results[self._own_group])
-        if self._plan.groups == 1:
+        message = self._exchange(members, views, own.returns, own.results[members.number])
+        if members.plan.groups == 1:
             return message
-        gathered = results.new_empty(self._plan.groups, own.gathered)
-        part, row = self._wait_for(message), gathered[self._own_group]
+        gathered = results.new_empty(members.plan.groups, own.gathered)
+        part, row = self._wait_for(message), gathered[members.number]
         row[: part.numel()] = part
         row[part.numel() :].zero_()
-        group = self._context.replica_group
+        group = members.replica_group
         return _Message(
             all_gather_tensor(gathered.view(-1), row, group=group, async_op=True), gathered, row
         )
@@ -234,7 +242,7 @@ class MuonUpdates:
         self, own: OwnerRound, message: "_Message", updates: Mapping[int, Tensor]
     ) -> None:
         """Copy returned results to their places in the updates."""
-        rows = self._wait_for(message).view(self._plan.groups, -1)
+        rows = self._wait_for(message).view(len(own.results), -1)
         for row, of_members in zip(rows, own.results, strict=True):
             parts = [*chain(*of_members)]
             lengths = [part.length for part in parts]
@@ -244,6 +252,7 @@ class MuonUpdates:
 
     def _exchange(
         self,
+        members: "_Members",
         views: list[Tensor],
         sent: Sequence[Sequence[Part]],
         received: Sequence[Sequence[Part]],
@@ -251,11 +260,11 @@ class MuonUpdates:
         """Start an all-to-all among the members. ``views`` are what this rank sends, in order."""
         device = self._context.device
         message = torch.cat(views) if views else torch.empty(0, dtype=self._dtype, device=device)
-        if self._plan.members == 1:
+        if members.plan.members == 1:
             return _Message(None, message, message)
         sizes, arriving = [*map(elements_of_parts, sent)], [*map(elements_of_parts, received)]
         arrived = message.new_empty(sum(arriving))
-        group = self._context.stage_group
+        group = members.group
         work = dist.all_to_all_single(arrived, message, arriving, sizes, group=group, async_op=True)
         return _Message(work, arrived, message)
 
@@ -265,6 +274,23 @@ class MuonUpdates:
             with self._context.timeline.part("data"):
                 message.work.wait()
         return message.received
+
+
+class _Members:
+    """The ranks that exchange sections with this rank, and its place among them."""
+
+    def __init__(self, plan: Orthogonalization, context: ParallelContext) -> None:
+        self.plan = plan
+        self.group = context.group_along(plan.axis)
+        self.replica_group = context.group_along(plan.copies.replica_axis)
+        self.number = 0
+        """The group of members that this rank is in."""
+        if plan.groups > 1:
+            self.number = context.rank_along(plan.copies.replica_axis)
+        member = context.rank_along(plan.copies.shard_axis) * plan.tp
+        member += context.tp_rank if plan.tp > 1 else 0
+        self.owner = self.number * plan.members + member
+        """The number of this rank as an owner."""
 
 
 @dataclass(frozen=True)

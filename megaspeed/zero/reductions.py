@@ -13,6 +13,7 @@ A rank does not own copies that tensor parallelism or tied weights make, nor voc
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -61,22 +62,31 @@ class OwnedSquares:
     Args:
         fragments: this rank's reduced gradients; views, which are read at each call.
         owned_elements: full name of a parameter -> how many leading elements this rank owns.
+        weights: full name -> the factor of the parameter's squares; 1 if omitted.
     """
 
-    def __init__(self, fragments: Iterable[Fragment], owned_elements: Mapping[str, int]) -> None:
-        owned: list[Tensor] = []
-        others: list[Tensor] = []
+    def __init__(
+        self,
+        fragments: Iterable[Fragment],
+        owned_elements: Mapping[str, int],
+        weights: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        pieces: dict[float, list[Tensor]] = {1.0: []}  # by weight
         for fragment in fragments:
             length = max(0, owned_elements[fragment.name] - fragment.start)
-            owned.append(fragment.values[:length])
-            others.append(fragment.values[length:])
-        self._owned = _joined(owned)
-        self._others = _joined(others)
+            weight = weights.get(fragment.name, 1.0)
+            pieces.setdefault(weight, []).append(fragment.values[:length])
+            pieces.setdefault(0.0, []).append(fragment.values[length:])
+        self._pieces = {weight: _joined(members) for weight, members in pieces.items()}
 
     def __call__(self) -> Tensor:
-        squares = sum_of_squares(self._owned)
-        # 0 times infinity is NaN, so the others count only if they are not finite.
-        return squares + sum_of_squares(self._others) * 0.0 if self._others else squares
+        squares = sum_of_squares(self._pieces[1.0])
+        for weight, pieces in self._pieces.items():
+            # What other ranks own has the weight 0. 0 times infinity is NaN, so it counts only if
+            # it is not finite.
+            if weight != 1.0 and pieces:
+                squares = squares + sum_of_squares(pieces) * weight
+        return squares
 
 
 def _joined(pieces: Iterable[Tensor]) -> list[Tensor]:

@@ -43,11 +43,13 @@ class StepGathers:
             bucket = axis.bucket_of[gather.parameters[0].name]
             flat = buckets[axis.buckets.index(bucket)]
             own = flat.view(bucket.shards, -1)[own_part(bucket, context)]
-            self._gathers.append((flat, own, context.group_along(gather.axis)))
+            self._gathers.append((flat, own, context.group_along(bucket.reduction.axis)))
         self._pending: dict[int, Any] = {}  # index of the gather -> its work
         names = {parameter: name for name, parameter in model.named_parameters()}
         for layer in model.layer_modules():
-            needed = sorted({number[names[each]] for each in layer.parameters()})
+            # The bucket of experts is not gathered if no other rank has a part of it.
+            gathered = (name for each in layer.parameters() if (name := names[each]) in number)
+            needed = sorted({number[name] for name in gathered})
             layer.register_forward_pre_hook(partial(self._before_forward, needed))
 
     def start(self) -> None:

@@ -8,18 +8,20 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.ops
 import torch
+import torch.distributed as dist
 from deepspeed.runtime import compiler
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger
+from torch import nn
 
 from megaspeed.zero.model_states import partitions_parameters
 
@@ -171,6 +173,55 @@ def without_gradient_hooks() -> Iterator[None]:
     finally:
         for kind, name, original in zip(classes, names, originals, strict=True):
             setattr(kind, name, original)
+
+
+@contextmanager
+def without_broadcast() -> Iterator[None]:
+    """An engine built within this block does not replace its parameters by those of a first rank.
+
+    runtime/engine.py:2038-2066: DeepSpeed sends the parameters of the first rank of the shards to
+    the others. Experts of an expert axis, which this rank does not share with that rank, would be
+    overwritten. Initial values are functions of names and shapes, so copies are equal already.
+    """
+    original = DeepSpeedEngine._broadcast_model
+    DeepSpeedEngine._broadcast_model = lambda engine: None
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = original
+
+
+@contextmanager
+def partitions_of_groups_over(groups: Sequence[Any]) -> Iterator[None]:
+    """A stage-1 or -2 optimizer built within this block partitions each parameter group over the
+    process group of ``groups`` at the same index.
+
+    runtime/zero/stage_1_and_2.py:293-306: DeepSpeed partitions all parameter groups over the same
+    ranks, unless the model has DeepSpeed's own layers of experts. These need its own process
+    groups, and a buffer of contiguous gradients, which ``gradients`` replaces. The lists are read
+    after the constructor has called this method (line 336).
+    """
+    original = DeepSpeedZeroOptimizer._configure_master_weights
+
+    def configured(optimizer: Any, *arguments: Any, **options: Any) -> Any:
+        optimizer.real_dp_process_group = list(groups)
+        optimizer.partition_count = [dist.get_world_size(group) for group in groups]
+        return original(optimizer, *arguments, **options)
+
+    DeepSpeedZeroOptimizer._configure_master_weights = configured
+    try:
+        yield
+    finally:
+        DeepSpeedZeroOptimizer._configure_master_weights = original
+
+
+def partition_over(parameter: nn.Parameter, group: Any) -> None:
+    """Make ``zero.Init`` partition a parameter over the ranks of ``group``.
+
+    runtime/zero/partition_parameters.py:1302: the only way is an attribute of the parameter, which
+    DeepSpeed sets on the parameters of its own layers of experts (runtime/engine.py:929).
+    """
+    parameter.ds_zero_partition_process_group = group  # type: ignore[attr-defined]
 
 
 def drop_gradient_partitions(optimizer: Any) -> None:

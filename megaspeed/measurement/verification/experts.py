@@ -65,21 +65,24 @@ def record_choices(model: nn.Module, run: Run, shape: LoaderShape, steps: int) -
     choices = torch.full((config.num_hidden_layers, samples, length, active), -1).int()
     places = places_in(shape.part.ranges(length))
 
-    def recorded(decide: Callable[[Tensor], Tensor], of_block: Tensor) -> Callable[..., Tensor]:
+    def recorded(experts: Experts, of_block: Tensor) -> Callable[..., Tensor]:
+        decide, (part, parts) = experts.decide, experts.part
         # In every schedule, the forwards of a block come in the order of the micro-batches.
         forwards = itertools.count()
 
         def record(scores: Tensor) -> Tensor:
             step, index = divmod(next(forwards), shape.gradient_accumulation_steps)
             rows = step * shape.train_batch_size + torch.tensor(shape.rows(index)).unsqueeze(1)
+            tokens = torch.broadcast_tensors(rows, places)  # of all tensor ranks
+            own = [each.flatten().chunk(parts)[part] for each in tokens]
             chosen = decide(scores)
-            of_block[rows, places] = chosen.view(len(rows), -1, active).to("cpu", torch.int32)
+            of_block[own[0], own[1]] = chosen.to("cpu", torch.int32)
             return chosen
 
         return record
 
     for block, experts in experts_of(model).items():
-        experts.decide = recorded(experts.decide, choices[block])  # type: ignore[method-assign]
+        experts.decide = recorded(experts, choices[block])  # type: ignore[method-assign]
     return choices
 
 

@@ -44,7 +44,7 @@ from megaspeed.measurement.verification.experts import ExpertRecord, experts_of,
 from megaspeed.measurement.verification.reference import CPU, ReferenceRun, train_reference
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
-from megaspeed.model.parameters import logical_name
+from megaspeed.model.parameters import logical_name, parameter_named
 from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
@@ -219,16 +219,22 @@ def gather_weights(worker: Worker) -> LogicalTensors | None:
 def gather_fragments(worker: Worker, fragments: Iterable[Fragment]) -> LogicalTensors | None:
     """The tensors of which each rank holds these fragments, on rank 0 (None elsewhere)."""
     shapes = {name: shard.local_shape for name, shard in worker.shards.items()}
-    flat = torch.zeros(sum(map(math.prod, shapes.values())))
-    parts = flat.split([math.prod(shape) for shape in shapes.values()])
-    by_name = dict(zip(shapes, parts, strict=True))
-    for one in fragments:
-        by_name[one.name][one.start : one.start + one.values.numel()] = one.values
-    if worker.run.grid.shard > 1:
-        on_device = flat.to(worker.context.device)
-        dist.all_reduce(on_device, group=worker.context.shard_group)
-        flat.copy_(on_device)
-    return _gather(worker, {name: part.view(shapes[name]) for name, part in by_name.items()})
+    grid, context, model = worker.run.grid, worker.context, worker.run.config.model
+    experts = {name for name in shapes if parameter_named(model, name).split == "experts"}
+    own = list(fragments)
+    local: dict[str, Tensor] = {}
+    for names, copies in ((shapes.keys() - experts, grid.copies), (experts, grid.expert_copies)):
+        sizes = {name: math.prod(shape) for name, shape in shapes.items() if name in names}
+        flat = torch.zeros(sum(sizes.values()))
+        parts = dict(zip(sizes, flat.split([*sizes.values()]), strict=True))
+        for one in (one for one in own if one.name in names):
+            parts[one.name][one.start : one.start + one.values.numel()] = one.values
+        if copies.shard > 1:
+            on_device = flat.to(context.device)
+            dist.all_reduce(on_device, group=context.group_along(copies.shard_axis))
+            flat.copy_(on_device)
+        local |= {name: part.view(shapes[name]) for name, part in parts.items()}
+    return _gather(worker, {name: local[name] for name in shapes})
 
 
 def _gather(worker: Worker, local: Mapping[str, Tensor]) -> LogicalTensors | None:

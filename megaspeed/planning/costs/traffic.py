@@ -131,7 +131,7 @@ def predict_traffic(run: Run, pipeline_stage: int, device_type: str = "cuda") ->
     one. Muon's ranks own unequal matrices; the result is for the rank that sends most of them.
     """
     messages, axis = Messages(), data_axis_of(run, pipeline_stage, device_type)
-    if run.grid.dp_cp > 1:
+    if max(run.grid.dp_cp, run.grid.expert_copies.ranks) > 1:
         _add_data_axis(messages, run, axis, pipeline_stage)
     _add_orthogonalization(messages, run, axis)
     if run.grid.tp > 1:
@@ -339,8 +339,9 @@ def _add_data_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stage:
             ranks = grid.size_along(how.replica_axis)
             messages.add(how.replica_axis, "all_reduce", bucket.part_bytes, ranks=ranks)
     for gather, count in _gather_counts(axis, pipeline, pipeline_stage).items():
-        name, ranks = names.get(gather.axis, gather.axis), grid.size_along(gather.axis)
-        messages.add(name, "all_gather", count * gather.message_bytes, ranks=ranks)
+        for over, size in gather.messages.items():
+            ranks = grid.size_along(over)
+            messages.add(names.get(over, over), "all_gather", count * size, ranks=ranks)
     name = "replica" if grid.replicate > 1 else "shard"
     for collective, size in _compressed_messages(run, axis):
         messages.add(names.get(name, name), collective, size, ranks=grid.senders)
@@ -350,17 +351,18 @@ def _add_orthogonalization(messages: Messages, run: Run, axis: DataAxis) -> None
     """What Muon sends: matrices to their owners and back, and with one shard also an all-gather of
     the results over the replicas (``data_axis.orthogonalization``).
     """
-    plan, grid, element_bytes = axis.orthogonalization, run.grid, BYTES_OF[run.muon_dtype]
-    if plan is None:
-        return
-    data: TrafficAxis = "shard" if grid.is_hybrid else "dp"
-    name = "tp" if grid.shard == 1 else data if grid.tp == 1 else "stage"
-    most = max(map(plan.sent_by, range(plan.members * plan.groups)))
-    messages.add_sent(name, "all_to_all", element_bytes * most)
-    if plan.groups > 1:
-        gathered = sum(plan.round_of(number, 0).gathered for number in range(len(plan.rounds)))
-        size = plan.groups * gathered * element_bytes
-        messages.add(data, "all_gather", size, ranks=plan.groups)
+    grid, element_bytes = run.grid, BYTES_OF[run.muon_dtype]
+    names: dict[Axis, TrafficAxis] = {} if grid.is_hybrid else {"shard": "dp", "replica": "dp"}
+    for plan in axis.orthogonalizations:
+        over = plan.axis
+        if over == "stage" and 1 in (grid.shard, grid.tp):
+            over = "tp" if grid.shard == 1 else "shard"
+        most = max(map(plan.sent_by, range(plan.members * plan.groups)))
+        messages.add_sent(names.get(over, over), "all_to_all", element_bytes * most)
+        if plan.groups > 1:
+            gathered = sum(plan.round_of(number, 0).gathered for number in range(len(plan.rounds)))
+            size, over = plan.groups * gathered * element_bytes, plan.copies.replica_axis
+            messages.add(names.get(over, over), "all_gather", size, ranks=plan.groups)
 
 
 def _reduced_bytes(pipeline: Pipeline, bucket: Bucket) -> int:

@@ -208,7 +208,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
     takes_type = run.precision != "fp32" or device_type == "cpu"
     is_fused = takes_type and model.attention_dropout == 0.0
     assert zero.reduce_bucket_size is not None, "a resolved run states it"
-    reduction = reduction_of_matrices(run, device_type)
+    reduction = reduction_of_matrices(run, device_type, run.grid.copies)
     gradient_bytes = BYTES_OF[reduction.sent]
     return Workload(
         model=model,
