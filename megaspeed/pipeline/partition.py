@@ -142,13 +142,15 @@ def _evened(costs: Sequence[int], parts: list[range], stages: int) -> list[range
     return parts
 
 
-def parameters_of_chunks(run: Run) -> list[list[int]]:
-    """Elements of the parameters of each chunk of each pipeline stage, of all tensor ranks."""
-    model = run.config.model
-    return [
-        [sum(p.elements for p in parameters_of(model, chunk).values()) for chunk in chunks]
-        for chunks in chunks_of_stages(run)
-    ]
+def parameters_of_chunks(run: Run) -> list[list[float]]:
+    """Elements of a rank's parameters of each chunk of each pipeline stage, about."""
+    model, tp, ep = run.config.model, run.grid.tp, run.grid.ep or 1
+
+    def held(chunk: range) -> float:
+        own = parameters_of(model, chunk).values()
+        return sum(p.elements / (ep if p.split == "experts" else tp) for p in own)
+
+    return [[held(chunk) for chunk in chunks] for chunks in chunks_of_stages(run)]
 
 
 def blocks_of_stages(run: Run) -> list[int]:

@@ -292,7 +292,8 @@ def _gather_policy(run: Run) -> Literal["layers", "chunks", "chunks_ahead"]:
     """
     chunks, zero = run.config.parallel.virtual_stages, run.config.zero_optimization
     # Otherwise the partitions are the parameters, and there is nothing to gather.
-    is_partitioned = run.grid.shard > 1 or zero.offloads_parameters
+    shards = max(run.grid.shard, run.grid.expert_copies.shard)
+    is_partitioned = shards > 1 or zero.offloads_parameters
     if run.zero_stage < 3 or chunks == 1 or not is_partitioned:
         return "layers"
     bound = zero.stage3_max_live_parameters
@@ -301,7 +302,7 @@ def _gather_policy(run: Run) -> Literal["layers", "chunks", "chunks_ahead"]:
         return "chunks"
     if bound is not None:
         largest = max(sum(sorted(sizes)[-3:]) for sizes in parameters_of_chunks(run))
-        if largest > bound * run.grid.tp:  # sizes are of all tensor ranks, the bound is of one
+        if largest > bound:
             return "chunks"
     return "chunks_ahead"
 

@@ -90,16 +90,18 @@ class AllToAll:
 
     def _places(self, counts: Tensor, rows: int) -> Places:
         """Sort received rows by expert. ``counts`` (ep, experts) are those from each rank."""
-        local = torch.arange(self._experts, device=counts.device).repeat(len(counts))
-        of_rows = local.repeat_interleave(counts.flatten(), output_size=rows)
+        # Rows arrive by rank, then by expert. Rows of one rank and expert stay together.
+        arrived, of_experts = counts.flatten().long(), counts.sum(0)
+        before = counts.t().flatten().cumsum(0).view(-1, len(counts)).t() - counts
+        shift = (before.flatten() - arrived.cumsum(0) + arrived).repeat_interleave(
+            arrived, output_size=rows
+        )
         spare = max(0, _FEWEST_ROWS - rows)
-        if spare:
-            of_rows = torch.cat((of_rows, of_rows.new_full((spare,), self._experts)))
-        order = of_rows.sort(stable=True).indices
-        inverse = torch.empty_like(order)
-        inverse.scatter_(0, order, torch.arange(len(order), device=order.device))
-        ends = counts.sum(0).cumsum(0).int()
-        return Places(order, order, inverse.unsqueeze(1), ends)
+        places = torch.arange(rows + spare, device=counts.device)
+        places[:rows] += shift
+        order = torch.empty_like(places)
+        order.scatter_(0, places, torch.arange(len(order), device=order.device))
+        return Places(order, order, places.unsqueeze(1), of_experts.cumsum(0).int())
 
     def pack(self, h: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         return _RowsOfTokens.apply(h, weights, routing.order, routing.rows)
