@@ -87,9 +87,6 @@ class Received(NamedTuple):
 class Exchange(Protocol):
     """How ranks exchange the tokens of their experts."""
 
-    has_varying_rows: bool
-    """Whether each micro-batch has another number of rows."""
-
     def begin(self, routing: Routing) -> Callable[[], Received]:
         """Start to tell the other ranks the choice. Return what waits for their choices."""
 
@@ -98,9 +95,6 @@ class Exchange(Protocol):
 
     def send(self, packed: Tensor, received: Received) -> Tensor:
         """Return what is received, (n, D + some)."""
-
-    def weights_of_rows(self, received: Tensor, places: Places, hidden: int) -> Tensor:
-        """Return the weight (rows,) of each row. ``received`` has D = ``hidden`` features."""
 
     def send_back(self, results: Tensor, received: Received) -> Tensor:
         """Return the results (n, D) for the tokens of this rank."""
@@ -280,10 +274,10 @@ class Experts(nn.Module):
         return self.compose(activation, lambda x: _Down.apply(x, matrices, *where), gate_up)
 
     def compute_received(self, received: Tensor, places: Places) -> Tensor:
-        """``compute`` for what ``exchange`` has received, (n, D + some)."""
-        assert self.exchange is not None
-        hidden = self.down.matrices.shape[1]
-        of_rows = self.exchange.weights_of_rows(received, places, hidden)
+        """``compute`` for what ``exchange`` has received: D features, then the weights of rows."""
+        hidden, most = self.gate_up.weight.shape[1], places.rows.shape[1]
+        weights = received[:, hidden : hidden + most]
+        of_rows = WeightsOfRows.apply(weights, places.order, places.rows, places.is_used)
         return self.compute(received[:, :hidden], of_rows, places)
 
 

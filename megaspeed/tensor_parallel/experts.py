@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspeed.model.experts import Exchange, Places, Received, Routing, WeightsOfRows
+from megaspeed.model.experts import Exchange, Places, Received, Routing
 from megaspeed.tensor_parallel.collectives import (
     ExpertAxis,
     all_gather_parts,
@@ -52,19 +52,15 @@ def exchange_of(axis: ExpertAxis, experts: int, active: int) -> Exchange | None:
     return kind(axis, experts // axis.size, active)
 
 
-class AllToAll:
-    """Sends each row to the rank of its expert.
-
-    Args:
-        axis: the ranks that share the experts of a block.
-        experts: of a rank.
-        active: k.
-    """
-
-    has_varying_rows = True
+class _OverAxis:
+    """Exchanges tokens over an axis. ``experts`` are those of a rank, ``active`` is k."""
 
     def __init__(self, axis: ExpertAxis, experts: int, active: int) -> None:
         self._axis, self._experts, self._active = axis, experts, active
+
+
+class AllToAll(_OverAxis):
+    """Sends each row to the rank of its expert."""
 
     def begin(self, routing: Routing) -> Callable[[], Received]:
         ranks, axis = self._axis.size, self._axis
@@ -112,10 +108,6 @@ class AllToAll:
             packed, received.sent_rows, received.received_rows, self._axis, spare
         )
 
-    def weights_of_rows(self, received: Tensor, places: Places, hidden: int) -> Tensor:
-        of_arrived = received[:, hidden : hidden + 1]
-        return WeightsOfRows.apply(of_arrived, places.order, places.rows, None)
-
     def send_back(self, results: Tensor, received: Received) -> Tensor:
         return exchange_some_rows(results, received.received_rows, received.sent_rows, self._axis)
 
@@ -123,16 +115,8 @@ class AllToAll:
         return _SumsOfTokens.apply(returned, routing.order, routing.rows)
 
 
-class AllGather:
-    """Sends all tokens to all ranks, and sums what the ranks compute for each token.
-
-    Args: see ``AllToAll``.
-    """
-
-    has_varying_rows = False
-
-    def __init__(self, axis: ExpertAxis, experts: int, active: int) -> None:
-        self._axis, self._experts, self._active = axis, experts, active
+class AllGather(_OverAxis):
+    """Sends all tokens to all ranks, and sums what the ranks compute for each token."""
 
     def begin(self, routing: Routing) -> Callable[[], Received]:
         own = routing.experts.int()  # fewer bytes
@@ -165,10 +149,6 @@ class AllGather:
 
     def send(self, packed: Tensor, received: Received) -> Tensor:
         return all_gather_parts(packed, self._axis)
-
-    def weights_of_rows(self, received: Tensor, places: Places, hidden: int) -> Tensor:
-        weights = received[:, hidden : hidden + self._active]
-        return WeightsOfRows.apply(weights, places.order, places.rows, places.is_used)
 
     def send_back(self, results: Tensor, received: Received) -> Tensor:
         return reduce_scatter_parts(results, self._axis)
