@@ -88,7 +88,9 @@ class Exchange(Protocol):
     """How ranks exchange the tokens of their experts."""
 
     def begin(self, routing: Routing) -> Callable[[], Received]:
-        """Start to tell the other ranks the choice. Return what waits for their choices."""
+        """Start to tell the other ranks the choice. Return a function that waits for theirs, once,
+        and returns what follows from them.
+        """
 
     def pack(self, h: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         """Return what is sent, (n, D + some): tokens (T, D), and weights (T, k) of their rows."""

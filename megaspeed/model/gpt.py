@@ -150,8 +150,8 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 Map = Callable[[Tensor], Tensor]
-Choice = tuple[Routing, Received | None]
-"""The choice of experts, and what an exchange needs besides it; None if nothing is exchanged."""
+Choice = tuple[Routing, Callable[[], Received] | None]
+"""The choice of experts, and what waits for the choices of other ranks; None if there are none."""
 
 
 class Block(nn.Module):
@@ -251,21 +251,28 @@ class ExpertBlock(Block):
             kept: the choice is appended to it. If it already has one, that choice is used.
         """
         y, h, scores = self.attend(x, inputs)
-        routing, received = kept[0] if kept else (None, None)
-        exchange, finish = self._experts.exchange, None
-        if routing is None:
-            is_trained = self.training and torch.is_grad_enabled()
-            routing = self._experts.choose(scores, len(x), is_trained=is_trained)
-            finish = None if exchange is None else exchange.begin(routing)
-        packed = None if exchange is None else self.pack(h, scores, routing, inputs)
-        if finish is not None:
-            received = finish()  # the host waits, after it has launched ``pack``
-        if kept is not None and not kept:
-            kept.append((routing, received))
-        if exchange is None or received is None or packed is None:
+        is_again = bool(kept)
+        choice = kept[0] if kept else self._choose(scores, len(x))
+        if kept is not None and not is_again:
+            kept.append(choice)
+        (routing, wait), exchange = choice, self._experts.exchange
+        if exchange is None or wait is None:
             return self.add_experts(y, h, scores, routing, inputs)
+        packed = self.pack(h, scores, routing, inputs)
+        received = wait()  # the host waits, after it has launched ``pack``
         results = self.compute(exchange.send(packed, received), received.places)
-        return self.add_returned(y, exchange.send_back(results, received), routing, inputs)
+        if is_again and self.norms_before:
+            # No backward needs the values of what follows, so nothing is sent back.
+            returned = results.new_empty(len(packed), results.shape[1]).requires_grad_()
+        else:
+            returned = exchange.send_back(results, received)
+        return self.add_returned(y, returned, routing, inputs)
+
+    def _choose(self, scores: Tensor, sequences: int) -> Choice:
+        is_trained = self.training and torch.is_grad_enabled()
+        routing = self._experts.choose(scores, sequences, is_trained=is_trained)
+        exchange = self._experts.exchange
+        return routing, None if exchange is None else exchange.begin(routing)
 
     def attend(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return the residual stream after the attention, the input of the experts (both

@@ -15,6 +15,7 @@ The weight of each row travels with it, in columns after the D features.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,14 +76,15 @@ class AllToAll(_OverAxis):
             on_host.copy_(by_rank, non_blocking=True)
             copied = torch.cuda.current_stream().record_event()
 
-        def finish() -> Received:
+        @cache
+        def wait() -> Received:
             if copied is not None:
                 copied.synchronize()  # not the stream, which may have more work by now
             sent_rows, received_rows = on_host.tolist()
             places = self._places(counts.view(ranks, -1), sum(received_rows))
             return Received(places, sent_rows, received_rows)
 
-        return finish
+        return wait
 
     def _places(self, counts: Tensor, rows: int) -> Places:
         """Sort received rows by expert. ``counts`` (ep, experts) are those from each rank."""
@@ -122,10 +124,11 @@ class AllGather(_OverAxis):
         own = routing.experts.int()  # fewer bytes
         pending = start_all_gather(own, self._axis)
 
-        def finish() -> Received:
+        @cache
+        def wait() -> Received:
             return Received(self._places(pending.wait().long()), [], [])
 
-        return finish
+        return wait
 
     def _places(self, experts: Tensor) -> Places:
         """``experts`` (ep T, k) are the choices of all ranks."""
