@@ -130,7 +130,7 @@ def test_reductions_overlap_with_the_backward_on_cuda(
     """With ZeRO-3 on 8 H100, a 7B model would wait 1.7 of 28.8 s for reductions."""
     run = resolve("zero_optimization.stage=3", *settings, world_size=2, device_type=device_type)
     assert run.config.zero_optimization.overlap_comm is overlaps
-    assert reduction_of_matrices(run, device_type).overlaps is overlaps
+    assert reduction_of_matrices(run, device_type, run.grid.copies).overlaps is overlaps
     assert workload_of(run).reduces_in_backward is overlaps
 
 

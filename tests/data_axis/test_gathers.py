@@ -4,8 +4,9 @@ from pathlib import Path
 
 from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.data_axis.axis import data_axis_of
-from megaspeed.data_axis.gathers import Gather, held_in_pass
+from megaspeed.data_axis.gathers import Gather, PartitionsOf, held_in_pass
 from megaspeed.data_axis.parameters import LocalParameter
+from megaspeed.topology.grid import Grid
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -13,7 +14,8 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 def layer(name: str) -> Gather:
     parameter = LocalParameter(name=name, layer=name, shape=(5,), group="other")
-    return Gather.of([parameter], shards=2, element_bytes=4)
+    partitions = PartitionsOf(Grid(pp=1, dp=2, tp=1), element_bytes=4, on_device=True)
+    return Gather.of([parameter], partitions)
 
 
 A, B, C = layer("a"), layer("b"), layer("c")

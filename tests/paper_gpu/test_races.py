@@ -81,7 +81,7 @@ def _races_of_one_rank_with_offload(launch: LaunchEnvironment) -> list[tuple[str
         patch.setattr(
             GatheredLayer,
             "__init__",
-            lambda layer, parameters, group, _: make(layer, parameters, group, device),
+            lambda layer, parameters, _: make(layer, parameters, device),
         )
         return _races(launch, zero(3, **OFFLOAD_ALL) | {"dp": 1})
 

@@ -31,7 +31,7 @@ def schedule(pp: int, v: int, m: int, k: int, **changes: Any) -> Figure:
         gradient_accumulation_steps=m,
         **changes,
     )
-    sums_visits = reduction_of_matrices(run, "cuda").when == "visit"
+    sums_visits = reduction_of_matrices(run, "cuda", run.grid.copies).when == "visit"
     return draw_schedule(pipeline_of(run), sums_visits=sums_visits)
 
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,33 +251,32 @@ def test_two_layers_are_gathered_at_a_time_however_many_micro_batches_are_in_fli
         assert after == 0
 
 
-def _parameter(shape: tuple[int, ...], ranks: int) -> SimpleNamespace:
-    """Return a parameter in DeepSpeed's partitions: equal parts, the last one padded."""
-    partition = torch.zeros(-(-math.prod(shape) // ranks), dtype=torch.bfloat16)
-    return SimpleNamespace(
-        dtype=partition.dtype,
-        ds_numel=math.prod(shape),
-        ds_shape=torch.Size(shape),
-        ds_tensor=partition,
-        partition_numel=partition.numel,
-    )
+class _Parameter:
+    """A parameter in DeepSpeed's partitions: equal parts, the last one padded."""
+
+    data: Tensor
+
+    def __init__(self, shape: tuple[int, ...], ranks: int) -> None:
+        self.ds_numel, self.ds_shape = math.prod(shape), torch.Size(shape)
+        self.ds_process_group = dist.group.WORLD
+        self.ds_tensor = torch.zeros(-(-self.ds_numel // ranks), dtype=torch.bfloat16)
+        self.dtype, self.partition_numel = self.ds_tensor.dtype, self.ds_tensor.numel
 
 
 def places_of_a_block(launch: LaunchEnvironment, ranks: int) -> list[tuple[int, tuple[int, ...]]]:
     """Return (offset in bytes in the gathered layer, shape) of GPT-2's matrices and biases."""
     shapes = [(192, 64), (192,), (64, 64), (64,), (256, 64), (256,), (64, 256), (64,)]
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=ranks)
-    assert dist.group.WORLD is not None
-    parameters = [_parameter(shape, ranks) for shape in shapes]
-    layer = GatheredLayer(parameters, dist.group.WORLD, torch.device("cpu"))
+    parameters = [_Parameter(shape, ranks) for shape in shapes]
+    layer = GatheredLayer(parameters, torch.device("cpu"))
     layer.start()
     layer.finish()
     dist.destroy_process_group()
-    found: list[Any] = [parameter.data for parameter in parameters]
+    found = [parameter.data for parameter in parameters]
     assert [tuple(view.shape) for view in found] == shapes
     begin = found[0].untyped_storage().data_ptr()
     # This is rank 1, which has the second part of every parameter.
-    assert layer._own[0].data_ptr() == begin + 2 * parameters[0].partition_numel()
+    assert layer._places[0].own.data_ptr() == begin + 2 * parameters[0].partition_numel()
     return [(view.data_ptr() - begin, tuple(view.shape)) for view in found]
 
 

@@ -91,7 +91,7 @@ def test_zero_0_has_a_row_if_replicas_compress_beside_the_backward() -> None:
         zero_optimization={"stage": 2, "overlap_comm": True},
     )
     rows = zero_rows(compressing, [0, 2], "cpu")
-    reductions = [reduction_of_matrices(row.run, "cpu") for row in rows]
+    reductions = [reduction_of_matrices(row.run, "cpu", row.run.grid.copies) for row in rows]
     assert [reduction.overlaps for reduction in reductions] == [False, True]
 
 
