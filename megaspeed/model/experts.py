@@ -353,7 +353,7 @@ class _AuxiliaryLoss(torch.autograd.Function):
 
 def _sum_of_rows(results: Tensor, rows: Tensor, is_used: Tensor | None) -> Tensor:
     """Sum the results (n, D) of the rows of each token: (tokens, D)."""
-    if rows.shape[1] == 1:
+    if is_used is None and rows.shape[1] == 1:
         return results[rows.squeeze(1)]
     found = results[rows]
     return (found if is_used is None else torch.where(is_used.unsqueeze(2), found, 0.0)).sum(1)

@@ -12,7 +12,7 @@ stage (``CHUNKED``), a fourth one a context axis (``CONTEXT``), and a fifth one 
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -97,8 +97,14 @@ CONTEXT: Mapping[str, Sequence[Any]] = {
     **_SWITCHES,
 }
 EXPERTS: Mapping[str, Sequence[Any]] = {
-    "layout": [(pp, dp, 1) for pp, dp in itertools.product((1, 2), (1, 2, 4))],
+    "layout": [
+        (pp, dp, tp)
+        for pp, dp, tp in itertools.product((1, 2), (1, 2, 4), (1, 2))
+        if pp * dp * tp <= 8
+    ],
     "context": (1, 2),
+    "expert": (1, 2, 4, 8),  # ranks that share the 8 experts
+    "exchange": ("all_to_all", "all_gather", "auto"),  # auto: nothing is exchanged
     "architecture": ("qwen3_moe",),
     "zero_stage": (3, 2, 1, 0),
     "activation_checkpointing": ("none", "selective", "full", "full_offloaded"),
@@ -128,7 +134,8 @@ def is_possible(row: Row) -> bool:
     There are at most 8 ranks. Sequence parallelism needs a tensor axis, an interleaved schedule a
     pipeline. A group has a micro-batch for each pipeline stage. Two replicas need an even data
     degree, and ZeRO-0 has only replicas. If a token uses one expert, its normalized score
-    is always 1, so the gradient of the router would be only rounding.
+    is always 1, so the gradient of the router would be only rounding. Several
+    ranks of a pipeline stage exchange the tokens of the experts that they share.
     """
     pp, dp, tp = row["layout"] if len(row.get("layout", ())) == 3 else (1, 4, 2)
     if len(row.get("layout", ())) == 4:
@@ -140,6 +147,10 @@ def is_possible(row: Row) -> bool:
     if row.get("sequence_parallel") and tp == 1:
         return False
     if row.get("active") == 1 and row.get("normalized"):
+        return False
+    if {"expert", "exchange"} <= row.keys() and (row["expert"] == 1) != (row["exchange"] == "auto"):
+        return False
+    if {"layout", "context"} <= row.keys() and dp * row["context"] * tp % row.get("expert", 1):
         return False
     if row.get("groups") == 2 and 2 * pp > row.get("micro_batches", 9):
         return False
@@ -158,7 +169,16 @@ def possible_pairs(settings: Mapping[str, Sequence[Any]] = SETTINGS) -> set[Pair
     """Return every pair of values that can run together."""
     two = itertools.combinations(settings, 2)
     rows = ({a: x, b: y} for a, b in two for x, y in itertools.product(settings[a], settings[b]))
-    return set().union(*(pairs_of(row) for row in rows if is_possible(row)))
+    return set().union(*(pairs_of(row) for row in rows if any(_with_ranks(row, settings))))
+
+
+def _with_ranks(row: Row, settings: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
+    """Yield the possible rows that a (partial) row becomes if its numbers of ranks are chosen."""
+    open_settings = [name for name in ("layout", "context") if name in settings and name not in row]
+    for values in itertools.product(*(settings[name] for name in open_settings)):
+        filled = {**row, **dict(zip(open_settings, values, strict=True))}
+        if is_possible(filled):
+            yield filled
 
 
 def covering_rows() -> list[Row]:
@@ -191,11 +211,10 @@ def rows_of(settings: Mapping[str, Sequence[Any]]) -> list[Row]:
 
 def _with_pair(pair: Pair, settings: Mapping[str, Sequence[Any]]) -> Row:
     """Return a partial row that has these two values, and can run."""
-    for layout in settings["layout"]:
-        degrees = dict(zip(_DEGREES[len(layout)], layout, strict=True))
-        others = dict(each for each in pair if each[0] not in degrees)
-        row = {"layout": layout, **others}
-        if is_possible(row) and pair in pairs_of(row):
+    degrees = _DEGREES[len(settings["layout"][0])]
+    others = dict(each for each in pair if each[0] not in degrees)
+    for row in _with_ranks(others, settings):
+        if pair in pairs_of(row):
             return row
     raise AssertionError(f"no row has {pair}")
 

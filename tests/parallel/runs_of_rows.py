@@ -17,6 +17,8 @@ _PLACES = {
     "chunks": ("parallel", "virtual_stages"),
     "groups": ("parallel", "micro_batch_groups"),
     "method": ("parallel", "context_method"),
+    "expert": ("parallel", "expert"),
+    "exchange": ("parallel", "expert_exchange"),
     "replicate": ("parallel", "replicate"),
     "gradient_reduction": ("parallel", "gradient_reduction"),
     "sequence_parallel": ("parallel", "sequence_parallel"),
