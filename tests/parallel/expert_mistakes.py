@@ -1,18 +1,28 @@
 """Mistakes in a mixture of experts. ``test_mutations.py`` trains with each of them."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaspeed.config.resolve import Run
+from megaspeed.data_axis import axis
+from megaspeed.data_axis.buckets import Reduction
 from megaspeed.model import experts
 from megaspeed.model.attention import Inputs
-from megaspeed.model.experts import Experts, Routing
+from megaspeed.model.experts import Experts, Places, Routing
 from megaspeed.model.gpt import GPT, ExpertBlock
-from megaspeed.tensor_parallel import context
+from megaspeed.tensor_parallel import context, parallelize
+from megaspeed.tensor_parallel import experts as exchanges
+from megaspeed.tensor_parallel.collectives import GroupAxis
+from megaspeed.tensor_parallel.experts import AllToAll
+from megaspeed.topology.grid import Copies, Grid
+from megaspeed.zero import build, engine
+from megaspeed.zero.reductions import OwnedSquares
 from tests.support.mutations import replaced
 
 LOSS_SCALE = 1024
@@ -114,6 +124,10 @@ def context_ranks_count_their_own_tokens() -> AbstractContextManager[None]:
     return replaced(context, "sum_in_place", lambda _: lambda x, axis: None)
 
 
+def tensor_ranks_count_their_own_tokens() -> AbstractContextManager[None]:
+    return replaced(parallelize, "sum_in_place", lambda _: lambda x, axis: None)
+
+
 def an_expert_gets_no_gradient() -> AbstractContextManager[None]:
     def without_the_first(backward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -132,3 +146,57 @@ def gate_and_up_are_exchanged() -> AbstractContextManager[None]:
         return F.silu(gate) * up * weights
 
     return replaced(experts, "_swiglu", lambda _: exchanged)
+
+
+# --- on an expert axis ----------------------------------------------------------------------------
+
+
+def results_are_returned_to_other_rows() -> AbstractContextManager[None]:
+    # They are returned in the order of the experts instead of the order of arrival.
+    def by_expert(places: Callable[..., Places]) -> Callable[..., Places]:
+        def sort(self: AllToAll, counts: Tensor, rows: int) -> Places:
+            found = places(self, counts, rows)
+            return found._replace(rows=torch.arange(len(found.rows)).unsqueeze(1))
+
+        return sort
+
+    return replaced(AllToAll, "_places", by_expert)
+
+
+def gradients_of_experts_are_multiplied_by_ep() -> AbstractContextManager[None]:
+    # As if each rank had the sum of the losses of all ranks.
+    def several_times(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(x: Tensor, axis: GroupAxis) -> Tensor:
+            return scatter(x * axis.size - (x * (axis.size - 1)).detach(), axis)
+
+        return run
+
+    return replaced(exchanges, "reduce_scatter_parts", several_times)
+
+
+def gradients_of_experts_are_divided_by_their_copies() -> AbstractContextManager[None]:
+    def mistaken(of: Callable[..., Reduction]) -> Callable[..., Reduction]:
+        def reduction(run: Run, device_type: str, copies: Copies) -> Reduction:
+            return dataclasses.replace(of(run, device_type, copies), ranks=copies.ranks)
+
+        return reduction
+
+    return replaced(axis, "reduction_of_matrices", mistaken)
+
+
+def experts_are_reduced_over_the_data_axis() -> AbstractContextManager[None]:
+    return replaced(Grid, "expert_copies", lambda _: property(lambda grid: grid.copies))
+
+
+def the_norm_counts_both_copies_of_an_expert() -> AbstractContextManager[None]:
+    def unweighted(make: type[OwnedSquares]) -> Callable[..., OwnedSquares]:
+        def squares(fragments: Any, owned: Mapping[str, int], _: Mapping[str, float]) -> Any:
+            return make(fragments, owned)
+
+        return squares
+
+    return replaced(engine, "OwnedSquares", unweighted)
+
+
+def all_ranks_get_the_experts_of_the_first() -> AbstractContextManager[None]:
+    return replaced(build, "without_broadcast", lambda _: nullcontext)

@@ -78,6 +78,8 @@ def _samples_of(row: Row) -> int:
     if "chunks" in row:  # their numbers of micro-batches have no small common multiple
         dp: int = row["layout"][1]
         return dp * row["micro_batches"]
+    if "expert" in row and row["layout"][-1] > 1:  # tensor ranks share one of three sequences
+        return 3 * int(row["layout"][1]) * int(row["micro_batches"])
     if "context" in row:
         return 4 * row.get("micro_batches", 2)
     return 48 if len(row["layout"]) == 4 else 24

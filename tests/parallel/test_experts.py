@@ -20,6 +20,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from tests.model.tiny_gpt import initialized
 from tests.parallel.covering import EXPERTS, Row, pairs_of, possible_pairs, rows_of
 from tests.parallel.expert_mistakes import LOSS_SCALE, the_auxiliary_loss_lacks_the_scale_of_fp16
+from tests.parallel.few_rows import train_with_few_rows
 from tests.parallel.references import (
     FEW_STEPS,
     TEXT,
@@ -59,10 +60,21 @@ def test_experts_equal_one_process(
     assert len(comparison.auxiliary_losses) == FEW_STEPS * has_loss
 
 
-def test_two_runs_of_a_layout_have_the_same_bits(pool: RankPool, references: References) -> None:
-    run = tiny_run(TEXT, pp=2, dp=2, cp=2, model=BALANCED, zero_optimization={"stage": 2})
+@pytest.mark.parametrize(
+    ("exchange", "layout"),
+    [("all_to_all", {"pp": 2, "dp": 2, "cp": 2}), ("all_gather", {"dp": 2, "tp": 2})],
+)
+def test_two_runs_of_a_layout_have_the_same_bits(
+    pool: RankPool, references: References, exchange: str, layout: dict[str, Any]
+) -> None:
+    changes: dict[str, Any] = {
+        "parallel": {"expert": 4, "expert_exchange": exchange},
+        "zero_optimization": {"stage": 2},
+    }
+    run = tiny_run(TEXT, **layout, model=BALANCED, **changes)
     corpus = tiny_corpus(run, references.cache)
-    first, second = (pool.run(8, train_rank, run, corpus, FEW_STEPS)[0] for _ in range(2))
+    ranks = run.grid.world_size
+    first, second = (pool.run(ranks, train_rank, run, corpus, FEW_STEPS)[0] for _ in range(2))
     assert first is not None and second is not None
     assert (first.losses, first.grad_norms) == (second.losses, second.grad_norms)
     assert first.weights.keys() == second.weights.keys()
@@ -73,13 +85,23 @@ def test_two_runs_of_a_layout_have_the_same_bits(pool: RankPool, references: Ref
 # --- 16 bits --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "cp": 2},
+        {"dp": 2, "tp": 2, "parallel": {"expert": 2, "expert_exchange": "all_gather"}},
+        {"dp": 2, "tp": 2, "parallel": {"expert": 4, "expert_exchange": "all_to_all"}},
+    ],
+    ids=["cp", "tp-all_gather", "tp-all_to_all"],
+)
 def test_bf16_stays_within_its_bound_although_choices_are_flipped(
-    pool: RankPool, references: References
+    pool: RankPool, references: References, layout: dict[str, Any]
 ) -> None:
-    # Weights are large, so that scores differ. With a context axis, attention rounds differently.
+    # Weights are large, so that scores differ. With a context or a tensor axis, attention rounds
+    # differently.
     model = {**BALANCED, "initializer_range": 0.2}
     changes: dict[str, Any] = {"model": model, "zero_optimization": {"stage": 3}, **BF16_IN_FP32}
-    run = tiny_run(TEXT, dp=2, cp=2, **changes)
+    run = tiny_run(TEXT, **layout, **changes)
     comparison = train_and_compare(pool, references, run, FEW_STEPS)
     assert comparison.equal, comparison.largest
     assert 0 < comparison.flipped < comparison.choices / 50
@@ -109,7 +131,23 @@ def test_the_auxiliary_loss_has_the_scale_of_fp16(pool: RankPool, references: Re
     assert all(each.relative > 10 * each.allowed for each in routers) and len(routers) == 3
 
 
-# --- an expert without tokens ---------------------------------------------------------------------
+# --- ranks and experts without tokens -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("recomputation", ["none", "full"])
+def test_a_rank_may_receive_one_row_or_none(
+    pool: RankPool, references: References, exchange: str, recomputation: str
+) -> None:
+    parallel: dict[str, Any] = {"expert": 4, "expert_exchange": exchange}
+    parallel["activation_checkpointing"] = recomputation
+    run = tiny_run(TEXT, dp=4, model=BALANCED, parallel=parallel, gradient_accumulation_steps=3)
+    found = train_and_compare(pool, references, run, FEW_STEPS, train_with_few_rows)
+    # One process would choose otherwise.
+    assert found.flipped > 0
+    numbers = [*found.losses, *found.grad_norms, *found.gradients, *found.auxiliary_losses]
+    assert all(each.relative <= each.allowed for each in numbers)
+    assert found.copies_differ_by == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -40,15 +40,22 @@ from megaspeed.training import worker
 from megaspeed.zero import build, engine
 from megaspeed.zero.engine import ZeroEngine
 from tests.parallel.expert_mistakes import (
+    all_ranks_get_the_experts_of_the_first,
     an_expert_gets_no_gradient,
     context_ranks_count_their_own_tokens,
     counts_are_taken_again_in_recomputation,
+    experts_are_reduced_over_the_data_axis,
     gate_and_up_are_exchanged,
+    gradients_of_experts_are_divided_by_their_copies,
+    gradients_of_experts_are_multiplied_by_ep,
+    results_are_returned_to_other_rows,
+    tensor_ranks_count_their_own_tokens,
     the_auxiliary_loss_is_that_of_a_micro_batch,
     the_auxiliary_loss_lacks_the_scale_of_the_loss,
     the_bias_is_in_the_weights_of_experts,
     the_choice_ignores_the_bias,
     the_choice_is_made_again_in_recomputation,
+    the_norm_counts_both_copies_of_an_expert,
 )
 from tests.support.mutations import replaced
 from tests.support.rank_pool import RankPool
@@ -214,6 +221,10 @@ RESET: dict[str, Any] = {"data": {"reset_at_documents": True}}
 # Weights are large, so that a mistake in the experts changes the loss.
 EXPERTS: dict[str, Any] = {"model": {**MOE, "initializer_range": 0.2}}
 BALANCED = merge(EXPERTS, {"model": {"router_bias_rate": 0.1, "router_aux_loss_coef": 0.1}})
+GATHERED = merge(EXPERTS, {"parallel": {"expert": 2, "expert_exchange": "all_gather"}})
+SENT = merge(EXPERTS, {"parallel": {"expert": 2, "expert_exchange": "all_to_all"}})
+# Micro-batches have 3 sequences, so each of two tensor ranks has a half of the second one.
+SHARED_SEQUENCE = {**BALANCED, "gradient_accumulation_steps": 8}
 RECOMPUTED = {**BALANCED, "parallel": {"activation_checkpointing": "full"}}
 
 MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any], Shows]] = {
@@ -240,6 +251,13 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any]
     context_ranks_count_their_own_tokens: ({"cp": 2, **BALANCED}, in_gradients),
     an_expert_gets_no_gradient: ({"dp": 2, **EXPERTS}, in_gradients),
     gate_and_up_are_exchanged: ({"dp": 2, **EXPERTS}, in_losses),
+    tensor_ranks_count_their_own_tokens: ({"tp": 2, **SHARED_SEQUENCE}, in_gradients),
+    results_are_returned_to_other_rows: ({"dp": 2, **SENT}, in_losses),
+    gradients_of_experts_are_multiplied_by_ep: ({"dp": 2, **GATHERED}, in_gradients),
+    gradients_of_experts_are_divided_by_their_copies: ({"dp": 2, **SENT}, in_gradients),
+    experts_are_reduced_over_the_data_axis: ({"dp": 2, **SENT}, in_gradients),
+    the_norm_counts_both_copies_of_an_expert: ({"tp": 2, **EXPERTS}, in_norms),
+    all_ranks_get_the_experts_of_the_first: ({"dp": 2, **SENT, **ZERO1}, in_losses),
 }
 
 

@@ -22,6 +22,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.compilation import Compilation, agree_to_compile, missing_compiler
 from tests.model.tiny_gpt import DROPOUTS
+from tests.parallel.few_rows import few_rows
 from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import GPT2, LLAMA, MOE, short_documents, tiny_corpus, tiny_run
@@ -39,9 +40,10 @@ def train_compiled(
         compile_eager = functools.partial(torch.compile, backend="aot_eager")
         patch.setattr(torch, "compile", compile_eager)
         result = train_rank(launch, run, corpus, STEPS)
-    # One graph for all blocks (with experts two: before and after the choice), and on the last
-    # stage one for the loss. No later step or micro-batch adds another.
+    # One graph for all blocks (with experts two: before and after the choice; four if experts are
+    # exchanged), and on the last stage one for the loss. No later step or micro-batch adds another.
     of_blocks = 1 if run.config.model.num_experts is None else 2
+    of_blocks = of_blocks if run.expert_exchange is None else 4
     has_loss = run.grid.pp == 1 or launch.rank == launch.world_size - 1
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == of_blocks + has_loss
     return result
@@ -82,6 +84,26 @@ def train_compiled(
             "data": {"reset_at_documents": True},
             "zero_optimization": {"stage": 1},
         },
+        {
+            "dp": 2,
+            "model": {**BALANCED, "num_experts_per_tok": 1},
+            "parallel": {
+                "expert": 2,
+                "expert_exchange": "all_gather",
+                "activation_checkpointing": "full",
+            },
+            "zero_optimization": {"stage": 3},
+        },
+        {
+            "tp": 2,
+            "model": BALANCED,
+            "parallel": {
+                "expert": 2,
+                "expert_exchange": "all_to_all",
+                "activation_checkpointing": "selective",
+            },
+            "zero_optimization": {"stage": 1},
+        },
     ],
     ids=[
         "tp2-zero2-documents-dropout",
@@ -89,6 +111,8 @@ def train_compiled(
         "pp2-zero3-chunks",
         "dp2-zero3-experts-recomputed",
         "cp2-zero1-experts-selective-documents",
+        "dp2-zero3-experts-gathered-recomputed",
+        "tp2-zero1-experts-sent-selective",
     ],
 )
 def test_a_compiled_layout_trains_like_an_uncompiled_one(
@@ -106,6 +130,34 @@ def test_a_compiled_layout_trains_like_an_uncompiled_one(
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
     assert found.experts.loads == expected.experts.loads
+
+
+def train_with_few_rows(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> ParallelRun | None:
+    with few_rows(launch.rank):
+        if run.config.training.compile is True:
+            return train_compiled(launch, run, corpus)
+        return train_rank(launch, run, corpus, STEPS)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_a_compiled_rank_may_receive_one_row_or_none(
+    pool: RankPool, tmp_path: Path, exchange: str
+) -> None:
+    """Each micro-batch has another number of rows. None of them needs another graph."""
+    keys: dict[str, Any] = {"parallel": {"expert": 4, "expert_exchange": exchange}}
+    keys |= {"model": BALANCED, "gradient_accumulation_steps": 3}
+    found = []
+    for compiles in (False, True):
+        run = tiny_run(TEXT, dp=4, training={"compile": compiles}, **keys)
+        corpus = tiny_corpus(run, tmp_path)
+        found.append(pool.run(4, train_with_few_rows, run, corpus)[0])
+    eager, compiled = found
+    assert eager is not None and compiled is not None
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-6)
+    assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-5)
+    assert compiled.experts.loads == eager.experts.loads
 
 
 def losses_and_output(
