@@ -214,10 +214,18 @@ OTHER_KEYS: dict[str, tuple[dict[str, Any], list[tuple[tuple[int, int, int], int
             },
         },
         [
-            ((1, 4, 1), 3, {"replicate": 2}),
-            ((2, 2, 1), 2, chunks(2, 1)),
-            ((1, 2, 1), 1, {"context": 2, "context_method": "all_gather"}),
+            ((1, 4, 1), 3, {"replicate": 2, "expert": 4}),
+            ((2, 2, 1), 2, {**chunks(2, 1), "expert": 2}),
+            ((1, 1, 2), 1, {"context": 2, "context_method": "all_gather", "expert": 2}),
             ((1, 1, 1), 0, {}),
+        ],
+    ),
+    "experts-muon": (
+        {"model": {**MOE, "router_bias_rate": 0.01}, "optimizer": MUON},
+        [
+            ((1, 4, 2), 3, {"replicate": 2}),  # experts: 2 replicas of 4 shards
+            ((1, 2, 2), 1, {"expert": 4}),
+            ((2, 2, 1), 0, {"expert": 2}),
         ],
     ),
 }

@@ -58,6 +58,11 @@ LAYOUTS = [
     Layout(1, 2, 2, 0, {"model": {**SHARED_HEADS, "qk_norm": "all_heads"}}),
     Layout(2, 3, 1, 3, {"model": {**MOE, "router_bias_rate": 0.01}}),
 ]
+SHARED_EXPERTS = {
+    stage: Layout(1, 4, 1, stage, {"model": MOE, "parallel": {"expert": 2, "replicate": replicate}})
+    for stage, replicate in ((0, 1), (1, 1), (3, 2))
+}
+"""Two of four ranks hold the same experts."""
 
 
 def trained(
@@ -115,6 +120,7 @@ QKV = "blocks.1.attention.qkv.weight"
 KEY_NORM = "blocks.0.attention.key_norm.weight"
 HEAD = "head.output.weight"
 ROUTER = "blocks.2.mlp.router.weight"
+EXPERTS = "blocks.1.mlp.gate_up.weight"
 
 DAMAGES: list[tuple[Layout, dict[Damage, str]]] = [
     (
@@ -176,6 +182,38 @@ DAMAGES: list[tuple[Layout, dict[Damage, str]]] = [
     (
         LAYOUTS[11],
         {Damage(3, "parameter", KEY_NORM): f"parameter {KEY_NORM} on rank 3, unlike 3"},
+    ),
+    (
+        SHARED_EXPERTS[0],
+        {
+            Damage(3, "parameter", EXPERTS): (
+                f"parameter {EXPERTS} on ranks 1, 3, which do not agree"
+            ),
+            Damage(0, "master weight", EXPERTS): (
+                f"master weight {EXPERTS} on ranks 0, 2, which do not agree"
+            ),
+            Damage(3, "parameter", QKV): f"parameter {QKV} on rank 3, unlike 3",
+        },
+    ),
+    (
+        SHARED_EXPERTS[1],
+        {
+            Damage(2, "parameter", EXPERTS): (
+                f"parameter {EXPERTS} on ranks 0, 2, which do not agree"
+            ),
+            Damage(1, "parameter", QKV): f"parameter {QKV} on rank 1, unlike 3",
+        },
+    ),
+    (
+        SHARED_EXPERTS[3],
+        {
+            Damage(3, "master weight", EXPERTS): (
+                f"master weight {EXPERTS} on ranks 1, 3, which do not agree"
+            ),
+            Damage(0, "parameter", EXPERTS): (
+                f"parameter {EXPERTS} on ranks 0, 2, which do not agree"
+            ),
+        },
     ),
     *((LAYOUTS[number], {}) for number in (3, 6, 7, 8)),
 ]
