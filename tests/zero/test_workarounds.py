@@ -42,7 +42,7 @@ from megaspeed.zero.build import model_parallel_unit
 from megaspeed.zero.workarounds import import_muon_uncompiled, stay_at_the_smallest_scale
 from tests.support.machine import limit
 from tests.support.rank_pool import RankFailure, RankPool
-from tests.support.tiny import BF16_IN_FP32, LLAMA, tiny_corpus
+from tests.support.tiny import BF16_IN_FP32, LLAMA, MOE, tiny_corpus
 from tests.zero.held import is_gathered
 from tests.zero.one_rank import one_rank, put_an_infinity, reference_of, small_run
 
@@ -402,6 +402,75 @@ def test_without_overruling_bf16_with_fp32_gradients_takes_another_optimizer_at_
     corpus = tiny_corpus(run, cache)
     assert pool.run(1, optimizer_of_zero1, run, corpus, False) == ["BF16_Optimizer"]
     assert pool.run(1, optimizer_of_zero1, run, corpus, True) == ["DeepSpeedZeroOptimizer"]
+
+
+# --- experts on other ranks -----------------------------------------------------------------------
+
+MATRICES = "blocks.0.mlp.down.weight"
+"""8 experts of a block."""
+PARTITIONED_OTHERWISE = "DeepSpeed partitions parameters differently"
+
+
+def two_ranks_share_experts(text: Path, stage: int) -> Run:
+    """Return a run of two data ranks with four experts of a block each."""
+    changes: dict[str, Any] = {"parallel": {"expert": 2}, "zero_optimization": {"stage": stage}}
+    return small_run(text, dp=2, model=MOE, **changes)
+
+
+def initial_experts(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, broadcasts: bool
+) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        if broadcasts:
+            patch.setattr(build, "without_broadcast", nullcontext)
+        with one_rank(launch, run, corpus) as rank:
+            return rank.weights()[MATRICES]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeed_replaces_the_experts_of_a_rank_by_those_of_the_first(
+    pool: RankPool, text: Path, cache: Path, stage: int
+) -> None:
+    run = two_ranks_share_experts(text, stage)
+    corpus = tiny_corpus(run, cache)
+    expected = reference_of(run, corpus, steps=0).initial_weights[MATRICES].chunk(2)
+    first, second = pool.run(2, initial_experts, run, corpus, True)
+    assert torch.equal(first, expected[0]) and torch.equal(second, expected[0])
+    first, second = pool.run(2, initial_experts, run, corpus, False)
+    assert torch.equal(first, expected[0]) and torch.equal(second, expected[1])
+
+
+def elements_of_partitions(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, omitted: dict[str, Any]
+) -> list[int]:
+    """Return the elements of the experts, and of another weight, that a rank updates."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, replacement in omitted.items():
+            patch.setattr(build, name, replacement)
+        with one_rank(launch, run, corpus) as rank:
+            fragments = [*rank.engine.state_fragments()]
+    names = (MATRICES, "blocks.0.attention.output.weight")
+    return [sum(len(part.weights) for part in fragments if part.name == name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("stage", "omitted"),
+    [
+        (1, {"partitions_of_groups_over": nullcontext}),
+        (2, {"partitions_of_groups_over": nullcontext}),
+        (3, {"partition_over": nothing}),
+    ],
+)
+def test_deepspeed_partitions_experts_over_ranks_that_have_others(
+    pool: RankPool, text: Path, cache: Path, stage: int, omitted: dict[str, Any]
+) -> None:
+    run = two_ranks_share_experts(text, stage)
+    corpus = tiny_corpus(run, cache)
+    with pytest.raises(RankFailure, match=PARTITIONED_OTHERWISE):
+        pool.run(2, elements_of_partitions, run, corpus, omitted)
+    found = pool.run(2, elements_of_partitions, run, corpus, {})
+    assert [experts for experts, _ in found] == [4 * 32 * 24] * 2
+    assert sum(other for _, other in found) == 32 * 32
 
 
 # --- announced_renames ----------------------------------------------------------------------------
