@@ -149,9 +149,10 @@ REFUSED: Mapping[str, str] = _by_key(
         "would train another model; remove it": (
             "model.capacity_factor model.expert_capacity_factor model.moe_expert_capacity_factor"
         ),
-        "each rank has all experts of its blocks; remove it": (
-            "expert_parallel use_data_before_expert_parallelism zero_optimization.leaf_module"
+        "neighbouring ranks of a pipeline stage share the experts; set parallel.expert": (
+            "expert_parallel use_data_before_expert_parallelism"
         ),
+        "a block is gathered as a whole; remove it": "zero_optimization.leaf_module",
         "megaspeed orders the data itself, the same at every layout; see `data`": "data_efficiency",
         "it is not for pretraining; remove it": "weight_quantization hybrid_engine",
         "DeepSpeed's compiler needs the complete model in one graph; set training.compile": (

@@ -95,12 +95,9 @@ _UNDETERMINED = (
 
 def find_grid(config: RunConfig, world: World) -> Grid | None:
     """Return the grid, or None if no grid fits. With spare ranks, it also fits the batch."""
-    is_replicated, replicate = config.zero_optimization.stage == 0, config.parallel.replicate
-    for dp in _data_degrees(config, world):
-        is_divided = is_replicated or dp % replicate == 0
-        if is_divided and config.parallel.expert in (1, *expert_degrees(config, dp)):
-            return make_grid(config, dp)
-    return None
+    degrees = _data_degrees(config, world)
+    fitting = (dp for dp in degrees if config.parallel.expert in expert_degrees(config, dp))
+    return next((make_grid(config, dp) for dp in fitting), None)
 
 
 def make_grid(config: RunConfig, dp: int) -> Grid:
@@ -118,15 +115,16 @@ def make_grid(config: RunConfig, dp: int) -> Grid:
 
 
 def expert_degrees(config: RunConfig, dp: int) -> list[int]:
-    """Return the expert-parallel degrees with which experts can be shared and partitioned."""
+    """Return the expert-parallel degrees with which experts can be shared and partitioned. There
+    are none if the replicas do not divide the data degree.
+    """
     parallel, count = config.parallel, config.model.num_experts or 1
     stage = dp * parallel.context * parallel.tensor
-    shards = stage // parallel.replicate  # the ranks of a stage in one replica
-    return [
-        ep
-        for ep in divisors(gcd(count, stage))
-        if config.zero_optimization.stage == 0 or shards % ep == 0 or ep % shards == 0
-    ]
+    degrees, shards = divisors(gcd(count, stage)), stage // parallel.replicate
+    if config.zero_optimization.stage == 0:
+        return degrees
+    is_divided = dp % parallel.replicate == 0
+    return [ep for ep in degrees if is_divided and (shards % ep == 0 or ep % shards == 0)]
 
 
 def _group(parallel: ParallelConfig) -> tuple[int, str]:
@@ -275,21 +273,21 @@ def experts_divide_stage(config: RunConfig, world: World) -> Iterator[str]:
     """
     parallel, count = config.parallel, config.model.num_experts
     degrees = sorted(_data_degrees(config, world))
-    if count is None or not degrees:
+    valid = sorted({ep for dp in degrees for ep in expert_degrees(config, dp)})
+    if count is None or not valid or parallel.expert in valid:
         return
-    valid = [expert_degrees(config, dp) for dp in degrees]
-    if any(parallel.expert in each for each in valid):
-        return
-    dp, context = degrees[-1], f" x context {parallel.context}" * (parallel.context > 1)
-    stage = dp * parallel.context * parallel.tensor
+    axes = {"context": parallel.context, "tensor": parallel.tensor}
+    others = "".join(f" x {axis} {size}" for axis, size in axes.items() if size > 1)
     law = (
-        f"parallel.expert {parallel.expert} must divide model.num_experts {count} and the {stage} "
-        f"ranks of a pipeline stage (data {dp}{context} x tensor {parallel.tensor})"
+        f"parallel.expert {parallel.expert} must divide model.num_experts {count} and the ranks of "
+        f"a pipeline stage, data {listed(degrees)}{others}"
     )
-    if parallel.replicate > 1:
-        replica = stage // parallel.replicate
-        law += f", and divide the {replica} ranks of a replica or be a multiple of {replica}"
-    yield f"{law}; valid parallel.expert: {listed(valid[-1])}"
+    if config.zero_optimization.stage > 0 and parallel.replicate > 1:
+        law += (
+            "; it must also divide the ranks of a replica, which are those / parallel.replicate "
+            f"{parallel.replicate}, or be a multiple of them"
+        )
+    yield f"{law}; valid parallel.expert: {listed(valid)}"
 
 
 def micro_batches_fill_the_pipeline(config: RunConfig, world: World) -> Iterator[str]:
@@ -344,14 +342,15 @@ def batch_multiplies(config: RunConfig, world: World) -> Iterator[str]:
     if not stated.is_determined:
         return
     grid = find_grid(config, world)
-    batch = None if grid is None else solve_batch(stated, grid.dp)
-    if grid is not None and batch is None:
-        context = f" x context {grid.cp}" if grid.cp > 1 else ""
+    dp = next(_data_degrees(config, world), None) if grid is None else grid.dp
+    batch = None if dp is None else solve_batch(stated, dp)
+    if dp is not None and batch is None:
+        context = f" x context {parallel.context}" if parallel.context > 1 else ""
         yield explain_batch(
             stated,
-            grid.dp,
-            f"dp {grid.dp} = world {world.size} / (pipeline {grid.pp}{context} x tensor "
-            f"{grid.tp}), world from {world.source}",
+            dp,
+            f"dp {dp} = world {world.size} / (pipeline {parallel.pipeline}{context} x tensor "
+            f"{parallel.tensor}), world from {world.source}",
         )
     if parallel.spare_ranks and stated.train is None:
         yield "parallel.spare_ranks needs the same batch at every dp; state train_batch_size"
@@ -360,11 +359,11 @@ def batch_multiplies(config: RunConfig, world: World) -> Iterator[str]:
         dp = min(largest, 1) if parallel.data == "auto" else parallel.data
         if 0 < dp <= largest:
             yield explain_batch(stated, dp, f"no dp of {largest} or less fits {world}")
-    if grid and batch and batch.gradient_accumulation_steps > LARGEST_ACCUMULATION:
+    if batch and batch.gradient_accumulation_steps > LARGEST_ACCUMULATION:
         yield (
             f"gradient_accumulation_steps {batch.gradient_accumulation_steps:,} (train_batch_size "
             f"{batch.train_batch_size:,} / (train_micro_batch_size_per_gpu "
-            f"{batch.micro_batch_size:,} x dp {grid.dp})) must be at most "
+            f"{batch.micro_batch_size:,} x dp {dp})) must be at most "
             f"{LARGEST_ACCUMULATION:,}; raise train_micro_batch_size_per_gpu"
         )
     if batch and config.number_of_steps() is None:  # the batch gives the number of steps

@@ -266,9 +266,9 @@ def tensor_divides_heads(config: RunConfig) -> Iterator[str]:
 
 @rule
 def tensor_divides_feed_forward(config: RunConfig) -> Iterator[str]:
-    """Tensor ranks hold equal parts of the feed-forward layer."""
+    """Tensor ranks hold equal parts of the feed-forward layer. Experts are not divided."""
     width, tp = config.model.intermediate_size, config.parallel.tensor
-    if width % tp:
+    if width % tp and config.model.num_experts is None:
         yield (
             f"model.intermediate_size {width} must be divisible by parallel.tensor {tp}, because "
             "tensor ranks hold equal parts of the feed-forward layer; nearest: "
@@ -414,8 +414,7 @@ def ranks_divide_sequence(config: RunConfig) -> Iterator[str]:
         reason = "with experts" if has_experts else "if parallel.sequence_parallel is true"
         yield (
             f"data.sequence_length {length} must be divisible by parallel.tensor {tp} {reason}, "
-            "because tensor ranks hold equal parts of the "
-            f"sequence; nearest: {nearest(length, tp)}"
+            f"because tensor ranks hold equal parts of the sequence; nearest: {nearest(length, tp)}"
         )
         return
     factors = [f"parallel.context {cp} x 2 (a part of each half for each rank)"] * gathers_keys

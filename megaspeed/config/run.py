@@ -56,14 +56,16 @@ def _object_of_type(value: Any) -> Any:
 
 
 class ParallelConfig(Section):
-    """The degrees of the four axes. data x pipeline x context x tensor is the number of ranks."""
+    """The degrees of the axes. data x pipeline x context x tensor is the number of ranks. The ranks
+    that share experts are on any of data, context and tensor."""
 
     data: Annotated[int, Field(gt=0, le=LARGEST_WORLD)] | Literal["auto"] = "auto"
     """Data-parallel degree (dp); "auto" = world size / (pipeline x context x tensor)."""
     pipeline: int = Field(default=1, gt=0, le=LARGEST_WORLD)
     """Number of pipeline stages (pp); at most as many as there are blocks."""
     tensor: int = Field(default=1, gt=0, le=LARGEST_WORLD)
-    """Tensor-parallel degree (tp); must divide the attention heads and the feed-forward width."""
+    """Tensor-parallel degree (tp); must divide the attention heads and, unless the model has
+    experts, the feed-forward width."""
     context: int = Field(default=1, gt=0, le=LARGEST_WORLD)
     """Context-parallel degree (cp): number of ranks that share each sequence. Each holds
     data.sequence_length / context of its tokens, and the activations of these. It must divide

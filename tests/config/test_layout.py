@@ -1,5 +1,6 @@
 """The layout of a run over the processes: the batch equation, the grid, and spare ranks."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megaspeed.config.layout import (
 from megaspeed.config.loading import parse_config
 from megaspeed.config.rules import divisors
 from megaspeed.topology.grid import Grid
-from tests.config.small import load, small, write
+from tests.config.small import load, patch, problems, small, write
 
 
 @pytest.mark.parametrize(
@@ -127,3 +128,71 @@ def test_spare_ranks_are_those_beyond_the_largest_layout_that_keeps_the_batch(
     written = write(tmp_path / "resolved.json", run.as_json())
     again = load(written, world_size=world)
     assert (again.grid, again.spare_ranks) == (grid, spare)
+
+
+EXPERTS = (
+    "model.architecture=mixtral",
+    "model.intermediate_size=384",
+    "model.num_experts=12",
+    "model.num_experts_per_tok=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "grid"),
+    [
+        # Each rank of a stage holds other experts, or ZeRO partitions the copies.
+        ("", Grid(1, 12, 1, ep=4, expert_shard=3)),
+        ("parallel.expert=12", Grid(1, 12, 1, ep=12)),
+        ("zero_optimization.stage=0", Grid(1, 12, 1, 12, ep=4)),
+        ("parallel.tensor=2", Grid(1, 6, 2, ep=4, expert_shard=3)),
+        ("parallel.context=2 parallel.tensor=2", Grid(1, 3, 2, cp=2, ep=4, expert_shard=3)),
+        ("parallel.pipeline=3", Grid(3, 4, 1, ep=4)),
+        # 6 ranks of a replica hold the experts twice or more often, or a half of them.
+        ("parallel.replicate=2 parallel.expert=2", Grid(1, 12, 1, 2, ep=2, expert_shard=3)),
+        ("parallel.replicate=2 parallel.expert=6", Grid(1, 12, 1, 2, ep=6)),
+        ("parallel.replicate=2 parallel.expert=12", Grid(1, 12, 1, 2, ep=12)),
+        ("parallel.replicate=12 parallel.expert=4", Grid(1, 12, 1, 12, ep=4)),
+    ],
+)
+def test_copies_of_experts_are_partitioned_over_the_ranks_of_a_replica(
+    overrides: str, grid: Grid
+) -> None:
+    words = ("zero_optimization.stage=1", "parallel.expert=4", *overrides.split())
+    config = parse_config(small(**patch(*EXPERTS, *words), train_batch_size=24))
+    assert find_grid(config, World(12, "x")) == grid
+    copies = grid.expert_copies
+    assert copies.ranks * (grid.ep or 1) == grid.dp_cp * grid.tp
+    # Replicas of ZeRO's other partitions are never in one group of partitions of experts.
+    for group in grid.groups_along(copies.shard_axis):
+        assert len({grid.index_along(rank, "replica") for rank in group}) == 1 or grid.shard == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("spare", ["false", "true"])
+def test_valid_expert_degrees_are_those_that_pass(stage: int, spare: str) -> None:
+    """The test tries every degree, and compares those that pass with the list of the message.
+    A wrong expert degree hides no other mistake.
+    """
+    refused = 0
+    for world, cp, tp, replicate in itertools.product((4, 6, 7, 12), (1, 2), (1, 2), (1, 2, 3)):
+        words = (
+            *EXPERTS,
+            f"zero_optimization.stage={stage}",
+            f"parallel.spare_ranks={spare}",
+            f"parallel.context={cp}",
+            f"parallel.tensor={tp}",
+            f"parallel.replicate={replicate if stage else 1}",
+            "train_batch_size=24",
+        )
+        found = {
+            ep: problems(*words, f"parallel.expert={ep}", world_size=world) for ep in range(1, 14)
+        }
+        passing = [ep for ep, messages in found.items() if not messages]
+        if found[1]:  # the processes, the batch or the replicas do not fit
+            assert all(set(found[1]) <= set(messages) for messages in found.values())
+            continue
+        for message in itertools.chain(*found.values()):
+            assert message.endswith(f"valid parallel.expert: {', '.join(map(str, passing))}")
+            refused += 1
+    assert refused > 50
