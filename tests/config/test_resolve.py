@@ -95,6 +95,65 @@ def test_the_sequence_is_split_on_cuda_if_it_can_be(
     assert run.sequence_parallel is run.config.parallel.sequence_parallel is splits
 
 
+MIXTRAL = (
+    "model.architecture=mixtral",
+    "model.intermediate_size=384",
+    "model.num_experts=8",
+    "model.num_experts_per_tok=2",
+)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("expert", [1, 2])
+def test_the_sequence_is_split_for_experts_on_any_device(device_type: str, expert: int) -> None:
+    settings = (*MIXTRAL, "parallel.tensor=2", f"parallel.expert={expert}")
+    run = resolve(*settings, world_size=2, device_type=device_type)
+    assert run.sequence_parallel is run.config.parallel.sequence_parallel is True
+    alone = resolve(*MIXTRAL, f"parallel.expert={expert}", world_size=expert)
+    assert alone.sequence_parallel is alone.config.parallel.sequence_parallel is False
+
+
+@pytest.mark.parametrize(
+    ("experts", "active", "ep", "method"),
+    [
+        # rows in memory: ep x min(k, E / ep) of all_gather, about k of all_to_all
+        (8, 2, 2, "all_gather"),  # 4 <= 2 x 2, as many rows are sent
+        (8, 2, 4, "all_to_all"),  # more is sent
+        (8, 3, 2, "all_gather"),
+        (8, 4, 4, "all_gather"),  # 8 <= 2 x 4
+        (16, 4, 4, "all_to_all"),  # 16 > 2 x 4
+        (8, 8, 8, "all_gather"),
+        (8, 1, 2, "all_to_all"),
+    ],
+)
+def test_tokens_are_gathered_if_this_sends_no_more_and_takes_at_most_twice_the_memory(
+    experts: int, active: int, ep: int, method: str
+) -> None:
+    model = (f"model.num_experts={experts}", f"model.num_experts_per_tok={active}")
+    model += ("model.norm_topk_prob=false",) * (active == 1)
+    settings = (*MIXTRAL, *model, f"parallel.expert={ep}")
+    run = resolve(*settings, world_size=8)
+    assert run.expert_exchange == run.config.parallel.expert_exchange == method
+    for stated in ("all_to_all", "all_gather"):
+        run = resolve(*settings, f"parallel.expert_exchange={stated}", world_size=8)
+        assert run.expert_exchange == stated
+
+
+def test_without_an_expert_axis_nothing_is_exchanged() -> None:
+    for settings in ((), MIXTRAL):
+        run = resolve(*settings, world_size=2)
+        assert run.expert_exchange is None
+        assert run.config.parallel.expert_exchange == "auto"
+        assert not run.grid.has_expert_axes or settings
+
+
+@pytest.mark.parametrize("settings", ["", "parallel.tensor=2 zero_optimization.stage=3"])
+def test_a_resolved_config_with_experts_resolves_to_itself(settings: str) -> None:
+    run = resolve(*MIXTRAL, "parallel.expert=4", *settings.split(), world_size=4)
+    again = resolve_run(parse_config(run.as_json()), World(4, "x"), name="small")
+    assert again == run
+
+
 @pytest.mark.parametrize(
     ("width", "tp", "bucket"),
     [(96, 1, 8 << 20), (768, 1, 8 << 20), (1536, 1, 12 * 1536**2), (1536, 4, 8 << 20)],

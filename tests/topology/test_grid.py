@@ -2,6 +2,7 @@
 
 import doctest
 import itertools
+import math
 import subprocess
 import sys
 import time
@@ -48,6 +49,71 @@ def test_the_groups_along_an_axis_hold_every_rank_once_in_ascending_order(grid: 
     for groups in all_groups(grid):
         assert sorted(itertools.chain(*groups)) == list(range(grid.world_size))
         assert groups == sorted(sorted(group) for group in groups)
+
+
+EXPERT_AXES: tuple[Axis, ...] = ("ep", "expert_shard", "expert_replica")
+
+
+@given(sizes=st.tuples(*[st.integers(1, 4)] * 4), divided=st.tuples(st.integers(1), st.integers(1)))
+def test_the_expert_axes_divide_each_stage(
+    sizes: tuple[int, int, int, int], divided: tuple[int, int]
+) -> None:
+    pp, dp, tp, cp = sizes
+    stage = dp * tp * cp
+    ep = math.gcd(stage, divided[0])
+    shard = math.gcd(stage // ep, divided[1])
+    grid = Grid(pp, dp, tp, cp=cp, ep=ep, expert_shard=shard)
+    assert math.prod(grid.size_along(axis) for axis in EXPERT_AXES) == stage
+    assert grid.groups_along("ep") == [
+        list(range(first, first + ep)) for first in range(0, grid.world_size, ep)
+    ]
+    for axis in EXPERT_AXES:
+        groups = grid.groups_along(axis)
+        assert sorted(itertools.chain(*groups)) == list(range(grid.world_size))
+        assert groups == sorted(sorted(group) for group in groups)
+        for group in groups:
+            assert [grid.index_along(rank, axis) for rank in group] == list(range(len(group)))
+            assert len({grid.coordinates_of(rank).pp for rank in group}) == 1
+            # Along one expert axis, the place on the others is the same.
+            others = [other for other in EXPERT_AXES if other != axis]
+            assert len({tuple(grid.index_along(r, o) for o in others) for r in group}) == 1
+
+
+@pytest.mark.parametrize(
+    ("grid", "groups"),
+    [
+        # the tensor ranks share the experts, so the copies are those of other weights
+        (Grid(1, 4, 2, ep=2, expert_shard=4), ([0, 1], [0, 2, 4, 6], [0])),
+        # each rank has all experts, and ZeRO partitions them over all ranks
+        (Grid(1, 2, 2, ep=1, expert_shard=4), ([0], [0, 1, 2, 3], [0])),
+        # two pipeline stages, in each of which the ranks of two data and context ranks share them
+        (Grid(2, 2, 1, cp=2, ep=2, expert_shard=2), ([0, 1], [0, 2], [0])),
+        # two replicas: each holds the experts once, or a half of them
+        (Grid(1, 8, 1, 2, ep=4, expert_shard=1), ([0, 1, 2, 3], [0], [0, 4])),
+        (Grid(1, 8, 1, 2, ep=2, expert_shard=2), ([0, 1], [0, 2], [0, 4])),
+        (Grid(1, 8, 1, 2, ep=8, expert_shard=1), ([0, 1, 2, 3, 4, 5, 6, 7], [0], [0])),
+    ],
+)
+def test_the_groups_of_experts_are_those_of_the_documentation(
+    grid: Grid, groups: tuple[list[int], ...]
+) -> None:
+    assert tuple(grid.groups_along(axis)[0] for axis in EXPERT_AXES) == groups
+    assert grid.has_expert_axes is (grid.ep != grid.tp)
+    if not grid.has_expert_axes:
+        assert grid.expert_copies == grid.copies
+
+
+def test_a_model_without_experts_has_no_expert_axes() -> None:
+    grid = Grid(2, 4, 2, 2)
+    assert not grid.has_expert_axes and grid.expert_copies == grid.copies
+    assert str(grid) == "pp 2 x dp 4 (2 replicas x 2) x tp 2"
+    assert str(Grid(1, 4, 2, ep=4, expert_shard=2)) == "pp 1 x dp 4 x tp 2, ep 4"
+
+
+@pytest.mark.parametrize(("ep", "shard"), [(3, 1), (2, 3), (8, 2)])
+def test_expert_axes_that_do_not_divide_a_stage_are_refused(ep: int, shard: int) -> None:
+    with pytest.raises(TopologyError, match=f"dp x cp x tp 8 .* ep {ep} x expert_shard {shard}"):
+        Grid(2, 4, 2, ep=ep, expert_shard=shard)
 
 
 @pytest.mark.parametrize(("pp", "dp", "tp", "ranks"), [(8, 64, 8, 4096), (35, 16, 8, 4480)])
