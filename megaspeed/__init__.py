@@ -1,8 +1,9 @@
-"""megaspeed pretrains GPT models on DeepSpeed with four parallel axes in any combination.
+"""megaspeed pretrains GPT models on DeepSpeed with five parallel axes in any combination.
 
-The axes are ``pp`` (pipeline), ``dp`` (data, with ZeRO stages 0 to 3), ``cp`` (context) and ``tp``
-(tensor). Any layout of ranks trains the same model as one process. ``docs/architecture.md`` lists
-the folders, and follows one micro-batch from the loader to the optimizer.
+The axes are ``pp`` (pipeline), ``dp`` (data, with ZeRO stages 0 to 3), ``cp`` (context), ``tp``
+(tensor) and ``ep`` (experts). Any layout of ranks trains the same model as one process.
+``docs/architecture.md`` lists the folders, and follows one micro-batch from the loader to the
+optimizer.
 
 Three functions do from Python what the commands do; ``megaspeed/api.py`` describes them. They are
 loaded at their first use, so ``import megaspeed`` stays light.

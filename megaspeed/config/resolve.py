@@ -75,7 +75,7 @@ class Run:
 
     @cached_property
     def grid(self) -> Grid:
-        """The degrees of the four axes."""
+        """The degrees of the axes."""
         parallel = self.config.parallel
         assert parallel.data != "auto", "a resolved run states it"
         return make_grid(self.config, parallel.data)
@@ -280,7 +280,9 @@ def _micro_batch_groups(config: RunConfig, batch: Batch) -> int:
 
 
 def _splits_sequence(config: RunConfig, device_type: str) -> bool:
-    """auto: true on CUDA if the parts are equal. There, the added gathers overlap with products."""
+    """auto: true on CUDA if the parts are equal. There, the added gathers overlap with products.
+    With experts, tensor ranks always share the tokens.
+    """
     stated, tp = config.parallel.sequence_parallel, config.parallel.tensor
     if stated != "auto":
         return stated
