@@ -129,8 +129,8 @@ def test_the_sequence_is_split_for_experts_on_any_device(device_type: str, exper
 def test_tokens_are_gathered_if_this_sends_no_more_and_takes_at_most_twice_the_memory(
     experts: int, active: int, ep: int, method: str
 ) -> None:
-    model = (f"model.num_experts={experts}", f"model.num_experts_per_tok={active}")
-    model += ("model.norm_topk_prob=false",) * (active == 1)
+    model = [f"model.num_experts={experts}", f"model.num_experts_per_tok={active}"]
+    model += ["model.norm_topk_prob=false"] * (active == 1)
     settings = (*MIXTRAL, *model, f"parallel.expert={ep}")
     run = resolve(*settings, world_size=8)
     assert run.expert_exchange == run.config.parallel.expert_exchange == method

@@ -15,7 +15,7 @@ from megaspeed.data_axis.buckets import Reduction
 from megaspeed.model import experts
 from megaspeed.model.attention import Inputs
 from megaspeed.model.experts import Experts, Places, Routing
-from megaspeed.model.gpt import GPT, ExpertBlock
+from megaspeed.model.gpt import GPT, Choice, ExpertBlock
 from megaspeed.tensor_parallel import context, parallelize
 from megaspeed.tensor_parallel import experts as exchanges
 from megaspeed.tensor_parallel.collectives import GroupAxis
@@ -29,12 +29,12 @@ LOSS_SCALE = 1024
 """The loss scale of fp16."""
 
 
-def in_recomputation(change: Callable[[ExpertBlock, Tensor, Inputs, list[Routing]], None]) -> Any:
+def in_recomputation(change: Callable[[ExpertBlock, Tensor, Inputs, list[Choice]], None]) -> Any:
     """Call ``change`` before a block is recomputed."""
 
     def changed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def again(
-            self: ExpertBlock, x: Tensor, inputs: Inputs, kept: list[Routing] | None = None
+            self: ExpertBlock, x: Tensor, inputs: Inputs, kept: list[Choice] | None = None
         ) -> Tensor:
             if kept:
                 change(self, x, inputs, kept)
@@ -46,10 +46,10 @@ def in_recomputation(change: Callable[[ExpertBlock, Tensor, Inputs, list[Routing
 
 
 def counts_are_taken_again_in_recomputation() -> AbstractContextManager[None]:
-    def count(block: ExpertBlock, _: Tensor, __: Inputs, kept: list[Routing]) -> None:
+    def count(block: ExpertBlock, _: Tensor, __: Inputs, kept: list[Choice]) -> None:
         counts = block._experts.counts
         assert counts is not None
-        counts += torch.bincount(kept[0].experts.flatten(), minlength=len(counts))
+        counts += torch.bincount(kept[0][0].experts.flatten(), minlength=len(counts))
 
     return in_recomputation(count)
 
@@ -57,13 +57,14 @@ def counts_are_taken_again_in_recomputation() -> AbstractContextManager[None]:
 def the_choice_is_made_again_in_recomputation() -> AbstractContextManager[None]:
     # A little noise stands for another rounding.
     @torch.no_grad()
-    def choose(block: ExpertBlock, x: Tensor, inputs: Inputs, kept: list[Routing]) -> None:
+    def choose(block: ExpertBlock, x: Tensor, inputs: Inputs, kept: list[Choice]) -> None:
         scores = block.attend(x, inputs)[2]
         noise = torch.rand(scores.shape, generator=torch.Generator().manual_seed(1)) / 50
         of_forward = block._experts.__dict__.pop("decide")  # which records choices
         routing = block._experts.choose(scores + noise, len(x), is_trained=False)
         block._experts.decide = of_forward  # type: ignore[method-assign]
-        kept[0] = routing._replace(counts=kept[0].counts)
+        of_first, wait = kept[0]
+        kept[0] = routing._replace(counts=of_first.counts), wait
 
     return in_recomputation(choose)
 
