@@ -47,6 +47,8 @@ class Routing(NamedTuple):
     """(T k,) int64, for each row: token x k + place of the expert in the token's choice."""
     rows: Tensor
     """(T, k) int64, the row of each token and expert; the inverse of ``order``."""
+    loads: Tensor
+    """(E,) int64, the number of rows of each expert."""
     offsets: Tensor
     """(E,) int32, where the rows of each expert end."""
     counts: Tensor | None
@@ -76,12 +78,12 @@ class Places(NamedTuple):
 class Received(NamedTuple):
     """What an exchange of a micro-batch needs besides the ``Routing``."""
 
-    places: Places
-    """In what this rank has received."""
     sent_rows: list[int]
     """How many rows are sent to each rank; empty if that is not needed."""
     received_rows: list[int]
     """How many rows are received from each rank; empty if that is not needed."""
+    places: Callable[[], Places]
+    """Sorts what is received by expert, when it is first called."""
 
 
 class Exchange(Protocol):
@@ -220,7 +222,7 @@ class Experts(nn.Module):
         rows = torch.empty_like(order)
         rows.scatter_(0, order, torch.arange(len(order), device=order.device))
         ends = of_all.cumsum(0).int()
-        routing = Routing(experts, order, rows.view_as(experts), ends, None, None)
+        routing = Routing(experts, order, rows.view_as(experts), of_all, ends, None, None)
         if not is_trained or self.coefficient == 0.0:
             return routing
         for sum_over in self.sums_over_sequence:

@@ -260,7 +260,8 @@ class ExpertBlock(Block):
             return self.add_experts(y, h, scores, routing, inputs)
         packed = self.pack(h, scores, routing, inputs)
         received = wait()  # the host waits, after it has launched ``pack``
-        results = self.compute(exchange.send(packed, received), received.places)
+        arrived = exchange.send(packed, received)
+        results = self.compute(arrived, received.places())
         if is_again and self.norms_before:
             # No backward needs the values of what follows, so nothing is sent back.
             returned = results.new_empty(len(packed), results.shape[1]).requires_grad_()

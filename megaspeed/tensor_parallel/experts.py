@@ -15,7 +15,7 @@ The weight of each row travels with it, in columns after the D features.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,50 +65,39 @@ class AllToAll(_OverAxis):
 
     def begin(self, routing: Routing) -> Callable[[], Received]:
         ranks, axis = self._axis.size, self._axis
-        sent = routing.offsets.diff(prepend=routing.offsets.new_zeros(1))
-        counts = torch.empty_like(sent)
+        on_device = torch.stack((routing.loads, routing.loads))  # sent, received
+        counts = on_device[1]
         with axis.timed():
-            dist.all_to_all_single(counts, sent, group=axis.group)
-        by_rank = torch.stack((sent, counts)).view(2, ranks, -1).sum(2)
-        on_host, copied = by_rank, None
-        if by_rank.is_cuda:
-            on_host = torch.empty_like(by_rank, device="cpu", pin_memory=True)
-            on_host.copy_(by_rank, non_blocking=True)
+            dist.all_to_all_single(counts, routing.loads, group=axis.group)
+        on_host, copied = on_device, None
+        if on_device.is_cuda:
+            on_host = torch.empty_like(on_device, device="cpu", pin_memory=True)
+            on_host.copy_(on_device, non_blocking=True)
             copied = torch.cuda.current_stream().record_event()
 
         @cache
         def wait() -> Received:
             if copied is not None:
                 copied.synchronize()  # not the stream, which may have more work by now
-            sent_rows, received_rows = on_host.tolist()
-            places = self._places(counts.view(ranks, -1), sum(received_rows))
-            return Received(places, sent_rows, received_rows)
+            sent, received = on_host.view(2, ranks, -1).sum(2).tolist()
+            return Received(sent, received, cache(partial(self._places, counts, sum(received))))
 
         return wait
 
     def _places(self, counts: Tensor, rows: int) -> Places:
-        """Sort received rows by expert. ``counts`` (ep, experts) are those from each rank."""
-        # Rows arrive by rank, then by expert. Rows of one rank and expert stay together.
-        arrived, of_experts = counts.flatten().long(), counts.sum(0)
-        before = counts.t().flatten().cumsum(0).view(-1, len(counts)).t() - counts
-        shift = (before.flatten() - arrived.cumsum(0) + arrived).repeat_interleave(
-            arrived, output_size=rows
-        )
-        spare = max(0, _FEWEST_ROWS - rows)
-        places = torch.arange(rows + spare, device=counts.device)
-        places[:rows] += shift
-        order = torch.empty_like(places)
-        order.scatter_(0, places, torch.arange(len(order), device=order.device))
-        return Places(order, order, places.unsqueeze(1), of_experts.cumsum(0).int())
+        """Sort rows by expert. They come by rank, then by expert; ``counts`` (E,) are of both."""
+        of_rows = torch.repeat_interleave(counts, output_size=rows) % self._experts
+        if spare := _spare(rows):
+            of_rows = torch.cat((of_rows, of_rows.new_full((spare,), self._experts)))
+        order, inverse, ends = _sorted(of_rows, self._experts)
+        return Places(order, order, inverse.unsqueeze(1), ends)
 
     def pack(self, h: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         return _RowsOfTokens.apply(h, weights, routing.order, routing.rows)
 
     def send(self, packed: Tensor, received: Received) -> Tensor:
-        spare = len(received.places.tokens) - sum(received.received_rows)
-        return exchange_some_rows(
-            packed, received.sent_rows, received.received_rows, self._axis, spare
-        )
+        sent, rows = received.sent_rows, received.received_rows
+        return exchange_some_rows(packed, sent, rows, self._axis, _spare(sum(rows)))
 
     def send_back(self, results: Tensor, received: Received) -> Tensor:
         return exchange_some_rows(results, received.received_rows, received.sent_rows, self._axis)
@@ -121,30 +110,18 @@ class AllGather(_OverAxis):
     """Sends all tokens to all ranks, and sums what the ranks compute for each token."""
 
     def begin(self, routing: Routing) -> Callable[[], Received]:
-        own = routing.experts.int()  # fewer bytes
-        pending = start_all_gather(own, self._axis)
-
-        @cache
-        def wait() -> Received:
-            return Received(self._places(pending.wait().long()), [], [])
-
-        return wait
+        pending = start_all_gather(routing.experts.int(), self._axis)  # int has fewer bytes
+        received = Received([], [], cache(lambda: self._places(pending.wait())))
+        return lambda: received
 
     def _places(self, experts: Tensor) -> Places:
         """``experts`` (ep T, k) are the choices of all ranks."""
-        local = experts - self._axis.rank * self._experts
-        is_used = (local >= 0) & (local < self._experts)
-        # The rows of other ranks come last.
-        local = torch.where(is_used, local, self._experts).flatten()
-        order = local.sort(stable=True).indices
-        rows = torch.empty_like(order)
-        rows.scatter_(0, order, torch.arange(len(order), device=order.device))
-        rows = torch.where(is_used, rows.view_as(experts), 0)
-        counts = local.new_zeros(self._experts + 1)
-        counts.scatter_add_(0, local, torch.ones_like(local))
-        most = len(experts) * min(self._active, self._experts)
-        ends, order = counts[:-1].cumsum(0).int(), order[:most].clone()
-        return Places(order, order // self._active, rows, ends, is_used)
+        own, most = self._experts, len(experts) * min(self._active, self._experts)
+        # This rank's experts are the first ones, so the rows of other ranks come last.
+        local = (experts - self._axis.rank * own) % (self._axis.size * own)
+        order, rows, ends = _sorted(local.flatten(), own)
+        rows, order = rows.view_as(experts).clamp_(max=most - 1), order[:most].clone()
+        return Places(order, order // self._active, rows, ends, local < own)
 
     def pack(self, h: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         columns = columns_of_weights(self._active, h.element_size(), "all_gather")
@@ -158,6 +135,22 @@ class AllGather(_OverAxis):
 
     def unpack(self, returned: Tensor, routing: Routing) -> Tensor:
         return returned
+
+
+def _spare(rows: int) -> int:
+    """Return how many rows are added to those that are received."""
+    return max(0, _FEWEST_ROWS - rows)
+
+
+def _sorted(of_rows: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort rows by their experts. Return the order, its inverse, and where each of the first
+    ``experts`` ends.
+    """
+    numbers, order = of_rows.sort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse.scatter_(0, order, torch.arange(len(order), device=order.device))
+    own = torch.arange(experts, dtype=numbers.dtype, device=numbers.device)
+    return order, inverse, torch.searchsorted(numbers, own, right=True, out_int32=True)
 
 
 class _RowsOfTokens(torch.autograd.Function):
