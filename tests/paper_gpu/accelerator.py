@@ -15,15 +15,18 @@ A launch, a wait or a synchronisation advances or joins clocks as CUDA would ord
 """
 
 import itertools
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tests.paper_gpu.recorder import caller
 from tests.support.wide_product import wide_products
@@ -171,11 +174,28 @@ class PaperAccelerator(CPU_Accelerator):
         return self._default
 
 
+class _OnDevice(TorchFunctionMode):
+    """Tells megaspeed that a tensor is on a CUDA device, and gives it memory instead of pinned
+    memory, which a CPU does not have.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(function, "__self__", None) is Tensor.is_cuda:
+            frame = sys._getframe(1)
+            while "/paper_gpu/" in frame.f_code.co_filename and frame.f_back:  # other modes
+                frame = frame.f_back
+            return "/megaspeed/" in frame.f_code.co_filename
+        return function(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
+
+
 @contextmanager
 def paper_accelerator() -> Iterator[PaperAccelerator]:
     """Replace DeepSpeed's accelerator in this block. The engine must be built within the block.
 
-    The CPU also has the kernel of GPUs that adds products to sums in fp32.
+    ``is_cuda`` of a tensor is true in megaspeed's code, and torch's current stream is that of the
+    accelerator. The CPU also has the kernel of GPUs that adds products to sums in fp32.
     """
     accelerator = PaperAccelerator()
     record_stream = torch.Tensor.record_stream
@@ -186,7 +206,11 @@ def paper_accelerator() -> Iterator[PaperAccelerator]:
     torch.Tensor.record_stream = note_stream  # type: ignore[assignment,method-assign]
     set_accelerator(accelerator)
     try:
-        with wide_products():
+        with (
+            wide_products(),
+            patch.object(torch.cuda, "current_stream", accelerator.current_stream),
+            _OnDevice(),
+        ):
             yield accelerator
     finally:
         set_accelerator(CPU_Accelerator())

@@ -4,8 +4,9 @@
         worker.train_step(batches(run), 1e-3)
 
 A fake collective returns at once, with only this rank's own part, and a message from another stage
-is zeros. So the numbers mean nothing, except that they are finite. Only the order of the calls is
-meaningful.
+is zeros. In an all-to-all of whole numbers, which are numbers of tokens, each rank sends what this
+one sends, so later messages are not empty. So the numbers mean nothing, except that they are
+finite. Only the order of the calls is meaningful.
 """
 
 import warnings
@@ -18,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -171,15 +173,27 @@ def _zeros_arrive() -> Iterator[None]:
     def arrive_and_return(result: Any, *arguments: Any) -> tuple[Any, torch.ScriptObject]:
         return result, arrive(result, *arguments)
 
+    def exchange(received: Tensor, sent: Tensor, group: Any, *more: Any) -> torch.ScriptObject:
+        if received.is_floating_point():
+            return arrive(received, sent)
+        with _disable_current_modes():
+            exchange_counts(received, sent, dist.ProcessGroup.unbox(group))
+        return FakeWork().boxed()
+
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # that torch's own operators are replaced
         for name, key in product(_ARRIVING, ("CPU", "CUDA")):
-            returns = name == "_reduce_scatter_base_"
-            library.impl(name, arrive_and_return if returns else arrive, key, allow_override=True)
+            others = {"_reduce_scatter_base_": arrive_and_return, "alltoall_base_": exchange}
+            library.impl(name, others.get(name, arrive), key, allow_override=True)
     try:
         yield
     finally:
         library._destroy()
+
+
+def exchange_counts(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    """Let the whole numbers of an all-to-all arrive. A test may replace it."""
+    received.copy_(sent)
 
 
 def _is_tensor(value: Any) -> bool:

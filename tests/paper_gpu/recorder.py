@@ -89,6 +89,14 @@ class Recorder(TorchDispatchMode):
         """Return whether there is at least one tensor and all of them are in host memory."""
         return bool(tensors) and all(id(tensor) in self._on_host for tensor in tensors)
 
+    def _reads(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the host waits for a copy, or for the size of a result."""
+        if name == "repeat_interleave":
+            return kwargs.get("output_size") is None
+        if name != "copy_" or self.is_on_host(args[1:2]) or not self.is_on_host(args[:1]):
+            return False
+        return not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -103,7 +111,7 @@ class Recorder(TorchDispatchMode):
             return result
         on_host = self.is_on_host(inputs)
         if not on_host:
-            if name in _READS:
+            if name in _READS or self._reads(name, args, kwargs or {}):
                 self.read(name)
             elif name not in NO_KERNEL:
                 self.launches[name] += 1
@@ -129,6 +137,8 @@ class _Functions(TorchFunctionMode):
         if name in _READS_BEFORE_DISPATCH and not self._recorder.is_on_host(args[:1]):
             self._recorder.read(name)
         result = function(*args, **(kwargs or {}))
+        if (kwargs or {}).get("pin_memory"):
+            self._recorder.made_on_host(result)
         if function is torch.tensor:
             if _stays_on_host(kwargs or {}):
                 self._recorder.made_on_host(result)
