@@ -5,7 +5,7 @@ torch's own operations, so no compiler is needed.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +29,8 @@ from megaspeed.config.run import Recomputation
 from megaspeed.model.attention import Inputs
 from megaspeed.model.documents import segments_of_rows
 from megaspeed.model.dropout import SampleDropout
-from megaspeed.model.gpt import DTYPES, GPT
+from megaspeed.model.experts import Experts
+from megaspeed.model.gpt import DTYPES, GPT, ExpertBlock
 from megaspeed.model.sequence_part import WHOLE
 from megaspeed.planning.costs.activations import Activations
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
@@ -37,9 +38,10 @@ from megaspeed.topology.activity import Activity
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import worker
 from megaspeed.training.compilation import Compilation
-from megaspeed.training.rank_model import plain_model, tensor_axis
+from megaspeed.training.rank_model import expert_axis, plain_model, tensor_axis
 from tests.model.tiny_gpt import DROPOUTS, gpt2, initialized, llama
-from tests.paper_gpu.fake_world import GPT2, LLAMA, fake_context, fake_rank, paper_run
+from tests.paper_gpu.accelerator import paper_accelerator
+from tests.paper_gpu.fake_world import GPT2, LLAMA, MOE, fake_context, fake_rank, paper_run
 from tests.paper_gpu.recorder import Recorder
 from tests.support.rank_pool import RankPool
 
@@ -194,9 +196,13 @@ class NotCompiled(Exception):
     """Raised when the code of a graph is known, so the graph is not compiled."""
 
 
-def calls_of(block: torch.nn.Module, *inputs: Any) -> tuple[list[str], list[str]]:
+def calls_of(
+    block: torch.nn.Module, *inputs: Any, parts: Sequence[str] = ("forward",)
+) -> list[list[str]]:
     """Return the kernels that its code calls in a forward and in a backward: Inductor's and
     torch's.
+
+    If several methods are compiled, each has a forward and a backward.
     """
     codes: list[str] = []
 
@@ -213,20 +219,19 @@ def calls_of(block: torch.nn.Module, *inputs: Any) -> tuple[list[str], list[str]
     options = {"fx_graph_cache": False, "cpp.simdlen": 1}
     with pytest.MonkeyPatch.context() as patch, inductor_config.patch(options):
         patch.setattr(GraphLowering, "compile_to_module", only_write)
-        forward = torch.compile(
-            block.forward,
-            fullgraph=True,
-            dynamic=False,
-            backend=lambda graph, example: compile_fx(graph, example, inner_compile=inner),
-        )
-        forward(*inputs).sum().backward()
+        for part in parts:
+            compiled: Any = torch.compile(
+                getattr(block, part),
+                fullgraph=True,
+                dynamic=False,
+                backend=lambda graph, example: compile_fx(graph, example, inner_compile=inner),
+            )
+            patch.setattr(block, part, compiled)
+        block(*inputs).sum().backward()
     call = re.compile(
         r"^ +(?:\w+ = )?(extern_kernels\.\w+|cpp_fused|torch\.ops\.[\w.]+)", re.MULTILINE
     )
-    forward_calls, backward_calls = (
-        call.findall(code[code.rindex("def call(") :]) for code in codes
-    )
-    return forward_calls, backward_calls
+    return [call.findall(code[code.rindex("def call(") :]) for code in codes]
 
 
 @pytest.mark.parametrize(
@@ -251,6 +256,60 @@ def test_kernels_of_a_block_and_micro_batch(
         model.blocks["0"](x, Inputs(angles=angles)).backward(torch.ones_like(x))
     assert sum(recorder.launches.values()) <= uncompiled
     assert sum(map(len, calls_of(model.blocks["0"], x, Inputs(angles=angles)))) <= compiled
+
+
+def kernels_between_parts(block: ExpertBlock, x: Tensor, inputs: Inputs) -> int:
+    """Return how many kernels a forward launches between its compiled parts."""
+    with paper_accelerator(), Recorder() as recorder, pytest.MonkeyPatch.context() as patch:
+
+        def without_kernels(part: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*arguments: Any) -> Any:
+                before = recorder.launches.copy()
+                result = part(*arguments)
+                recorder.launches = before
+                return result
+
+            return run
+
+        for name in block.COMPILED:
+            patch.setattr(block, name, without_kernels(getattr(block, name)))
+        block(x, inputs)
+    return sum(recorder.launches.values())
+
+
+@pytest.mark.parametrize(
+    ("parallel", "between", "compiled"),
+    [
+        ({}, 22, 32),
+        ({"expert": 2, "expert_exchange": "all_to_all"}, 31, 36),
+        ({"expert": 2, "expert_exchange": "all_gather"}, 34, 35),
+    ],
+    ids=["one-rank", "all-to-all", "all-gather"],
+)
+def test_kernels_of_a_compiled_block_with_experts(
+    parallel: dict[str, Any], between: int, compiled: int
+) -> None:
+    """These budgets may only be lowered. Both methods of balance are on."""
+    run = paper_run(dp=2, **{"model": MOE, "parallel": parallel, **COMPILED})
+    config = run.config.model
+    with fake_context(run.grid, rank=0) as context:
+        model = plain_model(run)
+        parallelize(model, config, tensor_axis(run, context), expert_axis(run, context))
+        block = model.blocks["0"].to_empty(device="cpu").to(torch.bfloat16)
+        assert isinstance(block, ExpertBlock) and isinstance(block.mlp, Experts)
+        for weight in block.parameters():
+            torch.nn.init.normal_(weight, std=0.02)
+        block.mlp.bias, block.mlp.counts = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
+        block.mlp.auxiliary = torch.zeros(())
+        assert model.angles is not None
+        angles = model.angles.of(None, 16, torch.bfloat16, torch.device("cpu"))
+        inputs = Inputs(angles=angles, gradient_scale=torch.ones(()))
+        x = torch.randn(2, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+        assert kernels_between_parts(block, x, inputs) <= between
+        parts = block.COMPILED[2:] if parallel else block.COMPILED[1:2]
+        calls = calls_of(block, x, inputs, parts=("attend", *parts))
+    assert len(calls) == 2 * (1 + len(parts))
+    assert sum(map(len, calls)) <= compiled
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -39,6 +39,12 @@ def context(method: str, stage: int, *, parallel: Any = None, **more: Any) -> di
     return {**zero(stage, **OVERLAP), "cp": 2, "model": LLAMA, "parallel": shared, **more}
 
 
+def experts(exchange: str, stage: int, *, parallel: Any = None, **more: Any) -> dict[str, Any]:
+    """Return a run with ZeRO on two data ranks, which share the experts of a block."""
+    shared = {"expert": 2, "expert_exchange": exchange, **(parallel or {})}
+    return {**zero(stage, **more), "model": MOE, "parallel": shared}
+
+
 DOCUMENTS = {"data": {"reset_at_documents": True}}
 SELECTIVE = {"activation_checkpointing": "selective"}
 OFFLOADED = {"activation_checkpointing": "full_offloaded"}
@@ -107,6 +113,13 @@ CASES: dict[str, dict[str, Any]] = {
     | {"model": MOE}
     | {"parallel": {"context_method": "ulysses", **RECOMPUTE}},
     "zero2-experts-muon": zero(2) | {"rank": 1, "model": MOE, "optimizer": MUON},
+    "zero1-expert-axis": experts("all_to_all", 1, **OVERLAP),
+    "zero3-expert-axis-recomputed": experts("all_to_all", 3, parallel=RECOMPUTE) | {"dp": 4},
+    "zero2-expert-axis-tensor": experts("all_to_all", 2, parallel={"expert": 4})
+    | {"tp": 2, "rank": 3},
+    "zero3-expert-axis-gathered": experts("all_gather", 3, **OVERLAP) | {"tp": 2, "rank": 2},
+    "zero0-expert-axis-gathered-recomputed": experts("all_gather", 0, parallel=RECOMPUTE),
+    "zero1-expert-axis-muon": experts("all_to_all", 1) | {"dp": 4, "optimizer": MUON},
     "fp32": {"dp": 2, "bf16": {"enabled": False}, "gradient_clipping": 0.0},
 }
 """Name -> JSON keys of ``paper_run``; ``rank`` is the rank whose step is taken."""

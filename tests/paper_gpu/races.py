@@ -8,6 +8,8 @@ contain the time of the earlier one.
 An asynchronous collective, and every send and receive, is a launch on the stream of its group, as
 in NCCL. It starts after the current stream's work, and the stream that calls ``work.wait()``
 continues after it. A collective that is not asynchronous runs on the current stream.
+
+The host is a stream, too. It has pinned memory, and what is computed of it.
 """
 
 from collections import Counter, defaultdict
@@ -20,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megaspeed.pipeline import p2p
 from megaspeed.zero import reductions
 from tests.paper_gpu.accelerator import Clock, PaperAccelerator, PaperStream, join
-from tests.paper_gpu.recorder import NO_KERNEL, caller, group_in
+from tests.paper_gpu.recorder import NO_KERNEL, READS_BEFORE_DISPATCH, caller, group_in
 
 # The index of the argument that a call of a process group writes. Other calls write all arguments.
 _WRITTEN = {
@@ -50,6 +53,34 @@ class _Access:
     where: str
 
 
+class _Host(PaperStream):
+    """The host. What it knows to be done is also known by all that it launches later."""
+
+    def __init__(self, accelerator: PaperAccelerator) -> None:
+        super().__init__(accelerator, name="host")
+        self.clock = accelerator.host_clock
+        self.clock[self.number] = 0
+
+
+class _PinnedMemory(TorchFunctionMode):
+    """Tells a finder what is allocated in pinned memory."""
+
+    def __init__(self, finder: "RaceFinder") -> None:
+        super().__init__()
+        self._finder = finder
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in READS_BEFORE_DISPATCH and self._finder.is_on_host(args[:1]):
+            self._finder.read_by_host(args[0], f"{caller()} {name}")
+        result = function(*args, **(kwargs or {}))
+        if (kwargs or {}).get("pin_memory"):
+            self._finder.made_on_host(result)
+        return result
+
+
 class RaceFinder(TorchDispatchMode):
     """Check every operation within its block.
 
@@ -65,6 +96,8 @@ class RaceFinder(TorchDispatchMode):
         self._streams: dict[str, PaperStream] = {}
         self._works: dict[int, tuple[dist.Work, Clock]] = {}  # kept alive for the same reason
         self._patch = pytest.MonkeyPatch()
+        self._host, self._host_memory = _Host(accelerator), set[int]()
+        self._pinned = _PinnedMemory(self)
         self.races: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Self:
@@ -78,11 +111,13 @@ class RaceFinder(TorchDispatchMode):
         for module in (p2p, reductions):
             # A message is a second storage of the same memory, so its accesses would not be found.
             self._patch.setattr(module, "as_message", lambda tensor: tensor)
+        self._pinned.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._pinned.__exit__(*error)
         FakeWork.wait = self._wait  # type: ignore[method-assign]
         self._patch.undo()
 
@@ -91,6 +126,21 @@ class RaceFinder(TorchDispatchMode):
         _, clock = self._works.pop(id(work), (None, {}))
         join(self._accelerator.current_stream().clock, clock)
 
+    def made_on_host(self, tensor: Tensor) -> None:
+        """Note that a tensor is in the host's memory."""
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage
+        self._host_memory.add(storage._cdata)
+
+    def is_on_host(self, tensors: Sequence[Any]) -> bool:
+        """Return whether there is at least one tensor, and all are in the host's memory."""
+        own = [one.untyped_storage()._cdata in self._host_memory for one in _tensors(tensors)]
+        return bool(own) and all(own)
+
+    def read_by_host(self, tensor: Tensor, where: str) -> None:
+        self._host.launch()
+        self._touch(tensor, False, where, self._host)
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -98,11 +148,14 @@ class RaceFinder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if name.partition("::")[2] not in NO_KERNEL:
             where = f"{caller()} {name}"
+            if self.is_on_host([args, kwargs]):
+                for one in _tensors(result):
+                    self.made_on_host(one)
             stream = self._stream_of(function._schema, args, kwargs or {})
             stream.launch()
             for tensor, write in _touched(function._schema, args, kwargs or {}, result):
                 self._touch(tensor, write, where, stream)
-            if stream is not self._accelerator.current_stream():
+            if stream not in (self._accelerator.current_stream(), self._host):
                 boxed = result[-1] if isinstance(result, tuple) else result
                 work = dist.Work.unbox(boxed)
                 self._works[id(work)] = work, dict(stream.clock)
@@ -117,6 +170,8 @@ class RaceFinder(TorchDispatchMode):
     ) -> PaperStream:
         """Return an operation's stream. The stream of a group starts after the current stream."""
         current = self._accelerator.current_stream()
+        if self.is_on_host([args, kwargs]):
+            return self._host
         if not schema.name.startswith("c10d::"):
             return current
         given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)}
@@ -156,6 +211,10 @@ class RaceFinder(TorchDispatchMode):
             if not (covered and done and (write or not other.write)):
                 kept.append(other)
         self._accesses[identity] = [*kept, own]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _touched(

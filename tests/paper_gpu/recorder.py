@@ -26,7 +26,7 @@ NO_KERNEL = frozenset(
 # In the dispatcher, these operators copy numbers from the device to the host.
 _READS = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"))
 # These do the same, but a CPU answers before the call reaches the dispatcher.
-_READS_BEFORE_DISPATCH = ("tolist", "cpu", "numpy")
+READS_BEFORE_DISPATCH = ("tolist", "cpu", "numpy")
 _PEERS = {"c10d::send": 2, "c10d::recv_": 2}
 _OURS = ("/megaspeed/", "/deepspeed/")
 
@@ -134,7 +134,7 @@ class _Functions(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        if name in _READS_BEFORE_DISPATCH and not self._recorder.is_on_host(args[:1]):
+        if name in READS_BEFORE_DISPATCH and not self._recorder.is_on_host(args[:1]):
             self._recorder.read(name)
         result = function(*args, **(kwargs or {}))
         if (kwargs or {}).get("pin_memory"):

@@ -16,7 +16,7 @@ from tests.support.rank_pool import RankPool
 
 
 def _launches(
-    launch: LaunchEnvironment, model: dict[str, Any], stage: int, dp: int
+    launch: LaunchEnvironment, model: dict[str, Any], stage: int, dp: int, parallel: dict[str, Any]
 ) -> tuple[float, float]:
     """Return the kernels for each block: (in each micro-batch, once a step)."""
     by_block = []
@@ -28,6 +28,7 @@ def _launches(
                 {
                     "dp": dp,
                     "model": {**model, "num_hidden_layers": blocks},
+                    "parallel": parallel,
                     "gradient_accumulation_steps": micro_batches,
                     # All gradients are in one message, because the number of messages depends on
                     # the model's size.
@@ -70,9 +71,28 @@ def test_kernels_of_a_block(
     each_micro_batch: int,
     each_step: int,
 ) -> None:
-    ((each, once),) = pool.run(1, _launches, model, stage, dp)
+    ((each, once),) = pool.run(1, _launches, model, stage, dp, {})
     assert each <= each_micro_batch
     assert once <= each_step
+
+
+@pytest.mark.parametrize(
+    ("exchange", "recomputation", "each_micro_batch"),
+    [
+        ("all_to_all", "none", 250),
+        ("all_gather", "none", 254),
+        ("all_to_all", "full", 323),
+        ("all_gather", "full", 327),
+    ],
+)
+def test_kernels_of_a_block_whose_experts_are_shared(
+    pool: RankPool, exchange: str, recomputation: str, each_micro_batch: int
+) -> None:
+    """A recomputation chooses and sorts nothing again."""
+    shared = {"expert": 2, "expert_exchange": exchange, "activation_checkpointing": recomputation}
+    ((each, once),) = pool.run(1, _launches, MOE, 1, 2, shared)
+    assert each <= each_micro_batch
+    assert once == 0
 
 
 def _launches_of_compression(launch: LaunchEnvironment, how: Any, blocks: int, stage: int) -> int:

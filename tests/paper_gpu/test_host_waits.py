@@ -11,7 +11,7 @@ from deepspeed.comm.comm import comms_logger
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import engine, workarounds
 from tests.paper_gpu.accelerator import paper_accelerator
-from tests.paper_gpu.cases import CASES, zero
+from tests.paper_gpu.cases import CASES, experts, zero
 from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
 from tests.paper_gpu.paper_step import paper_step
 from tests.paper_gpu.recorder import Recorder
@@ -22,6 +22,22 @@ from tests.support.rank_pool import RankPool
 def test_the_host_waits_for_the_device_once_a_step(pool: RankPool, case: str) -> None:
     step = paper_step(pool, **CASES[case])
     assert step.device_waits == {}
+    # Ranks that share experts read how many tokens they exchange.
+    assert all("tensor_parallel/experts.py" in place for place in step.event_waits)
+    ((place, count),) = step.reads.items()
+    assert "all_gather_numbers" in place and count == 1
+
+
+@pytest.mark.parametrize("recomputation", ["none", "full"])
+@pytest.mark.parametrize(("exchange", "waits"), [("all_to_all", 2 * 3), ("all_gather", 0)])
+def test_the_host_waits_for_exchanged_tokens_once_for_each_block_and_micro_batch(
+    pool: RankPool, exchange: str, waits: int, recomputation: str
+) -> None:
+    """There are 2 blocks and 3 micro-batches. A recomputation and a backward do not wait."""
+    shared = {"activation_checkpointing": recomputation}
+    step = paper_step(pool, **experts(exchange, 1, parallel=shared), gradient_accumulation_steps=3)
+    assert step.device_waits == {} and sum(step.event_waits.values()) == waits
+    assert all(place.endswith(" finish") for place in step.event_waits)
     ((place, count),) = step.reads.items()
     assert "all_gather_numbers" in place and count == 1
 

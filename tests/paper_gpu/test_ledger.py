@@ -5,15 +5,22 @@ another order. Here each rank records its calls, from building the engine to the
 The test compares the ledgers of all ranks.
 """
 
+import itertools
+import json
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megaspeed.topology import context
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.paper_gpu import fake_world
 from tests.paper_gpu.accelerator import paper_accelerator
 from tests.paper_gpu.fake_world import GPT2, LLAMA, MOE, batches, fake_rank, paper_run
 from tests.paper_gpu.recorder import Message, Recorder
@@ -27,6 +34,9 @@ CHUNKS = {"virtual_stages": 2}
 
 ULYSSES = {"context": 2, "context_method": "ulysses"}
 ALL_GATHER = {"context": 2, "context_method": "all_gather"}
+
+TO_EXPERTS, TO_ALL = {"expert_exchange": "all_to_all"}, {"expert_exchange": "all_gather"}
+LONG_MOE = {**MOE, "num_hidden_layers": 3}
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
 
@@ -56,7 +66,7 @@ CASES: list[tuple[Any, ...]] = [
     (
         (2, 2, 1),
         3,
-        {**MOE, "num_hidden_layers": 3},
+        LONG_MOE,
         {**ULYSSES, "activation_checkpointing": "full"},
     ),
     ((2, 2, 2), 1, TIED, {"gradient_compression": {"type": "int8"}}),
@@ -72,6 +82,13 @@ CASES: list[tuple[Any, ...]] = [
     ((2, 1, 2), 3, TIED, {**ALL_GATHER, **SEQUENCE_PARALLEL}),
     ((2, 2, 1), 1, UNTIED, {**ALL_GATHER, "activation_checkpointing": "full"}),
     ((2, 2, 1), 3, UNTIED, {**CHUNKS, **ALL_GATHER}),
+    ((1, 4, 1), 1, MOE, {"expert": 2, **TO_EXPERTS}),
+    ((2, 2, 1), 3, LONG_MOE, {"expert": 2, **TO_ALL, "activation_checkpointing": "full"}),
+    ((1, 2, 2), 2, MOE, {"expert": 4, **TO_EXPERTS, **PER_MICRO_BATCH}),
+    ((1, 4, 2), 3, MOE, {"expert": 2, **TO_EXPERTS, "activation_checkpointing": "full"}),
+    ((1, 2, 4), 0, {**MOE, "num_key_value_heads": 4}, {"expert": 8, **TO_ALL}),
+    ((2, 2, 1), 1, {**MOE, "num_hidden_layers": 4}, {"expert": 2, **TO_EXPERTS, **CHUNKS}),
+    ((1, 4, 1), 3, MOE, {"expert": 2, **TO_ALL, "replicate": 2}, MUON),
     ((1, 2, 1), 0, UNTIED, {}, MUON),
     ((1, 2, 4), 0, UNTIED, {}, MUON),
     ((2, 2, 2), 1, UNTIED, SEQUENCE_PARALLEL, MUON),
@@ -81,12 +98,36 @@ CASES: list[tuple[Any, ...]] = [
 ]
 
 
-def _ledger(launch: LaunchEnvironment, changes: dict[str, Any]) -> list[Message]:
+def _ledger(
+    launch: LaunchEnvironment, changes: dict[str, Any], shared: Path | None = None
+) -> list[Message]:
+    """Return the ledger of a rank. The ranks exchange numbers of tokens in the file ``shared``."""
     run = paper_run(**changes)
-    with paper_accelerator(), Recorder() as recorder, fake_rank(run, launch.rank) as worker:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        paper_accelerator(),
+        Recorder() as recorder,
+        fake_rank(run, launch.rank) as worker,
+    ):
+        if shared is not None:
+            patch.setattr(fake_world, "exchange_counts", _exchange_in(shared, launch.rank))
         for _ in range(2):
             assert not worker.train_step(batches(run), 1e-3).skipped
     return recorder.messages
+
+
+def _exchange_in(file: Path, rank: int) -> Callable[[Tensor, Tensor, dist.ProcessGroup], None]:
+    """Return an all-to-all of whole numbers through a file."""
+    store, calls = dist.FileStore(str(file)), itertools.count()
+
+    def exchange(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+        ranks, call = dist.get_process_group_ranks(group), next(calls)
+        store.set(f"{rank} {call}", json.dumps(sent.tolist()))
+        for other, part in zip(ranks, received.chunk(len(ranks)), strict=True):
+            numbers = torch.tensor(json.loads(store.get(f"{other} {call}")))
+            part.copy_(numbers.chunk(len(ranks))[ranks.index(rank)])
+
+    return exchange
 
 
 def _describe(case: tuple[Any, ...]) -> str:
@@ -97,7 +138,7 @@ def _describe(case: tuple[Any, ...]) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=_describe)
 def test_all_ranks_call_the_same_collectives_and_sends_meet_receives(
-    pool: RankPool, case: tuple[Any, ...]
+    pool: RankPool, case: tuple[Any, ...], tmp_path: Path
 ) -> None:
     (pp, dp, tp), stage, model, parallel, *more = case
     cp = parallel.get("context", 1)
@@ -112,11 +153,15 @@ def test_all_ranks_call_the_same_collectives_and_sends_meet_receives(
         "zero_optimization": {"stage": stage},
         **dict(*more),
     }
-    ledgers = pool.run(pp * dp * cp * tp, _ledger, changes)
+    shared = tmp_path / "counts" if "expert" in parallel else None
+    ledgers = pool.run(pp * dp * cp * tp, _ledger, changes, shared)
     _check_collectives(ledgers)
     _check_pairs(ledgers)
     sends = [m for ledger in ledgers for m in ledger if m.operator == "c10d::send"]
     assert bool(sends) == (pp > 1)
+    if parallel.get("expert_exchange") == "all_to_all":
+        splits = {message.splits for ledger in ledgers for message in ledger}
+        assert len(splits) > 2, "ranks send different numbers of tokens"
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

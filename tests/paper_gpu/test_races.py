@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero.layer_gathers import GatheredLayer
-from tests.paper_gpu.accelerator import PaperStream, paper_accelerator
-from tests.paper_gpu.cases import CASES, OVERLAP, PER_MICRO_BATCH, chunks, replicas, zero
+from tests.paper_gpu.accelerator import PaperEvent, PaperStream, paper_accelerator
+from tests.paper_gpu.cases import CASES, OVERLAP, PER_MICRO_BATCH, chunks, experts, replicas, zero
 from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
 from tests.paper_gpu.races import RaceFinder
 from tests.paper_gpu.recorder import caller
@@ -40,6 +40,8 @@ MORE_CASES: dict[str, dict[str, Any]] = {
     "zero1-replicas-of-all-offload": replicas(1, **OFFLOAD, parallel={"replicate": 4}),
     "zero3-chunks-ahead-nothing-persists": chunks(3, 3, 0, **NOTHING_PERSISTS),
     "zero3-chunks-ahead-offload": chunks(3, 3, 3, **OFFLOAD_ALL, **NOTHING_PERSISTS),
+    "zero3-expert-axis-nothing-persists": experts("all_to_all", 3, **NOTHING_PERSISTS)
+    | {"dp": 4, "rank": 2},
     "zero2-small-buckets": zero(2, **OVERLAP, **ALL_REDUCE, reduce_bucket_size=2000)
     | {"parallel": PER_MICRO_BATCH},
 }
@@ -132,6 +134,40 @@ def test_inputs_that_wait_for_nothing_race_with_the_block(pool: RankPool, wait: 
     assert any("host_inputs" in race for race in races)
 
 
+def _races_of_counts_that_wait_for_nothing(launch: LaunchEnvironment) -> list[str]:
+    """Return the places of all races if the host reads numbers of rows at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PaperEvent, "synchronize", lambda event: None)
+        return [f"{a} | {b}" for a, b in _races(launch, CASES["zero1-expert-axis"])]
+
+
+def test_numbers_of_rows_that_the_host_reads_too_early_race_with_their_copy(pool: RankPool) -> None:
+    (races,) = pool.run(1, _races_of_counts_that_wait_for_nothing)
+    assert races and all("begin aten::copy_ | " in race and " finish " in race for race in races)
+
+
+def _kernels_beside_the_copy_of_counts(launch: LaunchEnvironment) -> list[int]:
+    """Return how many kernels have been launched after the copy that the host waits for."""
+    synchronize, launched = PaperEvent.synchronize, []
+
+    def counted(event: PaperEvent) -> None:
+        stream = event._accelerator.current_stream()
+        launched.append(stream.clock[stream.number] - event.clock[stream.number])
+        synchronize(event)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PaperEvent, "synchronize", counted)
+        _races(launch, CASES["zero1-expert-axis"])
+    return launched
+
+
+def test_while_the_host_waits_for_counts_the_device_packs_tokens(pool: RankPool) -> None:
+    (launched,) = pool.run(1, _kernels_beside_the_copy_of_counts)
+    # Three steps and an evaluation, each with 2 blocks and 2 micro-batches. An evaluation has no
+    # gradient of the auxiliary loss.
+    assert len(launched) == 4 * 2 * 2 and min(launched) >= 5
+
+
 def _races_without_joins(
     launch: LaunchEnvironment, file: str, changes: dict[str, Any]
 ) -> list[str]:
@@ -159,6 +195,7 @@ def _races_without_joins(
         ("pipeline/p2p", "3d-last"),
         ("tensor_parallel/collectives", "3d-last"),
         ("tensor_parallel/collectives", "zero3-all-gather"),
+        ("tensor_parallel/collectives", "zero3-expert-axis-gathered"),
         ("zero/muon", "zero0-muon-tensor"),
         ("zero/muon", "zero1-muon-tensor"),
         ("zero/muon", "zero3-muon"),
