@@ -346,6 +346,28 @@ def test_schedule_prints_what_a_stage_reduces_and_gathers(
     assert (compressed > 0) == (matrices > 0)
 
 
+@pytest.mark.parametrize(
+    ("stage", "changes", "over"),
+    [
+        (3, (), "2 shards"),
+        (0, (), "2 replicas"),
+        (1, ("parallel.expert=4",), ""),
+        (1, ("parallel.expert=1", "parallel.replicate=2"), "2 shards x 2 replicas"),
+        (1, ("parallel.expert=1", "parallel.tensor=2"), "4 shards"),
+    ],
+)
+def test_schedule_prints_the_copies_of_experts(
+    stage: int, changes: tuple[str, ...], over: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "axis.json"
+    config = ["--config", str(FOLDER / "experts.json"), "--world-size", "4"]
+    sets = ["--set", "parallel.expert=2", f"zero_optimization.stage={stage}", *changes]
+    assert main(["schedule", *config, *sets, "--data-axis", "0", "--json", str(file)]) == 0
+    buckets = json.loads(file.read_text())["data_axis"]["buckets"]
+    of_experts = [b for b in buckets if "blocks.0.mlp.down.weight" in b["parameters"]]
+    assert of_experts and all(bucket["over"] == over for bucket in of_experts)
+
+
 def test_a_pipeline_stage_that_does_not_exist_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -379,10 +379,10 @@ _WHEN = {
 def _row_of(bucket: Bucket, pipeline: Pipeline) -> dict[str, Any]:
     how, method = bucket.reduction, bucket.compression
     over, collectives = [], [] if how.collective is None else [f"{how.collective} in {how.sent}"]
-    if how.axis == "shard":
+    if how.axis in ("shard", "expert_shard"):
         over.append(counted(bucket.shards, "shard"))
-    if how.replica_axis is not None or how.axis == "replica":
-        over.append(counted(how.ranks // bucket.shards, "replica"))
+    if how.replica_axis is not None or how.axis in ("replica", "expert_replica"):
+        over.append(counted(how.copies_of // bucket.shards, "replica"))
     if bucket.is_sent_compressed:
         collectives = []
     if method is not None:

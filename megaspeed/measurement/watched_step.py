@@ -271,8 +271,9 @@ class TrafficLog(TorchDispatchMode):
             collective, argument = _COUNTED[operator]
             message = result if argument is None else args[argument]
             parts = args[4] if operator == "c10d::alltoall_base_" else ()
-            if parts:  # for each rank, and unequal
-                sent_bytes = (sum(parts) - parts[group.rank()]) * message.itemsize
+            if parts:  # rows for each rank, and unequal
+                row_bytes = message.nbytes // max(1, len(message))
+                sent_bytes = (sum(parts) - parts[group.rank()]) * row_bytes
                 self._messages.add_sent(self._axes[group.group_name], collective, sent_bytes)
             else:
                 self._count(collective, group, message)
