@@ -272,7 +272,7 @@ class TrafficLog(TorchDispatchMode):
             message = result if argument is None else args[argument]
             parts = args[4] if operator == "c10d::alltoall_base_" else ()
             if parts:  # rows for each rank, and unequal
-                row_bytes = message.nbytes // max(1, len(message))
+                row_bytes = message.shape[1:].numel() * message.itemsize
                 sent_bytes = (sum(parts) - parts[group.rank()]) * row_bytes
                 self._messages.add_sent(self._axes[group.group_name], collective, sent_bytes)
             else:

@@ -30,17 +30,10 @@ from megaspeed.tensor_parallel.collectives import (
     reduce_scatter_parts,
     start_all_gather,
 )
+from megaspeed.tensor_parallel.shards import columns_of_weights
 
-COLUMN_BYTES = 16
-"""The columns after the features take a multiple of this, so that rows are aligned."""
 _FEWEST_ROWS = 2
 """The compiler makes other kernels for 0 and for 1 row."""
-
-
-def columns_of_weights(active: int, element_bytes: int, method: str) -> int:
-    """Return how many columns the weights of a row take: 1, or ``active`` with all_gather."""
-    used = active if method == "all_gather" else 1
-    return -(-used * element_bytes // COLUMN_BYTES) * COLUMN_BYTES // element_bytes
 
 
 def exchange_of(axis: ExpertAxis, experts: int, active: int) -> Exchange | None:

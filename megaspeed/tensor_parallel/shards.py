@@ -229,3 +229,14 @@ def _sections(parameter: Parameter) -> list[range]:
 def _chunk(full: range, index: int, count: int) -> range:
     size = len(full) // count
     return range(full.start + index * size, full.start + (index + 1) * size)
+
+
+COLUMN_BYTES = 16
+"""The columns of weights after the features of a row of experts take a multiple of
+this, so that rows are aligned."""
+
+
+def columns_of_weights(active: int, element_bytes: int, method: str) -> int:
+    """Return how many columns the weights of a row take: 1, or ``active`` with all_gather."""
+    used = active if method == "all_gather" else 1
+    return -(-used * element_bytes // COLUMN_BYTES) * COLUMN_BYTES // element_bytes

@@ -85,6 +85,11 @@ def tokens_of(run: Run) -> int:
     return run.batch.micro_batch_size * run.config.data.sequence_length // run.grid.cp
 
 
+def own_tokens_of(run: Run) -> int:
+    """m: tokens of a micro-batch that one rank has between layers, and chooses experts for."""
+    return tokens_of(run) // (run.grid.tp if run.sequence_parallel else 1)
+
+
 def full_hidden_bytes(run: Run) -> int:
     """Return the hidden states of all tokens, (B, S, D) in the model's precision."""
     return tokens_of(run) * run.config.model.hidden_size * BYTES_OF[run.precision]

@@ -6,9 +6,11 @@
             replica   the partition of the gradients, between the ranks that hold it
             stage     Muon, with several shards and tensor ranks: updates of matrices
     tp      activations within a layer, and the loss
-    cp      queries, keys and values of a block's attention, and its output; with an auxiliary loss
-            of experts, the counts of tokens of each sequence
+    cp      queries, keys and values of a block's attention, and its output
+    ep      tokens of a block's experts, and what the experts compute for them
+            expert_shard, expert_replica   as shard and replica, for experts
     pp      activations and their gradients, a tied weight's gradient
+    tp, cp  with an auxiliary loss of experts, the counts of tokens of each sequence
     world   one report of a few fp64 numbers from every rank to every rank, with the sums of the
             loads of experts
 
@@ -28,7 +30,7 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Literal
@@ -46,10 +48,11 @@ from megaspeed.planning.costs.activations import (
     full_hidden_bytes,
     hidden_bytes,
     mlp_parts_of,
+    own_tokens_of,
     tokens_of,
 )
 from megaspeed.planning.costs.memory import int8_columns, powersgd_matrices
-from megaspeed.tensor_parallel.shards import PARTIAL, key_value_replicas
+from megaspeed.tensor_parallel.shards import PARTIAL, columns_of_weights, key_value_replicas
 from megaspeed.topology.grid import Axis
 
 Collective = Literal[
@@ -61,8 +64,9 @@ Traffic = Mapping[tuple[TrafficAxis, Collective], int]
 """Bytes that one rank sends in one optimizer step. Collectives that send nothing are omitted."""
 
 # Squares of the norm, loss, peak memory, stop signal, and the timeline of a step: training.worker.
-_NUMBERS_OF_A_REPORT = 4 + 1 + 9
+_NUMBERS_OF_A_REPORT = 4 + 1 + 10
 _FP64_BYTES = _INT64_BYTES = 8
+_INT32_BYTES = 4
 
 
 def bytes_sent(collective: Collective, message_bytes: int, ranks: int) -> int:
@@ -123,8 +127,18 @@ class Messages:
         return {key: total for key, total in sent.items() if total}
 
 
-def predict_traffic(run: Run, pipeline_stage: int, device_type: str = "cuda") -> Traffic:
+def predict_traffic(
+    run: Run,
+    pipeline_stage: int,
+    device_type: str = "cuda",
+    exchanged: Sequence[tuple[int, int]] | None = None,
+) -> Traffic:
     """Return what a rank of ``pipeline_stage`` sends in one step, in bytes, on "cuda" or "cpu".
+
+    With the expert exchange all_to_all, this depends on the choice of experts. ``exchanged`` has,
+    for each block of the stage, how many rows of experts the rank sends to others in the forwards
+    of a step, and how many it receives from others. If it is omitted, the experts of all ranks get
+    equally many rows.
 
     Ranks of one pipeline stage send the same number of bytes, with two exceptions. At ZeRO-1 to 3,
     the last partition of a tied weight may be shorter; the result is for a rank with the longest
@@ -138,6 +152,8 @@ def predict_traffic(run: Run, pipeline_stage: int, device_type: str = "cuda") ->
         _add_tensor_axis(messages, run, axis, pipeline_stage)
     if run.context_method is not None:
         _add_context_axis(messages, run, run.context_method, pipeline_stage)
+    if run.config.model.num_experts is not None:
+        _add_expert_axis(messages, run, pipeline_stage, exchanged)
     _add_pipeline_axis(messages, run, axis, pipeline_stage)
     world_size = run.grid.world_size
     numbers, model = world_size * _NUMBERS_OF_A_REPORT, run.config.model
@@ -192,6 +208,9 @@ def _add_tensor_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stag
     partition of gradients of which each tensor rank computes a part is all-reduced: with sequence
     parallelism those of norms and row-parallel biases, and always those of norms of each head.
 
+    With experts, only the attention sends this (with sequence parallelism), because experts are not
+    split over the tensor axis.
+
     Full recomputation repeats a block's forward up to the last tensor that its backward needs, the
     input of the MLP's row-parallel matrix. It does not repeat the g after it, unless a norm follows
     (``norm_position`` after). If the MLP is divided (``full_offloaded``), this is so for the last
@@ -212,10 +231,14 @@ def _add_tensor_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_stag
     repeated = parts if model.norm_position == "after" else parts[:-1]
     summed = again * h // sum(parts) * sum(repeated)
     divided = summed if len(parts) > 1 else 0
+    pairs = 2  # of layers in a block
+    if model.num_experts is not None:
+        summed, divided, pairs = 0, 0, 1
     if run.sequence_parallel:
         add("all_reduce", has_embedding * h)
-        add("all_gather", (blocks * 6 + again * 2 + has_embedding + has_head) * h + divided)
-        add("reduce_scatter", (blocks * 4 + again + has_head) * h + summed)
+        gathers = pairs * (blocks * 3 + again) + has_embedding + has_head
+        add("all_gather", gathers * h + divided)
+        add("reduce_scatter", (blocks * 2 * pairs + again + has_head) * h + summed)
     else:
         add("all_reduce", (blocks * 4 + again + has_embedding + has_head) * h + summed)
     if model.qk_norm == "all_heads":  # the mean squares of queries and keys
@@ -240,17 +263,10 @@ def _add_context_axis(
                       before the backward of the attention
 
     Full recomputation repeats the all-to-alls. Its repeated forward does the second all-gather.
-
-    With an auxiliary loss, a block of experts all-reduces how many tokens of each sequence use each
-    expert, in int64. Recomputation uses the choice of the forward, so it does not repeat this.
     """
     cp, model = run.grid.cp, run.config.model
     features = model.exchanged_features(method, cp=cp, tp=run.grid.tp)
     blocks, again = _blocks_and_recomputed(run, pipeline_stage)
-    if model.num_experts is not None and model.router_aux_loss_coef > 0.0:
-        rows = run.batch.micro_batch_size * run.batch.gradient_accumulation_steps
-        loads = blocks * rows * model.num_experts * _INT64_BYTES
-        messages.add("cp", "all_reduce", loads, ranks=cp)
     token_bytes = tokens_of(run) * BYTES_OF[run.precision] * run.batch.gradient_accumulation_steps
     for each in features:
         if method == "ulysses":
@@ -260,6 +276,64 @@ def _add_context_axis(
             size = cp * blocks * each * token_bytes
             messages.add("cp", "all_gather", 2 * size, ranks=cp)
             messages.add("cp", "reduce_scatter", size, ranks=cp)
+
+
+def _add_expert_axis(
+    messages: Messages,
+    run: Run,
+    pipeline_stage: int,
+    exchanged: Sequence[tuple[int, int]] | None,
+) -> None:
+    """What a block of experts sends in each micro-batch (``tensor_parallel/experts.py``).
+
+    Of T own tokens, with c columns of weights beside D features, in the parameters' type:
+
+                      forward                                  backward
+        all_to_all    rows of D + c to their experts,          rows of D to their experts,
+                      rows of D back                           rows of D + c back
+        all_gather    gathers ep T (D + c),                    gathers ep T D,
+                      reduce-scatters ep T D                   reduce-scatters ep T (D + c)
+
+    Only rows for other ranks are sent. There are T k (ep - 1) / ep of them in each direction if the
+    experts of all ranks get equally many rows.
+
+    A forward also sends the choice, in int32: all_to_all the number of rows of each expert,
+    all_gather the k experts of each token. With an auxiliary loss, tensor and context ranks
+    all-reduce how many tokens of each sequence use each expert, in int64. Recomputation uses the
+    choice of the forward, so it sends neither. Full recomputation repeats the exchange of the
+    forward, but the reduce-scatter of all_gather only if a norm follows (``norm_position`` after).
+    """
+    grid, model, batch = run.grid, run.config.model, run.batch
+    (blocks, again), count = (
+        _blocks_and_recomputed(run, pipeline_stage),
+        batch.gradient_accumulation_steps,
+    )
+    active, experts = model.num_experts_per_tok, model.num_experts
+    assert active is not None and experts is not None
+    if model.router_aux_loss_coef > 0.0:
+        loads = blocks * count * batch.micro_batch_size * experts * _INT64_BYTES
+        messages.add("tp", "all_reduce", loads, ranks=grid.tp)
+        messages.add("cp", "all_reduce", loads, ranks=grid.cp)
+    if run.expert_exchange is None:
+        return
+    element, ep, tokens = BYTES_OF[run.precision], grid.ep or 1, count * own_tokens_of(run)
+    plain = model.hidden_size * element
+    packed = plain + element * columns_of_weights(active, element, run.expert_exchange)
+    if run.expert_exchange == "all_to_all":
+        if exchanged is None:
+            rows = tokens * active * (ep - 1) // ep
+            exchanged = [(rows, rows)] * blocks
+        for index, (sent, received) in enumerate(exchanged):
+            times = 2 if index < again else 1  # the first blocks are recomputed
+            forward, backward = sent * packed + received * plain, sent * plain + received * packed
+            messages.add_sent("ep", "all_to_all", times * forward + backward)
+        messages.add("ep", "all_to_all", blocks * count * experts * _INT32_BYTES, ranks=ep)
+        return
+    choices = blocks * tokens * active * _INT32_BYTES
+    gathered = tokens * (blocks * (packed + plain) + again * packed)
+    summed = tokens * (blocks * (packed + plain) + again * plain * (model.norm_position == "after"))
+    messages.add("ep", "all_gather", ep * (choices + gathered), ranks=ep)
+    messages.add("ep", "reduce_scatter", ep * summed, ranks=ep)
 
 
 def _blocks_and_recomputed(run: Run, pipeline_stage: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Predicted traffic equals what ranks really send in a step, to the byte."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.parameters import elements_of, local_parameters
 from megaspeed.measurement.watched_step import TrafficLog
+from megaspeed.model.experts import Received, Routing
 from megaspeed.model.parameters import HEAD_WEIGHT, parameters_of
 from megaspeed.pipeline.partition import chunks_of_stages, layers_of_stages
 from megaspeed.planning.costs.traffic import Traffic, predict_traffic
+from megaspeed.tensor_parallel.experts import AllToAll
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import BF16, BF16_IN_FP32, LLAMA, MOE, MUON, merge, tiny_corpus
@@ -154,6 +156,127 @@ ORTHOGONALIZED: dict[str, tuple[Layout, dict[str, Any]]] = {
 def test_muon(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
     """Ranks own unequal matrices. The prediction is for the rank that sends most."""
     assert_predicted(pool, cache, run_at(layout, {**changes, "optimizer": MUON}))
+
+
+# --- expert axis ----------------------------------------------------------------------------------
+
+Rows = list[tuple[int, int]]
+
+
+def sent_with_experts(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[int, Rows, Traffic]:
+    """Return (pipeline stage, rows sent to and received from other ranks for each block, bytes)."""
+    begin, rows = AllToAll.begin, Rows()
+
+    def counting(exchange: AllToAll, routing: Routing) -> Callable[[], Received]:
+        finish, rank = begin(exchange, routing), exchange._axis.rank
+
+        def counted() -> Received:
+            received = finish()
+            counts = received.sent_rows, received.received_rows
+            sent, arrived = (sum(count) - count[rank] for count in counts)
+            rows.append((sent, arrived))
+            return received
+
+        return counted
+
+    with one_rank(launch, run, corpus) as rank, pytest.MonkeyPatch.context() as patch:
+        rank.train_step(0)
+        patch.setattr(AllToAll, "begin", counting)
+        with TrafficLog(rank.context) as log:
+            rank.train_step(1)
+        count = len(rank.engine.module.blocks)
+        of_blocks = [
+            (sum(s for s, _ in own), sum(r for _, r in own))
+            for own in (rows[index::count] for index in range(count))
+        ]
+        return rank.context.pp_rank, of_blocks, log.traffic
+
+
+FULL = {"activation_checkpointing": "full"}
+EXCHANGED: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "all_to_all, two of three blocks recomputed, ZeRO-3": (
+        (1, 4, 1),
+        {
+            "parallel": {"expert": 2, **FULL, "recomputed_blocks": 2},
+            "model": BALANCED,
+            "zero_optimization": {"stage": 3},
+        },
+    ),
+    "all_to_all, replicas, bf16": (
+        (1, 4, 1),
+        {"parallel": {"expert": 2, "replicate": 2}, "zero_optimization": {"stage": 2}, **BF16},
+    ),
+    "all_to_all, a pipeline, the tensor ranks share experts": (
+        (2, 2, 2),
+        {"parallel": {"expert": 2}, "zero_optimization": {"stage": 1}, "model": BALANCED},
+    ),
+    "all_gather, tensor ranks, recomputed": (
+        (1, 2, 2),
+        {"parallel": {"expert": 4, **FULL}, "model": BALANCED, "zero_optimization": {"stage": 2}},
+    ),
+    "all_gather, norms after, recomputed": (
+        (1, 2, 1),
+        {"parallel": {"expert": 2, **FULL}, "model": {"norm_position": "after"}},
+    ),
+    "all_gather, context ranks": (
+        (1, 2, 1),
+        {"cp": 2, "parallel": {"expert": 2}, "model": BALANCED, "zero_optimization": {"stage": 3}},
+    ),
+    "copies of all experts on tensor ranks": (
+        (1, 2, 2),
+        {"zero_optimization": {"stage": 2}, "model": BALANCED},
+    ),
+    "Muon, all_to_all": (
+        (1, 4, 1),
+        {"parallel": {"expert": 2}, "optimizer": MUON, "zero_optimization": {"stage": 1}},
+    ),
+    "Muon, tensor ranks": ((1, 2, 2), {"parallel": {"expert": 2}, "optimizer": MUON}),
+}
+
+
+@pytest.mark.parametrize(("layout", "changes"), EXCHANGED.values(), ids=EXCHANGED)
+def test_experts(
+    pool: RankPool,
+    cache: Path,
+    request: pytest.FixtureRequest,
+    layout: Layout,
+    changes: dict[str, Any],
+) -> None:
+    """With all_to_all, ranks send what the formula has for the rows that they exchanged."""
+    name, parallel = request.node.callspec.id, changes.get("parallel", {})
+    exchange = "all_to_all" if "all_to_all" in name else "all_gather"
+    if "expert" in parallel:
+        changes = {**changes, "parallel": {**parallel, "expert_exchange": exchange}}
+    run = run_at(layout, {**changes, "model": {**MOE, **changes.get("model", {})}})
+    has_rows = run.expert_exchange == "all_to_all"
+    others: list[dict[Any, int]] = [{} for _ in range(run.grid.pp)]
+    for stage, rows, traffic in pool.run(
+        run.grid.world_size, sent_with_experts, run, tiny_corpus(run, cache)
+    ):
+        assert any(sent != received for sent, received in rows) == has_rows
+        predicted = predict_traffic(run, stage, "cpu", rows if has_rows else None)
+        assert of_experts(predicted) == of_experts(traffic)
+        for key, sent in traffic.items() - of_experts(traffic).items():
+            others[stage][key] = max(sent, others[stage].get(key, 0))
+    for stage, sent_by_busiest in enumerate(others):
+        predicted = predict_traffic(run, stage, "cpu")
+        assert sent_by_busiest == dict(predicted.items() - of_experts(predicted).items())
+
+
+def of_experts(traffic: Traffic) -> Traffic:
+    return {key: sent for key, sent in traffic.items() if key[0] == "ep"}
+
+
+def test_balanced_loads_send_equally_many_rows_worked_by_hand() -> None:
+    """Three blocks and 2 micro-batches of 96 tokens, each with 2 experts: 96 rows for the other
+    rank. In fp32, a row has 32 features and 4 columns with its weight.
+    """
+    parallel = {"expert": 2, "expert_exchange": "all_to_all"}
+    sent = predict_traffic(run_at((1, 2, 1), {"model": MOE, "parallel": parallel}), 0)
+    counts = 6 * 4 * FP32_BYTES
+    assert sent["ep", "all_to_all"] == 6 * 96 * 2 * (32 + 4 + 32) * FP32_BYTES + counts
 
 
 @pytest.mark.parametrize(("all_reduces", "times"), [(False, 2), (True, 3)])
@@ -562,8 +685,8 @@ def test_tensor_and_pipeline_traffic_worked_by_hand() -> None:
     assert first["tp", "all_reduce"] == 2 * 9 * hidden
     assert last["tp", "all_reduce"] == 2 * (hidden + 3 * tokens * FP32_BYTES)
     assert first["pp", "send"] == last["pp", "send"] == 2 * hidden
-    # A report of 14 numbers of 8 bytes from each of four ranks.
-    assert first["world", "all_reduce"] == 2 * 3 * (4 * 14 * 8) // 4
+    # A report of 15 numbers of 8 bytes from each of four ranks.
+    assert first["world", "all_reduce"] == 2 * 3 * (4 * 15 * 8) // 4
 
 
 def test_a_tied_weights_gradient_worked_by_hand() -> None:
