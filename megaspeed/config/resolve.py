@@ -60,6 +60,8 @@ class Run:
     """Sentences about keys of the file with another name or no effect here, and about "auto"."""
     stated: RunConfig | None = None
     """The unresolved config if its micro-batch is "auto", for ``planning`` to choose the size."""
+    load_factor: float = 1.0
+    """For ``planning``: how many times the balanced number of rows of experts a rank computes."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the resolved config as JSON values. A file with them gives the same run again."""

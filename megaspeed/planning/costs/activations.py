@@ -47,6 +47,17 @@ backward. For each token, a block also keeps
 
 None of this depends on the loads of experts, because a rank computes k rows for each of its tokens.
 
+If ranks share experts (``tensor_parallel/experts.py``), a rank computes n rows instead, and keeps
+what it has received, with c columns of weights after the features:
+
+    all_to_all    (n, D + c), 2 n int64         n: T k if the experts of all ranks are used equally;
+                                                otherwise, times ``Run.load_factor``
+    all_gather    (ep T, D + c), n int64,       n: ep T min(k, E / ep), whatever is chosen
+                  ep T k (int64, bool)
+
+T are the m tokens between layers. While a forward computes, it also holds what it sends, and what
+it gets back. With full recomputation, a block keeps the places of the n rows, too.
+
 If attention stays within a document (``model/documents.py``), every rank also has, from its own
 micro-batch,
 
@@ -69,7 +80,12 @@ from typing import NamedTuple
 from megaspeed.config.resolve import BYTES_OF, Run, RunKey
 from megaspeed.config.run import Recomputation
 from megaspeed.model.parameters import mlp_parts, parameter_named
-from megaspeed.tensor_parallel.shards import shard_of, tokens_of_a_chunk, vocabulary_rows_per_rank
+from megaspeed.tensor_parallel.shards import (
+    columns_of_weights,
+    shard_of,
+    tokens_of_a_chunk,
+    vocabulary_rows_per_rank,
+)
 
 _FP32, _INT32, _INT64 = 4, 4, 8
 
@@ -88,6 +104,26 @@ def tokens_of(run: Run) -> int:
 def own_tokens_of(run: Run) -> int:
     """m: tokens of a micro-batch that one rank has between layers, and chooses experts for."""
     return tokens_of(run) // (run.grid.tp if run.sequence_parallel else 1)
+
+
+def most_load_factor(run: Run) -> float:
+    """How many times the balanced number of rows a rank computes at most: if the tokens of all
+    ranks use its experts.
+    """
+    model, ep = run.config.model, run.grid.ep or 1
+    assert model.num_experts is not None and model.num_experts_per_tok is not None
+    return min(ep, model.num_experts / model.num_experts_per_tok)
+
+
+def computed_rows(run: Run) -> int:
+    """n: rows that a rank computes in a block of experts, or has memory for with all_gather."""
+    model, ep = run.config.model, run.grid.ep or 1
+    assert model.num_experts is not None and model.num_experts_per_tok is not None
+    if run.expert_exchange == "all_gather":
+        own = min(model.num_experts_per_tok, model.num_experts // ep)
+        return own_tokens_of(run) * ep * own
+    factor = min(run.load_factor, most_load_factor(run))
+    return round(factor * own_tokens_of(run) * model.num_experts_per_tok)
 
 
 def full_hidden_bytes(run: Run) -> int:
@@ -110,12 +146,22 @@ def mlp_parts_of(run: Run) -> list[int]:
 
 
 class _Experts(NamedTuple):
-    """Bytes of tensors of a mixture of experts, for all T tokens of a rank."""
+    """Bytes of tensors of a mixture of experts, for T own tokens of a rank and n computed rows.
 
-    rows: int  # (T k, D)
-    width: int  # (T k, F)
-    choice: int  # ``Routing``, which a fully recomputed block keeps, too
-    scores: int  # the scores, and what is computed from scores and choice
+    The last five are 0 if a rank has all experts. With all_gather, N = ep T; otherwise N = n.
+    """
+
+    rows: int  # (n, D)
+    width: int  # (n, F)
+    found: int  # what is gathered of (n, D) to sum the rows of each token
+    choice: int  # ``Routing`` and ``Received``, which a fully recomputed block keeps, too
+    unsaved: int  # the part of the choice that no operation saves: it is held during the forward
+    scores: int  # the scores, and what is computed from scores and choice; received tokens
+    packed: int = 0  # what is sent: (T k, D + some), or (T, D + some) with all_gather
+    received: int = 0  # (N, D + some)
+    summed: int = 0  # (N, D) with all_gather, else 0
+    results: int = 0  # (N, D), what is sent back
+    returned: int = 0  # what is received for it, and what sums it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +180,7 @@ def activations_of(run: Run, device_type: str) -> "Activations":
     config, parallel = run.config, run.config.parallel
     values = (
         *(config.model, run.grid.tp, run.grid.cp, run.sequence_parallel, run.context_method),
+        *(run.grid.ep, run.expert_exchange, run.load_factor),
         *(run.batch.micro_batch_size, config.data.sequence_length, config.data.reset_at_documents),
         *(run.precision, run.accumulation_dtype, config.training.compiles_on(device_type)),
         *(parallel.activation_checkpointing, parallel.recomputed_blocks),
@@ -164,7 +211,7 @@ class Activations:
         self._fused_norm = self._fused_rms_norm or model.norm == "layer_norm"
         self._splits_sequence = run.sequence_parallel
         self._n = tokens_of(run)
-        self._m = self._n // tp if self._splits_sequence else self._n
+        self._m = own_tokens_of(run)
         self._a = BYTES_OF[run.precision]
         self._full, self._hidden = full_hidden_bytes(run), hidden_bytes(run)
         # Sequence parallelism: a layer's gathered input, and gloo's copy of the input of a
@@ -228,7 +275,8 @@ class Activations:
         kept = attention + self._norm_kept() + mlp + output
         forward = max(self._summed, self._gathered, self._residual_hashing)
         if self._experts is not None:
-            forward = max(forward, self._combining(self._experts) - output)
+            e = self._experts
+            forward = max(forward, e.unsaved + self._end_of_experts(e) - output)
         if self._model.parallel_residual:  # the sum of input and attention
             forward += output
         backward = self._block_backward_working(parts)
@@ -254,8 +302,9 @@ class Activations:
         passing = 2 * (output - on_device)
         computed = forward - mlp
         choice = 0
-        if self._experts is not None:  # the recomputed forward ends with the product with ``down``
-            computed, choice = self._combining(self._experts), self._experts.choice
+        if self._experts is not None:  # the recomputed forward ends after the experts
+            computed, choice = self._end_of_experts(self._experts), self._experts.choice
+            kept += self._experts.unsaved
         again = kept - output - choice
         again += max(computed, backward, max(gathering, attending) - later)
         return LayerMemory(
@@ -311,9 +360,11 @@ class Activations:
             backward.append(mlp + activation + silu + self._gathered)
             backward.append(mlp - up + hidden + self._column_parallel_backward())
         else:
-            forward.append(2 * experts.width - hidden)
-            forward.append(experts.width + self._combining(experts) - hidden)
+            beside = experts.unsaved - hidden
+            forward.append(beside + experts.packed + 2 * experts.width)
+            forward.append(beside + self._end_of_experts(experts, experts.width))
             backward += self._expert_gradients(experts, again=3 * experts.width)
+            backward.append(hidden + self._column_parallel_backward() - up)
         if model.attention_dropout == 0.0:
             backward.append(again + mix + qkv - up)
         else:
@@ -518,22 +569,59 @@ class Activations:
         return joint or (self._model.qk_norm is True and (self._fused_rms_norm or self._a == _FP32))
 
     def _expert_sizes(self) -> _Experts | None:
-        model, n = self._model, self._n
+        model, n, a, method = self._model, self._m, self._a, self._run.expert_exchange
         if model.num_experts is None or model.num_experts_per_tok is None:
             return None
-        count, active = model.num_experts, model.num_experts_per_tok
-        choice = 3 * n * active * _INT64 + count * _INT32
+        count, active, width = model.num_experts, model.num_experts_per_tok, model.hidden_size * a
+        choice, scores = 3 * n * active * _INT64 + count * _INT32, n * count * _FP32
         if model.router_aux_loss_coef > 0.0:
             choice += self._run.batch.micro_batch_size * count * _INT64
-        scores = n * (count * _FP32 + active * (_INT64 + 2 * self._a))
+            choice += n * _INT64 if self._tp > 1 else 0  # the sequence of each token
+            scores += _FP32  # the factor of the loss
         if model.norm_topk_prob:
             scores += n * (active + 1) * _FP32
-        return _Experts(
-            rows=n * active * model.hidden_size * self._a,
-            width=n * active * model.expert_width * self._a,
+        rows = computed_rows(self._run)
+        sizes = _Experts(
+            rows=rows * width,
+            width=rows * model.expert_width * a,
+            found=rows * width,
             choice=choice,
-            scores=scores,
+            unsaved=0,
+            scores=scores + rows * (_INT64 + 2 * a),
         )
+        if method is None:
+            return sizes
+        ep = self._run.grid.ep or 1
+        row = width + a * columns_of_weights(active, a, method)
+        own = count // ep * _INT32 + 2 * rows * _INT64  # of ``Places``
+        sizes = sizes._replace(unsaved=count * _INT32, results=rows * width)
+        if method == "all_to_all":
+            return sizes._replace(
+                choice=choice + own,
+                scores=scores + rows * (row + a),
+                packed=n * active * row,
+                received=rows * row,
+                returned=n * width + (1 if self._is_compiled else 2) * n * active * width,
+            )
+        everyone = ep * n
+        return sizes._replace(
+            found=2 * everyone * active * width,  # also with zeros for rows of other ranks
+            choice=choice + own + everyone * active * (_INT64 + 1),
+            unsaved=sizes.unsaved + (2 * n * active + rows) * _INT64,
+            scores=scores + everyone * row + rows * a,
+            packed=n * row,
+            received=everyone * row,
+            summed=everyone * width,
+            results=everyone * width,
+            returned=n * width,
+        )
+
+    def _end_of_experts(self, experts: _Experts, beside: int = 0) -> int:
+        """Return the working memory at the end of a forward: in the product with ``down``, with
+        ``beside`` more bytes, or when the results are back at the ranks of their tokens.
+        """
+        e = experts
+        return e.packed + max(beside + self._combining(e) + e.summed, e.results + e.returned)
 
     def _combining(self, experts: _Experts) -> int:
         """Return the working memory of the product with ``down`` and of the sum over experts.
@@ -541,13 +629,13 @@ class Activations:
         The results of the product are gathered in the order of the tokens, and then summed. In a
         compiled block, one kernel does both.
         """
-        return (1 if self._is_compiled else 2) * experts.rows
+        return experts.rows + (0 if self._is_compiled else experts.found)
 
     def _expert_gradients(self, experts: _Experts, again: int = 0) -> list[int]:
         """Return the working memory of the experts' backward, in addition to what is kept.
 
-        It is highest in the product with ``down``, in silu(gate) * up * factor, or in the product
-        with gate and up.
+        It is highest in the product with ``down``, in silu(gate) * up * factor, in the product with
+        gate and up, or when the gradients of features and weights of received tokens are joined.
 
         Args:
             experts: the sizes.
@@ -558,9 +646,10 @@ class Activations:
         # The gradient of gate and up has replaced what was kept of them and of their product.
         replaced = 0 if again else 2 - self._kept_rows()
         moments = [
-            again + rows + width,
+            again + experts.results + rows + width,
             again + 2 * width,
-            replaced * width + self._combining(experts),
+            replaced * width + self._combining(experts) + experts.summed,
+            (replaced - 2) * width + 3 * experts.received,
             self._residual_hashing,
         ]
         return [added + moment for moment in moments]
@@ -575,7 +664,8 @@ class Activations:
         """
         if self._experts is not None:
             width = self._kept_rows(selective=selective) * self._experts.width
-            return self._experts.choice + self._experts.scores + width
+            saved = self._experts.choice - self._experts.unsaved
+            return saved + self._experts.scores + width
         gated = self._model.is_gated
         before, _ = self._local_shape("mlp.gate_up" if gated else "mlp.up")
         _, after = self._local_shape("mlp.down")
@@ -625,7 +715,7 @@ class Activations:
         column = self._column_parallel_backward() // parts
         moments = [mlp + self._gathered // parts, mlp - mlp_kept + column]
         if self._experts is not None:
-            moments = self._expert_gradients(self._experts)
+            moments = [*self._expert_gradients(self._experts), column - mlp_kept]
         if not self._fused_norm:
             converted = self._hidden if self._a < _FP32 else 0
             intermediates = 3 * self._m * self._model.hidden_size * _FP32 + converted

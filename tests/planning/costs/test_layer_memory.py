@@ -2,6 +2,8 @@
 with the layer.
 """
 
+import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -9,17 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megaspeed.config.resolve import Run
 from megaspeed.measurement.allocations import AllocationLog
 from megaspeed.model.attention import Inputs, RotaryAngles, attention_mask
 from megaspeed.model.documents import Documents, attends_without_mask
+from megaspeed.model.experts import Experts, Received
 from megaspeed.model.gpt import Block, ExpertBlock
 from megaspeed.model.recomputation import keeping, recomputing
-from megaspeed.planning.costs.activations import Activations, hidden_bytes, tokens_of
-from megaspeed.training.rank_model import plain_model
+from megaspeed.planning.costs.activations import (
+    Activations,
+    hidden_bytes,
+    own_tokens_of,
+    tokens_of,
+)
+from megaspeed.tensor_parallel.parallelize import parallelize
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.rank_model import expert_axis, plain_model, tensor_axis
+from tests.support.machine import limit
+from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, LLAMA, MOE, tiny_run
 
 pytestmark = pytest.mark.slow
@@ -93,6 +107,76 @@ def test_the_first_blocks_of_a_stage_are_recomputed(
     assert y.shape == x.shape
     assert kept == [layers.block(index).kept for index in range(3)]
     assert kept[0] == kept[1] < kept[2]
+
+
+def keep_in_blocks(launch: LaunchEnvironment, run: Run) -> list[tuple[int, int | None]]:
+    """Return, for each of three blocks, the bytes that it keeps, and how many rows it receives."""
+    with ParallelContext.create(run.grid, launch, timeout_seconds=limit(60)) as context:
+        stage, rows = plain_model(run, [range(1, 4)]), list[int | None]()
+        axes = tensor_axis(run, context), expert_axis(run, context)
+        parallelize(stage, run.config.model, *axes)
+        stage.to_empty(device="cpu")
+        for parameter in stage.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        own = run.config.data.sequence_length // (run.grid.tp if run.sequence_parallel else 1)
+        torch.manual_seed(context.rank)
+        x = torch.randn(run.batch.micro_batch_size, own, run.config.model.hidden_size)
+        x.requires_grad_()
+        held = [Activations(run, "cpu").shared()]
+        scale = torch.ones(())
+        log = AllocationLog(x.device)
+        log.claim("parameters", [*stage.parameters(), x, scale])
+
+        def note(block: nn.Module, *_: object) -> None:
+            dist.barrier()  # a thread of gloo may hold a message for a moment
+            time.sleep(0.05)
+            held.append(log.live().activations)
+
+        for block in stage.blocks.values():
+            assert isinstance(block.mlp, Experts) and block.mlp.exchange is not None
+            send = block.mlp.exchange.send
+
+            def counting(packed: Tensor, received: Received, send: Any = send) -> Tensor:
+                rows.append(len(received.places.tokens))
+                return send(packed, received)
+
+            block.mlp.exchange.send = counting  # type: ignore[method-assign]
+            block.register_forward_hook(note)
+        with log:
+            y = stage(x, gradient_scale=scale)
+        assert y.shape == x.shape
+        return list(zip((b - a for a, b in pairwise(held)), rows, strict=True))
+
+
+@pytest.mark.parametrize("recomputation", ["none", "selective", "full"])
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize(("dp", "tp", "ep"), [(2, 1, 2), (2, 2, 4)])
+def test_a_block_with_shared_experts_really_keeps_this(
+    pool: RankPool, dp: int, tp: int, ep: int, exchange: str, recomputation: str
+) -> None:
+    """To the byte, with the rows that each rank really received. The last block of three is not
+    recomputed.
+    """
+    run = tiny_run(
+        TEXT,
+        dp=dp,
+        tp=tp,
+        model={**MOE, "norm_topk_prob": True, "router_aux_loss_coef": 0.01},
+        parallel={
+            "expert": ep,
+            "expert_exchange": exchange,
+            "activation_checkpointing": recomputation,
+            "recomputed_blocks": None if recomputation == "none" else 2,
+        },
+    )
+    factors = set()
+    for blocks in pool.run(dp * tp, keep_in_blocks, run):
+        for index, (kept, rows) in enumerate(blocks):
+            factor = rows / (own_tokens_of(run) * 2) if exchange == "all_to_all" else 1.0
+            factors.add(factor)
+            predicted = Activations(replace(run, load_factor=factor), "cpu")
+            assert predicted.block(index).kept == kept
+    assert (len(factors) > 2) == (exchange == "all_to_all")
 
 
 def run_block(run: Run, precision: str) -> tuple[int, int, int]:
