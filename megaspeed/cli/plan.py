@@ -65,6 +65,7 @@ def add_to(commands: Any) -> None:
     )
     nic = "network bandwidth of each device, one way, in Gb/s (that of the vendor's system)"
     calibrate = "measured / predicted step of a run on such devices; multiplies all times"
+    loads = "rows of the fullest rank / mean rows, if ranks exchange tokens of experts (1)"
     add_values(
         parser,
         ("--device", str, "NAME", None, "accelerator, such as h100-80gb, or cpu"),
@@ -75,6 +76,7 @@ def add_to(commands: Any) -> None:
         ("--tokens", _tokens, "T", None, "length of the training, such as 300B or 1.4T"),
         ("--write", new_file, "FILE", None, "write the best variant as a configuration"),
         ("--calibrate", not_negative, "FACTOR", None, calibrate),
+        ("--load-factor", not_negative, "FACTOR", 1.0, loads),
     )
     add_flags(
         parser,
@@ -248,8 +250,14 @@ def _training(options: argparse.Namespace, stated: ClusterConfig) -> Training:
     world_source = "--nodes" if options.world_size is None else "--world-size"
     options.world_size = stated.ranks(options.world_size)
     device_type: Literal["cuda", "cpu"] = "cpu" if stated.device == CPU else "cuda"
+    run = load(options, device_type, world_source)
+    ep, factor = run.grid.ep or 1, options.load_factor
+    if factor != 1.0 and ep == 1:
+        raise _wrong(f"--load-factor {factor:g} needs parallel.expert above 1; remove it")
+    if not 1.0 <= factor <= ep:
+        raise _wrong(f"--load-factor {factor:g} must be between 1 and parallel.expert {ep}")
     training = Training(
-        run=load(options, device_type, world_source),
+        run=replace(run, load_factor=factor),
         stated=read_config(options.config, options.overrides),
         device_type=device_type,
     )
@@ -320,10 +328,14 @@ def run_schedule(options: argparse.Namespace) -> int:
         works = [_counts_of(work) for work in steps_of(axis, pipeline, stage)]
         figures["data_axis"] = {"pipeline_stage": stage, "buckets": buckets, "works": works}
         show(_data_axis(stage, buckets, works))
-        if axis.orthogonalization is not None:
-            shared = _orthogonalization(axis.orthogonalization)
-            figures["data_axis"]["orthogonalization"] = shared
-            show(_shared_matrices(stage, shared))
+        plans = (axis.orthogonalization, axis.expert_orthogonalization)
+        names = ("orthogonalization", "expert_orthogonalization")
+        for name, plan_of_muon in zip(names, plans, strict=True):
+            if plan_of_muon is not None:
+                shared = _orthogonalization(plan_of_muon)
+                figures["data_axis"][name] = shared
+                what = "experts" if plan_of_muon is plans[1] else "matrices"
+                show(_shared_matrices(stage, what, shared))
     write_json(options, figures)
     return EXIT_DONE
 
@@ -360,9 +372,9 @@ def _orthogonalization(plan: Orthogonalization) -> dict[str, Any]:
     }
 
 
-def _shared_matrices(stage: int, shared: Mapping[str, Any]) -> Iterator[str | Table]:
+def _shared_matrices(stage: int, what: str, shared: Mapping[str, Any]) -> Iterator[str | Table]:
     yield ""
-    yield f"Matrices that the ranks of pipeline stage {stage} orthogonalize in a step"
+    yield f"{what.capitalize()} that the ranks of pipeline stage {stage} orthogonalize in a step"
     table = table_of(right=[*shared])
     table.add_row(*(f"{n:.2f}" if isinstance(n, float) else f"{n:,}" for n in shared.values()))
     yield table
@@ -379,9 +391,9 @@ _WHEN = {
 def _row_of(bucket: Bucket, pipeline: Pipeline) -> dict[str, Any]:
     how, method = bucket.reduction, bucket.compression
     over, collectives = [], [] if how.collective is None else [f"{how.collective} in {how.sent}"]
-    if how.axis in ("shard", "expert_shard"):
+    if bucket.shards > 1:
         over.append(counted(bucket.shards, "shard"))
-    if how.replica_axis is not None or how.axis in ("replica", "expert_replica"):
+    if how.copies_of > bucket.shards:
         over.append(counted(how.copies_of // bucket.shards, "replica"))
     if bucket.is_sent_compressed:
         collectives = []

@@ -34,7 +34,7 @@ from megaspeed.data_axis.buckets import Bucket, OwnedRange
 from megaspeed.data_axis.parameters import LocalParameter
 from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.shards import key_value_replicas, shard_of
-from megaspeed.topology.grid import Axis
+from megaspeed.topology.grid import Axis, Grid
 
 _BATCH_ELEMENTS = 1 << 22
 """The most elements of a batch of several sections. Products of this size fill a GPU, and a model
@@ -166,6 +166,14 @@ class Orthogonalization:
         for batch in chain(*self.rounds):
             costs[batch.owner] += batch.cost
         return costs
+
+    def owner_of(self, grid: Grid, rank: int) -> int:
+        """Return which owner a rank is."""
+        index = grid.index_along
+        group = index(rank, self.copies.replica_axis) if self.groups > 1 else 0
+        member = index(rank, self.copies.shard_axis) * self.tp
+        member += index(rank, "tp") if self.tp > 1 else 0
+        return group * self.members + member
 
     def parts(self, batch: Batch, member: int) -> Iterator[Part]:
         """Yield the parts of a batch that a member holds, in the order of their messages."""

@@ -45,7 +45,8 @@ def choose_micro_batch(
     for size in sizes:
         with suppress(ConfigError):
             stated = run.stated.changed({MICRO_BATCH: size})
-            chosen = replace(resolve_run(stated, world, name=run.name), notes=run.notes)
+            chosen = resolve_run(stated, world, name=run.name)
+            chosen = replace(chosen, notes=run.notes, load_factor=run.load_factor)
             peak = predict(chosen, device_type).fullest.peak_bytes
             needed = peak + reserved_memory(chosen, device, gpus_per_node, peak).most
             if needed <= memory:

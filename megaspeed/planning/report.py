@@ -15,7 +15,7 @@ from megaspeed.planning.longest_sequence import LongestSequence
 from megaspeed.planning.plan import Plan, PlannedStage, PlannedZero
 from megaspeed.planning.prediction import alike_stages
 from megaspeed.planning.what_if import Variant, WhatIf
-from megaspeed.topology.grid import AXES
+from megaspeed.topology.grid import AXES, Axis
 from megaspeed.units import (
     GIB,
     counted,
@@ -41,6 +41,7 @@ TERMS: Mapping[str, str] = {
     "recomputation": "recomputation",
     "tp": "tensor-parallel collectives",
     "cp": "context-parallel collectives",
+    "ep": "exchange of experts' tokens",
     "bubble": "pipeline bubble",
     "p2p": "sends between stages",
     "dp": "data-parallel collectives",
@@ -92,7 +93,7 @@ def summary(plan: Plan) -> Iterator[str]:
     if model.num_experts is not None:
         yield (
             f"experts: {model.num_experts:,} in each block, {model.num_experts_per_tok:,} for each "
-            f"token, of width {model.expert_width:,}; a rank has all experts of its blocks"
+            f"token, of width {model.expert_width:,}; {_who_has_experts(plan)}"
         )
     yield (
         f"step: {counted(batch.train_batch_size, 'sample')} of "
@@ -125,6 +126,15 @@ def summary(plan: Plan) -> Iterator[str]:
         )
 
 
+def _who_has_experts(plan: Plan) -> str:
+    run, ep = plan.run, plan.run.grid.ep or 1
+    if run.expert_exchange is None:
+        return "a rank has all experts of its blocks"
+    count = (run.config.model.num_experts or ep) // ep
+    load = f", {run.load_factor:g} x the mean rows" if run.load_factor > 1.0 else ""
+    return f"ep {ep}: a rank has {counted(count, 'expert')}, exchange {run.expert_exchange}{load}"
+
+
 def _ranks(plan: Plan) -> ReportParts:
     """Yield the groups of each axis, and whether they stay within a node."""
     nodes, per_node = plan.ranks.nodes, plan.ranks.gpus_per_node
@@ -134,7 +144,9 @@ def _ranks(plan: Plan) -> ReportParts:
     table = table_of(left=("axis",), right=("size",))
     table.add_column("first group", no_wrap=True)
     table.add_column("each group", no_wrap=True)
-    shown = (axis for axis in reversed(AXES) if axis != "cp" or plan.run.grid.cp > 1)
+    shown = [axis for axis in reversed(AXES) if axis != "cp" or plan.run.grid.cp > 1]
+    if plan.run.expert_exchange is not None:
+        shown.append("ep")
     for axis in map(plan.ranks.along, shown):
         group = axis.groups[0]
         text = " ".join(map(str, group))
@@ -243,8 +255,8 @@ def _traffic(plan: Plan) -> ReportParts:
     predictions = [each.prediction for each in plan.zero_stages if each.prediction is not None]
     unit = traffic_unit(each.busiest.sent_bytes for each in predictions)
     yield f"Traffic in {unit.name} that the busiest rank sends in one step"
-    has_context = plan.run.grid.cp > 1
-    axes = ("tp", *["cp"] * has_context, "dp", "pp", "all ranks")
+    has_context, has_experts = plan.run.grid.cp > 1, plan.run.expert_exchange is not None
+    axes = ("tp", *["cp"] * has_context, *["ep"] * has_experts, "dp", "pp", "all ranks")
     table = table_of(left=("",), right=(*axes, "within a node", "between nodes"))
     for each in predictions:
         sent = each.busiest
@@ -252,8 +264,9 @@ def _traffic(plan: Plan) -> ReportParts:
         shares = {axis: ranks.along(axis).between_nodes for axis, _ in sent.traffic}
         between = sum(int(shares[axis] * size) for (axis, _), size in sent.traffic.items())
         totals = axis_totals(sent.traffic)
-        data = totals["dp"] + totals["shard"] + totals["replica"]
-        context = [totals["cp"]] * has_context
+        groups: tuple[Axis, ...] = ("dp", "shard", "replica", "expert_shard", "expert_replica")
+        data = sum(totals[axis] for axis in groups)
+        context = [totals["cp"]] * has_context + [totals["ep"]] * has_experts
         cells = [totals["tp"], *context, data, totals["pp"], totals["world"]]
         cells += [sent.sent_bytes - between, between]
         table.add_row(_zero_stage(plan, each.run.zero_stage), *map(unit.of, cells))
@@ -263,6 +276,8 @@ def _traffic(plan: Plan) -> ReportParts:
 
 def _time(plan: Plan, forecast: Forecast) -> ReportParts:
     """Yield the step time by its terms and ZeRO stages, and the throughput."""
+    methods = {"cp": plan.run.context_method, "ep": plan.run.expert_exchange}
+    unused = [name for name, method in methods.items() if method is None]
     steps = [each.forecast.step for each in plan.zero_stages if each.forecast is not None]
     unit, size = ("s", 1.0) if max(step.total for step in steps) >= 10 else ("ms", 1e-3)
 
@@ -273,7 +288,7 @@ def _time(plan: Plan, forecast: Forecast) -> ReportParts:
         figures |= {
             f"  {TERMS[name]}": seconds
             for name, seconds in step.terms.items()
-            if name != "cp" or plan.run.context_method is not None
+            if name not in unused
         }
         return {name: f"{seconds / size:,.4g}" for name, seconds in figures.items()}
 
@@ -395,7 +410,7 @@ def longest_report(found: Sequence[LongestSequence], model: ModelConfig) -> Repo
     memory = memory_unit(each.peak_bytes for each in found)
     table = table_of(right=("pp", "dp", "cp", "tp", "tokens", f"peak\n{memory.name}"))
     for each in found[:_SHOWN_VARIANTS]:
-        degrees = map(str, each.settings.degrees)
+        degrees = map(str, each.settings.degrees[:4])
         table.add_row(*degrees, f"{each.tokens:,}", memory.of(each.peak_bytes))
     yield table
     if len(found) > _SHOWN_VARIANTS:
@@ -406,8 +421,11 @@ def longest_report(found: Sequence[LongestSequence], model: ModelConfig) -> Repo
 
 def _variants(shown: Sequence[Variant]) -> Table:
     memory = memory_unit(variant.peak_bytes for variant in shown)
-    headings = ("pp", "dp", "tp", "ZeRO", "R", "sum\neach", "recompute")
+    headings: tuple[str, ...] = ("pp", "dp", "tp", "ZeRO", "R", "sum\neach", "recompute")
     sizes = ("micro-\nbatches", "of\nsize")
+    has_experts = any(variant.run.grid.ep is not None for variant in shown)
+    if has_experts:
+        headings = (*headings[:3], "ep", *headings[3:])
     table = table_of(right=(*headings, *sizes, "step\ns", "MFU", f"peak\n{memory.name}"))
     table.add_column("", no_wrap=True)
     for variant in shown:
@@ -417,6 +435,7 @@ def _variants(shown: Sequence[Variant]) -> Table:
             f"{grid.pp}{f'x{chunks}' if chunks > 1 else ''}{f'+{extra}' if extra else ''}",
             f"{grid.dp}{f'x{grid.cp}' if grid.cp > 1 else ''}",
             str(grid.tp),
+            *[str(grid.ep)] * has_experts,
             f"{run.zero_stage}{'' if variant.set_text else ' *'}",
             str(grid.replicate),
             _REDUCED_EACH[reduction_of_matrices(run, "cuda", run.grid.copies).when][:5],

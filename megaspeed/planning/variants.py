@@ -11,7 +11,7 @@ resolved for the variant.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from operator import attrgetter
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import BATCH_KEYS, Batch, StatedBatch, World, solve_batch
-from megaspeed.config.model import ContextMethod
+from megaspeed.config.model import ContextMethod, ExpertExchange
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.rules import divisors
 from megaspeed.config.run import Recomputation, RunConfig
@@ -38,6 +38,8 @@ class Settings:
     dp: int
     cp: int
     tp: int
+    ep: int  # ranks that share experts; 1 if the model has none
+    expert_exchange: Literal["auto"] | ExpertExchange
     context_method: Literal["auto"] | ContextMethod
     replicate: int  # of ZeRO-1, 2 and 3
     zero_stage: int
@@ -57,9 +59,9 @@ class Settings:
         return self.pp * self.dp * self.cp * self.tp
 
     @property
-    def degrees(self) -> tuple[int, int, int, int]:
+    def degrees(self) -> tuple[int, int, int, int, int]:
         """The sizes of the axes."""
-        return self.pp, self.dp, self.cp, self.tp
+        return self.pp, self.dp, self.cp, self.tp, self.ep
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -69,6 +71,8 @@ class Settings:
             keys[_KEYS["replicate"]] = 1
         if self.cp == 1:  # the configuration refuses what has no effect
             keys[_KEYS["context_method"]] = "auto"
+        if self.ep == 1:
+            keys[_KEYS["expert_exchange"]] = "auto"
         if self.schedule == "gpipe" or self.virtual_stages > 1:
             keys[_KEYS["extra_in_flight"]] = 0
         keys[_KEYS["extra_in_flight"]] = min(keys[_KEYS["extra_in_flight"]], self.pp - 1)
@@ -85,6 +89,8 @@ _KEYS = {
     "dp": _DATA,
     "cp": "parallel.context",
     "tp": "parallel.tensor",
+    "ep": "parallel.expert",
+    "expert_exchange": "parallel.expert_exchange",
     "context_method": "parallel.context_method",
     "replicate": "parallel.replicate",
     "sequence_parallel": "parallel.sequence_parallel",
@@ -100,7 +106,10 @@ _KEYS = {
 }
 """Field of ``Settings`` -> key of the JSON."""
 
-_MAY_BE_AUTO = ("context_method", "sequence_parallel", "micro_batch_groups", "gradient_reduction")
+_MAY_BE_AUTO = (
+    *("context_method", "expert_exchange", "sequence_parallel"),
+    *("micro_batch_groups", "gradient_reduction"),
+)
 """Fields whose "auto" is resolved for each variant. All others are those of the resolved run."""
 
 
@@ -187,11 +196,12 @@ class Training:
 
     def _resolved(self, keys: Mapping[str, Any], world_size: int) -> Run:
         """Return the run with these dotted keys, for GPUs even if this machine has none."""
-        return resolve_run(
+        run = resolve_run(
             self.stated.changed(keys),
             World(world_size, "the plan", self.device_type),
             name=self.run.name,
         )
+        return replace(run, load_factor=self.run.load_factor)
 
 
 def _typed(value: Any) -> str:

@@ -18,6 +18,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple
 
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import expert_degrees
 from megaspeed.config.resolve import Run
 from megaspeed.config.rules import divisors
 from megaspeed.files.json_values import picked
@@ -53,7 +54,7 @@ class Variant:
     def as_json(self) -> dict[str, Any]:
         run, parallel = self.run, self.run.config.parallel
         return {
-            **picked(run.grid, "pp", "dp", "cp", "tp", "replicate"),
+            **picked(run.grid, "pp", "dp", "cp", "tp", "ep", "replicate"),
             **picked(run, "zero_stage", "gradient_reduction"),
             **picked(parallel, "schedule", "extra_in_flight"),
             **picked(parallel, "virtual_stages", "micro_batch_groups"),
@@ -83,7 +84,7 @@ class WhatIf:
         )
 
     def fastest_of_each_grid(self) -> list[Variant]:
-        """Return the fastest variant of each (pp, dp, cp, tp), the fastest first."""
+        """Return the fastest variant of each (pp, dp, cp, tp, ep), the fastest first."""
         found: dict[object, Variant] = {}
         for variant in self.variants:
             found.setdefault(variant.settings.degrees, variant)
@@ -102,12 +103,14 @@ def what_if(
 ) -> WhatIf:
     """Return every variant of the training that fits the cluster's devices.
 
-    Variants differ in degrees (pp, dp, cp, tp), ZeRO stage, replicas, gradient reduction, schedule,
-    chunks, recomputation and micro-batch. Those that break a rule of the configuration are omitted.
-    So are tensor groups larger than a node: the collectives of every block would go over the
-    network. Context degrees other than 1 and the stated one are tried if a rank has at least 4,096
-    tokens of a sample. With fewer, its collectives usually take longer than its computation.
-    ``full_offloaded`` is tried only if the configuration states it.
+    Variants differ in degrees (pp, dp, cp, tp, ep), ZeRO stage, replicas, gradient reduction,
+    schedule, chunks, recomputation and micro-batch. Those that break a rule of the configuration
+    are omitted. So are tensor groups larger than a node: the collectives of every block would go
+    over the network. Context degrees other than 1 and the stated one are tried if a rank has at
+    least 4,096 tokens of a sample. With fewer, its collectives usually take longer than its
+    computation. Experts are shared by no ranks, by as many as are stated, by as many as a node can
+    have, and by as many as a pipeline stage allows. ``full_offloaded`` is tried only if the
+    configuration states it.
 
     Args:
         training: the training.
@@ -115,9 +118,11 @@ def what_if(
         executor: its processes share the work; None: this process does it.
         show: is called with the part of the work that is done, from 0 to 1.
     """
-    degrees = list(degrees_of(training, cluster.gpus_per_node))
+    degrees: list[tuple[int, ...]] = list(degrees_of(training, cluster.gpus_per_node))
     variants: list[Variant] = []
     refused: list[_TooLarge] = []
+    if training.stated.model.num_experts is not None:
+        degrees = [(*each, ep) for each in degrees for ep in _experts(training, cluster, *each)]
     tasks = partial(_at_degrees, training, cluster)
     results: Iterator[tuple[list[Variant], list[_TooLarge]]] = map(tasks, degrees)
     if executor is not None:
@@ -150,7 +155,7 @@ class _TooLarge(NamedTuple):
 
 
 def _at_degrees(
-    training: Training, cluster: Cluster, degrees: tuple[int, int, int, int]
+    training: Training, cluster: Cluster, degrees: tuple[int, ...]
 ) -> tuple[list[Variant], list[_TooLarge]]:
     """Return the variants with these degrees that fit, and those that do not."""
     variants: list[Variant] = []
@@ -209,7 +214,11 @@ def _with_replicas(
         return
     work, seconds = workload_of(variant.run, cluster.device_type), {}
     for count in counts:  # A count changes only two terms.
-        rates = Rates(replace(work, grid=replace(work.grid, replicate=count)), cluster)
+        try:
+            grid = training.under(replace(settings, replicate=count)).grid
+        except ConfigError:
+            continue
+        rates = Rates(replace(work, grid=grid), cluster)
         dp = cluster.calibration * rates.network.dp(step.stage, block.forward, block.backward)
         optimizer = cluster.calibration * rates.optimizer(step.stage)
         seconds[count] = replace(step, dp=dp, optimizer=optimizer).total
@@ -307,7 +316,7 @@ def _chunked(training: Training, variant: Variant) -> Iterator[Settings]:
 
 
 def _combinations(
-    training: Training, pp: int, dp: int, cp: int, tp: int
+    training: Training, pp: int, dp: int, cp: int, tp: int, ep: int = 1
 ) -> Iterator[list[Settings]]:
     """Yield all combinations with one replica and one chunk, and with the stated numbers of them.
 
@@ -320,9 +329,10 @@ def _combinations(
         return
     sizes = [n for n in divisors(samples) if n.bit_count() == 1 or n == own.micro_batch_size]
     schedules = tuple(SCHEDULES) if pp > 1 else (own.schedule,)
-    at_degrees = replace(own, pp=pp, dp=dp, cp=cp, tp=tp)
+    at_degrees = replace(own, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
     reductions = list(_reductions(own))
-    if dp * cp == 1:  # all ZeRO stages are the same
+    has_experts = training.stated.model.num_experts is not None
+    if dp * cp == 1 and (ep == tp or not has_experts):  # all ZeRO stages are the same
         reductions = [(own.zero_stage, own.gradient_reduction)]
     for (zero_stage, reduction), replicate, schedule, extra, chunks, recomputation in product(
         reductions,
@@ -351,6 +361,16 @@ def _combinations(
             recomputed_blocks=own.recomputed_blocks if is_own else None,
         )
         yield [replace(variant, micro_batch_size=size) for size in sizes]
+
+
+def _experts(
+    training: Training, cluster: Cluster, pp: int, dp: int, cp: int, tp: int
+) -> Iterator[int]:
+    """Yield the expert degrees to try: 1, the stated one, the largest in a node, the largest."""
+    keys = {"parallel.pipeline": pp, "parallel.context": cp, "parallel.tensor": tp}
+    valid = expert_degrees(training.stated.changed({**keys, "parallel.replicate": 1}), dp)
+    within = max(ep for ep in valid if ep <= cluster.gpus_per_node)
+    yield from sorted({1, within, valid[-1], training.settings.ep} & {*valid})
 
 
 def _reductions(own: Settings) -> Iterator[tuple[int, Any]]:

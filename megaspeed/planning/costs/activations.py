@@ -106,13 +106,13 @@ def own_tokens_of(run: Run) -> int:
     return tokens_of(run) // (run.grid.tp if run.sequence_parallel else 1)
 
 
-def most_load_factor(run: Run) -> float:
-    """How many times the balanced number of rows a rank computes at most: if the tokens of all
-    ranks use its experts.
+def used_load_factor(run: Run) -> float:
+    """``Run.load_factor``, but at most what it is if the tokens of all ranks use the experts of
+    one rank.
     """
     model, ep = run.config.model, run.grid.ep or 1
     assert model.num_experts is not None and model.num_experts_per_tok is not None
-    return min(ep, model.num_experts / model.num_experts_per_tok)
+    return min(run.load_factor, ep, model.num_experts / model.num_experts_per_tok)
 
 
 def computed_rows(run: Run) -> int:
@@ -122,8 +122,7 @@ def computed_rows(run: Run) -> int:
     if run.expert_exchange == "all_gather":
         own = min(model.num_experts_per_tok, model.num_experts // ep)
         return own_tokens_of(run) * ep * own
-    factor = min(run.load_factor, most_load_factor(run))
-    return round(factor * own_tokens_of(run) * model.num_experts_per_tok)
+    return round(used_load_factor(run) * own_tokens_of(run) * model.num_experts_per_tok)
 
 
 def full_hidden_bytes(run: Run) -> int:

@@ -9,7 +9,7 @@ elements: the batch as it has arrived, before and after the step, the Gram matri
 of it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -17,9 +17,9 @@ from megaspeed.config.resolve import BYTES_OF, Run
 from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.orthogonalization import Orthogonalization
 
-_OWNERS = 8
-"""Only the first owners are compared. They have the most expensive batches, and what ranks send
-differs little, so others need about as much, or less."""
+_RANKS = 8
+"""Only the first ranks of a pipeline stage are compared. They have the most
+expensive batches, and what ranks send differs little, so others need about as much, or less."""
 
 
 def update_bytes(run: Run, axis: DataAxis) -> list[int]:
@@ -30,24 +30,32 @@ def update_bytes(run: Run, axis: DataAxis) -> list[int]:
 
 def orthogonalizing_bytes(run: Run, axis: DataAxis) -> int:
     """Return the most bytes that any rank needs for the updates of matrices; 0 without Muon."""
-    plan, muon, updates = axis.orthogonalization, run.muon, update_bytes(run, axis)
-    if plan is None or muon is None:
+    plans, muon, updates = axis.orthogonalizations, run.muon, update_bytes(run, axis)
+    if muon is None:
         return 0
     has_temporary = muon.nesterov and run.muon_dtype != "fp32"
     momentum = (
         until + has_temporary * BYTES_OF["fp32"] * bucket.part * (own > 0)
         for bucket, own, until in zip(axis.buckets, updates, accumulate(updates), strict=True)
     )
-    owners = range(min(_OWNERS, plan.members * plan.groups))
-    most = max((max(_in_rounds(plan, owner), default=0) for owner in owners), default=0)
+    ranks = range(min(_RANKS, run.grid.dp_cp * run.grid.tp))
+    owners = ([(plan, plan.owner_of(run.grid, rank)) for plan in plans] for rank in ranks)
+    most = max(max(_in_rounds(own), default=0) for own in owners)
     return max(*momentum, sum(updates) + BYTES_OF[run.muon_dtype] * most)
 
 
-def _in_rounds(plan: Orthogonalization, owner: int) -> Iterator[int]:
-    """For each round, yield the elements held beside the updates at its three largest moments."""
-    rounds = [*(_elements_of(plan, number, owner) for number in range(len(plan.rounds))), _Round()]
+def _in_rounds(own_plans: Iterable[tuple[Orthogonalization, int]]) -> Iterator[int]:
+    """For each round, yield the elements held beside the updates at its three largest moments.
+
+    The rounds of all plans follow each other. Each plan comes with the number of the owner.
+    """
+    rounds = [
+        _elements_of(plan, number, owner)
+        for plan, owner in own_plans
+        for number in range(len(plan.rounds))
+    ]
     before = _Round()
-    for own, following in pairwise(rounds):
+    for own, following in pairwise([*rounds, _Round()]):
         yield before.returned + own.sent + following.sent
         yield before.returned + following.sent + own.working
         yield following.sent + own.batch + own.returned + own.returning

@@ -37,8 +37,8 @@ from megaspeed.planning.costs.workload import (
     CollectiveKind,
     MuonWork,
     Workload,
-    block_parameters,
 )
+from megaspeed.tensor_parallel.shards import columns_of_weights
 from megaspeed.topology.grid import Axis
 
 LINK_EFFICIENCY = 0.78
@@ -52,6 +52,10 @@ protocol (src/graph/tuning.cc: hwLat and baseLat)."""
 SLOWDOWN_BY_OVERLAP = 0.189
 """Computation takes longer by this fraction while a collective runs beside it, because both use
 processors, memory and power (Lee et al. 2025, arXiv 2507.03114, abstract: 18.9 % on average)."""
+
+_HOST_READ = 30e-6
+"""Seconds for which a GPU waits while the host reads the number of rows that it will receive, and
+then starts the next kernels (all_to_all of experts). An assumption, not measured."""
 
 _SIMULATED, _SIMULATED_GROUPS = 6, 4
 """About this many micro-batches for each stage, and this many groups of them, are simulated. Each
@@ -85,7 +89,8 @@ class Network:
 
         (Shoeybi et al. 2019, section 3.) With sequence parallelism, each all-reduce becomes a
         reduce-scatter and an all-gather. The backward also gathers two inputs again, while it
-        computes the gradients of these inputs (Korthikanti et al. 2022, section 4.2.2).
+        computes the gradients of these inputs (Korthikanti et al. 2022, section 4.2.2). Experts are
+        not split over tensor ranks, so only the attention has these collectives.
         """
         work, tp = self.work, self.work.grid.tp
         if tp == 1:
@@ -97,8 +102,9 @@ class Network:
         if work.sequence_parallel:
             gather = self.collective("tp", "all_gather", message)
             both = gather + self.collective("tp", "reduce_scatter", message)
-            again = 2 * (SLOWDOWN_BY_OVERLAP if self.overlaps else 1.0) * gather
-            return 2 * both + means, 2 * both + again + means
+            again = (SLOWDOWN_BY_OVERLAP if self.overlaps else 1.0) * gather
+            pairs = 2 if work.model.num_experts is None else 1
+            return pairs * both + means, pairs * (both + again) + means
         both = 2 * self.collective("tp", "all_reduce", message) + means
         return both, both
 
@@ -122,6 +128,37 @@ class Network:
         gather = self.collective("cp", "all_gather", message)
         again = 1.0 - (work.recomputed_share if work.recomputation == "full" else 0.0)
         return gather, again * gather + self.collective("cp", "reduce_scatter", message)
+
+    @cached_property
+    def ep(self) -> tuple[float, float]:
+        """Seconds of a block's forward and of its backward over the expert axis.
+
+        all_to_all has two exchanges of rows in each pass, and one of counts in the forward, for
+        which the host waits. The rank with the most rows determines their time. all_gather has an
+        all-gather and a reduce-scatter of all ranks' tokens in each pass, and an all-gather of the
+        choice in the forward (``traffic._add_expert_axis``).
+        """
+        work, method = self.work, self.work.expert_exchange
+        if method is None:
+            return 0.0, 0.0
+        model, element = work.model, work.element_bytes
+        active, experts = model.num_experts_per_tok, model.num_experts
+        assert active is not None and experts is not None
+        columns = columns_of_weights(active, element, method)
+        if method == "all_to_all":
+            row = work.load_factor * work.own_tokens * active * element
+            sizes = row * (model.hidden_size + columns), row * model.hidden_size
+            both = sum(self.collective("ep", "all_to_all", size) for size in sizes)
+            waits = self.collective("ep", "all_to_all", 4 * experts)
+            return both + waits + (_HOST_READ if self.overlaps else 0.0), both
+        everyone = self.work.grid.size_along("ep") * work.own_tokens
+        plain = everyone * element * model.hidden_size
+        packed = plain + everyone * element * columns
+        forward = self.collective("ep", "all_gather", packed)
+        forward += self.collective("ep", "all_gather", 4 * active * everyone)
+        forward += self.collective("ep", "reduce_scatter", plain)
+        backward = self.collective("ep", "all_gather", plain)
+        return forward, backward + self.collective("ep", "reduce_scatter", packed)
 
     @cached_property
     def tp_of_ends(self) -> tuple[float, float]:
@@ -187,6 +224,9 @@ class Network:
         Compressed gradients take the fraction ``sent_share`` of these bytes. The time to compress
         them is not included.
 
+        If experts have copies on other ranks than the other parameters, each collective is one over
+        either group, one after the other.
+
         If a collective overlaps with computation, only the part that takes longer than the
         computation is added. It also slows the computation by ``SLOWDOWN_BY_OVERLAP``.
         """
@@ -195,7 +235,7 @@ class Network:
     def _shards(self, stage: int, forward: float, backward: float, waits: float | None) -> float:
         """The part of ``dp`` within the groups over which ZeRO partitions."""
         work = self.work
-        if work.grid.shard == 1:
+        if not self._is_sharded:
             return 0.0
         blocks, count = work.blocks_of_stages[stage], work.micro_batches
         overlaps = work.overlaps_dp and self.overlaps
@@ -214,19 +254,29 @@ class Network:
             in_backward = _added(gather + hidden, backward)
             exposed = reduce if work.reduces_in_backward else blocks * work.reductions * reduce
             return count * blocks * (in_forward + in_backward) + group + exposed
-        parameters = work.parameters_of_rank(stage)
-        gradients = parameters * work.gradient_bytes * self._share
-        buckets = max(1, math.ceil(gradients / work.bucket_bytes))
-        reduction = buckets * self.collective("shard", "reduce_scatter", gradients / buckets)
+        reduction, gather, total = 0.0, 0.0, 0
+        for copies, parameters in work.held(stage):
+            gradients = parameters * work.gradient_bytes * self._share
+            buckets = max(1, math.ceil(gradients / work.bucket_bytes))
+            if copies.shard == 1:
+                continue
+            total += buckets
+            message, over = gradients / buckets, copies.shard_axis
+            reduction += buckets * self.collective(over, "reduce_scatter", message)
+            if self._share != 1.0:  # all compressed matrices, with the embedding, are one bucket
+                buckets = 1
+            weights = parameters * work.element_bytes
+            gather += buckets * self.collective(over, "all_gather", weights / buckets)
         if overlaps:
-            reduction = _beside(reduction, blocks * backward, buckets)
-        if self._share != 1.0:  # all compressed matrices, with the embedding, are one bucket
-            buckets = 1
-        weights = parameters * work.element_bytes
-        gather = buckets * self.collective("shard", "all_gather", weights / buckets)
+            reduction = _beside(reduction, blocks * backward, total)
         if self.overlaps and work.overlaps_gathers:
-            gather = _beside(gather, blocks * forward, buckets)
+            gather = _beside(gather, blocks * forward, total if self._share == 1.0 else 1)
         return work.reductions * reduction + gather
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether several ranks share a part of the parameters."""
+        return any(copies.shard > 1 for copies, _ in self.work.held_of_block)
 
     @property
     def _share(self) -> float:
@@ -238,11 +288,16 @@ class Network:
         takes, and how long the reduction of one block's gradients takes.
         """
         work = self.work
-        weights = block_parameters(work.model) / work.grid.tp
+        held, group, reduce = work.held_of_block, 0.0, 0.0
+        weights = sum(elements for _, elements in held)
         together = max(1, min(blocks, int(work.gathered_together // weights)))
-        group = self.collective("shard", "all_gather", together * weights * work.element_bytes)
-        gradients = weights * work.gradient_bytes * self._share
-        return together, group, self.collective("shard", "reduce_scatter", gradients)
+        for copies, elements in held:
+            if copies.shard > 1:
+                message, over = together * elements * work.element_bytes, copies.shard_axis
+                group += self.collective(over, "all_gather", message)
+                gradients = elements * work.gradient_bytes * self._share
+                reduce += self.collective(over, "reduce_scatter", gradients)
+        return together, group, reduce
 
     @cached_property
     def collectives(self) -> tuple[list[float], list[float]]:
@@ -250,7 +305,7 @@ class Network:
         reductions in one visit. Both lists are empty if nothing of this runs beside computation.
         """
         work = self.work
-        if work.gather_policy == "layers" or work.grid.shard == 1 or not self.overlaps:
+        if work.gather_policy == "layers" or not self._is_sharded or not self.overlaps:
             return [], []
         together, group, reduce = self._layer(max(work.blocks))
         visit = work.reductions / work.groups * reduce if work.reduces_in_backward else 0.0
@@ -288,16 +343,19 @@ class Network:
 
     def _replicas(self, stage: int, backward: float) -> float:
         """The part of ``dp`` between the ranks that hold the same partition."""
-        work, grid = self.work, self.work.grid
-        if grid.replicate == 1:
+        work, reduction, total = self.work, 0.0, 0
+        for copies, parameters in work.held(stage):
+            if copies.replicate > 1:
+                gradients = parameters * work.gradient_bytes * work.sent_share
+                buckets = max(1, math.ceil(gradients / work.bucket_bytes))
+                message, over = gradients / copies.shard / buckets, copies.replica_axis
+                reduction += buckets * self.collective(over, "all_reduce", message)
+                total += buckets
+        if total == 0:
             return 0.0
-        gradients = work.parameters_of_rank(stage) * work.gradient_bytes * work.sent_share
-        buckets = max(1, math.ceil(gradients / work.bucket_bytes))
-        message = gradients / grid.shard / buckets
-        reduction = buckets * self.collective("replica", "all_reduce", message)
         overlaps = work.reduces_in_backward if work.zero_stage == 3 else work.overlaps_dp
         if overlaps and self.overlaps and work.sent_share == 1.0:
-            reduction = _beside(reduction, work.blocks_of_stages[stage] * backward, buckets)
+            reduction = _beside(reduction, work.blocks_of_stages[stage] * backward, total)
         return reduction
 
     def orthogonalization(self, muon: MuonWork, products: float) -> float:
@@ -311,9 +369,9 @@ class Network:
         message = BYTES_OF[muon.precision] * muon.elements / rounds
         if muon.members > 1:
             sent = message / muon.groups
-            seconds = 2 * rounds * self.collective("stage", "all_to_all", sent)
+            seconds = 2 * rounds * self.collective(muon.axes[0], "all_to_all", sent)
         if muon.groups > 1:
-            seconds += rounds * self.collective("replica", "all_gather", message)
+            seconds += rounds * self.collective(muon.axes[1], "all_gather", message)
         return _beside(seconds, products, rounds) if self.overlaps else seconds
 
     def collective(self, axis: Axis, kind: CollectiveKind, message: float) -> float:

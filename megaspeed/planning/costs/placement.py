@@ -97,7 +97,8 @@ class Placement:
         return _along(self.grid, axis, self.gpus_per_node)
 
     def as_json(self) -> dict[str, Any]:
-        names: tuple[Axis, ...] = (*AXES, "shard", "replica") if self.grid.is_hybrid else AXES
+        names: list[Axis] = [*AXES, *(("shard", "replica") if self.grid.is_hybrid else ())]
+        names += ["ep"] if self.grid.ep is not None else []
         axes = {axis: self.along(axis).as_json() for axis in names}
         return {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "axes": axes}
 

@@ -22,7 +22,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.planning.costs.placement import AxisPlacement, Placement
 from megaspeed.planning.costs.traffic import TrafficAxis
 from megaspeed.topology.devices import Device
-from megaspeed.topology.grid import Grid
+from megaspeed.topology.grid import Axis, Grid
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -128,7 +128,8 @@ def nccl_bytes(grid: Grid, device: Device, gpus_per_node: int) -> int:
     """Return the bytes of all NCCL communicators of a rank (``topology.context`` lists them).
 
     The shards have a communicator even if there is one. An axis of all ranks uses the world's
-    communicator, except the pipeline's.
+    communicator, except those of the pipeline and of the expert axis. If experts have
+    copies on other ranks than the other parameters, both kinds of copies have communicators.
     """
     placement = Placement(grid, gpus_per_node)
     axes: list[TrafficAxis] = ["world"]
@@ -136,6 +137,13 @@ def nccl_bytes(grid: Grid, device: Device, gpus_per_node: int) -> int:
     axes += ["shard"] if grid.shard < grid.world_size else []
     axes += ["replica"] if 1 < grid.replicate < grid.world_size else []
     axes += ["pp"] if grid.pp > 1 else []
+    axes += ["ep"] if (grid.ep or 1) > 1 else []
+    if grid.has_expert_axes:
+        others: tuple[Axis, ...] = ("expert_shard", "expert_replica")
+        is_shared = grid.tp < grid.world_size  # otherwise, tensor ranks have the world's
+        sizes = {axis: grid.size_along(axis) for axis in others}
+        axes += [a for a, n in sizes.items() if n > 1 and (n < grid.world_size or not is_shared)]
+        axes += ["expert_shard"] if sizes["expert_shard"] == 1 < grid.shard else []
     placed = [placement.along(axis) for axis in axes]
     total = sum(communicator_bytes(each.size, each.most_together, device) for each in placed)
     return total + _sends_of_pipeline(placement.along("pp"), device)

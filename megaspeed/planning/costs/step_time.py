@@ -3,7 +3,7 @@
     step      = micro-batches x slowest stage + bubble + p2p + dp + optimizer
     stage     = its blocks (+ embedding on the first stage, + head on the last)
     block     = forward + backward + recomputed part of the forward
-    forward   = products + attention + pointwise + tp + cp
+    forward   = products + attention + pointwise + tp + cp + ep
 
 The prediction runs nothing. Only the constants in ``FITTED`` are fitted to published runs. All
 others are from data sheets, papers and source code, stated beside each constant. Each function
@@ -83,12 +83,13 @@ class LayerParts(NamedTuple):
     pointwise: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
+    ep: float = 0.0
 
 
 AGAIN: Mapping[str, LayerParts] = {
     "none": LayerParts(),
     "selective": LayerParts(pointwise=1),
-    "full": LayerParts(products=1, attention=1, pointwise=1, tp=1, cp=1),
+    "full": LayerParts(products=1, attention=1, pointwise=1, tp=1, cp=1, ep=1),
 }
 """Kind of recomputation -> the share of each part of a block's forward that is computed again."""
 
@@ -147,6 +148,7 @@ class StepTime:
     recomputation: float
     tp: float  # collectives that the rank waits for
     cp: float
+    ep: float
     bubble: float  # waits for other pipeline stages
     p2p: float  # sends between pipeline stages
     dp: float  # exposed collectives of the data axis, and the slowdown of computation by others
@@ -164,7 +166,7 @@ class StepTime:
     @property
     def communication(self) -> float:
         """Share of the step in which ranks wait for messages, without the bubble."""
-        return (self.tp + self.cp + self.p2p + self.dp) / self.total
+        return (self.tp + self.cp + self.ep + self.p2p + self.dp) / self.total
 
     def scaled(self, factor: float) -> "StepTime":
         """Return all terms, multiplied by the same factor."""
@@ -261,6 +263,7 @@ class Rates:
             recomputation=blocks * block.recomputation,
             tp=blocks * parts.tp + embeddings * first.tp + heads * end.tp,
             cp=blocks * parts.cp,
+            ep=blocks * parts.ep,
             bubble=bubble,
             p2p=p2p,
             dp=self.network.dp(slowest, block.forward, block.backward, waits),
@@ -287,9 +290,10 @@ class Rates:
 
     def block(self) -> LayerTime:
         work = self.work
-        products = block_products(work.model, work.tokens, work.grid.tp)
+        tp, ep = work.grid.tp, work.grid.ep or 1
+        products = block_products(work.model, work.tokens, tp, ep, work.load_factor)
         linear = map(sum, zip(*map(self.linear, products), strict=True))
-        network = self.network.tp, self.network.cp
+        network = self.network.tp, self.network.cp, self.network.ep
         each = (linear, self.attention(), self.pointwise(products), *network)
         forward, backward = (LayerParts(*seconds) for seconds in zip(*each, strict=True))
         again = recomputed_seconds(forward, AGAIN[work.recomputation])
@@ -355,6 +359,7 @@ class Rates:
 
             input of router    3 D            6 D            converted to fp32
             rows of tokens     3 k D + D      5 k D + D      gathered, and summed for each token
+            with all_to_all    4 k D          6 k D          also in the order of experts, and back
 
         The choice of experts is not counted. It moves a few numbers for each token and expert.
         Norms of each head (``qk_norm``) and dropout of hidden states are not counted.
@@ -366,7 +371,7 @@ class Rates:
         """
         work, model, tp = self.work, self.work.model, self.work.grid.tp
         hidden = model.hidden_size / (tp if work.sequence_parallel else 1)
-        width = model.expert_width * (model.num_experts_per_tok or 1) / tp
+        width = model.expert_width * (model.num_experts_per_tok or 1) * work.load_factor / tp
         heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / tp
         gated = model.is_gated
         factor = self.constants.pointwise * self.width * work.tokens / self.memory
@@ -375,6 +380,9 @@ class Rates:
         if model.num_experts_per_tok is not None:
             forward += factor * (4 + 3 * model.num_experts_per_tok) * hidden
             backward += factor * (7 + 5 * model.num_experts_per_tok) * hidden
+        if work.expert_exchange == "all_to_all":
+            forward += factor * 4 * (model.num_experts_per_tok or 1) * hidden
+            backward += factor * 6 * (model.num_experts_per_tok or 1) * hidden
         weights = sum(product.matrices * product.n * product.k for product in products)
         if work.zero_stage < 3:
             gradients = weights * (self.width + 2 * work.gradient_bytes)
@@ -382,7 +390,7 @@ class Rates:
                 plain = (each for each in products if each.matrices == 1 and not each.is_fp32)
                 gradients -= 2 * self.width * sum(product.n * product.k for product in plain)
             backward += gradients / self.memory
-        elif work.grid.shard > 1:
+        elif any(copies.shard > 1 for copies, _ in work.held_of_block):
             forward += weights * 2 * self.width / self.memory
             backward += weights * (3 * self.width + work.gradient_bytes) / self.memory
         return forward, backward
@@ -417,10 +425,10 @@ class Rates:
         """AdamW: reads and writes master weight and two moments in fp32 (24 bytes), reads the
         gradient for its norm and for the update (8), writes the 16-bit weight (2). Muon: ``_muon``,
         for the matrices of blocks."""
-        updated, seconds = self.work.parameters_of_rank(stage) / self.work.grid.shard, 0.0
-        if self.work.muon:
-            muon = self.work.muon[stage]
-            seconds, updated = self._muon(muon), max(0.0, updated - muon.elements)
+        updated = sum(elements / copies.shard for copies, elements in self.work.held(stage))
+        seconds = 0.0
+        for muon in self.work.muon[stage] if self.work.muon else ():
+            seconds, updated = seconds + self._muon(muon), max(0.0, updated - muon.elements)
         if self.measured is not None:
             return seconds + self.measured.optimizer * updated
         return seconds + 34 * updated / self.memory

@@ -12,18 +12,20 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Literal, NamedTuple, TypeVar
 
-from megaspeed.config.model import ContextMethod, ModelConfig
+from megaspeed.config.model import ContextMethod, ExpertExchange, ModelConfig
 from megaspeed.config.resolve import BYTES_OF, Precision, Run
 from megaspeed.config.run import Recomputation
 from megaspeed.data_axis.axis import data_axis_of
 from megaspeed.data_axis.buckets import reduction_of_matrices
 from megaspeed.data_axis.gathers import most_gathered_together
+from megaspeed.data_axis.orthogonalization import Orthogonalization
 from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
 from megaspeed.pipeline.partition import chunks_of_stages
 from megaspeed.pipeline.schedules import Pipeline, pipeline_of
+from megaspeed.planning.costs.activations import used_load_factor
 from megaspeed.planning.costs.traffic import compressed_share
 from megaspeed.topology.devices import Device
-from megaspeed.topology.grid import Grid
+from megaspeed.topology.grid import Axis, Copies, Grid
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 """The kinds of collectives."""
@@ -85,6 +87,7 @@ class MuonWork:
     elements: int  # that a rank holds of all matrices
     members: int  # that send each other parts of matrices, and groups of them
     groups: int
+    axes: tuple[Axis, Axis] = ("stage", "replica")  # of the members, and of the groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,10 @@ class Workload:
     reductions: int = 1  # of all gradients in a step: 1, or as many as groups or micro-batches
     bucket_bytes: float = math.inf  # of gradients that are reduced together
     gathered_together: float = 0.0  # ZeRO-3: most elements of one gather of several blocks
-    muon: tuple[MuonWork, ...] = ()  # of each pipeline stage; none: AdamW updates everything
+    # For each pipeline stage: of its matrices and, if ranks share experts, of these. None: AdamW.
+    muon: tuple[tuple[MuonWork, ...], ...] = ()
+    expert_exchange: ExpertExchange | None = None  # None if a rank has all experts
+    load_factor: float = 1.0  # rows that the slowest rank computes, as a multiple of the mean
 
     @property
     def pipeline(self) -> Pipeline:
@@ -160,14 +166,33 @@ class Workload:
         """Bytes of an activation's element."""
         return BYTES_OF[self.precision]
 
+    @property
+    def own_tokens(self) -> float:
+        """Tokens of a micro-batch for which one rank computes what is not split over ``tp``."""
+        return self.tokens / (self.grid.tp if self.sequence_parallel else 1)
+
     def parameters_of_rank(self, stage: int) -> float:
+        return sum(elements for _, elements in self.held(stage))
+
+    def held(self, stage: int) -> list[tuple[Copies, float]]:
+        """The parameters of a rank, with the ranks that hold copies: experts may have others."""
         model = self.model
         table = model.vocab_size * model.hidden_size
         ends = (stage == 0) + (stage == self.grid.pp - 1)
         if self.grid.pp == 1 and model.tie_word_embeddings:
             ends = 1
-        blocks = self.blocks_of_stages[stage] * block_parameters(model)
-        return (blocks + ends * table) / self.grid.tp
+        blocks = [(c, self.blocks_of_stages[stage] * n) for c, n in self.held_of_block]
+        (copies, first), *experts = blocks
+        return [(copies, first + ends * table / self.grid.tp), *experts]
+
+    @cached_property
+    def held_of_block(self) -> list[tuple[Copies, float]]:
+        """``held`` for one block."""
+        grid, experts = self.grid, expert_parameters(self.model)
+        others, own = (block_parameters(self.model) - experts) / grid.tp, experts / (grid.ep or 1)
+        if not grid.has_expert_axes:
+            return [(grid.copies, others + own)]
+        return [(grid.copies, others), (grid.expert_copies, own)]
 
 
 class Product(NamedTuple):
@@ -237,37 +262,46 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         reductions=reduction.times(pipeline),
         bucket_bytes=zero.reduce_bucket_size * gradient_bytes,
         gathered_together=most_gathered_together(zero),
-        muon=tuple(_muon_work(run, device_type)),
+        muon=tuple(_muon_works(run, device_type)),
+        expert_exchange=run.expert_exchange,
+        load_factor=1.0 if run.expert_exchange is None else used_load_factor(run),
     )
 
 
-def _muon_work(run: Run, device_type: str) -> Iterator[MuonWork]:
-    for stage in range(run.grid.pp):
-        axis = data_axis_of(run, stage, device_type)
-        if (plan := axis.orthogonalization) is None or run.muon is None:
-            return
-        fullest = plan.costs.index(max(plan.costs))
-        own = [batch for batch in chain(*plan.rounds) if batch.owner == fullest]
-        yield MuonWork(
-            steps=run.muon.ns_steps,
-            precision=run.muon_dtype,
-            batches=tuple((batch.matrices, batch.rows, batch.columns) for batch in own),
-            rounds=len(plan.rounds),
-            elements=sum(bucket.part for bucket in axis.orthogonalized),
-            members=plan.members,
-            groups=plan.groups,
-        )
+def _muon_works(run: Run, device_type: str) -> Iterator[tuple[MuonWork, ...]]:
+    for stage in range(run.grid.pp if run.muon is not None else 0):
+        plans = data_axis_of(run, stage, device_type).orthogonalizations
+        yield tuple(_muon_work(run, plan) for plan in plans)
+
+
+def _muon_work(run: Run, plan: Orthogonalization) -> MuonWork:
+    assert run.muon is not None
+    fullest = plan.costs.index(max(plan.costs))
+    own = [batch for batch in chain(*plan.rounds) if batch.owner == fullest]
+    return MuonWork(
+        steps=run.muon.ns_steps,
+        precision=run.muon_dtype,
+        batches=tuple((batch.matrices, batch.rows, batch.columns) for batch in own),
+        rounds=len(plan.rounds),
+        elements=math.ceil(sum(each.part for each in plan.sections) / plan.copies.shard),
+        members=plan.members,
+        groups=plan.groups,
+        axes=(plan.axis, plan.copies.replica_axis),
+    )
 
 
 @lru_cache(maxsize=4096)  # a fit needs the products of each run thousands of times
-def block_products(model: ModelConfig, tokens: int, tp: int) -> tuple[Product, ...]:
+def block_products(
+    model: ModelConfig, tokens: int, tp: int, ep: int = 1, load_factor: float = 1.0
+) -> tuple[Product, ...]:
     """Return the products of a block's forward on one tensor rank, without the attention's own.
 
     Column-parallel weights have 1/tp of the rows, row-parallel weights 1/tp of the columns. Experts
-    are not split.
+    are not split: a rank has 1/ep of them, and 1/tp of the tokens. ``load_factor`` is the number of
+    its rows as a multiple of the mean.
     """
     rows = (row for row in block_rows(model).values() if not row.is_norm)
-    return tuple(_of_row(row, tokens, tp) for row in rows)
+    return tuple(_of_row(row, tokens, tp, ep, load_factor) for row in rows)
 
 
 @lru_cache(maxsize=4096)
@@ -287,11 +321,13 @@ def attended_tokens(model: ModelConfig, sequence_length: int) -> float:
     return window * (1 - window / (2 * sequence_length))
 
 
-def _of_row(row: Row, tokens: int, tp: int) -> Product:
+def _of_row(row: Row, tokens: int, tp: int, ep: int = 1, load_factor: float = 1.0) -> Product:
     assert row.columns is not None, "a linear module has a matrix"
-    if row.kind in ("router", "experts"):
-        width, is_fp32 = row.rows // row.experts, row.kind == "router"
-        return Product(tokens * row.active_experts, width, row.columns, row.experts, is_fp32)
+    if row.kind == "router":
+        return Product(math.ceil(tokens / tp), row.rows, row.columns, 1, is_fp32=True)
+    if row.kind == "experts":
+        rows = math.ceil(tokens * row.active_experts * load_factor / tp)
+        return Product(rows, row.rows // row.experts, row.columns, row.experts // ep)
     if row.split == "columns":
         return Product(tokens, row.rows, math.ceil(row.columns / tp))
     return Product(tokens, math.ceil(row.rows / tp), row.columns)
@@ -300,3 +336,10 @@ def _of_row(row: Row, tokens: int, tp: int) -> Product:
 @lru_cache(maxsize=1024)
 def block_parameters(model: ModelConfig) -> int:
     return sum(p.elements for p in parameters_of(model, range(1, 2)).values())
+
+
+@lru_cache(maxsize=1024)
+def expert_parameters(model: ModelConfig) -> int:
+    """Return the parameters of all experts of a block."""
+    block = parameters_of(model, range(1, 2)).values()
+    return sum(p.elements for p in block if p.split == "experts")

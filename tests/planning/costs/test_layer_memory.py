@@ -109,10 +109,10 @@ def test_the_first_blocks_of_a_stage_are_recomputed(
     assert kept[0] == kept[1] < kept[2]
 
 
-def keep_in_blocks(launch: LaunchEnvironment, run: Run) -> list[tuple[int, int | None]]:
+def keep_in_blocks(launch: LaunchEnvironment, run: Run) -> list[tuple[int, int]]:
     """Return, for each of three blocks, the bytes that it keeps, and how many rows it receives."""
     with ParallelContext.create(run.grid, launch, timeout_seconds=limit(60)) as context:
-        stage, rows = plain_model(run, [range(1, 4)]), list[int | None]()
+        stage, rows = plain_model(run, [range(1, 4)]), list[int]()
         axes = tensor_axis(run, context), expert_axis(run, context)
         parallelize(stage, run.config.model, *axes)
         stage.to_empty(device="cpu")

@@ -396,7 +396,7 @@ def test_processors_cannot_compute_while_they_communicate() -> None:
 def test_the_fullest_owner_of_matrices_determines_the_time_of_muon() -> None:
     muon = 'optimizer={"type": "Muon", "params": {"per_head_muon": true, "ns_steps": 3}}'
     run = tiny(muon, "parallel.pipeline=2", "parallel.tensor=2", world_size=8).run
-    for stage, work in enumerate(workload_of(run).muon):
+    for stage, (work,) in enumerate(workload_of(run).muon):
         plan = data_axis_of(run, stage, "cuda").orthogonalization
         assert plan is not None
         assert (work.steps, work.precision, work.rounds) == (3, run.muon_dtype, len(plan.rounds))
@@ -413,7 +413,7 @@ def muon_work(**changes: Any) -> MuonWork:
 
 def muon_seconds(**changes: Any) -> float:
     """Nothing but the products takes time, and 1e12 operations take 1 s."""
-    work = workload(blocks=(4,), zero_stage=1, muon=(muon_work(**changes),))
+    work = workload(blocks=(4,), zero_stage=1, muon=((muon_work(**changes),),))
     rates = cluster(sustained_16=1.0, peak_fp32=0.1, memory_bandwidth=1e12, processors=1)
     device = dataclasses.replace(rates.device, link_bandwidth=1e12)
     return Rates(work, dataclasses.replace(rates, device=device)).optimizer(0) * 0.98

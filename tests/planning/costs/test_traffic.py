@@ -186,7 +186,7 @@ def sent_with_experts(
         patch.setattr(AllToAll, "begin", counting)
         with TrafficLog(rank.context) as log:
             rank.train_step(1)
-        count = len(rank.engine.module.blocks)
+        count = run.config.model.num_hidden_layers // run.grid.pp
         of_blocks = [
             (sum(s for s, _ in own), sum(r for _, r in own))
             for own in (rows[index::count] for index in range(count))
