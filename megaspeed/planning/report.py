@@ -387,6 +387,8 @@ def what_if_report(found: WhatIf) -> ReportParts:
             yield "pp 8x2: 8 pipeline stages of 2 chunks each (parallel.virtual_stages)"
         if any(variant.run.config.parallel.extra_in_flight for variant in grids[:_SHOWN_VARIANTS]):
             yield "pp 8+7: up to 7 more micro-batches in flight (parallel.extra_in_flight)"
+        if any(variant.run.grid.ep is not None for variant in grids):
+            yield "ep: ranks that share experts (parallel.expert); 8x2: 8 micro-batches of size 2"
         if any(variant.settings.cp > 1 for variant in grids[:_SHOWN_VARIANTS]):
             yield "dp 8x2: 8 data ranks of 2 context ranks each (parallel.context)"
         yield ""
@@ -422,14 +424,16 @@ def longest_report(found: Sequence[LongestSequence], model: ModelConfig) -> Repo
 def _variants(shown: Sequence[Variant]) -> Table:
     memory = memory_unit(variant.peak_bytes for variant in shown)
     headings: tuple[str, ...] = ("pp", "dp", "tp", "ZeRO", "R", "sum\neach", "recompute")
-    sizes = ("micro-\nbatches", "of\nsize")
+    sizes: tuple[str, ...] = ("micro-\nbatches", "of\nsize")
     has_experts = any(variant.run.grid.ep is not None for variant in shown)
     if has_experts:
-        headings = (*headings[:3], "ep", *headings[3:])
+        headings, sizes = (*headings[:3], "ep", *headings[3:]), ("micro-\nbatches",)
     table = table_of(right=(*headings, *sizes, "step\ns", "MFU", f"peak\n{memory.name}"))
     table.add_column("", no_wrap=True)
     for variant in shown:
         run, grid, mfu = variant.run, variant.run.grid, variant.forecast.mfu
+        sizes_of_batch = run.batch.gradient_accumulation_steps, run.batch.micro_batch_size
+        batch = [f"{number:,}" for number in sizes_of_batch]
         chunks, extra = variant.settings.virtual_stages, run.config.parallel.extra_in_flight
         table.add_row(
             f"{grid.pp}{f'x{chunks}' if chunks > 1 else ''}{f'+{extra}' if extra else ''}",
@@ -440,8 +444,7 @@ def _variants(shown: Sequence[Variant]) -> Table:
             str(grid.replicate),
             _REDUCED_EACH[reduction_of_matrices(run, "cuda", run.grid.copies).when][:5],
             run.config.parallel.activation_checkpointing.replace("_offloaded", "+host"),
-            f"{run.batch.gradient_accumulation_steps:,}",
-            f"{run.batch.micro_batch_size:,}",
+            *(["x".join(batch)] if has_experts else batch),
             f"{variant.seconds:.3g}",
             "" if mfu is None else f"{mfu:.0%}",
             memory.of(variant.peak_bytes),

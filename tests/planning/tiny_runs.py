@@ -34,6 +34,7 @@ WORLD_SIZES = {
     "llama2_70b": 2048,
     "llama3_70b": 64,
     "llama3_8b_long": 8,
+    "qwen3_30b_a3b": 32,
     "gpt3_175b": 4096,
     "mt_nlg_530b": 4480,
 }

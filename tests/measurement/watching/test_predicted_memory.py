@@ -243,6 +243,37 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
             {**MANY_EXPERTS, "zero_optimization": {"stage": 2}},
         ],
     ),
+    "shared experts": (
+        (1, 2, 1),
+        [
+            merge(EXPERTS, {"parallel": {"expert": 2, "expert_exchange": exchange}} | more)
+            for exchange in ("all_to_all", "all_gather")
+            for more in ({"zero_optimization": {"stage": 1}}, {"zero_optimization": {"stage": 3}})
+        ],
+    ),
+    "shared experts, recomputed": (
+        (1, 2, 1),
+        [
+            merge(EXPERTS, {**BF16_IN_FP32, "parallel": {"expert": 2, **how["parallel"]}})
+            for how in (SELECTIVE, RECOMPUTED)
+        ],
+    ),
+    "shared experts on tensor ranks": (
+        (1, 2, 2),
+        [
+            merge(EXPERTS, {"parallel": {"expert": 4}, "zero_optimization": {"stage": 2}}),
+            {**MANY_EXPERTS, "parallel": {"expert": 2}, "zero_optimization": {"stage": 3}},
+            {**MANY_EXPERTS, "zero_optimization": {"stage": 1}},
+        ],
+    ),
+    "Muon, shared experts": (
+        (1, 4, 1),
+        [
+            {**MANY_EXPERTS, "train_batch_size": 8, "optimizer": MUON, "parallel": {"expert": 2}},
+            {**MANY_EXPERTS, "train_batch_size": 8, "optimizer": MUON, "parallel": {"expert": 2}}
+            | {"zero_optimization": {"stage": 2}},
+        ],
+    ),
     "a pipeline of blocks of experts": ((2, 1, 1), [{**EXPERTS, **RECOMPUTED}]),
     "Muon, experts": ((1, 2, 1), [{**MANY_EXPERTS, "optimizer": MUON}]),
     "a pipeline of blocks with a window": (
