@@ -297,11 +297,11 @@ def _add_expert_axis(
     Only rows for other ranks are sent. There are T k (ep - 1) / ep of them in each direction if the
     experts of all ranks get equally many rows.
 
-    A forward also sends the choice, in int32: all_to_all the number of rows of each expert,
-    all_gather the k experts of each token. With an auxiliary loss, tensor and context ranks
-    all-reduce how many tokens of each sequence use each expert, in int64. Recomputation uses the
-    choice of the forward, so it sends neither. Full recomputation repeats the exchange of the
-    forward, but the reduce-scatter of all_gather only if a norm follows (``norm_position`` after).
+    A forward also sends the choice: all_to_all the number of rows of each expert in int64,
+    all_gather the k experts of each token in int32. With an auxiliary loss, tensor and context
+    ranks all-reduce how many tokens of each sequence use each expert, in int64. Recomputation uses
+    the choice of the forward, so it sends neither. Full recomputation repeats what a forward sends
+    to experts. It repeats what these return only if a norm follows (``norm_position`` after).
     """
     grid, model, batch = run.grid, run.config.model, run.batch
     (blocks, again), count = (
@@ -317,21 +317,22 @@ def _add_expert_axis(
     if run.expert_exchange is None:
         return
     element, ep, tokens = BYTES_OF[run.precision], grid.ep or 1, count * own_tokens_of(run)
-    plain = model.hidden_size * element
+    plain, has_norm = model.hidden_size * element, model.norm_position == "after"
     packed = plain + element * columns_of_weights(active, element, run.expert_exchange)
     if run.expert_exchange == "all_to_all":
         if exchanged is None:
             rows = tokens * active * (ep - 1) // ep
             exchanged = [(rows, rows)] * blocks
         for index, (sent, received) in enumerate(exchanged):
-            times = 2 if index < again else 1  # the first blocks are recomputed
             forward, backward = sent * packed + received * plain, sent * plain + received * packed
-            messages.add_sent("ep", "all_to_all", times * forward + backward)
-        messages.add("ep", "all_to_all", blocks * count * experts * _INT32_BYTES, ranks=ep)
+            repeated = sent * packed + received * plain * has_norm
+            is_again = index < again  # the first blocks are recomputed
+            messages.add_sent("ep", "all_to_all", forward + backward + is_again * repeated)
+        messages.add("ep", "all_to_all", blocks * count * experts * _INT64_BYTES, ranks=ep)
         return
     choices = blocks * tokens * active * _INT32_BYTES
     gathered = tokens * (blocks * (packed + plain) + again * packed)
-    summed = tokens * (blocks * (packed + plain) + again * plain * (model.norm_position == "after"))
+    summed = tokens * (blocks * (packed + plain) + again * plain * has_norm)
     messages.add("ep", "all_gather", ep * (choices + gathered), ranks=ep)
     messages.add("ep", "reduce_scatter", ep * summed, ranks=ep)
 
