@@ -353,12 +353,11 @@ class _AuxiliaryLoss(torch.autograd.Function):
         return (by_row + added.unsqueeze(1)).view_as(gradient), None, None, None, None
 
 
-def _sum_of_rows(results: Tensor, rows: Tensor, is_used: Tensor | None) -> Tensor:
-    """Sum the results (n, D) of the rows of each token: (tokens, D)."""
-    if is_used is None and rows.shape[1] == 1:
-        return results[rows.squeeze(1)]
-    found = results[rows]
-    return (found if is_used is None else torch.where(is_used.unsqueeze(2), found, 0.0)).sum(1)
+def _sum_by_token(found: Tensor, is_used: Tensor | None) -> Tensor:
+    """Sum the results (tokens, j, D) of the rows of each token that are used: (tokens, D)."""
+    if is_used is not None:
+        found = torch.where(is_used.unsqueeze(2), found, 0.0)
+    return found.squeeze(1) if found.shape[1] == 1 else found.sum(1)
 
 
 class _GateUp(torch.autograd.Function):
@@ -385,7 +384,7 @@ class _GateUp(torch.autograd.Function):
         h, matrices, tokens, rows, offsets, is_used = ctx.saved_tensors
         gradient = gradient.contiguous()
         of_matrices = grouped_product(gradient.t(), h, offsets, tokens)
-        of_h = _sum_of_rows(grouped_product(gradient, matrices, offsets), rows, is_used)
+        of_h = _sum_by_token(grouped_product(gradient, matrices, offsets)[rows], is_used)
         return of_h, of_matrices, None, None, None, None
 
 
@@ -403,8 +402,7 @@ class _Down(torch.autograd.Function):
         is_used: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, matrices, tokens, offsets)
-        results = grouped_product(x, matrices.transpose(1, 2), offsets)
-        return _sum_of_rows(results, rows, is_used)
+        return _sum_by_token(grouped_product(x, matrices.transpose(1, 2), offsets)[rows], is_used)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,8 +15,8 @@ The weight of each row travels with it, in columns after the D features.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,14 +68,13 @@ class AllToAll(_OverAxis):
             on_host.copy_(on_device, non_blocking=True)
             copied = torch.cuda.current_stream().record_event()
 
-        @cache
         def wait() -> Received:
             if copied is not None:
                 copied.synchronize()  # not the stream, which may have more work by now
             sent, received = on_host.view(2, ranks, -1).sum(2).tolist()
-            return Received(sent, received, cache(partial(self._places, counts, sum(received))))
+            return Received(sent, received, _Once(partial(self._places, counts, sum(received))))
 
-        return wait
+        return _Once(wait)
 
     def _places(self, counts: Tensor, rows: int) -> Places:
         """Sort rows by expert. They come by rank, then by expert; ``counts`` (E,) are of both."""
@@ -104,7 +103,7 @@ class AllGather(_OverAxis):
 
     def begin(self, routing: Routing) -> Callable[[], Received]:
         pending = start_all_gather(routing.experts.int(), self._axis)  # int has fewer bytes
-        received = Received([], [], cache(lambda: self._places(pending.wait())))
+        received = Received([], [], _Once(lambda: self._places(pending.wait())))
         return lambda: received
 
     def _places(self, experts: Tensor) -> Places:
@@ -128,6 +127,21 @@ class AllGather(_OverAxis):
 
     def unpack(self, returned: Tensor, routing: Routing) -> Tensor:
         return returned
+
+
+_Result = TypeVar("_Result")
+
+
+class _Once(Generic[_Result]):
+    """Calls a function once, and frees what it refers to. Later calls return the same result."""
+
+    def __init__(self, function: Callable[[], _Result]) -> None:
+        self._function: Callable[[], _Result] | None = function
+
+    def __call__(self) -> _Result:
+        if self._function is not None:
+            self._result, self._function = self._function(), None
+        return self._result
 
 
 def _spare(rows: int) -> int:

@@ -572,7 +572,7 @@ class Activations:
         if model.num_experts is None or model.num_experts_per_tok is None:
             return None
         count, active, width = model.num_experts, model.num_experts_per_tok, model.hidden_size * a
-        choice, scores = 3 * n * active * _INT64 + count * _INT32, n * count * _FP32
+        choice, scores = 3 * n * active * _INT64 + count * (_INT32 + _INT64), n * count * _FP32
         if model.router_aux_loss_coef > 0.0:
             choice += self._run.batch.micro_batch_size * count * _INT64
             choice += n * _INT64 if self._tp > 1 else 0  # the sequence of each token
@@ -585,15 +585,15 @@ class Activations:
             width=rows * model.expert_width * a,
             found=rows * width,
             choice=choice,
-            unsaved=0,
-            scores=scores + rows * (_INT64 + 2 * a),
+            unsaved=(n * active + count) * _INT64,
+            scores=scores + rows * (_INT64 + a),
         )
         if method is None:
             return sizes
         ep = self._run.grid.ep or 1
         row = width + a * columns_of_weights(active, a, method)
         own = count // ep * _INT32 + 2 * rows * _INT64  # of ``Places``
-        sizes = sizes._replace(unsaved=count * _INT32, results=rows * width)
+        sizes = sizes._replace(unsaved=count * (_INT32 + _INT64), results=rows * width)
         if method == "all_to_all":
             return sizes._replace(
                 choice=choice + own,

@@ -137,7 +137,7 @@ def keep_in_blocks(launch: LaunchEnvironment, run: Run) -> list[tuple[int, int]]
             send = block.mlp.exchange.send
 
             def counting(packed: Tensor, received: Received, send: Any = send) -> Tensor:
-                rows.append(len(received.places.tokens))
+                rows.append(len(received.places().tokens))
                 return send(packed, received)
 
             block.mlp.exchange.send = counting  # type: ignore[method-assign]
