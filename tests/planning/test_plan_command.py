@@ -52,7 +52,8 @@ def test_the_report_names_ranks_stages_and_whether_the_run_fits(
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"), [("smollm2_135m", 1), ("smollm2_1.7b", 8), ("smollm3_3b", 32)]
+    ("name", "world_size"),
+    [("smollm2_135m", 1), ("smollm2_1.7b", 8), ("smollm3_3b", 32), ("qwen3_30b_a3b", 32)],
 )
 def test_a_file_to_start_from_has_the_layout_that_the_plan_prefers(
     name: str, world_size: int, capsys: pytest.CaptureFixture[str]
@@ -68,6 +69,7 @@ def test_a_file_to_start_from_has_the_layout_that_the_plan_prefers(
         ("gpt3_175b", ("--world-size", "1024"), 80),
         ("gpt3_175b", ("--world-size", "1024"), 40),
         ("llama3_70b", ("--world-size", "32", "--what-if"), 40),
+        ("experts", ("--world-size", "8", "--what-if", "--set", "parallel.expert=4"), 80),
     ],
 )
 def test_no_line_is_wider_than_80_columns_and_no_cell_is_cut(
@@ -83,6 +85,38 @@ def test_no_line_is_wider_than_80_columns_and_no_cell_is_cut(
     assert "\u2026" not in out
     # A command for the user to copy stays on one line.
     assert max(len(line) for line in out.splitlines() if "--set" not in line) <= 80
+
+
+def test_experts_that_ranks_share(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = ("--config", str(FOLDER / "experts.json"), "--world-size", "8")
+    device, file = ("--device", "h100-80gb"), tmp_path / "plan.json"
+    peaks = []
+    for factor in ("1", "2.5"):
+        own = ("--load-factor", factor, "--json", str(file), "--set", "parallel.expert=4")
+        out = printed(capsys, *config, *device, *own)
+        assert "ep 4: a rank has 2 experts, exchange all_to_all" in out
+        assert ("2.5 x the mean rows" in out) == (factor == "2.5")
+        assert "exchange of experts' tokens" in out
+        planned = json.loads(file.read_text())["zero_stages"][1]
+        peaks.append((planned["peak_bytes"], planned["time"]["seconds"]))
+    assert peaks[0] < peaks[1] and peaks[0][1] < peaks[1][1]
+
+
+@pytest.mark.parametrize(
+    ("factor", "ep", "problem"),
+    [
+        ("2", 1, "--load-factor 2 needs parallel.expert above 1; remove it"),
+        ("0.5", 4, "--load-factor 0.5 must be between 1 and parallel.expert 4"),
+        ("5", 4, "--load-factor 5 must be between 1 and parallel.expert 4"),
+    ],
+)
+def test_an_impossible_load_factor_is_refused(
+    factor: str, ep: int, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ("--config", str(FOLDER / "experts.json"), "--world-size", "8")
+    stated = ("--set", f"parallel.expert={ep}")
+    assert main(["plan", *config, "--load-factor", factor, *stated]) == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_without_a_device_it_states_which_option_names_one(

@@ -310,3 +310,26 @@ def test_replicas_that_zero_0_states_are_no_replicas_of_another_stage(tmp_path: 
     for variant in variants:
         assert from_file(file, *variant.set_text, world_size=4).run.grid == variant.run.grid
     assert [variant for variant in variants if not variant.set_text]
+
+
+def test_experts_are_shared_by_none_and_by_as_many_ranks_as_can() -> None:
+    """On nodes of 2 GPUs. Each variant is what the configuration with its settings predicts."""
+    training = from_file(FOLDER / "experts.json", world_size=8)
+    found = what_if(training, cluster := a100s(gpus_per_node=2))
+    shared = {(v.settings.pp, v.settings.tp): set[int]() for v in found.variants}
+    for variant in found.variants:
+        shared[variant.settings.pp, variant.settings.tp].add(variant.settings.ep)
+    assert shared == {
+        (1, 1): {1, 2, 8},
+        (1, 2): {1, 2, 8},
+        (2, 1): {1, 2, 4},
+        (2, 2): {1, 2, 4},
+        (4, 1): {1, 2},
+        (4, 2): {1, 2},
+    }
+    fastest = next(each for each in found.variants if each.settings.ep > 1)
+    path = FOLDER / "experts.json"
+    again = from_file(path, *fastest.set_text, world_size=8).run
+    assert again.grid == fastest.run.grid and again.grid.ep == fastest.settings.ep
+    assert forecast(again, cluster).seconds == fastest.seconds
+    assert predict(again).fullest.peak_bytes == fastest.peak_bytes

@@ -12,6 +12,7 @@ from megaspeed.planning.costs.reserved_memory import (
     verdict,
 )
 from megaspeed.topology.devices import Device, device_named
+from megaspeed.topology.grid import Grid
 from tests.planning.tiny_runs import tiny
 
 MIB = 2**20
@@ -61,6 +62,17 @@ def test_a_group_between_nodes_has_fewer_channels_and_more_bytes_for_each() -> N
     assert between < within
     shared = 4 * 16 * 128 * 1024
     assert (between - shared) / 4 > 2 * (within - 256 * MIB) / 24
+
+
+def test_shared_experts_have_communicators_of_their_own() -> None:
+    """8 data ranks on one node. With ep 4, the two ranks with the same experts are shards."""
+    plain, shared = Grid(pp=1, dp=8, tp=1), Grid(pp=1, dp=8, tp=1, ep=4, expert_shard=2)
+    more = nccl_bytes(shared, H100, 8) - nccl_bytes(plain, H100, 8)
+    assert more == communicator_bytes(4, 4, H100) + communicator_bytes(2, 2, H100)
+    # If all ranks share them, each expert has one copy, which has a communicator of its own.
+    alone = Grid(pp=1, dp=8, tp=1, ep=8)
+    more = nccl_bytes(alone, H100, 8) - nccl_bytes(plain, H100, 8)
+    assert more == communicator_bytes(8, 8, H100) + communicator_bytes(1, 1, H100)
 
 
 def test_hopper_has_buffers_for_reductions_in_the_switch() -> None:

@@ -28,13 +28,14 @@ from megaspeed.planning.costs.workload import (
     Product,
     Workload,
     attention_flops,
+    block_parameters,
     block_products,
     head_product,
     workload_of,
 )
 from megaspeed.topology.devices import Device, device_named
 from megaspeed.topology.grid import Axis, Grid
-from tests.planning.tiny_runs import MIXTURES, tiny
+from tests.planning.tiny_runs import FOLDER, MIXTURES, from_file, tiny
 
 LENGTH = 2048
 MODELS: dict[str, dict[str, object]] = {
@@ -442,6 +443,44 @@ def test_the_exchanges_of_muon_run_beside_its_products() -> None:
     assert network.orthogonalization(muon, 0.0) == pytest.approx(2 * alone)
     slow = Network(on_processors(dp=2, zero_stage=1, blocks=(4,)), processors())
     assert slow.orthogonalization(muon, 1e9) == slow.orthogonalization(muon, 0.0)
+
+
+def test_experts_are_reduced_over_the_ranks_that_hold_copies() -> None:
+    """With ep 4 on 8 data ranks, a rank has a quarter of the experts, as has one other rank."""
+    run = from_file(FOLDER / "experts.json", "parallel.expert=4", world_size=8).run
+    work = workload_of(run)
+    network, model = Network(work, cluster()), work.model
+    assert model.num_experts == 8 and work.grid.size_along("expert_shard") == 2
+    (copies, others), (of_experts, experts) = work.held_of_block
+    assert (copies.shard, of_experts.shard) == (8, 2)
+    width = model.expert_width
+    assert experts == 2 * 3 * model.hidden_size * width
+    assert others + 4 * experts == block_parameters(model)
+    (_, all_others), (_, all_experts) = work.held(0)
+    both = sum(
+        network.collective(axis, kind, size * width)
+        for axis, size in (("shard", all_others), ("expert_shard", all_experts))
+        for kind, width in (("reduce_scatter", work.gradient_bytes), ("all_gather", 4))
+    )
+    alone = dataclasses.replace(work, overlaps_dp=False, overlaps_gathers=False, bucket_bytes=1e12)
+    assert Network(alone, cluster()).dp(0, 0.0, 0.0) == pytest.approx(both)
+
+
+@pytest.mark.parametrize("load_factor", [1.0, 2.0])
+def test_the_exchange_of_experts_worked_by_hand(load_factor: float) -> None:
+    run = from_file(FOLDER / "experts.json", "parallel.expert=4", world_size=8).run
+    work = workload_of(dataclasses.replace(run, load_factor=load_factor))
+    network, model = Network(work, cluster()), work.model
+    rows = load_factor * work.tokens * 2
+    sizes = [rows * 4 * (model.hidden_size + weights) for weights in (4, 0)]  # in fp32
+    both = sum(network.collective("ep", "all_to_all", size) for size in sizes)
+    forward, backward = network.ep
+    assert backward == pytest.approx(both)
+    counts = network.collective("ep", "all_to_all", 8 * 4)
+    assert forward == pytest.approx(both + counts + 30e-6)
+    # The products have as many rows, and a quarter of the matrices.
+    products = block_products(model, work.tokens, 1, 4, load_factor)
+    assert {(each.m, each.matrices) for each in products if each.matrices > 1} == {(rows, 2)}
 
 
 def test_a_scaled_prediction_has_the_same_shares() -> None:
