@@ -457,11 +457,11 @@ def test_experts_are_reduced_over_the_ranks_that_hold_copies() -> None:
     assert experts == 2 * 3 * model.hidden_size * width
     assert others + 4 * experts == block_parameters(model)
     (_, all_others), (_, all_experts) = work.held(0)
-    both = sum(
-        network.collective(axis, kind, size * width)
-        for axis, size in (("shard", all_others), ("expert_shard", all_experts))
-        for kind, width in (("reduce_scatter", work.gradient_bytes), ("all_gather", 4))
-    )
+    sizes: list[tuple[Axis, float]] = [("shard", all_others), ("expert_shard", all_experts)]
+    both = 0.0
+    for axis, size in sizes:
+        both += network.collective(axis, "reduce_scatter", size * work.gradient_bytes)
+        both += network.collective(axis, "all_gather", size * 4)
     alone = dataclasses.replace(work, overlaps_dp=False, overlaps_gathers=False, bucket_bytes=1e12)
     assert Network(alone, cluster()).dp(0, 0.0, 0.0) == pytest.approx(both)
 
