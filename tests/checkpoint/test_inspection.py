@@ -23,7 +23,8 @@ from megaspeed.checkpoint.folders import (
     write_manifest,
 )
 from megaspeed.checkpoint.inspection import NO_FILE, inspect
-from megaspeed.checkpoint.run_state import RUN_STATE
+from megaspeed.checkpoint.run_state import RUN_STATE, Layout
+from megaspeed.topology.grid import Grid
 from tests.checkpoint.written import CONFIG, change_index, run_state, seal, write_checkpoint
 from tests.support.tiny import MUON
 
@@ -61,6 +62,21 @@ def test_a_complete_checkpoint_has_no_problem(checkpoint: Path) -> None:
         path.stat().st_size for path in checkpoint.iterdir() if path.name != MANIFEST
     )
     assert inspect(checkpoint, NO_FILE) == found
+
+
+def test_the_layout_of_a_checkpoint_without_the_newer_axes_is_a_grid() -> None:
+    """Earlier versions wrote neither replicas, context ranks nor the expert axis."""
+    old = {"pp": 2, "dp": 4, "tp": 2, "zero_stage": 1, "schedule": "1f1b"}
+    old |= {"sequence_parallel": False, "precision": "fp32"}
+    layout = Layout.model_validate(old)
+    assert layout.grid == Grid(2, 4, 2) and layout.grid.ep is None
+    assert str(layout) == "pp 2 x dp 4 x tp 2, ZeRO-1, fp32"
+    new = Layout.model_validate({**old, "ep": 4, "expert_shard": 2})
+    assert new.grid == Grid(2, 4, 2, ep=4, expert_shard=2)
+    assert str(new) == "pp 2 x dp 4 x tp 2, ep 4, ZeRO-1, fp32"
+    assert Layout.model_validate(new.model_dump()) == new
+    with pytest.raises(ValueError, match="must be divisible by ep 3"):
+        Layout.model_validate({**old, "ep": 3})
 
 
 @pytest.mark.parametrize("name", [TENSORS, INDEX, RUN_STATE])

@@ -218,6 +218,9 @@ OTHER_KEYS: dict[str, tuple[dict[str, Any], list[tuple[tuple[int, int, int], int
             ((2, 2, 1), 2, {**chunks(2, 1), "expert": 2}),
             ((1, 1, 2), 1, {"context": 2, "context_method": "all_gather", "expert": 2}),
             ((1, 1, 1), 0, {}),
+            ((1, 2, 2), 3, {"expert": 2, "expert_exchange": "all_to_all"}),
+            ((1, 4, 1), 1, {"expert": 4, "replicate": 2}),
+            ((2, 2, 1), 2, {"expert": 2, "expert_exchange": "all_gather"}),
         ],
     ),
     "experts-muon": (
