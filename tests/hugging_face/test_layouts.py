@@ -79,7 +79,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Layout]] = {
     "qwen2": (lambda: qwen2(num_hidden_layers=3), (1, 2, 2)),
     "qwen3": (lambda: qwen3(num_hidden_layers=3, attention_bias=True), (1, 1, 1)),
     "starcoder2": (lambda: starcoder2(num_hidden_layers=3), (1, 1, 1)),
-    "qwen3_moe": (lambda: qwen3_moe(num_hidden_layers=3), (2, 2, 1)),
+    "qwen3_moe": (lambda: qwen3_moe(num_hidden_layers=3, num_experts=4), (2, 2, 1)),
 }
 
 
