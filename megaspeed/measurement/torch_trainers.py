@@ -71,6 +71,8 @@ def refusal(run: Run, *, has_pipeline: bool = False, autocasts: bool = False) ->
         )
     if grid.cp > 1:
         return f"it has no context axis, but parallel.context is {grid.cp}; set it to 1"
+    if (grid.ep or 1) > 1:
+        return f"it has no expert axis, but parallel.expert is {grid.ep}; set it to 1"
     if run.precision == "fp16":
         return "it is run without a loss scale, but fp16.enabled is true; set bf16.enabled instead"
     if zero.offloads_optimizer or zero.offloads_parameters:
