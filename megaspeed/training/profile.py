@@ -48,6 +48,7 @@ PART_LABELS: Mapping[Part, str] = {
     "compute": "compute",
     "tensor": "exposed communication, tp",
     "context": "exposed communication, cp",
+    "expert": "exposed communication, ep",
     "data": "exposed communication, dp",
     "pipeline": "bubble and messages, pp",
     "world": "loss and norm, all ranks",
@@ -237,7 +238,7 @@ def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid) -> st
         f"{'':26} {'ms a step':>10} {'share':>7}  {'lowest rank':>16} {'highest rank':>16}",
     ]
     for part, label in PART_LABELS.items():
-        if part == "context" and grid.cp == 1:
+        if {"context": grid.cp, "expert": grid.ep or 1}.get(part) == 1:
             continue
         mean = statistics.fmean(by_part[part])
         low, high = (

@@ -110,7 +110,7 @@ def test_the_parts_in_the_table_add_up_to_the_steps(
         assert [parts.step for parts in record.parts_of_steps] == [3, 4], "both are timed"
     means = columns(table_of(records))
     step = means.pop("step")
-    assert len(means) == len(PARTS) - 1  # without a context axis
+    assert len(means) == len(PARTS) - 2  # without context and expert axes
     assert sum(means.values()) == pytest.approx(step, abs=0.5)
     wall = [1000 * metrics.step_time_seconds for metrics in records[0].steps[2:4]]
     assert step == pytest.approx(sum(wall) / 2, rel=0.25)
