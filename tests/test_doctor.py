@@ -16,7 +16,7 @@ import pytest
 from tests.support.forked import Forked
 from tests.support.launched import free_port, launch
 from tests.support.machine import limit
-from tests.support.tiny import GPT2
+from tests.support.tiny import GPT2, MOE
 
 TEXT = Path(__file__).parents[1] / "LICENSE"
 CONFIG: dict[str, Any] = {
@@ -108,11 +108,21 @@ def test_all_is_fine_with_a_spare_rank_and_an_agent_that_keeps_the_store(tmp_pat
 
 
 def test_all_is_fine_with_every_axis(tmp_path: Path) -> None:
-    config, port = lay_out(tmp_path, parallel={"pipeline": 2, "tensor": 2}), free_port()
+    expected = [("pp", 2), ("tp", 2), ("world", 1)]
+    check_four_ranks(tmp_path, expected, parallel={"pipeline": 2, "tensor": 2})
+
+
+def test_all_is_fine_with_shared_experts(tmp_path: Path) -> None:
+    expected = [("dp", 1), ("ep", 2), ("expert_shard", 2), ("world", 1)]
+    zero = {"stage": 1}
+    check_four_ranks(tmp_path, expected, model=MOE, parallel={"expert": 2}, zero_optimization=zero)
+
+
+def check_four_ranks(folder: Path, groups: list[tuple[str, int]], **changes: Any) -> None:
+    config, port = lay_out(folder, **changes), free_port()
     ranks = ended([start(rank, 4, port, config, "--json", "doctor.json") for rank in range(4)])
     assert [code for code, _ in ranks] == [0, 0, 0, 0], ranks
-    out = "".join(out for _, out in ranks)
-    check_that_all_is_fine(out, tmp_path, [("pp", 2), ("tp", 2), ("world", 1)])
+    check_that_all_is_fine("".join(out for _, out in ranks), folder, groups)
 
 
 def check_that_all_is_fine(out: str, folder: Path, groups: list[tuple[str, int]]) -> None:

@@ -24,7 +24,7 @@ from tests.support.jobs import HANG_SECONDS, HOST, Job, Launcher, rank_alone
 from tests.support.launched import free_port
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import LLAMA, tiny_corpus
+from tests.support.tiny import LLAMA, MOE, tiny_corpus
 from tests.zero.one_rank import one_rank, small_run
 
 TEXT = Path(__file__).parents[1] / "LICENSE"
@@ -191,6 +191,22 @@ def test_a_rank_that_hangs_in_muons_step_is_missed_in_a_named_call(
     assert re.fullmatch(
         r"gloo:all_to_all of \(\d+,\), number \d+ in the world group of ranks 0, 1", call
     )
+
+
+def test_a_rank_that_hangs_before_it_exchanges_tokens_is_missed_in_the_group_of_experts(
+    tmp_path: Path,
+) -> None:
+    changes = [f"model.{key}={json.dumps(value)}" for key, value in MOE.items()]
+    changes.append("parallel.expert_exchange=all_to_all")
+    fault = "hang rank=1 step=4 work=Forward"
+    job = Job(tmp_path, "agent", "parallel.expert=2", *changes, fault=fault)
+    ended = job.ended()
+    assert ended.code in (1, 3)
+    assert (
+        "rank 1 did not arrive where the others wait (step 4, Forward(micro_batch=0))" in ended.err
+    )
+    waits = r"rank 0: step 4, Forward\(micro_batch=0\), waiting in gloo:all_to_all of \(8,\), "
+    assert re.search(waits + r"number \d+ in the ep group of ranks 0, 1", ended.err), ended.err
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ _FIRST_GPU = Path("/dev/nvidia0")
 class Link:
     """One process group, as measured by one of its ranks."""
 
-    axis: str  # pp, dp, cp, tp or world
+    axis: str  # such as tp, expert_shard or world
     ranks: Sequence[int]  # of the group
     latency_seconds: float  # median time for a message of 8 bytes
     bytes_per_second: float  # bytes that a rank sends for a large message / the median time

@@ -147,7 +147,7 @@ def _number(entry: dict[str, Any]) -> int:
 
 def _describe(entry: dict[str, Any], members: dict[str, list[int]]) -> str:
     name, description = entry["process_group"]
-    group = "world" if description == "default_pg" else description
+    group = "world" if description == "default_pg" else description.replace("_", " ")
     ranks = members.get(name)
     of = f" of {ranks_named(ranks)}" if ranks else ""
     sizes = ", ".join(str(tuple(size)) for size in entry["input_sizes"][:3])

@@ -186,8 +186,9 @@ def _errors_name_the_group(name: str, ranks: Sequence[int], rank: int) -> Iterat
         yield
     except RuntimeError as error:  # torch's own DistError is one
         members = ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]} to {ranks[-1]}"
+        group = f"{name.replace('_', ' ')} group (ranks {members})"
         raise GroupError(
-            f"rank {rank} could not join the {name} group (ranks {members}). Every one of these "
+            f"rank {rank} could not join the {group}. Every one of these "
             "ranks must be running and reach the others: look for the first error in their logs, "
             "then at MASTER_ADDR, MASTER_PORT and the firewall between their machines. "
             f"torch reports: {error}"
