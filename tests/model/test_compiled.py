@@ -290,7 +290,8 @@ def test_kernels_of_a_compiled_block_with_experts(
     parallel: dict[str, Any], between: int, compiled: int
 ) -> None:
     """These budgets may only be lowered. Both methods of balance are on."""
-    run = paper_run(dp=2, **{"model": MOE, "parallel": parallel, **COMPILED})
+    changes: dict[str, Any] = {"model": MOE, "parallel": parallel, **COMPILED}
+    run = paper_run(dp=2, **changes)
     config = run.config.model
     with fake_context(run.grid, rank=0) as context:
         model = plain_model(run)

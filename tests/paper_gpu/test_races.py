@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megaspeed.model.experts import Told
+from megaspeed.tensor_parallel.experts import AllToAll
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero.layer_gathers import GatheredLayer
 from tests.paper_gpu.accelerator import PaperEvent, PaperStream, paper_accelerator
@@ -146,26 +149,36 @@ def test_numbers_of_rows_that_the_host_reads_too_early_race_with_their_copy(pool
     assert races and all("begin aten::copy_ | " in race and " finish " in race for race in races)
 
 
-def _kernels_beside_the_copy_of_counts(launch: LaunchEnvironment) -> list[int]:
-    """Return how many kernels have been launched after the copy that the host waits for."""
-    synchronize, launched = PaperEvent.synchronize, []
+def _kernels_around_the_wait_for_counts(launch: LaunchEnvironment) -> list[tuple[int, int]]:
+    """Return how many kernels are launched in each forward of a block (between the copy that the
+    host waits for and the wait, between the wait and the exchange).
+    """
+    synchronize, send = PaperEvent.synchronize, AllToAll.send
+    times: list[tuple[int, int, int]] = []
+    copied, waited, stream = 0, 0, None
 
-    def counted(event: PaperEvent) -> None:
+    def synchronized(event: PaperEvent) -> None:
+        nonlocal copied, waited, stream
         stream = event._accelerator.current_stream()
-        launched.append(stream.clock[stream.number] - event.clock[stream.number])
+        copied, waited = event.clock[stream.number], stream.clock[stream.number]
         synchronize(event)
 
+    def sent(exchange: AllToAll, packed: Tensor, told: Told) -> Tensor:
+        assert stream is not None
+        times.append((copied, waited, stream.clock[stream.number]))
+        return send(exchange, packed, told)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PaperEvent, "synchronize", counted)
+        patch.setattr(PaperEvent, "synchronize", synchronized)
+        patch.setattr(AllToAll, "send", sent)
         _races(launch, CASES["zero1-expert-axis"])
-    return launched
+    return [(then - first, last - then) for first, then, last in times]
 
 
 def test_while_the_host_waits_for_counts_the_device_packs_tokens(pool: RankPool) -> None:
-    (launched,) = pool.run(1, _kernels_beside_the_copy_of_counts)
-    # Three steps and an evaluation, each with 2 blocks and 2 micro-batches. An evaluation has no
-    # gradient of the auxiliary loss.
-    assert len(launched) == 4 * 2 * 2 and min(launched) >= 5
+    (launched,) = pool.run(1, _kernels_around_the_wait_for_counts)
+    assert len(launched) == (3 + 1) * 2 * 2, "3 steps and an evaluation: 2 blocks, 2 micro-batches"
+    assert all(packing >= 5 and more == 0 for packing, more in launched)
 
 
 def _races_without_joins(
