@@ -282,6 +282,12 @@ def test_ctrl_c_in_the_first_turn_leaves_an_earlier_report(
         ),
         (
             {"dp": 2},
+            {"model": OLMOE, "parallel": {"expert": 2}},
+            "fsdp2",
+            "it has no expert axis, but parallel.expert is 2; set it to 1",
+        ),
+        (
+            {"dp": 2},
             {"model": OLMOE, "bf16": {"enabled": True}},
             "plain",
             "bf16.enabled is true; set it to false",
