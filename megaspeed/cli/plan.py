@@ -393,8 +393,8 @@ def _row_of(bucket: Bucket, pipeline: Pipeline) -> dict[str, Any]:
     over, collectives = [], [] if how.collective is None else [f"{how.collective} in {how.sent}"]
     if bucket.shards > 1:
         over.append(counted(bucket.shards, "shard"))
-    if how.copies_of > bucket.shards:
-        over.append(counted(how.copies_of // bucket.shards, "replica"))
+    if how.holders > bucket.shards:
+        over.append(counted(how.holders // bucket.shards, "replica"))
     if bucket.is_sent_compressed:
         collectives = []
     if method is not None:

@@ -65,7 +65,7 @@ class Reduction:
     collective: Literal["all_reduce", "reduce_scatter", "all_to_all"] | None  # None: one copy
     replica_axis: Axis | None  # over which the shards' partitions are then summed, if at all
     copies_sums: bool  # whether partitions are copied for that sum
-    copies_of: int  # ranks that hold the parameters, over which their gradients are summed
+    holders: int  # ranks that hold the parameters, over which their gradients are summed
     ranks: int  # data ranks, over which the mean is taken
     divides: Literal["before", "after"] | None  # before a sum that could be too large for fp16
 
@@ -301,7 +301,7 @@ def reduction_of_matrices(run: Run, device_type: str, copies: Copies) -> Reducti
         collective=collective if has_data else None,
         replica_axis=copies.replica_axis if copies.is_hybrid else None,
         copies_sums=copies.is_hybrid and is_another,
-        copies_of=copies.ranks,
+        holders=copies.ranks,
         ranks=run.grid.dp_cp,
         divides=("before" if divides_first else "after") if run.grid.dp_cp > 1 else None,
     )

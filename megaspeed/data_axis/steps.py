@@ -118,7 +118,7 @@ def _of_parameters(axis: DataAxis) -> Iterator[str]:
         )
         if not all(fits) or not 0 <= bucket.elements - sum(bucket.sizes) < 2 * shards:
             yield f"the shards do not own each element of the bucket of {name} once."
-        count = how.copies_of
+        count = how.holders
         if (how.collective is None) != (count == 1) or count % shards:
             yield f"the sum of the bucket of {name} is over {count} ranks and {shards} shards."
         if (how.replica_axis is None) != (shards in (1, count)):

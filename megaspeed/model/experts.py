@@ -90,9 +90,7 @@ class Exchange(Protocol):
     """How ranks exchange the tokens of their experts."""
 
     def begin(self, routing: Routing) -> Callable[[], Received]:
-        """Start to tell the other ranks the choice. Return a function that waits for theirs, once,
-        and returns what follows from them.
-        """
+        """Start to tell the other ranks the choice. Return what waits for theirs."""
 
     def pack(self, h: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         """Return what is sent, (n, D + some): tokens (T, D), and weights (T, k) of their rows."""
@@ -260,7 +258,7 @@ class Experts(nn.Module):
         weights = self.weights(scores, routing, gradient_scale, h.dtype)
         tokens = routing.order // self.active
         places = Places(routing.order, tokens, routing.rows, routing.offsets)
-        of_rows = WeightsOfRows.apply(weights, places.order, places.rows, None)
+        of_rows = _WeightsOfRows.apply(weights, places.order, places.rows, None)
         return self.compute(h.flatten(0, 1), of_rows, places).view_as(h)
 
     def compute(self, h: Tensor, of_rows: Tensor, places: Places) -> Tensor:
@@ -281,11 +279,11 @@ class Experts(nn.Module):
         """``compute`` for what ``exchange`` has received: D features, then the weights of rows."""
         hidden, most = self.gate_up.weight.shape[1], places.rows.shape[1]
         weights = received[:, hidden : hidden + most]
-        of_rows = WeightsOfRows.apply(weights, places.order, places.rows, places.is_used)
+        of_rows = _WeightsOfRows.apply(weights, places.order, places.rows, places.is_used)
         return self.compute(received[:, :hidden], of_rows, places)
 
 
-class WeightsOfRows(torch.autograd.Function):
+class _WeightsOfRows(torch.autograd.Function):
     """The weight (n,) of each row, of the weights (tokens, j)."""
 
     @staticmethod

@@ -17,6 +17,7 @@ a sequence this rank has (``part``).
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -150,8 +151,14 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 Map = Callable[[Tensor], Tensor]
-Choice = tuple[Routing, Callable[[], Received] | None]
-"""The choice of experts, and what waits for the choices of other ranks; None if there are none."""
+
+
+@dataclass(eq=False)
+class Choice:
+    """The choice of experts for a micro-batch, which a recomputation uses again."""
+
+    routing: Routing | None = None
+    received: Received | None = None  # None if nothing is exchanged
 
 
 class Block(nn.Module):
@@ -242,38 +249,40 @@ class ExpertBlock(Block):
     def _make_mlp(self, config: ModelConfig, modules: Mapping[str, nn.Module]) -> nn.Module:
         return Experts(config, modules, self.compose)
 
-    def forward(self, x: Tensor, inputs: Inputs, kept: list[Choice] | None = None) -> Tensor:
+    def forward(self, x: Tensor, inputs: Inputs, choice: Choice | None = None) -> Tensor:
         """See ``Block``.
 
         Args:
             x: (B, S, D).
             inputs: of all blocks.
-            kept: the choice is appended to it. If it already has one, that choice is used.
+            choice: is set. If it already is, it is used.
         """
+        choice = choice or Choice()
         y, h, scores = self.attend(x, inputs)
-        is_again = bool(kept)
-        choice = kept[0] if kept else self._choose(scores, len(x))
-        if kept is not None and not is_again:
-            kept.append(choice)
-        (routing, wait), exchange = choice, self._experts.exchange
-        if exchange is None or wait is None:
+        routing, exchange, wait = choice.routing, self._experts.exchange, None
+        is_again = routing is not None
+        if routing is None:
+            is_trained = self.training and torch.is_grad_enabled()
+            routing = self._experts.choose(scores, len(x), is_trained=is_trained)
+            choice.routing = routing
+            wait = None if exchange is None else exchange.begin(routing)
+        if exchange is None:
             return self.add_experts(y, h, scores, routing, inputs)
         packed = self.pack(h, scores, routing, inputs)
-        received = wait()  # the host waits, after it has launched ``pack``
+        if wait is not None:
+            choice.received = wait()  # the host waits, after it has launched ``pack``
+        received, rows = choice.received, len(packed)
+        assert received is not None
         arrived = exchange.send(packed, received)
+        del packed  # its memory
         results = self.compute(arrived, received.places())
         if is_again and self.norms_before:
             # No backward needs the values of what follows, so nothing is sent back.
-            returned = results.new_empty(len(packed), results.shape[1]).requires_grad_()
+            returned = results.new_empty(rows, results.shape[1]).requires_grad_()
         else:
             returned = exchange.send_back(results, received)
+        del arrived, results
         return self.add_returned(y, returned, routing, inputs)
-
-    def _choose(self, scores: Tensor, sequences: int) -> Choice:
-        is_trained = self.training and torch.is_grad_enabled()
-        routing = self._experts.choose(scores, sequences, is_trained=is_trained)
-        exchange = self._experts.exchange
-        return routing, None if exchange is None else exchange.begin(routing)
 
     def attend(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return the residual stream after the attention, the input of the experts (both
@@ -439,7 +448,7 @@ class GPT(nn.Module):
             block = self.blocks[name]
             if name in self.fully_recomputed and self.training:  # an evaluation has no backward
                 # A recomputed block with experts uses the choice of its forward.
-                kept: tuple[list[Choice], ...] = ([],) if isinstance(block, ExpertBlock) else ()
+                kept = (Choice(),) if isinstance(block, ExpertBlock) else ()
                 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
                 with self.inputs_in_host_memory():
                     x = recomputed(block, x, inputs, *kept)

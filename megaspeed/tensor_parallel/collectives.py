@@ -39,6 +39,7 @@ the expert axis (``experts``) exchange rows of tensors, with the conjugate pairs
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -224,7 +225,9 @@ def exchange_some_rows(
     Returns ``received[0]`` rows from rank 0, those from rank 1, and so on, and ``spare`` rows that
     may contain anything. ``x`` may have more rows than are sent.
     """
-    return _ExchangeSomeRows.apply(x, sent, received, axis, spare)
+    forward = partial(_exchange, sent=sent, received=received, spare=spare)
+    backward = partial(_exchange, sent=received, received=sent, spare=len(x) - sum(sent))
+    return _Conjugate.apply(x, axis, forward, backward)
 
 
 def _all_gather(x: Tensor, axis: GroupAxis) -> Tensor:
@@ -235,22 +238,8 @@ def _reduce_scatter_sum(x: Tensor, axis: GroupAxis) -> Tensor:
     return start_reduce_scatter(x, axis).wait()
 
 
-class _ExchangeSomeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sent: list[int], received: list[int], axis: GroupAxis, spare: int
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.axis, ctx.spare = sent, received, axis, len(x) - sum(sent)
-        return _exchange(x, sent, received, axis, spare)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        of_x = _exchange(gradient, ctx.received, ctx.sent, ctx.axis, ctx.spare)
-        return of_x, None, None, None, None
-
-
 def _exchange(
-    x: Tensor, sent: list[int], received: list[int], axis: GroupAxis, spare: int
+    x: Tensor, axis: GroupAxis, *, sent: list[int], received: list[int], spare: int
 ) -> Tensor:
     count = sum(received)
     arrived = x.new_empty((count + spare, *x.shape[1:]))

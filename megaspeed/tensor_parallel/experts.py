@@ -36,12 +36,8 @@ _FEWEST_ROWS = 2
 """The compiler makes other kernels for 0 and for 1 row."""
 
 
-def exchange_of(axis: ExpertAxis, experts: int, active: int) -> Exchange | None:
-    """Return how a block with E experts, of which a token uses k, exchanges tokens; None if a rank
-    has all experts.
-    """
-    if axis.size == 1:
-        return None
+def exchange_of(axis: ExpertAxis, experts: int, active: int) -> Exchange:
+    """Return how a block with E experts, of which a token uses k, exchanges tokens."""
     kind = AllToAll if axis.method == "all_to_all" else AllGather
     return kind(axis, experts // axis.size, active)
 
@@ -74,7 +70,7 @@ class AllToAll(_OverAxis):
             sent, received = on_host.view(2, ranks, -1).sum(2).tolist()
             return Received(sent, received, _Once(partial(self._places, counts, sum(received))))
 
-        return _Once(wait)
+        return wait
 
     def _places(self, counts: Tensor, rows: int) -> Places:
         """Sort rows by expert. They come by rank, then by expert; ``counts`` (E,) are of both."""
@@ -103,8 +99,7 @@ class AllGather(_OverAxis):
 
     def begin(self, routing: Routing) -> Callable[[], Received]:
         pending = start_all_gather(routing.experts.int(), self._axis)  # int has fewer bytes
-        received = Received([], [], _Once(lambda: self._places(pending.wait())))
-        return lambda: received
+        return lambda: Received([], [], _Once(lambda: self._places(pending.wait())))
 
     def _places(self, experts: Tensor) -> Places:
         """``experts`` (ep T, k) are the choices of all ranks."""

@@ -52,7 +52,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from megaspeed.topology.activity import Activity, Timeline
 from megaspeed.topology.gloo_workers import use_one_worker
-from megaspeed.topology.grid import Axis, Coordinates, Copies, Grid, TopologyError
+from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import (
     allow_open_files,
@@ -310,11 +310,7 @@ class ParallelContext:
     @property
     def data_group(self) -> dist.ProcessGroup:
         """Ranks with the same parameters (dp and cp); with replicas and shards, only shards."""
-        return self.group_of_copies(self.grid.copies) or self.shard_group
-
-    def group_of_copies(self, copies: Copies) -> dist.ProcessGroup | None:
-        """Ranks with the same parameters; with replicas and shards, only shards."""
-        return self.group_along(copies.axis)
+        return self.group_along(self.grid.copies.axis) or self.shard_group
 
     def create_stage_group(self) -> None:
         """Create ``stage_group``, together with all ranks, if no other group has these ranks.

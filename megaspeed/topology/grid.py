@@ -160,6 +160,10 @@ class Grid:
         replicate = self.size_along("expert_replica")
         return Copies(self.expert_shard, replicate, "expert_shard", "expert_replica")
 
+    def copies_of(self, split: str) -> Copies:
+        """The ranks that hold the same weights of a parameter that is split in this way."""
+        return self.expert_copies if split == "experts" else self.copies
+
     @property
     def has_expert_axes(self) -> bool:
         """Whether other ranks hold copies of experts than of other weights. If ``ep`` is ``tp``,

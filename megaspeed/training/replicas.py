@@ -182,8 +182,9 @@ class Replicas:
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(grid.world_size):
             at = grid.coordinates_of(rank)
-            shard_axis = (grid.expert_copies if holders == "experts" else grid.copies).shard_axis
-            part = 0 if is_complete else grid.index_along(rank, shard_axis)
+            part = 0
+            if not is_complete:
+                part = grid.index_along(rank, grid.copies_of(holders).shard_axis)
             key: dict[Holders, tuple[int, ...]] = {
                 "experts": (part, at.pp, grid.index_along(rank, "ep")),
                 "own": (part, at.pp, at.tp),

@@ -25,7 +25,6 @@ from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.parallelize import materialize, shared_initial_shard
 from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.grid import Copies
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.workarounds import (
     always_the_zero_optimizer,
@@ -130,17 +129,14 @@ def build_engine(
     mpu = model_parallel_unit(context)
     dtype = DTYPES[run.precision]
 
-    def copies_of(name: str) -> Copies:
-        is_expert = parameter_named(run.config.model, name).split == "experts"
-        return context.grid.expert_copies if is_expert else context.grid.copies
-
     def initial_value(name: str) -> Tensor:
+        split = parameter_named(run.config.model, name).split
         return shared_initial_shard(
             run.config.model,
             run.config.training.seed,
             name,
             shards[name],
-            group=context.group_of_copies(copies_of(name)),
+            group=context.group_along(run.grid.copies_of(split).axis),
             device=context.device,
             dtype=dtype,
         )

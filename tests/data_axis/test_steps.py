@@ -103,7 +103,7 @@ def nothing_is_sent(patch: pytest.MonkeyPatch) -> None:
 
 
 def replicas_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    changed(patch, plan, "reduction_of_matrices", copies_of=6)
+    changed(patch, plan, "reduction_of_matrices", holders=6)
 
 
 def packed_sums_are_reduced_in_all_backwards_but_the_last(patch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def test_the_host_waits_for_exchanged_tokens_once_for_each_block_and_micro_batch
     shared = {"activation_checkpointing": recomputation}
     step = paper_step(pool, **experts(exchange, 1, parallel=shared), gradient_accumulation_steps=3)
     assert step.device_waits == {} and sum(step.event_waits.values()) == waits
-    assert all(place.endswith(" finish") for place in step.event_waits)
+    assert all(place.endswith(" wait") for place in step.event_waits)
     ((place, count),) = step.reads.items()
     assert "all_gather_numbers" in place and count == 1
 

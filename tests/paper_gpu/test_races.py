@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspeed.model.experts import Told
+from megaspeed.model.experts import Received
 from megaspeed.tensor_parallel.experts import AllToAll
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero.layer_gathers import GatheredLayer
@@ -163,10 +163,10 @@ def _kernels_around_the_wait_for_counts(launch: LaunchEnvironment) -> list[tuple
         copied, waited = event.clock[stream.number], stream.clock[stream.number]
         synchronize(event)
 
-    def sent(exchange: AllToAll, packed: Tensor, told: Told) -> Tensor:
+    def sent(exchange: AllToAll, packed: Tensor, received: Received) -> Tensor:
         assert stream is not None
         times.append((copied, waited, stream.clock[stream.number]))
-        return send(exchange, packed, told)
+        return send(exchange, packed, received)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PaperEvent, "synchronize", synchronized)

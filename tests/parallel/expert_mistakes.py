@@ -29,16 +29,16 @@ LOSS_SCALE = 1024
 """The loss scale of fp16."""
 
 
-def in_recomputation(change: Callable[[ExpertBlock, Tensor, Inputs, list[Choice]], None]) -> Any:
+def in_recomputation(change: Callable[[ExpertBlock, Tensor, Inputs, Choice], None]) -> Any:
     """Call ``change`` before a block is recomputed."""
 
     def changed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def again(
-            self: ExpertBlock, x: Tensor, inputs: Inputs, kept: list[Choice] | None = None
+            self: ExpertBlock, x: Tensor, inputs: Inputs, choice: Choice | None = None
         ) -> Tensor:
-            if kept:
-                change(self, x, inputs, kept)
-            return forward(self, x, inputs, kept)
+            if choice is not None and choice.routing is not None:
+                change(self, x, inputs, choice)
+            return forward(self, x, inputs, choice)
 
         return again
 
@@ -46,10 +46,10 @@ def in_recomputation(change: Callable[[ExpertBlock, Tensor, Inputs, list[Choice]
 
 
 def counts_are_taken_again_in_recomputation() -> AbstractContextManager[None]:
-    def count(block: ExpertBlock, _: Tensor, __: Inputs, kept: list[Choice]) -> None:
-        counts = block._experts.counts
-        assert counts is not None
-        counts += torch.bincount(kept[0][0].experts.flatten(), minlength=len(counts))
+    def count(block: ExpertBlock, _: Tensor, __: Inputs, choice: Choice) -> None:
+        counts, routing = block._experts.counts, choice.routing
+        assert counts is not None and routing is not None
+        counts += torch.bincount(routing.experts.flatten(), minlength=len(counts))
 
     return in_recomputation(count)
 
@@ -57,14 +57,14 @@ def counts_are_taken_again_in_recomputation() -> AbstractContextManager[None]:
 def the_choice_is_made_again_in_recomputation() -> AbstractContextManager[None]:
     # A little noise stands for another rounding.
     @torch.no_grad()
-    def choose(block: ExpertBlock, x: Tensor, inputs: Inputs, kept: list[Choice]) -> None:
+    def choose(block: ExpertBlock, x: Tensor, inputs: Inputs, choice: Choice) -> None:
         scores = block.attend(x, inputs)[2]
         noise = torch.rand(scores.shape, generator=torch.Generator().manual_seed(1)) / 50
         of_forward = block._experts.__dict__.pop("decide")  # which records choices
         routing = block._experts.choose(scores + noise, len(x), is_trained=False)
         block._experts.decide = of_forward  # type: ignore[method-assign]
-        of_first, wait = kept[0]
-        kept[0] = routing._replace(counts=of_first.counts), wait
+        assert choice.routing is not None
+        choice.routing = routing._replace(counts=choice.routing.counts)
 
     return in_recomputation(choose)
 
