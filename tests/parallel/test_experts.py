@@ -4,6 +4,7 @@ The single process replays the choices of the ranks. In fp32, they must equal it
 flipped. It computes the auxiliary loss with autograd, and the biases from its own counts.
 """
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.measurement.verification.comparison import Comparison
 from megaspeed.measurement.verification.verify import ParallelRun, train_rank
 from megaspeed.model.experts import Experts
+from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.worker import StepInputs, Worker
 from tests.model.tiny_gpt import initialized
 from tests.parallel.covering import EXPERTS, Row, pairs_of, possible_pairs, rows_of
 from tests.parallel.expert_mistakes import LOSS_SCALE, the_auxiliary_loss_lacks_the_scale_of_fp16
@@ -29,6 +32,7 @@ from tests.parallel.references import (
     train_rank_in_fp16,
 )
 from tests.parallel.runs_of_rows import run_of
+from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import BF16_IN_FP32, MOE, tiny_corpus, tiny_run
 
@@ -129,6 +133,36 @@ def test_the_auxiliary_loss_has_the_scale_of_fp16(pool: RankPool, references: Re
     assert right.equal, right.largest
     routers = [each for each in wrong.gradients if each.name.endswith("mlp.router.weight")]
     assert all(each.relative > 10 * each.allowed for each in routers) and len(routers) == 3
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def tensors_after_steps(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> list[int]:
+    """Return how many tensors there are after the second step, and after the fourth."""
+    counts = []
+    with ParallelContext.create(run.grid, launch, timeout_seconds=limit(60)) as context:
+        worker, inputs = Worker(run, context), StepInputs(run, corpus, context)
+        for step in range(4):
+            worker.train_step(inputs.load(0), learning_rate=1e-3)
+            if step % 2:
+                gc.collect()
+                counts.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
+    return counts
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_a_recomputed_block_frees_what_it_has_kept(
+    pool: RankPool, references: References, exchange: str
+) -> None:
+    """With gloo, a pending collective refers to the checkpoint in which it was started. So a block
+    that kept it would keep everything, in a cycle that Python cannot free.
+    """
+    parallel: dict[str, Any] = {"expert": 2, "expert_exchange": exchange}
+    parallel["activation_checkpointing"] = "full"
+    run = tiny_run(TEXT, dp=2, model=BALANCED, parallel=parallel)
+    for before, after in pool.run(2, tensors_after_steps, run, tiny_corpus(run, references.cache)):
+        assert after < before + 10
 
 
 # --- ranks and experts without tokens -------------------------------------------------------------

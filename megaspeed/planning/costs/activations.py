@@ -156,11 +156,11 @@ class _Experts(NamedTuple):
     choice: int  # ``Routing`` and ``Received``, which a fully recomputed block keeps, too
     unsaved: int  # the part of the choice that no operation saves: it is held during the forward
     scores: int  # the scores, and what is computed from scores and choice; received tokens
-    packed: int = 0  # what is sent: (T k, D + some), or (T, D + some) with all_gather
     received: int = 0  # (N, D + some)
     summed: int = 0  # (N, D) with all_gather, else 0
     results: int = 0  # (N, D), what is sent back
-    returned: int = 0  # what is received for it, and what sums it
+    returned: int = 0  # what is received for it
+    summing: int = 0  # what sums that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +360,7 @@ class Activations:
             backward.append(mlp - up + hidden + self._column_parallel_backward())
         else:
             beside = experts.unsaved - hidden
-            forward.append(beside + experts.packed + 2 * experts.width)
+            forward.append(beside + 2 * experts.width)
             forward.append(beside + self._end_of_experts(experts, experts.width))
             backward += self._expert_gradients(experts, again=3 * experts.width)
             backward.append(hidden + self._column_parallel_backward() - up)
@@ -598,9 +598,9 @@ class Activations:
             return sizes._replace(
                 choice=choice + own,
                 scores=scores + rows * (row + a),
-                packed=n * active * row,
                 received=rows * row,
-                returned=n * width + (1 if self._is_compiled else 2) * n * active * width,
+                returned=n * active * width,
+                summing=n * width + (0 if self._is_compiled else n * active * width),
             )
         everyone = ep * n
         return sizes._replace(
@@ -608,7 +608,6 @@ class Activations:
             choice=choice + own + everyone * active * (_INT64 + 1),
             unsaved=sizes.unsaved + (2 * n * active + rows) * _INT64,
             scores=scores + everyone * row + rows * a,
-            packed=n * row,
             received=everyone * row,
             summed=everyone * width,
             results=everyone * width,
@@ -617,10 +616,11 @@ class Activations:
 
     def _end_of_experts(self, experts: _Experts, beside: int = 0) -> int:
         """Return the working memory at the end of a forward: in the product with ``down``, with
-        ``beside`` more bytes, or when the results are back at the ranks of their tokens.
+        ``beside`` more bytes, when the results are sent back, or when they are summed.
         """
         e = experts
-        return e.packed + max(beside + self._combining(e) + e.summed, e.results + e.returned)
+        computing = beside + self._combining(e) + e.summed
+        return max(computing, e.results + e.returned, e.returned + e.summing)
 
     def _combining(self, experts: _Experts) -> int:
         """Return the working memory of the product with ``down`` and of the sum over experts.

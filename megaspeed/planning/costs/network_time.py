@@ -149,7 +149,7 @@ class Network:
             row = work.load_factor * work.own_tokens * active * element
             sizes = row * (model.hidden_size + columns), row * model.hidden_size
             both = sum(self.collective("ep", "all_to_all", size) for size in sizes)
-            waits = self.collective("ep", "all_to_all", 4 * experts)
+            waits = self.collective("ep", "all_to_all", 8 * experts)
             return both + waits + (_HOST_READ if self.overlaps else 0.0), both
         everyone = self.work.grid.size_along("ep") * work.own_tokens
         plain = everyone * element * model.hidden_size

@@ -271,11 +271,12 @@ def of_experts(traffic: Traffic) -> Traffic:
 
 def test_balanced_loads_send_equally_many_rows_worked_by_hand() -> None:
     """Three blocks and 2 micro-batches of 96 tokens, each with 2 experts: 96 rows for the other
-    rank. In fp32, a row has 32 features and 4 columns with its weight.
+    rank. In fp32, a row has 32 features and 4 columns with its weight. The numbers of rows for the
+    other rank's 4 experts are int64.
     """
     parallel = {"expert": 2, "expert_exchange": "all_to_all"}
     sent = predict_traffic(run_at((1, 2, 1), {"model": MOE, "parallel": parallel}), 0)
-    counts = 6 * 4 * FP32_BYTES
+    counts = 6 * 4 * 8
     assert sent["ep", "all_to_all"] == 6 * 96 * 2 * (32 + 4 + 32) * FP32_BYTES + counts
 
 
