@@ -214,10 +214,12 @@ def _with_replicas(
         return
     work, seconds = workload_of(variant.run, cluster.device_type), {}
     for count in counts:  # A count changes only two terms.
-        try:
-            grid = training.under(replace(settings, replicate=count)).grid
-        except ConfigError:
-            continue
+        grid = replace(work.grid, replicate=count)
+        if grid.ep is not None:
+            try:  # ZeRO partitions experts over other ranks
+                grid = training.under(replace(settings, replicate=count)).grid
+            except ConfigError:
+                continue
         rates = Rates(replace(work, grid=grid), cluster)
         dp = cluster.calibration * rates.network.dp(step.stage, block.forward, block.backward)
         optimizer = cluster.calibration * rates.optimizer(step.stage)

@@ -66,7 +66,8 @@ class AllToAll(_OverAxis):
 
         def wait() -> Received:
             if copied is not None:
-                copied.synchronize()  # not the stream, which may have more work by now
+                with axis.timed():
+                    copied.synchronize()  # not the stream, which may have more work by now
             sent, received = on_host.view(2, ranks, -1).sum(2).tolist()
             return Received(sent, received, _Once(partial(self._places, counts, sum(received))))
 

@@ -18,8 +18,8 @@ from megaspeed.data_axis.axis import DataAxis
 from megaspeed.data_axis.orthogonalization import Orthogonalization
 
 _RANKS = 8
-"""Only the first ranks of a pipeline stage are compared. They have the most
-expensive batches, and what ranks send differs little, so others need about as much, or less."""
+"""Only the first ranks of a pipeline stage are compared. They have the most expensive batches, and
+what ranks send differs little, so others need about as much, or less."""
 
 
 def update_bytes(run: Run, axis: DataAxis) -> list[int]:

@@ -304,10 +304,8 @@ def _add_expert_axis(
     to experts. It repeats what these return only if a norm follows (``norm_position`` after).
     """
     grid, model, batch = run.grid, run.config.model, run.batch
-    (blocks, again), count = (
-        _blocks_and_recomputed(run, pipeline_stage),
-        batch.gradient_accumulation_steps,
-    )
+    blocks, again = _blocks_and_recomputed(run, pipeline_stage)
+    count = batch.gradient_accumulation_steps
     active, experts = model.num_experts_per_tok, model.num_experts
     assert active is not None and experts is not None
     if model.router_aux_loss_coef > 0.0:
