@@ -6,9 +6,9 @@
 All blocks of a rank have the same code and shapes. Their parameters, sample indices and dropout
 keys are inputs of the graph. So one graph is compiled for training (its forward and its backward),
 one for evaluation, and no other one later. A block with experts has two parts, or four if ranks
-share the experts, and each part has its own graphs. If only some blocks have rotary embeddings, or only some
-are recomputed, each kind has its own graphs. ``fullgraph`` and ``dynamic=False`` make a change of
-shape or an operation that cannot be traced an error, not a slow step.
+share the experts, and each part has its own graphs. If only some blocks have rotary embeddings, or
+only some are recomputed, each kind has its own graphs. ``fullgraph`` and ``dynamic=False`` make a
+change of shape or an operation that cannot be traced an error, not a slow step.
 
 Numbers are those of an uncompiled run up to rounding: in fp32 the loss is within 1e-6, because a
 compiled kernel adds the elements of a row in another order. In bf16 and fp16 a compiled kernel also
