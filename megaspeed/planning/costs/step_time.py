@@ -89,9 +89,10 @@ class LayerParts(NamedTuple):
 AGAIN: Mapping[str, LayerParts] = {
     "none": LayerParts(),
     "selective": LayerParts(pointwise=1),
-    "full": LayerParts(products=1, attention=1, pointwise=1, tp=1, cp=1, ep=1),
+    "full": LayerParts(products=1, attention=1, pointwise=1, tp=1, cp=1, ep=0.5),
 }
-"""Kind of recomputation -> the share of each part of a block's forward that is computed again."""
+"""Kind of recomputation -> the share of each part of a block's forward that is computed again. The
+results of experts are not sent back again."""
 
 
 def recomputed_seconds(forward: LayerParts, again: LayerParts) -> float:
