@@ -109,7 +109,7 @@ def make_grid(config: RunConfig, dp: int) -> Grid:
     if config.model.num_experts is None:
         return Grid(pp, dp, tp, replicate, cp)
     ep = parallel.expert
-    # If ep is a multiple of shard x tp, no rank of a shard group holds the same experts.
+    # If ep is a multiple of shard x tp, no two ranks of a replica hold the same experts.
     shards = 1 if config.zero_optimization.stage == 0 else dp * cp // replicate * tp // ep
     return Grid(pp, dp, tp, replicate, cp, ep, max(1, shards))
 
@@ -284,8 +284,8 @@ def experts_divide_stage(config: RunConfig, world: World) -> Iterator[str]:
     )
     if config.zero_optimization.stage > 0 and parallel.replicate > 1:
         law += (
-            "; it must also divide the ranks of a replica, which are those / parallel.replicate "
-            f"{parallel.replicate}, or be a multiple of them"
+            "; it must also divide the ranks of a replica (these ranks / parallel.replicate "
+            f"{parallel.replicate}), or be a multiple of them"
         )
     yield f"{law}; valid parallel.expert: {listed(valid)}"
 

@@ -61,7 +61,7 @@ class Run:
     stated: RunConfig | None = None
     """The unresolved config if its micro-batch is "auto", for ``planning`` to choose the size."""
     load_factor: float = 1.0
-    """For ``planning``: how many times the balanced number of rows of experts a rank computes."""
+    """For ``planning``: the rows of experts that a rank computes, as a multiple of the mean."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the resolved config as JSON values. A file with them gives the same run again."""
@@ -260,9 +260,9 @@ def _context_method(config: RunConfig, device_type: str) -> Literal["auto"] | Co
 
 
 def _expert_exchange(config: RunConfig) -> Literal["auto"] | ExpertExchange:
-    """auto: what sends less, if its memory allows that. all_to_all sends (ep - 1) / ep of the k
-    rows of each token, all_gather sends each token to ep - 1 ranks. But all_gather needs memory for
-    ep min(k, E / ep) rows a token, all_to_all usually for about k.
+    """auto: all_gather if it sends no more and needs memory for at most twice as many rows.
+    all_to_all sends (ep - 1) / ep of the k rows of each token, and all_gather each token to ep - 1
+    ranks. all_gather needs memory for ep min(k, E / ep) rows a token, and all_to_all for about k.
     """
     model, ep = config.model, config.parallel.expert
     stated, active = config.parallel.expert_exchange, model.num_experts_per_tok

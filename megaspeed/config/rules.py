@@ -130,8 +130,8 @@ def experts_are_those_of_the_family(config: RunConfig) -> Iterator[str]:
 
 @rule
 def experts_are_shared(config: RunConfig) -> Iterator[str]:
-    """Ranks that share experts exchange tokens. Each rank has complete experts, and tokens of its
-    own. Gradients of experts are compressed at most to bf16.
+    """Only models with experts have an expert axis. Tensor ranks have complete experts, and share
+    the tokens. Gradients of experts are compressed at most to bf16.
     """
     model, parallel = config.model, config.parallel
     if parallel.expert > 1 and model.num_experts is None:
@@ -146,8 +146,8 @@ def experts_are_shared(config: RunConfig) -> Iterator[str]:
     if parallel.tensor > 1 and parallel.sequence_parallel is False:
         yield (
             f"parallel.sequence_parallel must be true with model.num_experts {model.num_experts} "
-            f"and parallel.tensor {parallel.tensor}: experts are not split over tensor ranks, so "
-            "without it each of them would compute the same tokens; set it to true, or "
+            f"and parallel.tensor {parallel.tensor}, because experts are not split over tensor "
+            "ranks, so all of these would compute the same tokens; set it to true, or "
             "parallel.tensor to 1"
         )
     if not isinstance(parallel.gradient_compression, str):

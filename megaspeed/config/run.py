@@ -56,8 +56,8 @@ def _object_of_type(value: Any) -> Any:
 
 
 class ParallelConfig(Section):
-    """The degrees of the axes. data x pipeline x context x tensor is the number of ranks. The ranks
-    that share experts are on any of data, context and tensor."""
+    """The degrees of the axes. data x pipeline x context x tensor is the number of ranks. expert
+    divides the data x context x tensor ranks of a pipeline stage."""
 
     data: Annotated[int, Field(gt=0, le=LARGEST_WORLD)] | Literal["auto"] = "auto"
     """Data-parallel degree (dp); "auto" = world size / (pipeline x context x tensor)."""
@@ -77,17 +77,18 @@ class ParallelConfig(Section):
     context divides half of data.sequence_length, and it needs no mask that ulysses does not need.
     Otherwise ulysses."""
     expert: int = Field(default=1, gt=0, le=LARGEST_WORLD)
-    """Expert-parallel degree (ep): number of neighbouring ranks that share the experts of a block,
-    and exchange tokens in it. It must divide model.num_experts, and the data x context x tensor
-    ranks of a pipeline stage, which otherwise hold copies. With ZeRO 1, 2 or 3, it must also divide
-    (data / replicate) x context x tensor or be a multiple of that. With experts, tensor ranks
-    share the tokens of a sequence (sequence_parallel), so experts are not split over tensor."""
+    """Expert-parallel degree (ep): number of neighbouring ranks that share the experts of each
+    block, and exchange tokens. It must divide model.num_experts and the data x context x tensor
+    ranks of a pipeline stage. With ZeRO 1, 2 or 3, it must also divide (data / replicate) x context
+    x tensor, or be a multiple of that. Experts are not split over tensor. Instead, tensor ranks
+    share the tokens of a sequence (sequence_parallel)."""
     expert_exchange: Literal["auto"] | ExpertExchange = "auto"
     """How tokens get to the ranks of their experts. all_to_all: each token is sent to these ranks.
     The host waits for the number of tokens, once for each block and micro-batch. all_gather: all
-    tokens are sent to all ranks, and the host does not wait. But a rank needs memory for as many
-    tokens as its experts could get. auto: all_gather if it sends no more and needs memory for at
-    most twice as many tokens as if all experts got equally many; otherwise all_to_all."""
+    tokens are sent to all ranks that share the experts. The host does not wait, but a rank needs
+    memory for the most tokens that its experts could get. auto: all_gather if it sends no more, and
+    needs memory for at most twice as many tokens as all_to_all with equal loads of the experts.
+    Otherwise all_to_all."""
     replicate: int = Field(default=1, gt=0, le=LARGEST_WORLD)
     """Number of data ranks that hold the same partition of ZeRO 1, 2 or 3. It must divide data.
     ZeRO partitions over (data / replicate) x context neighbours, and the replicas sum their
@@ -100,8 +101,8 @@ class ParallelConfig(Section):
     sequence_parallel: Literal["auto"] | bool = "auto"
     """Whether activations between blocks are split over the tensor axis. This saves memory, but the
     backward gathers some inputs again while it computes. If true, data.sequence_length must be
-    divisible by context x tensor. auto: true with experts, and on CUDA if it is divisible;
-    otherwise false."""
+    divisible by context x tensor. auto: if tensor is more than 1, true with experts, and on
+    CUDA if it is divisible. Otherwise false."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards in the pipeline. With one chunk on each stage, 1f1b keeps at
     most ``pipeline`` micro-batches in memory; gpipe keeps all of them."""
