@@ -108,9 +108,9 @@ def what_if(
     are omitted. So are tensor groups larger than a node: the collectives of every block would go
     over the network. Context degrees other than 1 and the stated one are tried if a rank has at
     least 4,096 tokens of a sample. With fewer, its collectives usually take longer than its
-    computation. Experts are shared by no ranks, by as many as are stated, by as many as a node can
-    have, and by as many as a pipeline stage allows. ``full_offloaded`` is tried only if the
-    configuration states it.
+    computation. The expert degrees are 1, the stated one, the largest within a node, and the
+    largest that a pipeline stage allows. ``full_offloaded`` is tried only if the configuration
+    states it.
 
     Args:
         training: the training.
@@ -368,7 +368,7 @@ def _combinations(
 def _experts(
     training: Training, cluster: Cluster, pp: int, dp: int, cp: int, tp: int
 ) -> Iterator[int]:
-    """Yield the expert degrees to try: 1, the stated one, the largest in a node, the largest."""
+    """Yield the expert degrees to try (see ``what_if``)."""
     keys = {"parallel.pipeline": pp, "parallel.context": cp, "parallel.tensor": tp}
     valid = expert_degrees(training.stated.changed({**keys, "parallel.replicate": 1}), dp)
     within = max(ep for ep in valid if ep <= cluster.gpus_per_node)

@@ -47,16 +47,16 @@ backward. For each token, a block also keeps
 
 None of this depends on the loads of experts, because a rank computes k rows for each of its tokens.
 
-If ranks share experts (``tensor_parallel/experts.py``), a rank computes n rows instead, and keeps
+If ranks share experts (``tensor_parallel/experts.py``), a rank computes r rows instead, and keeps
 what it has received, with c columns of weights after the features:
 
-    all_to_all    (n, D + c), 2 n int64         n: T k if the experts of all ranks are used equally;
+    all_to_all    (r, D + c), 2 r int64         r: m k if the experts of all ranks are used equally;
                                                 otherwise, times ``Run.load_factor``
-    all_gather    (ep T, D + c), n int64,       n: ep T min(k, E / ep), whatever is chosen
-                  ep T k (int64, bool)
+    all_gather    (ep m, D + c), r int64,       r: ep m min(k, E / ep), for every choice
+                  ep m k (int64, bool)
 
-T are the m tokens between layers. While a forward computes, it also holds what it sends, and what
-it gets back. With full recomputation, a block keeps the places of the n rows, too.
+During a forward, a block also holds what it sends and what is returned. With full recomputation, it
+also keeps the places of the r rows.
 
 If attention stays within a document (``model/documents.py``), every rank also has, from its own
 micro-batch,
@@ -107,16 +107,14 @@ def own_tokens_of(run: Run) -> int:
 
 
 def used_load_factor(run: Run) -> float:
-    """``Run.load_factor``, but at most what it is if the tokens of all ranks use the experts of
-    one rank.
-    """
+    """``Run.load_factor``, but at most its value if all tokens use the experts of one rank."""
     model, ep = run.config.model, run.grid.ep or 1
     assert model.num_experts is not None and model.num_experts_per_tok is not None
     return min(run.load_factor, ep, model.num_experts / model.num_experts_per_tok)
 
 
 def computed_rows(run: Run) -> int:
-    """n: rows that a rank computes in a block of experts, or has memory for with all_gather."""
+    """r: rows that a rank computes in a block of experts, or has memory for with all_gather."""
     model, ep = run.config.model, run.grid.ep or 1
     assert model.num_experts is not None and model.num_experts_per_tok is not None
     if run.expert_exchange == "all_gather":
@@ -145,22 +143,22 @@ def mlp_parts_of(run: Run) -> list[int]:
 
 
 class _Experts(NamedTuple):
-    """Bytes of tensors of a mixture of experts, for T own tokens of a rank and n computed rows.
+    """Bytes of tensors of a mixture of experts, for m own tokens of a rank and r computed rows.
 
-    The last five are 0 if a rank has all experts. With all_gather, N = ep T; otherwise N = n.
+    The last five are 0 if a rank has all experts. With all_gather, R = ep m. Otherwise R = r.
     """
 
-    rows: int  # (n, D)
-    width: int  # (n, F)
-    found: int  # what is gathered of (n, D) to sum the rows of each token
+    rows: int  # (r, D)
+    width: int  # (r, F)
+    found: int  # what is gathered from (r, D) to sum the rows of each token
     choice: int  # ``Routing`` and ``Received``, which a fully recomputed block keeps, too
     unsaved: int  # the part of the choice that no operation saves: it is held during the forward
     scores: int  # the scores, and what is computed from scores and choice; received tokens
-    received: int = 0  # (N, D + some)
-    summed: int = 0  # (N, D) with all_gather, else 0
-    results: int = 0  # (N, D), what is sent back
-    returned: int = 0  # what is received for it
-    summing: int = 0  # what sums that
+    received: int = 0  # (R, D + c)
+    summed: int = 0  # (R, D) with all_gather, else 0
+    results: int = 0  # (R, D), what is sent back
+    returned: int = 0  # what other ranks send back
+    summing: int = 0  # working memory of the sum of what is returned
 
 
 @dataclass(frozen=True, kw_only=True)

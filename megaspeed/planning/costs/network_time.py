@@ -224,8 +224,8 @@ class Network:
         Compressed gradients take the fraction ``sent_share`` of these bytes. The time to compress
         them is not included.
 
-        If experts have copies on other ranks than the other parameters, each collective is one over
-        either group, one after the other.
+        If the copies of experts are on other ranks than those of other parameters, each collective
+        becomes two, one after the other.
 
         If a collective overlaps with computation, only the part that takes longer than the
         computation is added. It also slows the computation by ``SLOWDOWN_BY_OVERLAP``.

@@ -128,8 +128,8 @@ def nccl_bytes(grid: Grid, device: Device, gpus_per_node: int) -> int:
     """Return the bytes of all NCCL communicators of a rank (``topology.context`` lists them).
 
     The shards have a communicator even if there is one. An axis of all ranks uses the world's
-    communicator, except those of the pipeline and of the expert axis. If experts have
-    copies on other ranks than the other parameters, both kinds of copies have communicators.
+    communicator, except those of the pipeline and of the expert axis. If the copies of experts are
+    on other ranks than those of other parameters, both kinds of copies have communicators.
     """
     placement = Placement(grid, gpus_per_node)
     axes: list[TrafficAxis] = ["world"]

@@ -122,7 +122,7 @@ class Workload:
     reductions: int = 1  # of all gradients in a step: 1, or as many as groups or micro-batches
     bucket_bytes: float = math.inf  # of gradients that are reduced together
     gathered_together: float = 0.0  # ZeRO-3: most elements of one gather of several blocks
-    # For each pipeline stage: of its matrices and, if ranks share experts, of these. None: AdamW.
+    # For each pipeline stage: of its matrices and, if divided otherwise, of experts. None: AdamW.
     muon: tuple[tuple[MuonWork, ...], ...] = ()
     expert_exchange: ExpertExchange | None = None  # None if a rank has all experts
     load_factor: float = 1.0  # rows that the slowest rank computes, as a multiple of the mean
@@ -175,7 +175,7 @@ class Workload:
         return sum(elements for _, elements in self.held(stage))
 
     def held(self, stage: int) -> list[tuple[Copies, float]]:
-        """The parameters of a rank, with the ranks that hold copies: experts may have others."""
+        """The elements of a rank, with the ranks that hold copies of them."""
         model = self.model
         table = model.vocab_size * model.hidden_size
         ends = (stage == 0) + (stage == self.grid.pp - 1)
