@@ -57,7 +57,7 @@ class DataAxis:
         self.orthogonalization: Orthogonalization | None = None
         """Muon: which rank orthogonalizes which matrix."""
         self.expert_orthogonalization: Orthogonalization | None = None
-        """The same for experts; None if ``orthogonalization`` has them."""
+        """The same for experts; None if ``orthogonalization`` includes them."""
         if run.muon is not None:
             self.orthogonalization = Orthogonalization(run, self.buckets)
         if run.muon is not None and grid.ep is not None and grid.ep * grid.tp > 1:

@@ -258,9 +258,9 @@ def buckets_of(
 def reduction_of_matrices(run: Run, device_type: str, copies: Copies) -> Reduction:
     """Return how the gradients of matrices are reduced, on "cuda" or "cpu".
 
-    ``copies`` are the ranks that hold the matrices. Each copy of an expert gets the gradients of
-    some tokens. Their sum is divided by the number of data ranks, as all gradients are, because
-    ranks compute gradients of the sum of their losses times this number.
+    ``copies`` are the ranks that hold the matrices. The sum of gradients is divided by the number
+    of data ranks, because each rank multiplies its loss by it (``backward_scale``). This is so for
+    experts too, which may have another number of copies.
     """
     zero, total, has_data = run.config.zero_optimization, run.accumulation_dtype, copies.ranks > 1
     is_stage3, has_shards = run.zero_stage == 3, copies.shard > 1

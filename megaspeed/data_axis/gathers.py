@@ -51,8 +51,8 @@ class PartitionsOf(NamedTuple):
     on_device: bool  # whether a partition is on the device of its parameter
 
     def place(self, parameter: LocalParameter) -> tuple[int, Axis]:
-        """Return (elements with padding, axis) of what a parameter is gathered from. There are 0
-        elements if nothing is copied, because the partition is the parameter.
+        """Return (elements with padding, axis) of the gather of a parameter. There are 0 elements
+        if the partition is the parameter, so that nothing is copied.
         """
         copies = self.grid.expert_copies if parameter.is_expert else self.grid.copies
         is_copied = copies.shard > 1 or not self.on_device

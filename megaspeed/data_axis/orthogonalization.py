@@ -14,8 +14,9 @@ a replica, so replicas repeat the work of each other. With one shard, every repl
 gradients. Then the replicas share the sections, exchange only over the tensor axis, and an
 all-gather over the replicas returns the results.
 
-Experts that are not divided as other matrices are have a plan of their own: the ranks that hold the
-same experts exchange, over their shards, or share the sections, if they are replicas.
+If ``ep`` or ``tp`` is more than 1, experts are divided in another way than other matrices, so they
+have a plan of their own. The ranks that hold the same experts exchange if they are shards, and
+share the sections if they are replicas.
 
 Owners have about equal costs. Small sections of equal shapes are orthogonalized together. A batch
 depends on the pipeline stage alone, so the kernels do not depend on who owns what.
@@ -147,7 +148,7 @@ class Orthogonalization:
         self.axis: Axis = self.copies.shard_axis if of_experts else "stage"
         """Along which members exchange."""
         self.tp = 1 if of_experts else grid.tp
-        """How many ranks hold different parts of a matrix, apart from those of ZeRO."""
+        """How many tensor ranks hold different parts of a matrix."""
         self.members = self.copies.shard * self.tp
         """How many ranks send each other parts of sections: (shard, tp), with tp fastest."""
         self.groups = self.copies.replicate if self.copies.shard == 1 else 1

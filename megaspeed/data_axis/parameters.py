@@ -34,7 +34,7 @@ class LocalParameter:
     is_compressed: bool = False  # whether its gradient is compressed for the data axis
     is_head: bool = False  # whether the forward of the loss computes (a part of) its gradient
     is_product: bool = False  # whether its gradient is a matrix product in a block, and no sum
-    is_expert: bool = False  # whether its copies are ``Grid.expert_copies``, and not ``copies``
+    is_expert: bool = False  # whether ``Grid.expert_copies`` hold it, and not ``Grid.copies``
 
     @cached_property
     def elements(self) -> int:
@@ -80,7 +80,7 @@ class LocalParameters(tuple[LocalParameter, ...]):
 
         A bucket has parameters of one of them: of one chunk, because a backward computes the
         gradients of one chunk; of one group, because tied and partial gradients are reduced in
-        ways of their own. Other ranks may hold the copies of experts.
+        ways of their own; of experts or others, because their copies may be on other ranks.
         """
         order = {name: index for index, name in enumerate(get_args(OptimizerGroup))}
         groups: dict[tuple[int, int, bool], list[LocalParameter]] = {}

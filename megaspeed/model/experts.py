@@ -16,8 +16,9 @@ are chosen with a stable sort, because torch does not define which of equal scor
 The choice is made once for each forward. If a block is recomputed, it uses the choice of the
 forward: rounding may differ, and another choice would give wrong gradients.
 
-If several ranks share the experts of a block, tokens are exchanged (``Exchange``, implemented in
-``tensor_parallel/experts.py``), and a rank computes the rows of its experts:
+If several ranks share the experts of a block, they exchange tokens (``Exchange``, implemented in
+``tensor_parallel/experts.py``), and each computes the rows of its own experts. What is sent has c
+columns after the D features. They contain the weights with which the rows are summed:
 
     h -> [pack] -> sent -> [exchange] -> received -> [experts] -> [exchange] -> returned -> [unpack]
 
@@ -63,7 +64,8 @@ class Places(NamedTuple):
     """Where the rows of experts come from, and where they go. Rows are sorted by expert."""
 
     order: Tensor
-    """(n,) int64, for each row: token x j + place among the j rows that a token can have."""
+    """(n,) int64, for each row: token x j + place among the token's rows, of which there are at
+    most j."""
     tokens: Tensor
     """(n,) int64, the token of each row."""
     rows: Tensor
@@ -72,7 +74,7 @@ class Places(NamedTuple):
     """(experts,) int32, where the rows of each expert end. Rows after the last offset are not
     used, and may contain anything."""
     is_used: Tensor | None = None
-    """(tokens, j) bool, whether there is such a row; None if there are all."""
+    """(tokens, j) bool, whether a row is used; None if all are."""
 
 
 class Received(NamedTuple):
@@ -90,13 +92,13 @@ class Exchange(Protocol):
     """How ranks exchange the tokens of their experts."""
 
     def begin(self, routing: Routing) -> Callable[[], Received]:
-        """Start to tell the other ranks the choice. Return what waits for theirs."""
+        """Start to send the choice to the other ranks. Return a function that waits for theirs."""
 
     def pack(self, h: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        """Return what is sent, (n, D + some): tokens (T, D), and weights (T, k) of their rows."""
+        """Return what is sent, (n, D + c), of tokens h (T, D) and weights (T, k) of their rows."""
 
     def send(self, packed: Tensor, received: Received) -> Tensor:
-        """Return what is received, (n, D + some)."""
+        """Return what is received, (n, D + c)."""
 
     def send_back(self, results: Tensor, received: Received) -> Tensor:
         """Return the results (n, D) for the tokens of this rank."""
@@ -155,10 +157,11 @@ def auxiliary_loss(
 
 
 class Experts(nn.Module):
-    """The router and all experts of a block. Each expert computes what ``SwiGluMlp`` does.
+    """The router of a block, and its experts on this rank. Each expert computes what ``SwiGluMlp``
+    does.
 
-    ``parallelize`` sets ``exchange`` and ``part``. It and ``share_sequences`` set
-    ``sums_over_sequence``. ``Balance`` sets ``bias``, ``counts`` and ``auxiliary``.
+    ``parallelize`` sets ``exchange`` and ``part``. ``parallelize`` and ``share_sequences`` append
+    to ``sums_over_sequence``. ``Balance`` sets ``bias``, ``counts`` and ``auxiliary``.
     """
 
     def __init__(
@@ -180,8 +183,8 @@ class Experts(nn.Module):
         self.auxiliary: Tensor | None = None
         """fp32 scalar: each training forward adds the auxiliary losses of its sequences."""
         self.part = (0, 1)
-        """(index, count): this rank has the part with this index of the tokens, if the tokens of
-        all sequences, one after the other, are divided into ``count`` equal parts."""
+        """(index, count): the tokens of all sequences, one after the other, are divided into
+        ``count`` equal parts. This rank has the part ``index``."""
         self.sums_over_sequence: list[Callable[[Tensor], None]] = []
         """Each sums counts over ranks that share sequences, in place."""
         self.exchange: Exchange | None = None
@@ -262,12 +265,8 @@ class Experts(nn.Module):
         return self.compute(h.flatten(0, 1), of_rows, places).view_as(h)
 
     def compute(self, h: Tensor, of_rows: Tensor, places: Places) -> Tensor:
-        """Map tokens (n, D) to the sums (n, D) of what the experts of this rank compute for them.
-
-        Args:
-            h: (n, D).
-            of_rows: the weight of each row.
-            places: of the rows.
+        """Map tokens (tokens, D) to the sums (tokens, D) of their rows. ``of_rows`` (n,) are the
+        weights of the rows.
         """
         where = places[1:]
         gate_up = _GateUp.apply(h, self.gate_up.matrices, *where)
@@ -276,7 +275,7 @@ class Experts(nn.Module):
         return self.compose(activation, lambda x: _Down.apply(x, matrices, *where), gate_up)
 
     def compute_received(self, received: Tensor, places: Places) -> Tensor:
-        """``compute`` for what ``exchange`` has received: D features, then the weights of rows."""
+        """``compute`` for what ``exchange`` has received, (tokens, D + c)."""
         hidden, most = self.gate_up.weight.shape[1], places.rows.shape[1]
         weights = received[:, hidden : hidden + most]
         of_rows = _WeightsOfRows.apply(weights, places.order, places.rows, places.is_used)
@@ -284,7 +283,7 @@ class Experts(nn.Module):
 
 
 class _WeightsOfRows(torch.autograd.Function):
-    """The weight (n,) of each row, of the weights (tokens, j)."""
+    """Weights (tokens, j) -> the weight of each row (n,), sorted by expert."""
 
     @staticmethod
     def forward(
@@ -297,7 +296,7 @@ class _WeightsOfRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         rows, is_used = ctx.saved_tensors
         found = gradient[rows]
-        # A gather, because a scatter adds what rows that are not used contain.
+        # A gather, because a scatter would add the values of unused rows, which may be anything.
         found = found if is_used is None else torch.where(is_used, found, 0.0)
         return found, None, None, None
 
@@ -352,7 +351,7 @@ class _AuxiliaryLoss(torch.autograd.Function):
 
 
 def _sum_by_token(found: Tensor, is_used: Tensor | None) -> Tensor:
-    """Sum the results (tokens, j, D) of the rows of each token that are used: (tokens, D)."""
+    """Sum the used ones of each token's rows: (tokens, j, D) -> (tokens, D)."""
     if is_used is not None:
         found = torch.where(is_used.unsqueeze(2), found, 0.0)
     return found.squeeze(1) if found.shape[1] == 1 else found.sum(1)

@@ -238,7 +238,7 @@ class ExpertBlock(Block):
         compiled     data-dependent      compiled
 
     Between the two compiled parts, experts are chosen. A block that is recomputed takes the choice
-    of its forward instead. If ranks share the experts, the second part is three:
+    of its forward instead. If ranks share the experts, the second part becomes three:
 
         attend ----> choose -----> pack ----> exchange ---> compute ---> exchange ---> add_returned
         compiled                   compiled                 compiled                   compiled
@@ -255,7 +255,7 @@ class ExpertBlock(Block):
         Args:
             x: (B, S, D).
             inputs: of all blocks.
-            choice: is set. If it already is, it is used.
+            choice: the forward sets it, and a recomputation uses it.
         """
         choice = choice or Choice()
         y, h, scores = self.attend(x, inputs)
@@ -299,18 +299,18 @@ class ExpertBlock(Block):
         return self._added(y, self._experts(h, scores, routing, inputs.gradient_scale), inputs)
 
     def pack(self, h: Tensor, scores: Tensor, routing: Routing, inputs: Inputs) -> Tensor:
-        """Return what is sent to the ranks with the experts of the tokens."""
+        """Return what is sent to the other ranks."""
         experts = self._experts
         assert experts.exchange is not None
         weights = experts.weights(scores, routing, inputs.gradient_scale, h.dtype)
         return experts.exchange.pack(h.flatten(0, 1), weights, routing)
 
     def compute(self, received: Tensor, places: Places) -> Tensor:
-        """Return what the experts of this rank compute for the tokens that it has received."""
+        """Return the results of this rank's experts for what it has received."""
         return self._experts.compute_received(received, places)
 
     def add_returned(self, y: Tensor, returned: Tensor, routing: Routing, inputs: Inputs) -> Tensor:
-        """Add what the experts have returned to the residual stream."""
+        """Return the residual stream after the experts."""
         assert self._experts.exchange is not None
         z = self._experts.exchange.unpack(returned, routing)
         return self._added(y, z.view_as(y), inputs)

@@ -6,7 +6,7 @@
                   sums over this rank's experts (ep T, D) --reduce-scatter--> sums (T, D)
 
 With ``all_to_all``, a rank must know how many rows it gets from each rank before it can receive
-them. So the ranks exchange the counts first, and the host reads them: once for each layer and
+them. So the ranks exchange the counts first, and the host reads them once for each block and
 micro-batch. A backward and a recomputation use the same numbers again. With ``all_gather``, all
 shapes are static, so the host reads nothing. But a rank computes with as many rows as there can be:
 ep T min(k, E / ep). Only those that are used are multiplied.
@@ -33,7 +33,7 @@ from megaspeed.tensor_parallel.collectives import (
 from megaspeed.tensor_parallel.shards import columns_of_weights
 
 _FEWEST_ROWS = 2
-"""The compiler makes other kernels for 0 and for 1 row."""
+"""torch compiles another graph for 0 rows, and another for 1 row."""
 
 
 def exchange_of(axis: ExpertAxis, experts: int, active: int) -> Exchange:
@@ -74,7 +74,7 @@ class AllToAll(_OverAxis):
         return wait
 
     def _places(self, counts: Tensor, rows: int) -> Places:
-        """Sort rows by expert. They come by rank, then by expert; ``counts`` (E,) are of both."""
+        """Sort rows by expert. They arrive as ``counts`` (E,) are: by rank, then by expert."""
         of_rows = torch.repeat_interleave(counts, output_size=rows) % self._experts
         if spare := _spare(rows):
             of_rows = torch.cat((of_rows, of_rows.new_full((spare,), self._experts)))
@@ -146,8 +146,8 @@ def _spare(rows: int) -> int:
 
 
 def _sorted(of_rows: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort rows by their experts. Return the order, its inverse, and where each of the first
-    ``experts`` ends.
+    """Sort rows by their experts. Return the order, its inverse, and where the rows of each of the
+    first ``experts`` end.
     """
     numbers, order = of_rows.sort(stable=True)
     inverse = torch.empty_like(order)
@@ -157,7 +157,7 @@ def _sorted(of_rows: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _RowsOfTokens(torch.autograd.Function):
-    """Tokens (T, D) and weights (T, k) -> (T k, D + some), sorted by expert."""
+    """Tokens (T, D) and weights (T, k) -> (T k, D + c), sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weights: Tensor, order: Tensor, rows: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class _RowsOfTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (rows,) = ctx.saved_tensors
-        by_token = gradient[rows]  # (T, k, D + some)
+        by_token = gradient[rows]  # (T, k, D + c)
         return by_token[..., : ctx.hidden].sum(1), by_token[..., ctx.hidden], None, None
 
 

@@ -110,8 +110,7 @@ def shared_initial_shard(
 ) -> Tensor:
     """``initial_shard`` in ``dtype`` on ``device``, of which each rank of ``group`` draws a part.
 
-    All ranks of the group hold the same shard, and call this together. None is a group of one rank.
-    With n of them, a rank draws
+    All n ranks of the group hold the same shard, and call this together (None: n = 1). A rank draws
     the blocks (see ``model.initialization``) that contain its 1/n of the rows, and receives the
     other rows. A parameter of one or two blocks is drawn by every rank.
     """

@@ -232,11 +232,13 @@ def _chunk(full: range, index: int, count: int) -> range:
 
 
 COLUMN_BYTES = 16
-"""The columns of weights after the features of a row of experts take a multiple of
-this, so that rows are aligned."""
+"""The columns of weights that are sent after the features take a multiple of this, so that each
+row of the message is aligned."""
 
 
 def columns_of_weights(active: int, element_bytes: int, method: str) -> int:
-    """Return how many columns the weights of a row take: 1, or ``active`` with all_gather."""
+    """Return c, the columns that are sent after the features. They have 1 weight, or with
+    all_gather ``active`` weights, and padding.
+    """
     used = active if method == "all_gather" else 1
     return -(-used * element_bytes // COLUMN_BYTES) * COLUMN_BYTES // element_bytes
