@@ -65,7 +65,7 @@ def add_to(commands: Any) -> None:
     )
     nic = "network bandwidth of each device, one way, in Gb/s (that of the vendor's system)"
     calibrate = "measured / predicted step of a run on such devices; multiplies all times"
-    loads = "rows of the fullest rank / mean rows, if ranks exchange tokens of experts (1)"
+    loads = "rows of the fullest rank / mean rows, if ranks share experts (1)"
     add_values(
         parser,
         ("--device", str, "NAME", None, "accelerator, such as h100-80gb, or cpu"),

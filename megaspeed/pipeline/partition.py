@@ -143,7 +143,7 @@ def _evened(costs: Sequence[int], parts: list[range], stages: int) -> list[range
 
 
 def parameters_of_chunks(run: Run) -> list[list[float]]:
-    """Elements of a rank's parameters of each chunk of each pipeline stage, about."""
+    """About how many elements a rank has of each chunk of each pipeline stage."""
     model, tp, ep = run.config.model, run.grid.tp, run.grid.ep or 1
 
     def held(chunk: range) -> float:

@@ -13,7 +13,7 @@ Rank 5 of pp 2 x dp 2 x tp 2 (drawn in ``grid.py``) belongs to
 
 With experts (``Grid.ep``), it also belongs to
 
-    ep_group              holds the other experts of its blocks
+    ep_group              holds all experts of its blocks together
     expert_shard_group    holds the other partitions of the same experts
     expert_replica_group  holds the same partition of the same experts
 
@@ -34,7 +34,7 @@ there only the members of a group call ``new_group``, so it is one call for each
 An axis of one rank sends nothing and has no group, except the shards, because DeepSpeed partitions
 over them. An axis that spans all ranks uses the world's group, because a communicator
 costs GPU memory, and one thread issues all its collectives in order. A pipeline axis that spans
-all ranks still has its own group, which carries only point-to-point messages. So have a context
+all ranks still has its own group, which carries only point-to-point messages. So do a context
 and an expert axis, because ZeRO gathers over the same ranks at the same time.
 """
 
@@ -220,7 +220,7 @@ class ParallelContext:
     timeout: timedelta  # how long a collective may wait for other ranks
     stage_group: dist.ProcessGroup | None = None  # shard x tp ranks; see ``create_stage_group``
     ep_group: dist.ProcessGroup | None = None  # None if each rank has all experts of its blocks
-    # None if the ranks with the same experts are those with the same other weights
+    # None if the copies of experts are on the same ranks as those of other weights
     expert_shard_group: dist.ProcessGroup | None = None
     expert_replica_group: dist.ProcessGroup | None = None
 

@@ -38,8 +38,8 @@ dp * cp = replicate * shard.
     [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 The experts of a model are not divided over ``tp``. Instead, ``ep`` neighbours of a pipeline stage
-share them, whichever axes these ranks are on. The other ranks of the stage hold copies, which ZeRO
-partitions over ``expert_shard`` neighbours: dp * cp * tp = expert_replica * expert_shard * ep.
+share them, whichever axes these ranks are on. The other ranks of the stage hold copies. ZeRO
+partitions experts over ``expert_shard`` copies: dp * cp * tp = expert_replica * expert_shard * ep.
 
     >>> mixture = Grid(pp=1, dp=4, tp=2, ep=4, expert_shard=2)
     >>> mixture.groups_along("ep")  # each holds all experts once
@@ -101,7 +101,7 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of the four axes. See the module's docstring for the order of ranks."""
+    """The sizes of the axes. See the module's docstring for the order of ranks."""
 
     pp: int  # pipeline stages
     dp: int  # copies of the model, each with its own samples
@@ -161,13 +161,13 @@ class Grid:
         return Copies(self.expert_shard, replicate, "expert_shard", "expert_replica")
 
     def copies_of(self, split: str) -> Copies:
-        """The ranks that hold the same weights of a parameter that is split in this way."""
+        """The ranks that hold the same weights of a parameter with this ``Split``."""
         return self.expert_copies if split == "experts" else self.copies
 
     @property
     def has_expert_axes(self) -> bool:
-        """Whether other ranks hold copies of experts than of other weights. If ``ep`` is ``tp``,
-        they are the same ranks.
+        """Whether the copies of experts are on other ranks than those of other weights. They are on
+        the same ranks if ``ep`` is ``tp``.
         """
         return self.ep not in (None, self.tp)
 

@@ -262,7 +262,7 @@ class Checkpointing:
         return balance.pieces() if balance is not None and (is_first or not owned) else iter(())
 
     def _written_part(self, name: str) -> range:
-        """Which of the leading elements of a parameter that it owns this rank writes.
+        """Which elements this rank writes of those that it owns of a parameter.
 
         Each replica holds all of them, and writes its share.
         """

@@ -143,8 +143,8 @@ class ZeroEngine:
         self._tied = [each.values for each in self.gradients.fragments if each.name in tied]
         grid = context.grid
         experts = {parameter.name for parameter in axis.parameters if parameter.is_expert}
-        # The squares of all ranks are added up, and divided by ``replicate``. So they must be as
-        # large as if experts had as many replicas as other parameters.
+        # The squares of all ranks are added up, and divided by ``replicate``. So the squares of
+        # experts are weighted as if experts had as many replicas as other parameters.
         weight = grid.replicate / grid.expert_copies.replicate
         self._owned_squares = OwnedSquares(
             self.gradients.fragments,

@@ -46,7 +46,7 @@ class GatheredLayer:
     own. Regions start at multiples of 128 bytes, for any number of ranks: kernels that Inductor
     compiled for aligned pointers fail at others, and cuBLAS falls back to slow ones. What is
     received is not copied again. With one rank, nothing is copied unless parameters are offloaded.
-    The partitions of experts may be on other ranks. Then there are two gathers.
+    The partitions of experts may be on other ranks. Then there are two collectives.
 
     While the layer is not gathered, its storage has 0 bytes, but remains the same storage object.
     So autograd may save a view of a weight from forward to backward (``weight.t()`` in a linear

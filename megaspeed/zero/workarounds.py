@@ -177,11 +177,11 @@ def without_gradient_hooks() -> Iterator[None]:
 
 @contextmanager
 def without_broadcast() -> Iterator[None]:
-    """An engine built within this block does not replace its parameters by those of a first rank.
+    """An engine built within this block does not replace its parameters by those of another rank.
 
     runtime/engine.py:2038-2066: DeepSpeed sends the parameters of the first rank of the shards to
-    the others. Experts of an expert axis, which this rank does not share with that rank, would be
-    overwritten. Initial values are functions of names and shapes, so copies are equal already.
+    the others. Those that hold other experts would lose them. Initial values are functions of names
+    and shapes, so copies are equal without this.
     """
     original = DeepSpeedEngine._broadcast_model
     DeepSpeedEngine._broadcast_model = lambda engine: None
