@@ -141,14 +141,13 @@ EXPERTS = (
 @pytest.mark.parametrize(
     ("overrides", "grid"),
     [
-        # Each rank of a stage holds other experts, or ZeRO partitions the copies.
         ("", Grid(1, 12, 1, ep=4, expert_shard=3)),
         ("parallel.expert=12", Grid(1, 12, 1, ep=12)),
         ("zero_optimization.stage=0", Grid(1, 12, 1, 12, ep=4)),
         ("parallel.tensor=2", Grid(1, 6, 2, ep=4, expert_shard=3)),
         ("parallel.context=2 parallel.tensor=2", Grid(1, 3, 2, cp=2, ep=4, expert_shard=3)),
         ("parallel.pipeline=3", Grid(3, 4, 1, ep=4)),
-        # 6 ranks of a replica hold the experts twice or more often, or a half of them.
+        # The 6 ranks of a replica hold all experts three times, once, or a half of them once.
         ("parallel.replicate=2 parallel.expert=2", Grid(1, 12, 1, 2, ep=2, expert_shard=3)),
         ("parallel.replicate=2 parallel.expert=6", Grid(1, 12, 1, 2, ep=6)),
         ("parallel.replicate=2 parallel.expert=12", Grid(1, 12, 1, 2, ep=12)),
@@ -163,7 +162,7 @@ def test_copies_of_experts_are_partitioned_over_the_ranks_of_a_replica(
     assert find_grid(config, World(12, "x")) == grid
     copies = grid.expert_copies
     assert copies.ranks * (grid.ep or 1) == grid.dp_cp * grid.tp
-    # Replicas of ZeRO's other partitions are never in one group of partitions of experts.
+    # The partitions of an expert are within one replica of the other parameters.
     for group in grid.groups_along(copies.shard_axis):
         assert len({grid.index_along(rank, "replica") for rank in group}) == 1 or grid.shard == 1
 
@@ -171,9 +170,7 @@ def test_copies_of_experts_are_partitioned_over_the_ranks_of_a_replica(
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("spare", ["false", "true"])
 def test_valid_expert_degrees_are_those_that_pass(stage: int, spare: str) -> None:
-    """The test tries every degree, and compares those that pass with the list of the message.
-    A wrong expert degree hides no other mistake.
-    """
+    """Every degree is tried. A wrong expert degree hides no other mistake."""
     refused = 0
     for world, cp, tp, replicate in itertools.product((4, 6, 7, 12), (1, 2), (1, 2), (1, 2, 3)):
         words = (

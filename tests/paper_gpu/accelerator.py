@@ -175,8 +175,8 @@ class PaperAccelerator(CPU_Accelerator):
 
 
 class _OnDevice(TorchFunctionMode):
-    """Tells megaspeed that a tensor is on a CUDA device, and gives it memory instead of pinned
-    memory, which a CPU does not have.
+    """Makes ``is_cuda`` true in megaspeed's code, and allocates ordinary memory instead of pinned
+    memory, which needs a GPU.
     """
 
     def __torch_function__(

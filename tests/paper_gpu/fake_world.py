@@ -4,9 +4,9 @@
         worker.train_step(batches(run), 1e-3)
 
 A fake collective returns at once, with only this rank's own part, and a message from another stage
-is zeros. In an all-to-all of whole numbers, which are numbers of tokens, each rank sends what this
-one sends, so later messages are not empty. So the numbers mean nothing, except that they are
-finite. Only the order of the calls is meaningful.
+is zeros. An exception is an all-to-all of whole numbers, which are numbers of rows: this rank
+receives what it sends, so later messages are not empty. So the numbers mean nothing, except that
+they are finite. Only the order of the calls is meaningful.
 """
 
 import warnings

@@ -9,7 +9,7 @@ An asynchronous collective, and every send and receive, is a launch on the strea
 in NCCL. It starts after the current stream's work, and the stream that calls ``work.wait()``
 continues after it. A collective that is not asynchronous runs on the current stream.
 
-The host is a stream, too. It has pinned memory, and what is computed of it.
+The host is a stream, too. Its memory is pinned memory, and what is computed from it.
 """
 
 from collections import Counter, defaultdict
@@ -54,7 +54,7 @@ class _Access:
 
 
 class _Host(PaperStream):
-    """The host. What it knows to be done is also known by all that it launches later."""
+    """The host. All that it launches later is ordered after what it has waited for."""
 
     def __init__(self, accelerator: PaperAccelerator) -> None:
         super().__init__(accelerator, name="host")
@@ -63,7 +63,7 @@ class _Host(PaperStream):
 
 
 class _PinnedMemory(TorchFunctionMode):
-    """Tells a finder what is allocated in pinned memory."""
+    """Reports to a finder what is allocated in pinned memory."""
 
     def __init__(self, finder: "RaceFinder") -> None:
         super().__init__()

@@ -101,7 +101,7 @@ CASES: list[tuple[Any, ...]] = [
 def _ledger(
     launch: LaunchEnvironment, changes: dict[str, Any], shared: Path | None = None
 ) -> list[Message]:
-    """Return the ledger of a rank. The ranks exchange numbers of tokens in the file ``shared``."""
+    """Return the ledger of a rank. The ranks exchange numbers of rows in the file ``shared``."""
     run = paper_run(**changes)
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -138,7 +138,7 @@ def test_inputs_that_wait_for_nothing_race_with_the_block(pool: RankPool, wait: 
 
 
 def _races_of_counts_that_wait_for_nothing(launch: LaunchEnvironment) -> list[str]:
-    """Return the places of all races if the host reads numbers of rows at once."""
+    """Return the places of all races if the host reads numbers of rows without a wait."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PaperEvent, "synchronize", lambda event: None)
         return [f"{a} | {b}" for a, b in _races(launch, CASES["zero1-expert-axis"])]
@@ -150,8 +150,8 @@ def test_numbers_of_rows_that_the_host_reads_too_early_race_with_their_copy(pool
 
 
 def _kernels_around_the_wait_for_counts(launch: LaunchEnvironment) -> list[tuple[int, int]]:
-    """Return how many kernels are launched in each forward of a block (between the copy that the
-    host waits for and the wait, between the wait and the exchange).
+    """Return two numbers of kernels for each forward of a block: those launched between the copy
+    that the host waits for and the wait, and those between the wait and the exchange.
     """
     synchronize, send = PaperEvent.synchronize, AllToAll.send
     times: list[tuple[int, int, int]] = []

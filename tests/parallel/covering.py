@@ -133,9 +133,9 @@ def is_possible(row: Row) -> bool:
 
     There are at most 8 ranks. Sequence parallelism needs a tensor axis, an interleaved schedule a
     pipeline. A group has a micro-batch for each pipeline stage. Two replicas need an even data
-    degree, and ZeRO-0 has only replicas. If a token uses one expert, its normalized score
-    is always 1, so the gradient of the router would be only rounding. Several
-    ranks of a pipeline stage exchange the tokens of the experts that they share.
+    degree, and ZeRO-0 has only replicas. If a token uses one expert, its normalized score is always
+    1, so the gradient of the router would be only rounding. Ranks that share experts need a method
+    of exchange, and ``expert`` must divide the ranks of a pipeline stage.
     """
     pp, dp, tp = row["layout"] if len(row.get("layout", ())) == 3 else (1, 4, 2)
     if len(row.get("layout", ())) == 4:

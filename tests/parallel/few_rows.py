@@ -17,7 +17,7 @@ from tests.support.mutations import replaced
 
 @contextmanager
 def few_rows(rank: int) -> Iterator[None]:
-    """Replace two of three choices of each block on an expert axis of 4 ranks with 2 experts each.
+    """Replace the choices of two of three micro-batches, on 4 expert ranks with 2 experts each.
 
     micro-batch    0                     1           2
     tokens use     experts 0 and 1       any         experts 4 and 5

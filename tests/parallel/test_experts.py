@@ -155,8 +155,8 @@ def tensors_after_steps(launch: LaunchEnvironment, run: Run, corpus: PreparedCor
 def test_a_recomputed_block_frees_what_it_has_kept(
     pool: RankPool, references: References, exchange: str
 ) -> None:
-    """With gloo, a pending collective refers to the checkpoint in which it was started. So a block
-    that kept it would keep everything, in a cycle that Python cannot free.
+    """With gloo, a collective refers to the checkpoint in which it was started. If a block kept the
+    collective, both would be in a cycle that Python cannot free.
     """
     parallel: dict[str, Any] = {"expert": 2, "expert_exchange": exchange}
     parallel["activation_checkpointing"] = "full"

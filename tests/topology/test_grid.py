@@ -84,11 +84,11 @@ def test_the_expert_axes_divide_each_stage(
     [
         # the tensor ranks share the experts, so the copies are those of other weights
         (Grid(1, 4, 2, ep=2, expert_shard=4), ([0, 1], [0, 2, 4, 6], [0])),
-        # each rank has all experts, and ZeRO partitions them over all ranks
+        # each rank has all experts, which ZeRO partitions over all ranks
         (Grid(1, 2, 2, ep=1, expert_shard=4), ([0], [0, 1, 2, 3], [0])),
-        # two pipeline stages, in each of which the ranks of two data and context ranks share them
+        # on each of two pipeline stages, the two context ranks share the experts
         (Grid(2, 2, 1, cp=2, ep=2, expert_shard=2), ([0, 1], [0, 2], [0])),
-        # two replicas: each holds the experts once, or a half of them
+        # two replicas: each holds the experts once, twice, or a half of them
         (Grid(1, 8, 1, 2, ep=4, expert_shard=1), ([0, 1, 2, 3], [0], [0, 4])),
         (Grid(1, 8, 1, 2, ep=2, expert_shard=2), ([0, 1], [0, 2], [0, 4])),
         (Grid(1, 8, 1, 2, ep=8, expert_shard=1), ([0, 1, 2, 3, 4, 5, 6, 7], [0], [0])),

@@ -154,9 +154,7 @@ def keep_in_blocks(launch: LaunchEnvironment, run: Run) -> list[tuple[int, int]]
 def test_a_block_with_shared_experts_really_keeps_this(
     pool: RankPool, dp: int, tp: int, ep: int, exchange: str, recomputation: str
 ) -> None:
-    """To the byte, with the rows that each rank really received. The last block of three is not
-    recomputed.
-    """
+    """To the byte, for the rows that each rank received. The last block is not recomputed."""
     run = tiny_run(
         TEXT,
         dp=dp,

@@ -244,7 +244,7 @@ def test_experts(
     layout: Layout,
     changes: dict[str, Any],
 ) -> None:
-    """With all_to_all, ranks send what the formula has for the rows that they exchanged."""
+    """With all_to_all, the prediction is for the rows that the ranks exchanged."""
     name, parallel = request.node.callspec.id, changes.get("parallel", {})
     exchange = "all_to_all" if "all_to_all" in name else "all_gather"
     if "expert" in parallel:
@@ -270,9 +270,9 @@ def of_experts(traffic: Traffic) -> Traffic:
 
 
 def test_balanced_loads_send_equally_many_rows_worked_by_hand() -> None:
-    """Three blocks and 2 micro-batches of 96 tokens, each with 2 experts: 96 rows for the other
-    rank. In fp32, a row has 32 features and 4 columns with its weight. The numbers of rows for the
-    other rank's 4 experts are int64.
+    """Three blocks and 2 micro-batches of 96 tokens, each with 2 experts: 192 rows, of which 96 go
+    to the other rank. In fp32, a row has 32 features and 4 columns with its weight. The numbers of
+    rows for the other rank's 4 experts are int64.
     """
     parallel = {"expert": 2, "expert_exchange": "all_to_all"}
     sent = predict_traffic(run_at((1, 2, 1), {"model": MOE, "parallel": parallel}), 0)
