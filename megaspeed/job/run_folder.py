@@ -20,7 +20,6 @@ first run ends before it writes again. All ranks must see the same folder, becau
 part of a checkpoint to it.
 """
 
-import dataclasses
 import itertools
 import json
 import secrets
@@ -36,6 +35,7 @@ from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, step_nam
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.files.durable import Locked, flush_folder, identity, lock, write_file
+from megaspeed.files.json_values import picked
 from megaspeed.files.paths import folder_problem
 from megaspeed.supervision.answers import broadcast, gather
 from megaspeed.supervision.meeting import RanksDisagree
@@ -233,7 +233,7 @@ def _record_start(run: Run, step: int, device: str) -> None:
     start = {
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        **dataclasses.asdict(run.grid),
+        **picked(run.grid, "pp", "dp", "tp", "replicate", "cp", "ep"),
         "zero_stage": run.zero_stage,
         "device": device,
     }

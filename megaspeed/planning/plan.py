@@ -149,7 +149,7 @@ class Plan:
         return {
             **picked(run, "name", "zero_stage", "precision", "batch"),
             "world_size": run.grid.world_size,
-            "degrees": json_value(run.grid),
+            "degrees": picked(run.grid, "pp", "dp", "cp", "tp", "ep", "replicate"),
             **picked(self, "parameters", "active_parameters", "mask_bytes", "verdict"),
             "device": None if cluster is None else json_value(cluster.device),
             "network_bytes_per_second": speed,

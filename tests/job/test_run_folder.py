@@ -181,7 +181,8 @@ def test_every_start_leaves_a_line_with_its_step_and_layout(tmp_path: Path) -> N
     assert [start.pop("step") for start in starts] == [0, 5, 3]
     for start in starts:
         assert datetime.fromisoformat(start.pop("time")).tzinfo is not None
-        layout = {"pp": 1, "dp": 1, "tp": 1, "replicate": 1, "cp": 1, "zero_stage": 0}
+        layout = {"pp": 1, "dp": 1, "tp": 1, "replicate": 1, "cp": 1, "ep": None}
+        layout["zero_stage"] = 0
         assert start == {**layout, "device": "cpu"}
 
 

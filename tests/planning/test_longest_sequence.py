@@ -88,7 +88,8 @@ def test_longer_sequences_have_more_context_degrees(tmp_path: Path) -> None:
     assert main(["plan", "--config", str(best), *options, str(again[1])]) == 0
     found, written = (json.loads(file.read_text()) for file in again)
     first = next(each for each in found["what_if"]["layouts"] if each["verdict"] == "fits")
-    assert written["degrees"] == {key: first[key] for key in ("pp", "dp", "cp", "tp", "replicate")}
+    degrees = {key: first[key] for key in ("pp", "dp", "cp", "tp", "replicate")}
+    assert written["degrees"] == {**degrees, "ep": None}
 
 
 def test_fewer_steps_of_longer_sequences_are_no_mistake() -> None:
