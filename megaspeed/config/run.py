@@ -337,6 +337,10 @@ class TrainingConfig(Section):
     """Compile each block and the loss with torch.compile, which fuses their elementwise operations.
     auto: on CUDA, if all ranks have Triton. true: also on a CPU, which needs a C++ compiler; a rank
     that cannot compile is an error. Compiled code is kept in $TORCHINDUCTOR_CACHE_DIR."""
+    z_loss: float = Field(default=0.0, ge=0, le=1)
+    """Coefficient of a second loss, the mean of log(Z)^2 over the tokens, where Z is the sum of
+    exp(logit) over the vocabulary. It keeps logits from drifting, which 16 bits represent badly; a
+    usual value is 1e-5. ``loss`` in the metrics remains the cross-entropy."""
     max_skipped_steps: int = Field(default=20, gt=0)
     """The run stops after this many steps in a row were skipped because the loss or the gradient
     norm was not finite."""

@@ -84,6 +84,8 @@ def refusal(run: Run, *, has_pipeline: bool = False, autocasts: bool = False) ->
             "torch's autocast does not cover the grouped products of experts (pytorch#174763), but "
             "bf16.enabled is true; set it to false"
         )
+    if z_loss := run.config.training.z_loss:
+        return f"it has no z-loss, but training.z_loss is {z_loss}; set it to 0"
     for name in ("router_aux_loss_coef", "router_bias_rate"):
         if value := getattr(run.config.model, name):
             return f"it does not balance experts, but model.{name} is {value}; set it to 0"

@@ -46,6 +46,7 @@ CHARTS = (
     Chart("Gradient norm", "before clipping", ("grad_norm",), logarithmic=True),
     Chart("Learning rate", "", ("learning_rate",)),
     Chart("Throughput", "tokens/s, all ranks", ("tokens_per_second",)),
+    Chart("z-loss", "mean of log(Z)^2", ("z_loss",)),
     Chart("Auxiliary loss of the experts", "sum over blocks", ("auxiliary_loss",)),
     Chart("Largest load of an expert, in any block", "x the block's mean", ("load_factor",)),
     Chart("Peak memory by pipeline stage", "MiB", ("peak_memory_bytes/",), scale=2.0**-20),

@@ -31,7 +31,7 @@ _LARGEST, _LARGEST_STEP = 1e100, 10**12
 """A larger value is treated as damaged, because sums and axes would overflow."""
 
 _COMPARED = ("tokens", "learning_rate", "loss", "grad_norm", "skipped")
-_OF_STEPS = (*_COMPARED, "step_time_seconds", "tokens_per_second")
+_OF_STEPS = (*_COMPARED, "step_time_seconds", "tokens_per_second", "z_loss")
 _OF_VALIDATIONS = ("validation_loss", "validation_perplexity")
 
 QUANTITIES = (*_COMPARED, *_OF_VALIDATIONS)

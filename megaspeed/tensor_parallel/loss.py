@@ -13,7 +13,7 @@ Liger Kernel (Hsu et al. 2024, section 3.2, "FusedLinearCrossEntropy") does the 
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,15 @@ GradientSum = Callable[[nn.Parameter], Tensor]
 """A parameter -> the tensor to which its gradient is added, in fp32 or in the parameter's type."""
 
 
+class TokenLosses(NamedTuple):
+    """Numbers of each token, in fp32, the same on every rank of the axis; zero if its target is not
+    counted.
+    """
+
+    losses: Tensor  # (n,) cross-entropy in nats
+    z_losses: Tensor | None  # (n,) log(Z)^2, Z = sum_j exp(z_j); None without a z-loss
+
+
 class VocabParallelLoss:
     """Sum of the losses of a micro-batch, from hidden states and the weight of the head.
 
@@ -40,11 +49,16 @@ class VocabParallelLoss:
         vocabulary: the token ids of this rank's rows of the weight; the rows after them are
             padding.
         axis: the tensor axis.
+        z_loss: coefficient of log(Z)^2 in the gradients (Chowdhery et al. 2022, "PaLM", section 5).
     """
 
-    def __init__(self, vocabulary: range, axis: TensorAxis) -> None:
+    def __init__(self, vocabulary: range, axis: TensorAxis, z_loss: float = 0.0) -> None:
         self.axis = axis
         self._vocabulary = vocabulary
+        self._z_loss = z_loss
+        self.z_sum: Tensor | None = None
+        """fp32 scalar to which each training forward adds log(Z)^2 of its tokens; None if it need
+        not be added up."""
         self.chunk_losses = self.cross_entropy
         """``cross_entropy``, or its compiled form."""
 
@@ -91,24 +105,24 @@ class VocabParallelLoss:
         logits, ids = z.masked_fill_(~counted.any(dim=1, keepdim=True), -math.inf).max(dim=1)
         return torch.stack((logits, ids + self._vocabulary.start))
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:
+    def cross_entropy(self, logits: Tensor, targets: Tensor, scales: Tensor | None) -> TokenLosses:
         """The loss of every token, in fp32, without gathering the logits.
 
             loss = log(sum_j exp(z_j - m)) - (z_t - m),  m = max_j z_j,  for logits z and target t
 
         Each rank reduces over its own columns first, so only three numbers a token are
         communicated: first m, then the sum and z_t - m (Shoeybi et al. 2019, section 3). The
-        gradient, softmax - one-hot, is local.
+        gradient, softmax - one-hot, is local. That of a z-loss with coefficient c adds
+        2 c log(Z) softmax.
 
         Args:
             logits: (n, columns), this rank's columns; padding does not affect the loss. They are
-                replaced by their gradient, that of the sum of ``scales`` times the losses.
+                replaced by their gradient, that of the sum of ``scales`` times the losses (with
+                the z-losses, times their coefficient).
             targets: (n,).
             scales: (n,), zero for targets that are not counted. If None, the content of ``logits``
                 is undefined afterwards.
 
-        Returns:
-            (n,) losses, the same on every rank of the axis; zero if a target is not counted.
         """
         width = len(self._vocabulary)
         z = logits[:, :width]
@@ -127,8 +141,13 @@ class VocabParallelLoss:
         if self.axis.size > 1:
             with self.axis.timed():
                 dist.all_reduce(sums, group=self.axis.group)
+        log_sum, z_losses = sums[0].log(), None
+        if self._z_loss:
+            z_losses = (log_sum + maximum).square()
         if scales is not None:
             factors = scales / sums[0]
+            if self._z_loss:
+                factors = factors * (1.0 + 2.0 * self._z_loss * (log_sum + maximum))
             at_target = (target_logit.exp() * factors - scales).unsqueeze(-1)
             here = here.unsqueeze(-1)
             exponentials.mul_(factors.unsqueeze(-1))  # softmax times scale
@@ -141,7 +160,11 @@ class VocabParallelLoss:
                 if exponentials is not z:
                     z.copy_(exponentials)
             logits[:, width:] = 0.0
-        return (sums[0].log() - sums[1]).masked_fill(targets == NOT_COUNTED, 0.0)
+        is_ignored = targets == NOT_COUNTED
+        losses = (log_sum - sums[1]).masked_fill(is_ignored, 0.0)
+        if z_losses is not None:
+            z_losses = z_losses.masked_fill(is_ignored, 0.0)
+        return TokenLosses(losses, z_losses)
 
     def _row_maximum(self, z: Tensor) -> Tensor:
         """max_j z_j over the columns of all ranks. A rank with only padding contributes -inf."""
@@ -176,7 +199,10 @@ class _Loss(torch.autograd.Function):
             chunk = slice(start, start + size)
             logits = rows[chunk] @ weight.t()
             chunk_scales = None if scales is None else scales[chunk]
-            total += loss.chunk_losses(logits, targets[chunk], chunk_scales).sum()
+            losses, z_losses = loss.chunk_losses(logits, targets[chunk], chunk_scales)
+            total += losses.sum()
+            if z_losses is not None and scales is not None and loss.z_sum is not None:
+                loss.z_sum += z_losses.sum()
             if gradient is not None and weight_gradient is not None:
                 torch.mm(logits, weight, out=gradient[chunk])
                 add_product(weight_gradient, logits, rows[chunk])

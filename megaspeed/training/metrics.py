@@ -43,6 +43,8 @@ class StepMetrics:
     # of this step were complete
     peak_memory_bytes: list[int]
     skipped: bool  # whether the step was skipped because loss or gradient norm was not finite
+    # mean of log(Z)^2 over the step's predicted tokens, without training.z_loss; None if that is 0
+    z_loss: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ def vocab_parallel_loss(run: Run, axis: TensorAxis) -> VocabParallelLoss:
     rows = vocabulary_rows_per_rank(vocab_size, axis.size)
     start = axis.rank * rows
     vocabulary = range(min(start, vocab_size), min(start + rows, vocab_size))
-    return VocabParallelLoss(vocabulary, axis)
+    return VocabParallelLoss(vocabulary, axis, run.config.training.z_loss)
 
 
 def backward_scale(run: Run) -> float:

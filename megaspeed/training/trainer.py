@@ -264,6 +264,7 @@ class Trainer:
             mfu=None if self._peak is None else flops_per_rank / self._peak,
             peak_memory_bytes=list(result.peak_memory_bytes),
             skipped=result.skipped,
+            z_loss=result.z_loss,
         )
         if not result.loads:
             return metrics

@@ -159,6 +159,7 @@ class StepResult:
     loads: Sequence[list[int]] = ()
     # mean over sequences, summed over blocks, without its coefficient
     auxiliary_loss: float = 0.0
+    z_loss: float | None = None  # mean over predicted tokens, without its coefficient
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,8 @@ class Worker:
             loss=vocab_parallel_loss(run, axis),
             loss_scale=backward_scale(run),
         )
+        if run.config.training.z_loss:
+            self.engine.loss.z_sum = torch.zeros((), device=context.device)
         self.balance: Balance | None = None
         """The balance of the experts of this rank; None if the model has no experts."""
         if model.num_experts is not None:
@@ -261,13 +264,16 @@ class Worker:
             executor.finish()
             signal_number = 0 if stop is None else stop.received or 0
             timeline = self.context.timeline.pop_seconds()  # of an earlier step: does not wait
-            notes = (peak_memory(self.context.device), signal_number, *timeline)
+            z_sum = self.engine.loss.z_sum
+            notes = (peak_memory(self.context.device), signal_number, z_sum, *timeline)
             counts = None if self.balance is None else self.balance.pop_counts()
             outcome = self.engine.step(executor.loss_sum, learning_rate, notes, counts)
+            if z_sum is not None:
+                z_sum.zero_()
             if self.balance is not None:
                 self.balance.end_step(taken=not outcome.skipped)
         self._losses = executor.losses
-        peaks, signals, *timelines = zip(*outcome.notes, strict=True)
+        peaks, signals, z_sums, *timelines = zip(*outcome.notes, strict=True)
         loads, auxiliary = split_sums(outcome.sums, self.run.config.model.num_experts or 0)
         return StepResult(
             loss=self._loss_of(outcome.losses) / self.run.tokens_per_step,
@@ -278,6 +284,7 @@ class Worker:
             timelines=list(zip(*timelines, strict=True)),
             loads=loads,
             auxiliary_loss=auxiliary / self.run.batch.train_batch_size,
+            z_loss=None if z_sum is None else self._loss_of(z_sums) / self.run.tokens_per_step,
         )
 
     def timelines_of_last_step(self) -> Sequence[Sequence[float]]:

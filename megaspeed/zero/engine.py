@@ -251,7 +251,7 @@ class ZeroEngine:
         self,
         loss: Tensor | None,
         learning_rate: float,
-        notes: Sequence[float] = (),
+        notes: Sequence[Tensor | float | None] = (),
         summed: Tensor | None = None,
     ) -> StepOutcome:
         """Clip by the global norm and take an optimizer step, on all ranks or on none.
@@ -268,7 +268,7 @@ class ZeroEngine:
                 on any rank, all ranks skip the step.
             learning_rate: the rate of this step, which each parameter group multiplies by its
                 ``lr_ratio``.
-            notes: numbers to send to the other ranks. All ranks have equally many.
+            notes: numbers to send to the other ranks; None for 0. All ranks have equally many.
             summed: (n,) fp64, or None. It is replaced in place by its sum over all ranks.
         """
         for group in self.optimizer.param_groups:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import LoaderShape
+from megaspeed.tensor_parallel.loss import TokenLosses
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, started
@@ -36,7 +37,7 @@ def whole_logits(rank: SavedRun, context: ParallelContext) -> Tensor | None:
     run, loss = worker.run, worker.engine.loss
     seen: list[Tensor] = []
 
-    def look(logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:
+    def look(logits: Tensor, targets: Tensor, scales: Tensor | None) -> TokenLosses:
         sequence = run.config.data.sequence_length
         seen.append(logits.clone().unflatten(0, (-1, sequence)))
         return loss.cross_entropy(logits, targets, scales)

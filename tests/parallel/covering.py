@@ -37,6 +37,7 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "micro_batches": (2, 4),
     "reset_at_documents": (False, True),
     "optimizer": ("AdamW", "Muon"),
+    "z_loss": (0.0, 0.01),
 }
 
 

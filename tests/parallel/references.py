@@ -32,7 +32,8 @@ class References:
         corpus = tiny_corpus(run, self.cache)
         config = run.config
         numerics = (
-            f"{run.precision} {config.gradient_clipping} {steps} {run.batch.train_batch_size}"
+            f"{run.precision} {config.gradient_clipping} {steps} {run.batch.train_batch_size} "
+            f"{config.training.z_loss}"
         )
         key = f"{config.model!r} {config.data!r} {config.optimizer!r} {numerics}"
         if choices is not None:

@@ -27,6 +27,7 @@ _PLACES = {
     "normalized": ("model", "norm_topk_prob"),
     "auxiliary": ("model", "router_aux_loss_coef"),
     "bias_rate": ("model", "router_bias_rate"),
+    "z_loss": ("training", "z_loss"),
     "zero_stage": ("zero_optimization", "stage"),
     "overlap_comm": ("zero_optimization", "overlap_comm"),
     "persistent": ("zero_optimization", "stage3_param_persistence_threshold"),

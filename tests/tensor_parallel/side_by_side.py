@@ -25,7 +25,7 @@ from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameter_named
 from megaspeed.tensor_parallel import shards
 from megaspeed.tensor_parallel.collectives import TensorAxis
-from megaspeed.tensor_parallel.loss import VocabParallelLoss
+from megaspeed.tensor_parallel.loss import TokenLosses, VocabParallelLoss
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
@@ -181,10 +181,11 @@ def _loss_step(
     loss = VocabParallelLoss(vocabulary, axis)
     seen: list[Tensor] = []
 
-    def chunk_losses(logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:
+    def chunk_losses(logits: Tensor, targets: Tensor, scales: Tensor | None) -> TokenLosses:
         seen.append(logits.clone())
-        seen.append(loss.cross_entropy(logits, targets, scales))
-        return seen[-1]
+        found = loss.cross_entropy(logits, targets, scales)
+        seen.append(found.losses)
+        return found
 
     def gradient_sum(weight: nn.Parameter) -> Tensor:
         weight.grad = torch.zeros_like(weight)

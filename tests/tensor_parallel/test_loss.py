@@ -45,6 +45,10 @@ class Answer:
     losses: Tensor
     gradient: Tensor
     messages: tuple[Message, ...] = ()
+    z_losses: Tensor | None = None
+
+
+Z_LOSS = 0.01
 
 
 def problem(
@@ -64,14 +68,15 @@ def problem(
     return Problem(logits.to(dtype), targets, upstream)
 
 
-def torchs_answer(given: Problem) -> Answer:
+def torchs_answer(given: Problem, z_loss: float = 0.0) -> Answer:
     logits = given.logits.float().clone().requires_grad_()
     losses = F.cross_entropy(
         logits.flatten(0, 1), given.targets.flatten(), ignore_index=NOT_COUNTED, reduction="none"
     ).view_as(given.targets)
-    losses.backward(given.upstream)
+    z_losses = logits.logsumexp(dim=-1).square() * (given.targets != NOT_COUNTED)
+    (losses + z_loss * z_losses).backward(given.upstream)
     assert logits.grad is not None
-    return Answer(losses.detach(), logits.grad)
+    return Answer(losses.detach(), logits.grad, (), z_losses.detach())
 
 
 # 5 on 4 ranks: three have no logical column. 33 on 4: 16, 16, 1, 0. 301: 80, 80, 80, 61.
@@ -88,10 +93,12 @@ def answers_on_rank(launch: LaunchEnvironment) -> dict[str, Answer]:
     grid = Grid(pp=1, dp=1, tp=launch.world_size)
     with ParallelContext.create(grid, launch, timeout_seconds=limit(30)) as context:
         axis = TensorAxis(context.tp_group, context.tp_rank, context.grid.tp)
-        return {name: _answer(given, axis) for name, given in PROBLEMS.items()}
+        found = {name: _answer(given, axis) for name, given in PROBLEMS.items()}
+        with_z = {name: _answer(given, axis, Z_LOSS) for name, given in ORDINARY.items()}
+        return found | {f"{name}, z-loss": answer for name, answer in with_z.items()}
 
 
-def _answer(given: Problem, axis: TensorAxis) -> Answer:
+def _answer(given: Problem, axis: TensorAxis, z_loss: float = 0.0) -> Answer:
     vocab_size = given.logits.shape[-1]
     rows = vocabulary_rows_per_rank(vocab_size, axis.size)
     start = min(axis.rank * rows, vocab_size)
@@ -99,20 +106,23 @@ def _answer(given: Problem, axis: TensorAxis) -> Answer:
     mine = torch.full((BATCH, SEQUENCE, rows), _PADDING_LOGIT, dtype=given.logits.dtype)
     mine[..., : len(vocabulary)] = given.logits[..., vocabulary.start : vocabulary.stop]
     scales = given.upstream.masked_fill(given.targets == NOT_COUNTED, 0.0)
-    loss = VocabParallelLoss(vocabulary, axis)
+    loss = VocabParallelLoss(vocabulary, axis, z_loss)
     with Traffic() as traffic:
-        losses = loss.cross_entropy(mine.flatten(0, 1), given.targets.flatten(), scales.flatten())
+        found = loss.cross_entropy(mine.flatten(0, 1), given.targets.flatten(), scales.flatten())
+    losses, z_losses = found.losses, found.z_losses
     assert losses.dtype == torch.float32
     assert not mine[..., len(vocabulary) :].any(), "padding has a gradient"
     gradient = mine[..., : len(vocabulary)]
-    return Answer(losses.view_as(given.targets), gradient, tuple(traffic.messages))
+    assert (z_losses is None) == (z_loss == 0.0)
+    z_losses = None if z_losses is None else z_losses.view_as(given.targets)
+    return Answer(losses.view_as(given.targets), gradient, tuple(traffic.messages), z_losses)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def answers(pool: RankPool, request: pytest.FixtureRequest) -> dict[str, list[Answer]]:
     """Return every rank's answer to every problem."""
     by_rank = pool.run(request.param, answers_on_rank)
-    return {name: [of_rank[name] for of_rank in by_rank] for name in PROBLEMS}
+    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
 
 
 def gradient(ranks: list[Answer]) -> Tensor:
@@ -128,6 +138,16 @@ def test_losses_and_gradients_are_torchs(answers: Answers, name: str) -> None:
     expected = torchs_answer(PROBLEMS[name])
     torch.testing.assert_close(answers[name][0].losses, expected.losses, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient(answers[name]), expected.gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_a_z_loss_equals_its_definition(answers: Answers, name: str) -> None:
+    expected, found = torchs_answer(PROBLEMS[name], Z_LOSS), answers[f"{name}, z-loss"]
+    for rank in found:
+        torch.testing.assert_close(rank.losses, expected.losses, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(rank.z_losses, expected.z_losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient(found), expected.gradient, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(gradient(found), torchs_answer(PROBLEMS[name]).gradient)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.tensor_parallel.loss import TokenLosses
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import NonFinite, StepResult, Worker
 from tests.support.rank_pool import RankPool
@@ -66,9 +67,9 @@ def change_losses(rank: OneRank, change: Callable[[Tensor, Tensor], Tensor]) -> 
     """Replace the losses of data rank 1. ``change``: (losses, gradient of logits) -> losses."""
     loss = rank.engine.loss
 
-    def changed(logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:
-        losses = loss.cross_entropy(logits, targets, scales)
-        return change(losses, logits)
+    def changed(logits: Tensor, targets: Tensor, scales: Tensor | None) -> TokenLosses:
+        found = loss.cross_entropy(logits, targets, scales)
+        return found._replace(losses=change(found.losses, logits))
 
     if rank.context.dp_rank == 1:
         loss.chunk_losses = changed

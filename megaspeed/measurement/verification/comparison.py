@@ -85,6 +85,7 @@ class Comparison:
     # Largest absolute difference between the copies that several ranks hold of the same element
     # (tied, replicated), over gradients and weights. It must be 0.
     copies_differ_by: float
+    z_losses: list[Difference] = field(default_factory=list)  # one for each step, or none
     # The following fields are for a mixture of experts.
     auxiliary_losses: list[Difference] = field(default_factory=list)  # one for each step, or none
     # Biases, tokens of each expert, and the scores of flipped choices.
@@ -95,7 +96,7 @@ class Comparison:
     @property
     def differences(self) -> list[Difference]:
         """Every compared number."""
-        steps = [*self.losses, *self.grad_norms, *self.auxiliary_losses]
+        steps = [*self.losses, *self.grad_norms, *self.z_losses, *self.auxiliary_losses]
         return [*steps, *self.gradients, *self.experts]
 
     @property
@@ -108,7 +109,8 @@ class Comparison:
         """Whether only losses or gradient norms after step 1 differ. Then a larger tolerance for
         later steps could make the trainings equal.
         """
-        first = [*self.losses[:1], *self.grad_norms[:1], *self.auxiliary_losses[:1]]
+        steps = (self.losses, self.grad_norms, self.z_losses, self.auxiliary_losses)
+        first = [difference for each in steps for difference in each[:1]]
         fixed = [*first, *self.gradients, *self.experts]
         return self._copies_equal and all(d.equal for d in fixed) and not self.equal
 
@@ -130,7 +132,7 @@ class Comparison:
             **picked(self, "equal", "weights_bitwise_equal"),
             "copies_equal": self.copies_differ_by == 0.0,
             **picked(self, "largest", "losses", "grad_norms", "gradients"),
-            **picked(self, "auxiliary_losses", "experts", "choices", "flipped"),
+            **picked(self, "z_losses", "auxiliary_losses", "experts", "choices", "flipped"),
         }
 
 

@@ -36,6 +36,7 @@ class ReferenceRun:
     first_gradients: dict[str, Tensor] = field(default_factory=dict)  # of step 1, before clipping
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last step
     experts: ExpertRecord = field(default_factory=ExpertRecord)
+    z_losses: list[float] = field(default_factory=list)  # of each step, without coefficient
 
 
 def train_reference(
@@ -72,8 +73,9 @@ def train_reference(
         for group in optimizer.param_groups:
             group["lr"] = rate * group["lr_ratio"]
         batch = [part.to(device) for part in batch_of_step(step)]
-        loss = _forward_backward(model, experts, batch, run.tokens_per_step, loss_scale)
+        loss, z_loss = _forward_backward(model, experts, batch, run, loss_scale)
         record.losses.append(loss)
+        record.z_losses.append(z_loss)
         for name, parameter in model.named_parameters():
             gradient, parameter.grad = parameter.grad, None
             masters[name].grad = None if gradient is None else gradient / loss_scale
@@ -96,9 +98,10 @@ def train_reference(
 
 
 def _forward_backward(
-    model: GPT, experts: ReferenceExperts, batch: list[MicroBatch], tokens: int, loss_scale: float
-) -> float:
-    total = 0.0
+    model: GPT, experts: ReferenceExperts, batch: list[MicroBatch], run: Run, loss_scale: float
+) -> tuple[float, float]:
+    """Return the loss of a step, and its z-loss without the coefficient."""
+    total, z_total, tokens = 0.0, 0.0, run.tokens_per_step
     experts.begin_step()
     for part in batch:
         experts.begin_forward(part)
@@ -109,10 +112,13 @@ def _forward_backward(
             ignore_index=NOT_COUNTED,
             reduction="sum",
         )
-        ((loss / tokens + experts.objective()) * loss_scale).backward()
-        total += loss.item()
+        log_z = logits.flatten(0, 1).float().logsumexp(dim=-1)
+        z_loss = log_z[part.targets.flatten() != NOT_COUNTED].square().sum()
+        objective = (loss + run.config.training.z_loss * z_loss) / tokens + experts.objective()
+        (objective * loss_scale).backward()
+        total, z_total = total + loss.item(), z_total + z_loss.item()
     experts.end_step()
-    return total / tokens
+    return total / tokens, z_total / tokens
 
 
 @torch.no_grad()

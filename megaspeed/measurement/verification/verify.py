@@ -139,6 +139,9 @@ def compare(
         )
         if run.config.model.router_aux_loss_coef > 0.0
         else [],
+        z_losses=differences("z-loss", allowed.loss, lambda one: one.z_losses)
+        if run.config.training.z_loss
+        else [],
         experts=compare_experts(parallel.experts, reference.experts, allowed.gradient),
         choices=0 if parallel.experts.choices is None else parallel.experts.choices.numel(),
         flipped=reference.experts.flipped,
@@ -163,7 +166,7 @@ def train_rank(
         choices = record_choices(worker.engine.module, run, inputs.shape, steps)
         initial = gather_weights(worker)
         gradients: LogicalTensors | None = None
-        losses, grad_norms = [], []
+        losses, grad_norms, z_losses = [], [], []
         for step in range(steps):
             executor = worker.compute_gradients(inputs.load(step * run.batch.train_batch_size))
             if step == 0:
@@ -171,6 +174,7 @@ def train_rank(
             result = worker.update_weights(executor, inputs.learning_rate(step))
             losses.append(result.loss)
             grad_norms.append(result.grad_norm)
+            z_losses.append(result.z_loss or 0.0)
             experts.loads.append([list(of_block) for of_block in result.loads])
             experts.auxiliary_losses.append(result.auxiliary_loss)
         final = gather_weights(worker)
@@ -184,6 +188,7 @@ def train_rank(
         first_gradients=dict(gradients.tensors),
         weights=dict(final.tensors),
         experts=experts,
+        z_losses=z_losses,
         copies_differ_by=max(
             bias_differs_by, *(g.copies_differ_by for g in (initial, gradients, final))
         ),

@@ -63,8 +63,9 @@ TrafficAxis = Literal[Axis, "world"]
 Traffic = Mapping[tuple[TrafficAxis, Collective], int]
 """Bytes that one rank sends in one optimizer step. Collectives that send nothing are omitted."""
 
-# Squares of the norm, loss, peak memory, stop signal, and the timeline of a step: training.worker.
-_NUMBERS_OF_A_REPORT = 4 + 1 + 10
+# Squares of the norm, loss, peak memory, stop signal, z-loss, and the timeline of a step:
+# training.worker.
+_NUMBERS_OF_A_REPORT = 5 + 1 + 10
 _FP64_BYTES = _INT64_BYTES = 8
 _INT32_BYTES = 4
 
