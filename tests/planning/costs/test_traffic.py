@@ -686,8 +686,8 @@ def test_tensor_and_pipeline_traffic_worked_by_hand() -> None:
     assert first["tp", "all_reduce"] == 2 * 9 * hidden
     assert last["tp", "all_reduce"] == 2 * (hidden + 3 * tokens * FP32_BYTES)
     assert first["pp", "send"] == last["pp", "send"] == 2 * hidden
-    # A report of 15 numbers of 8 bytes from each of four ranks.
-    assert first["world", "all_reduce"] == 2 * 3 * (4 * 15 * 8) // 4
+    # A report of 16 numbers of 8 bytes from each of four ranks.
+    assert first["world", "all_reduce"] == 2 * 3 * (4 * 16 * 8) // 4
 
 
 def test_a_tied_weights_gradient_worked_by_hand() -> None:
