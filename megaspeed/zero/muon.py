@@ -283,14 +283,10 @@ class _Members:
         self.plan = plan
         self.group = context.group_along(plan.axis)
         self.replica_group = context.group_along(plan.copies.replica_axis)
-        self.number = 0
-        """The group of members that this rank is in."""
-        if plan.groups > 1:
-            self.number = context.rank_along(plan.copies.replica_axis)
-        member = context.rank_along(plan.copies.shard_axis) * plan.tp
-        member += context.tp_rank if plan.tp > 1 else 0
-        self.owner = self.number * plan.members + member
+        self.owner = plan.owner_of(context.grid, context.rank)
         """The number of this rank as an owner."""
+        self.number = self.owner // plan.members
+        """The group of members that this rank is in."""
 
 
 @dataclass(frozen=True)
