@@ -143,11 +143,12 @@ class VocabParallelLoss:
                 dist.all_reduce(sums, group=self.axis.group)
         log_sum, z_losses = sums[0].log(), None
         if self._z_loss:
-            z_losses = (log_sum + maximum).square()
+            log_z = log_sum + maximum
+            z_losses = log_z.square()
         if scales is not None:
             factors = scales / sums[0]
             if self._z_loss:
-                factors = factors * (1.0 + 2.0 * self._z_loss * (log_sum + maximum))
+                factors = factors * (1.0 + 2.0 * self._z_loss * log_z)
             at_target = (target_logit.exp() * factors - scales).unsqueeze(-1)
             here = here.unsqueeze(-1)
             exponentials.mul_(factors.unsqueeze(-1))  # softmax times scale

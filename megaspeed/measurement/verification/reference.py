@@ -112,11 +112,14 @@ def _forward_backward(
             ignore_index=NOT_COUNTED,
             reduction="sum",
         )
-        log_z = logits.flatten(0, 1).float().logsumexp(dim=-1)
-        z_loss = log_z[part.targets.flatten() != NOT_COUNTED].square().sum()
-        objective = (loss + run.config.training.z_loss * z_loss) / tokens + experts.objective()
+        objective = loss / tokens + experts.objective()
+        if coefficient := run.config.training.z_loss:
+            log_z = logits.flatten(0, 1).float().logsumexp(dim=-1)
+            z_loss = log_z[part.targets.flatten() != NOT_COUNTED].square().sum()
+            objective = objective + coefficient * z_loss / tokens
+            z_total += z_loss.item()
         (objective * loss_scale).backward()
-        total, z_total = total + loss.item(), z_total + z_loss.item()
+        total += loss.item()
     experts.end_step()
     return total / tokens, z_total / tokens
 
