@@ -227,7 +227,7 @@ def buckets_of(
     found = []
     for members, elements in parameters.groups:
         first = members[0]
-        copies = run.grid.expert_copies if first.is_expert else run.grid.copies
+        copies = run.grid.copies_of(experts=first.is_expert)
         shards = copies.shard
         # ZeRO-3 pads each parameter, the other stages each flat tensor.
         padded, multiple = (shards, 1) if has_rows else (1, _ELEMENTS_ALIGNED * shards)

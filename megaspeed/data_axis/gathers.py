@@ -54,7 +54,7 @@ class PartitionsOf(NamedTuple):
         """Return (elements with padding, axis) of the gather of a parameter. There are 0 elements
         if the partition is the parameter, so that nothing is copied.
         """
-        copies = self.grid.expert_copies if parameter.is_expert else self.grid.copies
+        copies = self.grid.copies_of(experts=parameter.is_expert)
         is_copied = copies.shard > 1 or not self.on_device
         size = -(-parameter.elements // copies.shard) * copies.shard
         return size * is_copied, copies.shard_axis

@@ -143,7 +143,7 @@ class Orthogonalization:
 
     def __init__(self, run: Run, buckets: Sequence[Bucket], *, of_experts: bool = False) -> None:
         grid, self._buckets = run.grid, buckets
-        self.copies = grid.expert_copies if of_experts else grid.copies
+        self.copies = grid.copies_of(experts=of_experts)
         """The ranks that hold the same parts of matrices."""
         self.axis: Axis = self.copies.shard_axis if of_experts else "stage"
         """Along which members exchange."""
@@ -250,7 +250,7 @@ def _sections(run: Run, bucket: Bucket, of_experts: bool) -> Iterator[Section]:
     assert muon is not None
     for local in bucket.parameters if bucket.group == "orthogonalized" else ():
         parameter, start = parameter_named(model, local.name), 0
-        is_expert = parameter.split == "experts" and tp * ep > 1
+        is_expert = parameter.is_expert and tp * ep > 1
         if is_expert != of_experts:
             continue
         shard = shard_of(model, parameter, rank=0, size=tp, ep=ep)

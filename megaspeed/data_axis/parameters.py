@@ -96,7 +96,9 @@ def local_parameters(run: Run, pipeline_stage: int) -> LocalParameters:
     chunks = chunks_of_stages(run)[pipeline_stage]
     has_muon = run.muon is not None
     split = (run.grid.tp, run.grid.pp > 1, run.sequence_parallel, run.compression, has_muon)
-    return _local_parameters(run.config.model, chunks, *split, run.grid.ep or 1)
+    return _local_parameters(
+        run.config.model, chunks, *split, run.grid.ep or 1, run.grid.has_expert_axes
+    )
 
 
 @lru_cache(maxsize=1024)  # a what-if asks for the same layers a thousand times
@@ -109,6 +111,7 @@ def _local_parameters(
     compression: Compression | None,
     has_muon: bool,
     ep: int,
+    has_expert_axes: bool,
 ) -> LocalParameters:
     named = [(chunk, parameters_of(model, layers)) for chunk, layers in enumerate(chunks)]
     layers = {parameter.layer for _, own in named for parameter in own.values()}
@@ -132,7 +135,7 @@ def _local_parameters(
             is_compressed=is_compressed(model, parameter, compression, size=tp),
             is_head="head" in layers and name == head,
             is_product=gradient_is_product(model, parameter, size=tp),
-            is_expert=parameter.split == "experts" and ep != tp,  # as ``Grid.has_expert_axes``
+            is_expert=parameter.is_expert and has_expert_axes,
         )
         for chunk, own in named
         for name, parameter in own.items()

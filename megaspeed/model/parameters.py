@@ -115,6 +115,10 @@ class Parameter:
         return self.kind == "bias"
 
     @property
+    def is_expert(self) -> bool:
+        return self.split == "experts"
+
+    @property
     def is_block_matrix(self) -> bool:
         """Whether it is a matrix of a block's attention or feed-forward layer."""
         is_matrix = self.row.kind in ("linear", "experts") and not self.is_bias

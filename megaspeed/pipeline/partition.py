@@ -148,7 +148,7 @@ def parameters_of_chunks(run: Run) -> list[list[float]]:
 
     def held(chunk: range) -> float:
         own = parameters_of(model, chunk).values()
-        return sum(p.elements / (ep if p.split == "experts" else tp) for p in own)
+        return sum(p.elements / (ep if p.is_expert else tp) for p in own)
 
     return [[held(chunk) for chunk in chunks] for chunks in chunks_of_stages(run)]
 

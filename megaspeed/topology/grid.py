@@ -160,9 +160,9 @@ class Grid:
         replicate = self.size_along("expert_replica")
         return Copies(self.expert_shard, replicate, "expert_shard", "expert_replica")
 
-    def copies_of(self, split: str) -> Copies:
-        """The ranks that hold the same weights of a parameter with this ``Split``."""
-        return self.expert_copies if split == "experts" else self.copies
+    def copies_of(self, *, experts: bool) -> Copies:
+        """The ranks that hold the same experts, or the same other weights."""
+        return self.expert_copies if experts else self.copies
 
     @property
     def has_expert_axes(self) -> bool:

@@ -267,7 +267,7 @@ class Checkpointing:
         Each replica holds all of them, and writes its share.
         """
         worker, grid = self._worker, self._run.grid
-        copies = grid.copies_of(parameter_named(self._run.config.model, name).split)
+        copies = grid.copies_of(experts=parameter_named(self._run.config.model, name).is_expert)
         rank, ranks = worker.context.rank_along(copies.replica_axis), copies.replicate
         owned = worker.engine.owned_elements[name]
         return range(owned * rank // ranks, owned * (rank + 1) // ranks)

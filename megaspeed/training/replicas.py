@@ -184,7 +184,9 @@ class Replicas:
             at = grid.coordinates_of(rank)
             part = 0
             if not is_complete:
-                part = grid.index_along(rank, grid.copies_of(holders).shard_axis)
+                part = grid.index_along(
+                    rank, grid.copies_of(experts=holders == "experts").shard_axis
+                )
             key: dict[Holders, tuple[int, ...]] = {
                 "experts": (part, at.pp, grid.index_along(rank, "ep")),
                 "own": (part, at.pp, at.tp),

@@ -130,13 +130,13 @@ def build_engine(
     dtype = DTYPES[run.precision]
 
     def initial_value(name: str) -> Tensor:
-        split = parameter_named(run.config.model, name).split
+        is_expert = parameter_named(run.config.model, name).is_expert
         return shared_initial_shard(
             run.config.model,
             run.config.training.seed,
             name,
             shards[name],
-            group=context.group_along(run.grid.copies_of(split).axis),
+            group=context.group_along(run.grid.copies_of(experts=is_expert).axis),
             device=context.device,
             dtype=dtype,
         )

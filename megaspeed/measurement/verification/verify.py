@@ -225,7 +225,7 @@ def gather_fragments(worker: Worker, fragments: Iterable[Fragment]) -> LogicalTe
     """The tensors of which each rank holds these fragments, on rank 0 (None elsewhere)."""
     shapes = {name: shard.local_shape for name, shard in worker.shards.items()}
     grid, context, model = worker.run.grid, worker.context, worker.run.config.model
-    experts = {name for name in shapes if parameter_named(model, name).split == "experts"}
+    experts = {name for name in shapes if parameter_named(model, name).is_expert}
     own = list(fragments)
     local: dict[str, Tensor] = {}
     for names, copies in ((shapes.keys() - experts, grid.copies), (experts, grid.expert_copies)):

@@ -136,7 +136,7 @@ def hidden_bytes(run: Run) -> int:
 def mlp_parts_of(run: Run) -> list[int]:
     """The tokens of a row in each part of the MLP of a block with offloaded inputs."""
     rows, model = run.batch.micro_batch_size, run.config.model
-    tokens = tokens_of(run) // rows // (run.grid.tp if run.sequence_parallel else 1)
+    tokens = own_tokens_of(run) // rows
     if model.num_experts is not None:  # not divided, because a part would have few rows an expert
         return [tokens]
     return mlp_parts(rows, tokens, model.hidden_size)

@@ -342,4 +342,4 @@ def block_parameters(model: ModelConfig) -> int:
 def expert_parameters(model: ModelConfig) -> int:
     """Return the parameters of all experts of a block."""
     block = parameters_of(model, range(1, 2)).values()
-    return sum(p.elements for p in block if p.split == "experts")
+    return sum(p.elements for p in block if p.is_expert)
