@@ -39,6 +39,8 @@ class Progress(Section):
     samples: NonNegativeInt = 0  # samples used
     tokens: NonNegativeInt = 0  # tokens predicted
     loss: float | None = None  # of the last step, in nats; None if it was not finite
+    # loss and gradient norm of each of the last steps, the newest last; see ``training.spikes``
+    recent: tuple[tuple[float, float], ...] = ()
 
     def last_step(self, config: Mapping[str, Any]) -> int:
         """The last step of a run that continues from here with this resolved configuration.

@@ -292,6 +292,16 @@ class ProfileConfig(Section):
     0; if these are more than 16, the first rank of each pipeline stage."""
 
 
+class SpikeConfig(Section):
+    """When a step is a spike, compared with the steps before it."""
+
+    window: int = Field(default=128, ge=2, le=10_000)
+    """Number of steps before it whose mean and standard deviation count. No step is a spike before
+    half of them are known."""
+    deviations: float = Field(default=6.0, gt=0, le=1000)
+    """The loss or the gradient norm of a spike lies more standard deviations above the mean."""
+
+
 class TrainingConfig(Section):
     """The length of the run, what it reports and what it keeps."""
 
@@ -341,9 +351,12 @@ class TrainingConfig(Section):
     """Coefficient of a second loss, the mean of log(Z)^2 over the tokens, where Z is the sum of
     exp(logit) over the vocabulary. It keeps logits from drifting, which 16 bits represent badly; a
     usual value is 1e-5. ``loss`` in the metrics remains the cross-entropy."""
+    skip_spikes: SpikeConfig | None = None
+    """Do not take a step whose loss or gradient norm lies far above the steps before it, such as
+    {"window": 128, "deviations": 6}. If omitted, such a step is taken, and the console names it."""
     max_skipped_steps: int = Field(default=20, gt=0)
     """The run stops after this many steps in a row were skipped because the loss or the gradient
-    norm was not finite."""
+    norm was not finite, or was a spike."""
     hang_timeout_seconds: float = Field(default=300.0, ge=5, le=LARGEST_SECONDS)
     """If there is no progress for this long, every rank writes its stacks, the ranks that did not
     arrive are named, and the run ends with exit code 3. Start-up and the first step may take four

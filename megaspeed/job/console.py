@@ -4,6 +4,7 @@ The line of a step ends with the time since the first step began and the time th
 """
 
 import json
+import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,10 +22,11 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
+from megaspeed.config.run import SpikeConfig
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.files.json_values import json_value
 from megaspeed.job.resume import MOST_CHANGES, Start
-from megaspeed.job.run_folder import LOADS
+from megaspeed.job.run_folder import CONFIG, LOADS
 from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.parameters import parameters_in_words, training_flops_per_token
@@ -41,6 +43,7 @@ from megaspeed.training.metrics import (
     device_name,
     peak_flops_per_second,
 )
+from megaspeed.training.spikes import Divergence
 from megaspeed.training.trainer import Observer, TrainingSummary
 from megaspeed.units import counted, traffic_unit
 
@@ -303,6 +306,8 @@ class ConsoleObserver(Observer):
     def __post_init__(self) -> None:
         self._start = self.console.get_time()
         self._first_step_seconds = 0.0  # it also compiles, so the remaining time does not count it
+        self._last_spike = -1
+        self._divergence = Divergence(self.run.config.training.skip_spikes or SpikeConfig())
 
     def step(self, metrics: StepMetrics) -> None:
         self._write(metrics)
@@ -313,6 +318,17 @@ class ConsoleObserver(Observer):
             self._print(f"{describe_step(metrics)}  {self._times(metrics.step)}")
         if is_first and self.begin.step > 0:
             self._print(describe_resumed(self.begin, metrics))
+        if metrics.spike is not None and metrics.step - 1 != self._last_spike:
+            file = shlex.quote(str(self.run.run_dir / CONFIG))
+            self._print(
+                f"[yellow]step {metrics.step:>6}  spike:[/yellow] loss {metrics.loss:.4f}, grad "
+                f"norm {metrics.grad_norm:.3f}; one lies {metrics.spike:.1f} standard deviations "
+                "above the mean of the steps before. Its samples: "
+                f"{escape(f'megaspeed show-batch --config {file} --step {metrics.step}')}"
+            )
+        self._last_spike = self._last_spike if metrics.spike is None else metrics.step
+        if sentence := self._divergence.sentence_after(metrics.step, metrics.loss):
+            print_warning(self.console, sentence)
 
     def compiled(self, seconds: float) -> None:
         self._print(f"compiled the blocks and the loss in {seconds:.1f} s, part of the first step")

@@ -42,7 +42,11 @@ class StepMetrics:
     # for each pipeline stage, the largest peak memory of its ranks so far, read when the gradients
     # of this step were complete
     peak_memory_bytes: list[int]
-    skipped: bool  # whether the step was skipped because loss or gradient norm was not finite
+    # whether the step was skipped, because loss or gradient norm was not finite or was a spike
+    skipped: bool
+    # how many standard deviations the loss or the norm lies above the mean of the steps before;
+    # None if the step is no spike
+    spike: float | None
     # mean of log(Z)^2 over the step's predicted tokens, without training.z_loss; None if that is 0
     z_loss: float | None
 

@@ -47,7 +47,8 @@ _FOLLOWING_KEYS = (
 _TRAINING_KEYS = (
     *("model.", "data.", "optimizer.", "scheduler", "gradient_clipping", "train_batch_size"),
     *("bf16.", "fp16.", "data_types.", "training.seed"),
-    *("training.z_loss", "training.allow_tf32", "training.allow_reduced_precision_reduction"),
+    *("training.z_loss", "training.skip_spikes"),
+    *("training.allow_tf32", "training.allow_reduced_precision_reduction"),
 )
 
 # Dropout and the balance of experts may change, and initial weights are not drawn again. If

@@ -19,6 +19,7 @@ from typing import NoReturn
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.errors import shortened
+from megaspeed.config.run import SpikeConfig
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import ValidationLoader
 from megaspeed.data.prompts import read_prompts
@@ -38,6 +39,7 @@ from megaspeed.training.metrics import (
 from megaspeed.training.profile import Profile
 from megaspeed.training.replicas import Replicas
 from megaspeed.training.samples import write_samples
+from megaspeed.training.spikes import deviations_of_spike, refuses_spikes, with_step
 from megaspeed.training.worker import StepInputs, StepResult, StopReason, Worker
 
 _MOST_RANKS_NAMED = 4
@@ -45,7 +47,7 @@ _MOST_SAMPLES_NAMED = 16
 
 
 class TrainingDiverged(RuntimeError):
-    """Too many steps in a row had a loss or a gradient norm that is not finite."""
+    """Too many steps in a row had a loss or a gradient norm that is not finite, or is a spike."""
 
 
 class Observer:
@@ -132,6 +134,7 @@ class Trainer:
             run.config.model, run.config.data.sequence_length
         )
         self._peak = peak_flops_per_second(context.device, run.precision)
+        self._spikes = training.skip_spikes or SpikeConfig()
         self._last_save: SaveReport | None = None
         self._profile = Profile(run, context, worker.engine.finish_gathers)
 
@@ -215,7 +218,10 @@ class Trainer:
         timeline = self.worker.context.timeline
         if self._is_timed(before.step + 1):
             timeline.begin(before.step + 1)
-        result = self.worker.train_step(self._inputs.load(before.samples), rate, self._stop)
+        refuses = refuses_spikes(self._run.config.training.skip_spikes, before.recent)
+        result = self.worker.train_step(
+            self._inputs.load(before.samples), rate, self._stop, refuses
+        )
         progress = Progress(
             step=before.step + 1,
             steps_taken=before.steps_taken + (not result.skipped),
@@ -223,6 +229,7 @@ class Trainer:
             samples=before.samples + self._run.batch.train_batch_size,
             tokens=before.tokens + self._run.tokens_per_step,
             loss=result.loss if math.isfinite(result.loss) else None,
+            recent=with_step(self._spikes, before.recent, result.loss, result.grad_norm),
         )
         stopped_by: StopReason | None = None
         if result.stop_signal:
@@ -232,7 +239,8 @@ class Trainer:
                 progress.samples, lambda: self._tokens_failed() or self._stop.received
             )
         timeline.end()
-        metrics = self._measure(progress, result, rate, time.perf_counter() - start)
+        spike = deviations_of_spike(self._spikes, before.recent, result.loss, result.grad_norm)
+        metrics = self._measure(progress, result, rate, time.perf_counter() - start, spike)
         self._observe(result.timelines)  # of an earlier step
         self._observer.step(metrics)
         if result.loads and self._is_timed(progress.step):
@@ -248,7 +256,12 @@ class Trainer:
             self._observer.parts(parts)
 
     def _measure(
-        self, progress: Progress, result: StepResult, rate: float, seconds: float
+        self,
+        progress: Progress,
+        result: StepResult,
+        rate: float,
+        seconds: float,
+        spike: float | None,
     ) -> StepMetrics:
         tokens = self._run.tokens_per_step
         flops_per_rank = self._flops_per_token * tokens / seconds / self._run.grid.world_size
@@ -264,6 +277,7 @@ class Trainer:
             mfu=None if self._peak is None else flops_per_rank / self._peak,
             peak_memory_bytes=list(result.peak_memory_bytes),
             skipped=result.skipped,
+            spike=spike,
             z_loss=result.z_loss,
         )
         if not result.loads:
@@ -275,14 +289,17 @@ class Trainer:
         )
 
     def _give_up(self, metrics: StepMetrics, progress: Progress) -> NoReturn:
-        where = self._describe_non_finite(progress)
+        why, where = "is a spike", ""
+        if not math.isfinite(metrics.loss + metrics.grad_norm):
+            why = "is not finite"
+            where = f" In the last of them {self._describe_non_finite(progress)}."
         # A save in progress saves an earlier step, so wait for it.
         self._report(self._checkpointing.close())
         raise TrainingDiverged(
             f"{progress.skipped_in_a_row} steps in a row (up to step {metrics.step}) were skipped "
-            f"because the loss ({metrics.loss}) or the gradient norm ({metrics.grad_norm}) is not "
-            f"finite. In the last of them {where}. Lower the learning rate, lengthen its warmup, "
-            "or set gradient_clipping; the limit is training.max_skipped_steps "
+            f"because the loss ({metrics.loss}) or the gradient norm ({metrics.grad_norm}) {why}."
+            f"{where} The likely cause is a learning rate that is too high: lower it, lengthen its "
+            "warmup, or set gradient_clipping; the limit is training.max_skipped_steps "
             f"({self._run.config.training.max_skipped_steps})."
         )
 

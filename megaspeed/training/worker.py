@@ -60,6 +60,9 @@ from megaspeed.zero.build import build_engine
 from megaspeed.zero.reductions import all_gather_numbers
 
 Load = Callable[[int], MicroBatch]
+Refuses = Callable[[float, float], bool]
+"""Whether a step with this loss and this gradient norm is not to be taken."""
+
 StopReason = signal.Signals | Exception
 """Why a run ends early: a signal, or why a stream has no tokens for the next step."""
 
@@ -147,7 +150,7 @@ class StepResult:
     loss: float  # mean over all predicted tokens of the step, in nats
     # before clipping, over all logical parameters. A step is skipped if it is not finite.
     grad_norm: float
-    skipped: bool  # whether the step was skipped because loss or norm was not finite
+    skipped: bool  # whether it was skipped because loss or norm was not finite, or was refused
     # for each pipeline stage, the largest peak memory of its ranks so far, read when the gradients
     # of this step were complete
     peak_memory_bytes: tuple[int, ...] = ()
@@ -233,14 +236,19 @@ class Worker:
             loss.chunk_losses = self.compilation.compiled(loss.chunk_losses)
 
     def train_step(
-        self, load: Load, learning_rate: float, stop: StopSignal | None = None
+        self,
+        load: Load,
+        learning_rate: float,
+        stop: StopSignal | None = None,
+        refuses: Refuses = lambda loss, norm: False,
     ) -> StepResult:
         """Run one optimizer step on the micro-batches that ``load`` returns.
 
-        ``stop`` is read when the gradients of this step are reduced.
+        ``stop`` is read when the gradients of this step are reduced. If ``refuses`` returns True
+        for the loss and the gradient norm of the step, all ranks skip it.
         """
         executor = self.compute_gradients(load)
-        return self.update_weights(executor, learning_rate, stop)
+        return self.update_weights(executor, learning_rate, stop, refuses)
 
     def compute_gradients(
         self, load: Load, program: Iterable[Instruction] | None = None
@@ -257,7 +265,11 @@ class Worker:
         return executor
 
     def update_weights(
-        self, executor: Executor, learning_rate: float, stop: StopSignal | None = None
+        self,
+        executor: Executor,
+        learning_rate: float,
+        stop: StopSignal | None = None,
+        refuses: Refuses = lambda loss, norm: False,
     ) -> StepResult:
         """Take the optimizer step with the gradients that ``compute_gradients`` has reduced."""
         with executor.executing(OptimizerStep()):
@@ -267,7 +279,10 @@ class Worker:
             z_sum = self.engine.loss.z_sum
             notes = (peak_memory(self.context.device), signal_number, z_sum, *timeline)
             counts = None if self.balance is None else self.balance.pop_counts()
-            outcome = self.engine.step(executor.loss_sum, learning_rate, notes, counts)
+            outcome = self.engine.step(
+                *(executor.loss_sum, learning_rate, notes, counts),
+                lambda losses, norm: refuses(self._mean(losses), norm),
+            )
             if z_sum is not None:
                 z_sum.zero_()
             if self.balance is not None:
@@ -276,7 +291,7 @@ class Worker:
         peaks, signals, z_sums, *timelines = zip(*outcome.notes, strict=True)
         loads, auxiliary = split_sums(outcome.sums, self.run.config.model.num_experts or 0)
         return StepResult(
-            loss=self._loss_of(outcome.losses) / self.run.tokens_per_step,
+            loss=self._mean(outcome.losses),
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             peak_memory_bytes=self._by_pipeline_stage(peaks),
@@ -284,7 +299,7 @@ class Worker:
             timelines=list(zip(*timelines, strict=True)),
             loads=loads,
             auxiliary_loss=auxiliary / self.run.batch.train_batch_size,
-            z_loss=None if z_sum is None else self._loss_of(z_sums) / self.run.tokens_per_step,
+            z_loss=None if z_sum is None else self._mean(z_sums),
         )
 
     def timelines_of_last_step(self) -> Sequence[Sequence[float]]:
@@ -358,6 +373,10 @@ class Worker:
             activity=self.context.activity,
             timeline=self.context.timeline,
         )
+
+    def _mean(self, losses: Sequence[float]) -> float:
+        """The mean over the tokens of a step, of the loss sums of all ranks."""
+        return self._loss_of(losses) / self.run.tokens_per_step
 
     def _loss_of(self, losses: Sequence[float]) -> float:
         """Add up the loss sums of all ranks. Ranks before the last pipeline stage send 0.

@@ -13,10 +13,10 @@ gathers ZeRO-3's parameters. DeepSpeed's engine is not called in a step: its for
 step run Python code for every parameter and module.
 """
 
-import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,13 +65,17 @@ Counters = dict[str, float]
 """scale, iteration, last_overflow_iteration and hysteresis of fp16's dynamic loss scaler."""
 
 
+Refuses = Callable[[Sequence[float], float], bool]
+"""Whether a step is not to be taken, by the loss that each rank passed and the gradient norm."""
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """The result of one optimizer step, the same on every rank."""
 
     grad_norm: float
     """Norm before clipping over all logical parameters; NaN if a rank's loss was not finite."""
-    skipped: bool  # because norm or loss was not finite
+    skipped: bool  # because norm or loss was not finite, or the caller refused the step
     losses: list[float]  # the loss that each rank passed to ``step``, by rank; 0 for None
     notes: list[list[float]]  # the notes that each rank passed, by rank
     sums: list[float]  # of the ranks' ``summed``; empty if there is none
@@ -190,7 +194,7 @@ class ZeroEngine:
             self._gathers.begin("forward", chunk)
         factor = self._loss_scale * float(self.optimizer.loss_scale)
         # The loss is computed with its gradients, so the head's weight gets its gradient here.
-        loss = functools.partial(
+        loss = partial(
             instead_of_loss or self.loss,
             targets=batch.targets,
             scale=factor,
@@ -253,6 +257,7 @@ class ZeroEngine:
         learning_rate: float,
         notes: Sequence[Tensor | float | None] = (),
         summed: Tensor | None = None,
+        refuses: Refuses = lambda losses, norm: False,
     ) -> StepOutcome:
         """Clip by the global norm and take an optimizer step, on all ranks or on none.
 
@@ -270,6 +275,8 @@ class ZeroEngine:
                 ``lr_ratio``.
             notes: numbers to send to the other ranks; None for 0. All ranks have equally many.
             summed: (n,) fp64, or None. It is replaced in place by its sum over all ranks.
+            refuses: whether all ranks skip the step although it is finite. It must return the same
+                on all ranks.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_ratio"]
@@ -285,6 +292,17 @@ class ZeroEngine:
         # Only after a bad norm: the host waits for the device once for each parameter.
         self.non_finite_parameter = None if finite else first_non_finite(self.gradients.fragments)
         loss_scale = float(self.optimizer.loss_scale)  # of this step: the scaler may change it
+        outcome = partial(
+            StepOutcome,
+            grad_norm=scaled_norm / loss_scale,
+            losses=losses,
+            notes=[report[2:] for report in reports],
+            sums=sums,
+        )
+        if finite and refuses(losses, scaled_norm / loss_scale):
+            # DeepSpeed's way to skip a step would lower the loss scale of fp16.
+            self.gradients.end_step(taken=False)
+            return outcome(skipped=True)
         if finite and self.muon is not None:
             # What DeepSpeed will multiply the other gradients by.
             excess = (scaled_norm / loss_scale + 1e-6) / self._clipping if self._clipping else 1.0
@@ -296,13 +314,7 @@ class ZeroEngine:
         if self._step_gathers is not None and not self.optimizer.overflow:
             self._step_gathers.start()
         self.gradients.end_step(taken=not self.optimizer.overflow)
-        return StepOutcome(
-            grad_norm=scaled_norm / loss_scale,
-            skipped=bool(self.optimizer.overflow),
-            losses=losses,
-            notes=[report[2:] for report in reports],
-            sums=sums,
-        )
+        return outcome(skipped=bool(self.optimizer.overflow))
 
     def finish_gathers(self) -> None:
         """Wait until every parameter has the value of the last step, as forwards do by layer.

@@ -191,6 +191,27 @@ def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) ->
     assert records[-1] == {"step": 10, "samples": [["[a]", "\n[b]"]]}
 
 
+def test_a_spike_is_named_once_with_its_samples_and_a_rising_loss_is_a_warning() -> None:
+    training = {"steps": 90, "run_dir": "run [a]", "skip_spikes": {"window": 16, "deviations": 6}}
+    output = StringIO()
+    observer = observed(tiny_run(TEXT, training=training), Console(file=output, width=200))
+    for step in range(1, 61):
+        observer.step(step_metrics(step=step, loss=3.0 + step % 3, spike=None))
+    for step, spike in ((61, 9.34), (62, 7.0), (64, 6.5)):
+        observer.step(step_metrics(step=step, loss=4.0, grad_norm=31.2, spike=spike))
+    for step in range(65, 91):
+        observer.step(step_metrics(step=step, loss=step / 2))
+    spikes = [line for line in output.getvalue().splitlines() if "spike:" in line]
+    assert spikes[0] == (
+        "step     61  spike: loss 4.0000, grad norm 31.200; one lies 9.3 standard deviations above "
+        "the mean of the steps before. Its samples: "
+        "megaspeed show-batch --config 'run [a]/config.json' --step 61"
+    )
+    assert [line.split()[1] for line in spikes] == ["61", "64"], "62 follows a spike"
+    (warning,) = (line for line in output.getvalue().splitlines() if "warning:" in line)
+    assert "diverges" in warning and "a learning rate that is too high" in warning
+
+
 def test_a_log_has_the_elapsed_and_the_remaining_time_in_each_step() -> None:
     """A step takes 1,500 s. The estimate needs two steps."""
     run = tiny_run(TEXT, training={"steps": 10, "log_interval": 2})

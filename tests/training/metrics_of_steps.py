@@ -16,6 +16,7 @@ STEP_KEYS = [
     "mfu",
     "peak_memory_bytes",
     "skipped",
+    "spike",
     "z_loss",
 ]
 """The keys of every step's record, in their order."""
@@ -38,6 +39,7 @@ def step_metrics(**values: Any) -> StepMetrics:
         "mfu": None,
         "peak_memory_bytes": [2**20, 3 * 2**20],
         "skipped": False,
+        "spike": None,
         "z_loss": None,
     }
     return StepMetrics(**{**ordinary, **values})

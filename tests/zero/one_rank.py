@@ -57,16 +57,17 @@ class OneRank:
         step: int,
         rate: float = LEARNING_RATE,
         look: Callable[[], object] = lambda: None,
+        **options: Any,
     ) -> StepResult:
         """Train on the samples of step ``step``, counted from 0.
 
-        ``look`` is called when the gradients are reduced.
+        ``look`` is called when the gradients are reduced. ``options`` are of ``update_weights``.
         """
         samples_consumed = step * self.worker.run.batch.train_batch_size
         load = functools.partial(self.loader.micro_batch, samples_consumed)
         executor = self.worker.compute_gradients(load)
         look()
-        return self.worker.update_weights(executor, rate)
+        return self.worker.update_weights(executor, rate, **options)
 
     def measured_steps(
         self, load: Callable[[int, int], MicroBatch] | None = None

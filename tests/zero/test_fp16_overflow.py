@@ -79,6 +79,9 @@ def overflow_everywhere_in_turn(
             blamed = [found.parameter for found in rank.worker.non_finite()]
             turns.append(Turn(result.skipped, changed, scale_of(rank), blamed))
 
+        # A refused step has no overflow, so it changes neither the scale nor the next step.
+        assert rank.train_step(0, refuses=lambda loss, norm: norm > 0.0).skipped
+        assert scale_of(rank) == turns[-1].scale
         before = rank.weights()
         good = rank.train_step(launch.world_size)
         fresh = OneRank(Worker(run, rank.context), rank.loader)

@@ -137,15 +137,15 @@ class ReferenceExperts:
         self.record.auxiliary_losses[-1] += loss.item()
         return self._config.router_aux_loss_coef * loss
 
-    def end_step(self) -> None:
-        """Record the loads of the step, and move each bias towards equal loads."""
+    def end_step(self, *, taken: bool) -> None:
+        """Record the loads of the step. If it is taken, move each bias towards equal loads."""
         self.record.loads.append([])
         for block, used in self._used.items():
             loads = torch.bincount(torch.cat(used).flatten(), minlength=self._count)
             self.record.loads[-1].append(loads.tolist())
             # The mean load is sum / E; without the division, whole numbers are compared.
             below = torch.sign(loads.sum() - self._count * loads)
-            self._bias[block] += self._config.router_bias_rate * below
+            self._bias[block] += self._config.router_bias_rate * below * taken
         self.record.bias = self._bias.cpu()
 
     def _keep(self, block: int, _: nn.Module, __: Any, scores: Tensor) -> None:

@@ -21,6 +21,7 @@ from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 from megaspeed.model.parameters import parameter_named
 from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.rank_model import parameter_groups, set_matmul_precision
+from megaspeed.training.spikes import Recent, refuses_spikes, with_step
 from megaspeed.zero.muon import coefficients_of
 
 CPU = torch.device("cpu")
@@ -37,6 +38,7 @@ class ReferenceRun:
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last step
     experts: ExpertRecord = field(default_factory=ExpertRecord)
     z_losses: list[float] = field(default_factory=list)  # of each step, without coefficient
+    skipped: list[bool] = field(default_factory=list)  # of each step, whether it was a spike
 
 
 def train_reference(
@@ -68,8 +70,12 @@ def train_reference(
     )
     experts = ReferenceExperts(model, run, choices)
     record = ReferenceRun(initial_weights=_copies(masters), experts=experts.record)
+    spikes, taken = run.config.training.skip_spikes, 0
+    recent: Recent = ()
     for step in range(steps):
-        rate = learning_rate(run.config.optimizer, run.config.scheduler, step=step, steps=run.steps)
+        rate = learning_rate(
+            run.config.optimizer, run.config.scheduler, step=taken, steps=run.steps
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate * group["lr_ratio"]
         batch = [part.to(device) for part in batch_of_step(step)]
@@ -87,11 +93,18 @@ def train_reference(
         gradients = (p.grad for p in masters.values() if p.grad is not None)
         norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
         record.grad_norms.append(float(norm))
-        if run.config.gradient_clipping:
-            nn.utils.clip_grads_with_norm_(masters.values(), run.config.gradient_clipping, norm)
-        optimizer.step()
-        if run.muon is not None:
-            _muon_step(run, masters, momentum, rate)
+        is_skipped = refuses_spikes(spikes, recent)(loss, float(norm))
+        if spikes is not None:
+            recent = with_step(spikes, recent, loss, float(norm))
+        record.skipped.append(is_skipped)
+        experts.end_step(taken=not is_skipped)
+        if not is_skipped:
+            taken += 1
+            if run.config.gradient_clipping:
+                nn.utils.clip_grads_with_norm_(masters.values(), run.config.gradient_clipping, norm)
+            optimizer.step()
+            if run.muon is not None:
+                _muon_step(run, masters, momentum, rate)
         _copy_weights(model, masters)
     record.weights = _copies(masters)
     return record
@@ -120,7 +133,6 @@ def _forward_backward(
             z_total += z_loss.item()
         (objective * loss_scale).backward()
         total += loss.item()
-    experts.end_step()
     return total / tokens, z_total / tokens
 
 

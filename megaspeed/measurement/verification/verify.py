@@ -48,6 +48,7 @@ from megaspeed.model.parameters import logical_name, parameter_named
 from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.spikes import Recent, refuses_spikes, with_step
 from megaspeed.training.worker import StepInputs, Worker
 from megaspeed.zero.model_states import Fragment
 
@@ -166,12 +167,19 @@ def train_rank(
         choices = record_choices(worker.engine.module, run, inputs.shape, steps)
         initial = gather_weights(worker)
         gradients: LogicalTensors | None = None
-        losses, grad_norms, z_losses = [], [], []
+        losses, grad_norms, z_losses, skipped = [], [], [], list[bool]()
+        recent: Recent = ()
+        spikes = run.config.training.skip_spikes
         for step in range(steps):
             executor = worker.compute_gradients(inputs.load(step * run.batch.train_batch_size))
             if step == 0:
                 gradients = gather_gradients(worker)
-            result = worker.update_weights(executor, inputs.learning_rate(step))
+            rate = inputs.learning_rate(step - sum(skipped))
+            refuses = refuses_spikes(spikes, recent)
+            result = worker.update_weights(executor, rate, refuses=refuses)
+            if spikes is not None:
+                recent = with_step(spikes, recent, result.loss, result.grad_norm)
+            skipped.append(result.skipped)
             losses.append(result.loss)
             grad_norms.append(result.grad_norm)
             z_losses.append(result.z_loss or 0.0)
@@ -189,6 +197,7 @@ def train_rank(
         weights=dict(final.tensors),
         experts=experts,
         z_losses=z_losses,
+        skipped=skipped,
         copies_differ_by=max(
             bias_differs_by, *(g.copies_differ_by for g in (initial, gradients, final))
         ),
