@@ -43,7 +43,7 @@ def test_a_spike_lies_far_above_the_mean_of_the_steps_before() -> None:
     assert deviations_of_spike(limits, recent, loss_limit - 1e-9, norm_limit - 1e-9) is None
     by_loss = deviations_of_spike(limits, recent, 2.5 + 4 * statistics.stdev(losses), 11.0)
     by_norm = deviations_of_spike(limits, recent, 2.5, 11.0 + 5 * statistics.stdev(norms))
-    assert (by_loss, by_norm) == (pytest.approx(4.0), pytest.approx(5.0))
+    assert [by_loss, by_norm] == pytest.approx([4.0, 5.0])
     assert deviations_of_spike(limits, recent, -100.0, -100.0) is None, "far below is no spike"
 
 
@@ -59,7 +59,8 @@ def test_without_enough_different_steps_nothing_is_a_spike(recent: Recent) -> No
 
 
 def test_a_lasting_change_of_the_level_is_accepted_after_a_few_steps() -> None:
-    limits, recent, skipped = SpikeConfig(), (), 0
+    limits, skipped = SpikeConfig(), 0
+    recent: Recent = ()
     for step in range(128):
         recent = with_step(limits, recent, 3.0 + 0.01 * (step % 2), 1.0)
     while deviations_of_spike(limits, recent, 8.0, 1.0) is not None:
