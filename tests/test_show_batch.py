@@ -83,6 +83,14 @@ def test_a_batch_that_follows_from_the_number_of_processes_needs_it(
     assert [sample["sample"] for sample in figures["samples"]] == [6, 7, 8, 9, 10, 11]
 
 
+def test_the_samples_of_a_step_follow_a_batch_schedule(config: Path) -> None:
+    """Steps 1 and 2 have 4 samples, and the steps after them 8."""
+    keys = ("--set", "train_batch_size=null", "train_batch_size_schedule=0:4,2:8")
+    for step, samples in ((1, range(4)), (3, range(8, 16)), (4, range(16, 24))):
+        figures = shown(config, "--step", str(step), *keys)
+        assert [sample["sample"] for sample in figures["samples"]] == list(samples)
+
+
 @pytest.mark.parametrize("samples", ["5", "5:5", "-1:3", "a:b", "1:2:3"])
 def test_samples_that_are_not_a_range_are_refused(
     config: Path, samples: str, capsys: pytest.CaptureFixture[str]

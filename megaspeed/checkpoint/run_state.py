@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError, model_
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.tensors import compression_tensors
+from megaspeed.config.batch_schedule import BatchSchedule
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Compression
 from megaspeed.config.section import Section
@@ -48,8 +49,9 @@ class Progress(Section):
         With training.tokens, the tokens trained so far count, whatever their batch was."""
         if (tokens := config["training"].get("tokens")) is None:
             return int(config["training"]["steps"])
-        per_step = config["train_batch_size"] * config["data"]["sequence_length"]
-        return self.step + max(0, -(-(tokens - self.tokens) // per_step))
+        length, schedule = config["data"]["sequence_length"], BatchSchedule.of_json(config)
+        rest = schedule.stretches(length, step=self.step, tokens=self.tokens, all_tokens=tokens)
+        return self.step + sum(stretch.steps for stretch in rest)
 
 
 class Layout(Section):

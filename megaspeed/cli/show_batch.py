@@ -25,8 +25,10 @@ from megaspeed.cli.options import (
     say,
     write_json,
 )
+from megaspeed.config.batch_schedule import BatchSchedule
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
+from megaspeed.config.run import RunConfig
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.sampler import Rows, TrainingOrder
 from megaspeed.data.tokenizer import load_tokenizer
@@ -52,7 +54,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prepare the corpus as training does, and show the samples."""
     config = read_config(options.config, options.overrides)
-    samples = options.samples or _samples_of_step(options, config.train_batch_size)
+    samples = options.samples or _samples_of_step(options, config)
     corpus = prepare_corpus(config.data, config.model.vocab_size)
     shown = list(show_samples(corpus, samples))
     step = "" if options.step is None else f"step {options.step}: "
@@ -70,10 +72,10 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _samples_of_step(options: argparse.Namespace, train_batch_size: int | None) -> range:
+def _samples_of_step(options: argparse.Namespace, config: RunConfig) -> range:
     if options.world_size is not None:
-        train_batch_size = load(options, device_type="cuda").batch.train_batch_size
-    if train_batch_size is None:
+        config = load(options, device_type="cuda").config
+    if config.train_batch_size is None and config.train_batch_size_schedule is None:
         raise ConfigError(
             [
                 "the samples of a step depend on train_batch_size, which the file derives from the "
@@ -81,7 +83,11 @@ def _samples_of_step(options: argparse.Namespace, train_batch_size: int | None) 
             ],
             where=str(options.config),
         )
-    return range((options.step - 1) * train_batch_size, options.step * train_batch_size)
+    schedule = BatchSchedule.of(config.train_batch_size_schedule, config.train_batch_size)
+    length = config.data.sequence_length
+    *_, last = schedule.stretches(length, last_step=options.step)
+    end = last.tokens // length + last.steps * last.batch
+    return range(end - last.batch, end)
 
 
 def _samples(text: str) -> range:

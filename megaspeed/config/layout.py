@@ -14,11 +14,12 @@ determine them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Self
 
+from megaspeed.config.batch_schedule import BatchSchedule
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.rules import RULES, check, divisors, listed, tensor_degrees
 from megaspeed.config.run import ParallelConfig, RunConfig
@@ -66,17 +67,24 @@ class StatedBatch:
     accumulation: int | None
     fewest: int = 1
     """The smallest number of micro-batches if the last two are omitted."""
+    others: tuple[int, ...] = ()
+    """The smaller batches of a schedule, of which ``train`` is the largest."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         """Return the batch that a config states; for "auto", with the largest possible size."""
         train, micro, accumulation = (getattr(config, key) for key in BATCH_KEYS)
+        others: list[int] = []
+        if config.train_batch_size_schedule is not None:
+            *others, largest = BatchSchedule.of(config.train_batch_size_schedule, None).batches
+            train = train or largest
+        fewest = 1
         if micro == "auto":
-            groups = config.parallel.micro_batch_groups
+            groups, micro = config.parallel.micro_batch_groups, None
             fewest = config.parallel.pipeline * (1 if groups == "auto" else groups)
-            least = 3 if config.parallel.extra_in_flight else 1  # 1f1b keeps two in any case
-            return cls(train, None, accumulation, max(fewest, least))
-        return cls(train, micro, accumulation)
+            # 1f1b keeps two in any case
+            fewest = max(fewest, 3 if config.parallel.extra_in_flight else 1)
+        return cls(train, micro, accumulation, fewest, tuple(others))
 
     @property
     def is_determined(self) -> bool:
@@ -155,14 +163,17 @@ def solve_batch(stated: StatedBatch, dp: int) -> Batch | None:
             return None
         accumulation = accumulation or 1
         return Batch(micro * accumulation * dp, micro, accumulation)
+    common, smallest = gcd(train, *stated.others), min((train, *stated.others))
     if micro is None:
         if accumulation is None:
-            enough = (d for d in divisors(train // dp) if d >= stated.fewest)
-            accumulation = next(enough, max(1, train // dp))
+            parts = divisors(common // dp)
+            enough = (d for d in parts if d * smallest >= stated.fewest * common)
+            accumulation = next(enough, max(1, common // dp)) * (train // common)
         micro = train // (accumulation * dp)
     elif accumulation is None:
         accumulation = train // (micro * dp)
     is_whole = min(micro, accumulation) > 0 and micro * accumulation * dp == train
+    is_whole = is_whole and common % (micro * dp) == 0
     return Batch(train, micro, accumulation) if is_whole else None
 
 
@@ -177,6 +188,16 @@ def explain_batch(stated: StatedBatch, dp: int, equation: str) -> str:
     train, micro, accumulation = stated.train, stated.micro, stated.accumulation
     if train is None:
         return _UNDETERMINED
+    if stated.others and solve_batch(replace(stated, others=()), dp):
+        size = micro or (1 if accumulation is None else train // (accumulation * dp))
+        quantum = size * dp
+        wrong = [batch for batch in (*stated.others, train) if batch % quantum]
+        near = {n for n in (wrong[0] // quantum * quantum, -(-wrong[0] // quantum) * quantum) if n}
+        return (
+            f"train_batch_size_schedule has the batch {wrong[0]}, which is not a multiple of "
+            f"train_micro_batch_size_per_gpu {size} x dp {dp} (= {quantum}), but each batch must "
+            f"be one. Nearest: {listed(sorted(near))}. {equation}"
+        )
     if micro is not None:
         name, factor = "train_micro_batch_size_per_gpu", micro
         other = "gradient_accumulation_steps"
@@ -294,13 +315,17 @@ def micro_batches_fill_the_pipeline(config: RunConfig, world: World) -> Iterator
     """With several chunks, each group has a micro-batch for each pipeline stage."""
     parallel, grid = config.parallel, find_grid(config, world)
     batch = None if grid is None else solve_batch(StatedBatch.of(config), grid.dp)
-    if batch is None or parallel.pipeline == 1:
+    if grid is None or batch is None or parallel.pipeline == 1:
         return
     count, pp, groups = batch.gradient_accumulation_steps, parallel.pipeline, 1
+    name = "gradient_accumulation_steps"
+    if others := StatedBatch.of(config).others:
+        count = min(others) // (batch.micro_batch_size * grid.dp)
+        name = f"the number of micro-batches of train_batch_size_schedule's batch {min(others)}"
     if parallel.extra_in_flight > 0 and count < 3:  # the last stage but one keeps 2 in any case
         yield (
             f"parallel.extra_in_flight {parallel.extra_in_flight} needs at least 3 micro-batches a "
-            f"step, but gradient_accumulation_steps is {count}; set a larger train_batch_size or a "
+            f"step, but {name} is {count}; set a larger train_batch_size or a "
             "smaller micro-batch, or remove parallel.extra_in_flight"
         )
     if parallel.virtual_stages == 1:
@@ -310,13 +335,13 @@ def micro_batches_fill_the_pipeline(config: RunConfig, world: World) -> Iterator
     if count < pp:
         yield (
             f"parallel.virtual_stages {parallel.virtual_stages} needs at least parallel.pipeline "
-            f"{pp} micro-batches a step, but gradient_accumulation_steps is {count}; set a larger "
+            f"{pp} micro-batches a step, but {name} is {count}; set a larger "
             "train_batch_size or a smaller micro-batch, or remove parallel.virtual_stages"
         )
     elif groups * pp > count:
         yield (
             f"parallel.micro_batch_groups {groups} x parallel.pipeline {pp} = {groups * pp} must "
-            f"be at most gradient_accumulation_steps {count}, because each group has a micro-batch "
+            f"be at most {name} {count}, because each group has a micro-batch "
             f"for each pipeline stage; valid parallel.micro_batch_groups: 1 to {count // pp}"
         )
 

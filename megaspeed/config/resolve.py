@@ -1,12 +1,13 @@
 """Resolve a config for a number of processes: replace "auto" and compute all derived numbers."""
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megaspeed.config.batch_schedule import BatchSchedule, Stretch
 from megaspeed.config.deepspeed_keys import (
     MuonConfig,
     MuonParams,
@@ -88,6 +89,36 @@ class Run:
         batch = solve_batch(StatedBatch.of(self.config), self.grid.dp)
         assert batch is not None, "a resolved run states it"
         return batch
+
+    @cached_property
+    def schedule(self) -> BatchSchedule:
+        """The batch of each step; ``batch`` is the largest one."""
+        stated = self.config.train_batch_size_schedule
+        return BatchSchedule.of(stated, self.batch.train_batch_size)
+
+    @cached_property
+    def phases(self) -> Mapping[int, "Run"]:
+        """Batch of the schedule -> this run with it, on the same ranks. Micro-batches have the same
+        size, so only their number differs. The largest batch has this run itself.
+        """
+        size, most = self.batch.micro_batch_size * self.grid.dp, self.batch
+        groups, pp = self.config.parallel.micro_batch_groups, self.grid.pp
+        automatic = self.config.parallel.virtual_stages > 1
+        automatic = automatic and groups == most.gradient_accumulation_steps // pp
+        phases: dict[int, Run] = {}
+        for batch in self.schedule.batches:
+            keys = {
+                "train_batch_size": batch,
+                "gradient_accumulation_steps": batch // size,
+                "parallel.micro_batch_groups": batch // size // pp if automatic else groups,
+            }
+            phases[batch] = replace(self, config=self.config.changed(keys))
+        return phases | {most.train_batch_size: self}
+
+    def stretches(self, step: int = 0, tokens: int = 0) -> Iterator[Stretch]:
+        """Yield the steps of equal batches, from a step after so many tokens to the last step."""
+        length = self.config.data.sequence_length
+        return self.schedule.stretches(length, step=step, tokens=tokens, last_step=self.steps)
 
     @cached_property
     def precision(self) -> Precision:

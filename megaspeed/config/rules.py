@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from math import lcm
 
+from megaspeed.config.batch_schedule import BatchSchedule
 from megaspeed.config.deepspeed_keys import MuonParams
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.model import PRESETS, Llama3Scaling, ModelConfig, YarnScaling
@@ -697,6 +698,25 @@ def milestones_are_saved(config: RunConfig) -> Iterator[str]:
         yield (
             f"training.keep_every {every} must be a multiple of training.save_interval {interval}, "
             f"because only a checkpoint that is saved can be kept; {mend}"
+        )
+
+
+@rule
+def schedule_has_the_batch(config: RunConfig) -> Iterator[str]:
+    """train_batch_size is the largest batch of the schedule. A resolved configuration has both."""
+    if (schedule := config.train_batch_size_schedule) is None:
+        return
+    largest, stated = BatchSchedule.of(schedule, None).batches[-1], config.train_batch_size
+    if stated not in (None, largest):
+        yield (
+            f"train_batch_size {stated} is not the largest batch of train_batch_size_schedule "
+            f'"{schedule}", which is {largest}; remove train_batch_size'
+        )
+    if config.training.lr_scaling != "none":
+        yield (
+            f'training.lr_scaling "{config.training.lr_scaling}" scales the learning rate to one '
+            "batch, but train_batch_size_schedule has several; remove training.lr_scaling, and "
+            "state the learning rate that is right for the run"
         )
 
 

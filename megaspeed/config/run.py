@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from megaspeed.config.batch_schedule import BatchSchedule
 from megaspeed.config.deepspeed_keys import DeepSpeedKeys
 from megaspeed.config.model import ContextMethod, ExpertExchange, ModelConfig
 from megaspeed.config.section import LARGEST_SECONDS, LARGEST_WORLD, PathText, Section, TokenCount
@@ -411,9 +412,19 @@ def _with(section: Any, values: Mapping[str, Any]) -> Any:
     return section.model_copy(update=update)
 
 
+def _valid_schedule(text: str) -> str:
+    BatchSchedule.of(text, None)
+    return text
+
+
 class RunConfig(DeepSpeedKeys):
     """The complete JSON. Values that depend on the number of processes may be "auto"."""
 
+    train_batch_size_schedule: Annotated[str, AfterValidator(_valid_schedule)] | None = None
+    """Samples of a step that change during the run: "0:512 20B:1024 80B:2048" begins with 512, and
+    takes 1,024 when 20B tokens are trained. A start without K, M, B or T counts steps. Each batch
+    must be a multiple of train_micro_batch_size_per_gpu x dp. train_batch_size is the largest one,
+    and may be omitted."""
     model: ModelConfig
     """The shape of the model."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
@@ -431,9 +442,11 @@ class RunConfig(DeepSpeedKeys):
     def number_of_steps(self, batch: int | None = None) -> int | None:
         """Return the number of steps; None if it depends on a batch that is omitted."""
         tokens, batch = self.training.tokens, batch or self.train_batch_size
-        if tokens is None or batch is None:
+        schedule, length = self.train_batch_size_schedule, self.data.sequence_length
+        if tokens is None or (batch is None and schedule is None):
             return self.training.steps if tokens is None else None
-        return -(-tokens // (batch * self.data.sequence_length))
+        stretches = BatchSchedule.of(schedule, batch).stretches(length, all_tokens=tokens)
+        return sum(stretch.steps for stretch in stretches)
 
     def length(self, steps: int) -> str:
         """Return the key that states the length of a run of ``steps``, and its value."""

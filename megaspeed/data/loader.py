@@ -30,6 +30,9 @@ from megaspeed.model.micro_batch import NOT_COUNTED, PADDING_SAMPLE, MicroBatch
 from megaspeed.model.sequence_part import WHOLE, SequencePart
 from megaspeed.topology.process_settings import use_device
 
+_Key = tuple[int, int, int]
+"""Samples before a step, number of a micro-batch in it, samples of the step."""
+
 Key = TypeVar("Key")
 Item = TypeVar("Item")
 
@@ -175,22 +178,27 @@ class TrainingLoader:
         self._components = corpus.train.components
         self._order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
         self._read_samples = _reader(corpus, corpus.train, self._order, shape)
-        self._ahead: OneAhead[tuple[int, int], MicroBatch] | None = None
+        self._ahead: OneAhead[_Key, MicroBatch] | None = None
         if self._device.type == "cuda":
             self._ahead = OneAhead(self._read_pinned, self._following, self._device)
 
-    def shards(self, samples_consumed: int) -> set[StreamShard]:
+    def shards(self, samples_consumed: int, train_batch_size: int) -> set[StreamShard]:
         """Return the shards of streams that a step needs, on any rank."""
         if not any(self._order.in_order):
             return set()
-        samples = range(samples_consumed, samples_consumed + self._shape.train_batch_size)
+        samples = range(samples_consumed, samples_consumed + train_batch_size)
         numbers = set(map(self._order.file_of, samples))
         files = (self._components[component].files[file] for component, file in numbers)
         return {file for file in files if isinstance(file, StreamShard)}
 
-    def micro_batch(self, samples_consumed: int, micro_batch: int) -> MicroBatch:
-        """Read a micro-batch of the step that starts after ``samples_consumed`` samples."""
-        key = (samples_consumed, micro_batch)
+    def micro_batch(
+        self, samples_consumed: int, micro_batch: int, train_batch_size: int | None = None
+    ) -> MicroBatch:
+        """Read a micro-batch of the step that starts after ``samples_consumed`` samples.
+
+        ``train_batch_size`` is the samples of this step, by default those of the shape.
+        """
+        key = (samples_consumed, micro_batch, train_batch_size or self._shape.train_batch_size)
         if self._ahead is None:
             return self._read(key).to(self._device)
         return self._ahead.get(key).to(self._device)
@@ -199,22 +207,23 @@ class TrainingLoader:
         if self._ahead is not None:
             self._ahead.close()
 
-    def _read(self, key: tuple[int, int]) -> MicroBatch:
-        samples_consumed, micro_batch = key
+    def _read(self, key: _Key) -> MicroBatch:
+        samples_consumed, micro_batch, _ = key
         rows = self._shape.rows(micro_batch)
         return self._read_samples([samples_consumed + row for row in rows])
 
-    def _read_pinned(self, key: tuple[int, int]) -> MicroBatch:
+    def _read_pinned(self, key: _Key) -> MicroBatch:
         return self._read(key).pin_memory()
 
-    def _following(self, key: tuple[int, int]) -> tuple[int, int] | None:
-        samples_consumed, micro_batch = key
-        if micro_batch + 1 < self._shape.gradient_accumulation_steps:
-            return samples_consumed, micro_batch + 1
-        following = samples_consumed + self._shape.train_batch_size
+    def _following(self, key: _Key) -> _Key | None:
+        """Return what follows if the next step has as many samples, as it does in most cases."""
+        samples_consumed, micro_batch, batch = key
+        if (micro_batch + 1) * self._shape.micro_batch_size * self._shape.dp_size < batch:
+            return samples_consumed, micro_batch + 1, batch
+        following = samples_consumed + batch
         # A shard that is missing would block the thread, and with it the end of the run.
-        arrived = not any(shard.is_missing for shard in self.shards(following))
-        return (following, 0) if arrived else None
+        arrived = not any(shard.is_missing for shard in self.shards(following, batch))
+        return (following, 0, batch) if arrived else None
 
 
 class ValidationLoader:

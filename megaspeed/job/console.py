@@ -96,6 +96,9 @@ def banner(run: Run, device: torch.device) -> Iterator[str]:
         f"each data rank takes {counted(batch.gradient_accumulation_steps, 'micro-batch')} of "
         f"{batch.micro_batch_size:,}" + (f", {parallel.schedule}" if grid.pp > 1 else "")
     )
+    if len(run.schedule.phases) > 1:
+        parts = [f"{each.batch:,} from step {each.step + 1:,}" for each in run.stretches()]
+        yield f"samples a step: {', '.join(parts)}"
     if run.config.training.tokens is not None:
         yield f"length: {run.config.training.tokens:,} tokens, trained after step {run.steps:,}"
     flops = training_flops_per_token(run.config.model, run.config.data.sequence_length)
@@ -305,8 +308,9 @@ class ConsoleObserver(Observer):
 
     def __post_init__(self) -> None:
         self._start = self.console.get_time()
-        self._first_step_seconds = 0.0  # it also compiles, so the remaining time does not count it
-        self._last_spike = -1
+        # The first step also compiles, so the remaining time does not count it.
+        self._first_step_seconds, self._first_tokens = 0.0, 0
+        self._last_spike, self._batch = -1, 0
         self._divergence = Divergence(self.run.config.training.skip_spikes or SpikeConfig())
 
     def step(self, metrics: StepMetrics) -> None:
@@ -314,8 +318,12 @@ class ConsoleObserver(Observer):
         is_first = metrics.step == self.begin.step + 1
         if is_first:
             self._first_step_seconds = self.console.get_time() - self._start
+            self._first_tokens = metrics.tokens
         if metrics.skipped or is_first or metrics.step % self.run.config.training.log_interval == 0:
-            self._print(f"{describe_step(metrics)}  {self._times(metrics.step)}")
+            self._print(f"{describe_step(metrics)}  {self._times(metrics)}")
+        if not is_first and metrics.train_batch_size != self._batch:
+            self._print(f"step {metrics.step:>6}  {metrics.train_batch_size:,} samples a step")
+        self._batch = metrics.train_batch_size
         if is_first and self.begin.step > 0:
             self._print(describe_resumed(self.begin, metrics))
         if metrics.spike is not None and metrics.step - 1 != self._last_spike:
@@ -378,14 +386,16 @@ class ConsoleObserver(Observer):
     def saved(self, report: SaveReport) -> None:
         self._print(describe_save(report))
 
-    def _times(self, step: int) -> str:
+    def _times(self, metrics: StepMetrics) -> str:
         """Return the time since training started, and what is left from the second step on."""
-        elapsed, taken = self.console.get_time() - self._start, step - self.begin.step
-        line = str(timedelta(seconds=int(elapsed)))
-        steps_left = self.run.steps - step
-        if taken == 1 or steps_left == 0:
+        elapsed = self.console.get_time() - self._start
+        line, done = str(timedelta(seconds=int(elapsed))), metrics.tokens - self._first_tokens
+        rest = self.run.stretches(metrics.step, metrics.tokens)
+        length = self.run.config.data.sequence_length
+        tokens_left = sum(each.steps * each.batch for each in rest) * length
+        if done == 0 or tokens_left == 0:
             return line
-        left = (elapsed - self._first_step_seconds) / (taken - 1) * steps_left
+        left = (elapsed - self._first_step_seconds) / done * tokens_left
         return f"{line}, {timedelta(seconds=int(left))} left"
 
     def _write(self, metrics: Metrics) -> None:

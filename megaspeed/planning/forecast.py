@@ -4,7 +4,6 @@ Run, Cluster --> StepTime --> tokens a second, MFU, warnings
 tokens of the training, price --> days, GPU-hours, dollars
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +136,17 @@ class Forecast:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """The time of the steps of a training that have the same batch, one after the other."""
+
+    first_step: int  # from 1
+    steps: int
+    train_batch_size: int
+    step_seconds: float
+    days: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingTime:
     """The time of all steps of a training, and what it costs.
 
@@ -150,24 +160,41 @@ class TrainingTime:
     gpus: int  # GPUs that are paid for, including spare ones
     gpu_hours: float  # of all these GPUs together
     dollars: float | None  # None if no price is stated
+    phases: tuple[PhaseTime, ...]  # in order; one if the batch does not change
 
 
 def complete_training(
-    forecast: Forecast, stated: ClusterConfig, tokens: int | None = None
+    predicted: Forecast, stated: ClusterConfig, tokens: int | None = None
 ) -> TrainingTime:
     """Return the complete training on ``tokens``; by default, the length of the run."""
-    run, price = forecast.run, stated.dollars_per_gpu_hour
-    tokens = tokens or run.config.training.tokens or run.steps * run.tokens_per_step
-    steps = math.ceil(tokens / run.tokens_per_step)
-    hours = steps * forecast.seconds / 3600
+    run, price = predicted.run, stated.dollars_per_gpu_hour
+    length, tokens = run.config.data.sequence_length, tokens or run.config.training.tokens
+    if tokens is None:
+        tokens = sum(each.steps * each.batch for each in run.stretches()) * length
+    phases = []
+    for each in run.schedule.stretches(length, all_tokens=tokens):
+        seconds = predicted.seconds
+        if each.batch != run.batch.train_batch_size:
+            seconds = forecast(run.phases[each.batch], predicted.cluster, simulates=True).seconds
+        phases.append(
+            PhaseTime(
+                first_step=each.step + 1,
+                steps=each.steps,
+                train_batch_size=each.batch,
+                step_seconds=seconds,
+                days=each.steps * seconds / 86_400,
+            )
+        )
+    hours = sum(phase.days for phase in phases) * 24
     gpus = stated.gpus or run.grid.world_size + run.spare_ranks
     return TrainingTime(
         tokens=tokens,
-        steps=steps,
+        steps=sum(phase.steps for phase in phases),
         days=hours / 24,
         gpus=gpus,
         gpu_hours=hours * gpus,
         dollars=None if price is None else price * hours * gpus,
+        phases=tuple(phases),
     )
 
 

@@ -100,6 +100,9 @@ def summary(plan: Plan) -> Iterator[str]:
         f"{run.config.data.sequence_length:,} tokens; a data rank has "
         f"{counted(batch.gradient_accumulation_steps, 'micro-batch')} of {batch.micro_batch_size:,}"
     )
+    if others := run.schedule.batches[:-1]:
+        smaller = ", ".join(f"{batch:,}" for batch in others)
+        yield f"smaller batches of the schedule: {smaller} samples"
     yield (
         f"activations: {run.config.parallel.recomputation_in_words}; "
         f"sequence parallelism {'on' if run.sequence_parallel else 'off'}"
@@ -326,6 +329,12 @@ def _training(training: TrainingTime, forecast: Forecast) -> Iterator[str]:
     unit, size = (
         ("days", 24) if hours >= 48 else ("hours", 1) if hours >= 2 else ("minutes", 1 / 60)
     )
+    for phase in training.phases if len(training.phases) > 1 else ():
+        yield (
+            f"from step {phase.first_step:,}, {counted(phase.train_batch_size, 'sample')}: "
+            f"{counted(phase.steps, 'step')} of {phase.step_seconds:.3g} s, "
+            f"{_rounded(24 * phase.days / size)} {unit}"
+        )
     duration = f"{_rounded(hours / size)} {unit}"
     if forecast.cluster.measured is not None:
         yield duration

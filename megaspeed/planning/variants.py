@@ -152,6 +152,7 @@ class Training:
         keys = {
             "data.sequence_length": tokens,
             "train_batch_size": settings.dp * micro_batches,
+            "train_batch_size_schedule": None,
             "gradient_accumulation_steps": micro_batches,
             "training.steps": self.run.steps,  # otherwise, rules may refuse so few steps
             "training.tokens": None,

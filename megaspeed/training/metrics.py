@@ -31,6 +31,7 @@ class StepMetrics:
     grad_norm: float  # before clipping, over all logical parameters
     learning_rate: float  # the rate of this step
     tokens: int  # predicted tokens so far, this step included
+    train_batch_size: int  # samples of this step
     # wall time of the step on the host. The GPU may still run the optimizer step after that; this
     # time is part of the next step.
     step_time_seconds: float

@@ -27,7 +27,7 @@ from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.files.durable import write_file
 from megaspeed.pipeline.picture import save
-from megaspeed.pipeline.schedules import pipeline_of
+from megaspeed.pipeline.schedules import Pipeline
 from megaspeed.supervision.answers import describe
 from megaspeed.topology.activity import OWN_WORK, PARTS, Part
 from megaspeed.topology.context import ParallelContext
@@ -119,16 +119,17 @@ class Profile:
         """Return whether ``write`` must follow this step; also if the run stops after it."""
         return step in self._steps and (stops or step + 1 not in self._steps)
 
-    def write(self, last: int) -> str:
+    def write(self, last: int, pipeline: Pipeline) -> str:
         """Write the traces up to step ``last`` and the picture of ``last``, and return ``trace``.
 
-        All ranks call this together, and return when all have written.
+        ``pipeline`` is the schedule of step ``last``. All ranks call this together, and return when
+        all have written.
         """
         self._steps = range(self._steps.start, last + 1)
         self._context.timeline.annotate = None
         self._finish_gathers()
         if self._run.grid.pp > 1:
-            self._last_step = self._gather_step()
+            self._last_step = self._gather_step(pipeline)
         problem, has_written = self._problem, False
         try:
             has_written = self._export()
@@ -186,7 +187,7 @@ class Profile:
             self._profiler.start_trace()
             self._context.timeline.annotate = record_function
 
-    def _gather_step(self) -> PipelineStep | None:
+    def _gather_step(self, pipeline: Pipeline) -> PipelineStep | None:
         """Gather the last step from the first rank of each pipeline stage. Returns it on rank 0.
 
         These ranks are a pipeline, so they use its group. Over NCCL, a gather from all ranks to
@@ -200,7 +201,7 @@ class Profile:
         own = StageTimes.of(context.timeline.intervals())
         stages = [own] * context.grid.pp
         dist.all_gather_object(stages, own, context.pp_group)
-        return PipelineStep(pipeline_of(self._run), stages) if context.rank == 0 else None
+        return PipelineStep(pipeline, stages) if context.rank == 0 else None
 
     def _export(self) -> bool:
         """End the recording and write the trace of this rank. Returns whether there is one."""

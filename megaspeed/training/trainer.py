@@ -153,7 +153,8 @@ class Trainer:
         validation: ValidationMetrics | None = None
         stopped_by: StopReason | None = None
         progress, replicas = begin, Replicas(self.worker, begin.step)
-        failure = self._inputs.wait_for_tokens(begin.samples, self._tokens_failed)
+        batch = self._run.schedule.batch(begin.step, begin.tokens)
+        failure = self._inputs.wait_for_tokens(begin.samples, batch, self._tokens_failed)
         if isinstance(failure, Exception):
             raise failure
         self._stop.can_save = True  # before this, a signal ends the run: nothing is trained yet
@@ -166,7 +167,7 @@ class Trainer:
             activity.steps = step
             if self._profile.ends_with(step, stops=stopped_by is not None):
                 with activity.during(f"writing the profile of step {step}", timeouts=SAVE_TIMEOUTS):
-                    self._observer.profiled(step, self._profile.write(step))
+                    self._observer.profiled(step, self._profile.write(step, self.worker.pipeline))
             if step == begin.step + 1 and self.worker.compilation is not None:
                 self._observer.compiled(self.worker.compilation.seconds)
             saves = stopped_by is not None or self._is_due(config.save_interval, step)
@@ -219,15 +220,16 @@ class Trainer:
         if self._is_timed(before.step + 1):
             timeline.begin(before.step + 1)
         refuses = refuses_spikes(self._run.config.training.skip_spikes, before.recent)
-        result = self.worker.train_step(
-            self._inputs.load(before.samples), rate, self._stop, refuses
-        )
+        batch = self._run.schedule.batch(before.step, before.tokens)
+        self.worker.use_batch(batch)
+        load = self._inputs.load(before.samples, batch)
+        result = self.worker.train_step(load, rate, self._stop, refuses)
         progress = Progress(
             step=before.step + 1,
             steps_taken=before.steps_taken + (not result.skipped),
             skipped_in_a_row=before.skipped_in_a_row + 1 if result.skipped else 0,
-            samples=before.samples + self._run.batch.train_batch_size,
-            tokens=before.tokens + self._run.tokens_per_step,
+            samples=before.samples + batch,
+            tokens=before.tokens + self.worker.phase.tokens_per_step,
             loss=result.loss if math.isfinite(result.loss) else None,
             recent=with_step(self._spikes, before.recent, result.loss, result.grad_norm),
         )
@@ -236,7 +238,9 @@ class Trainer:
             stopped_by = signal.Signals(result.stop_signal)
         elif progress.step < self._run.steps:
             stopped_by = self._inputs.wait_for_tokens(
-                progress.samples, lambda: self._tokens_failed() or self._stop.received
+                progress.samples,
+                self._run.schedule.batch(progress.step, progress.tokens),
+                lambda: self._tokens_failed() or self._stop.received,
             )
         timeline.end()
         spike = deviations_of_spike(self._spikes, before.recent, result.loss, result.grad_norm)
@@ -263,7 +267,7 @@ class Trainer:
         seconds: float,
         spike: float | None,
     ) -> StepMetrics:
-        tokens = self._run.tokens_per_step
+        tokens = self.worker.phase.tokens_per_step
         flops_per_rank = self._flops_per_token * tokens / seconds / self._run.grid.world_size
         metrics = StepMetrics(
             step=progress.step,
@@ -271,6 +275,7 @@ class Trainer:
             grad_norm=result.grad_norm,
             learning_rate=rate,
             tokens=progress.tokens,
+            train_batch_size=self.worker.phase.batch.train_batch_size,
             step_time_seconds=seconds,
             tokens_per_second=tokens / seconds,
             tflops_per_rank=flops_per_rank / 1e12,
@@ -309,7 +314,7 @@ class Trainer:
         If every loss is finite, names the first gradient that is not finite.
         """
         ranks = self.worker.non_finite()
-        before = progress.samples - self._run.batch.train_batch_size
+        before = progress.samples - self.worker.phase.batch.train_batch_size
         named = []
         for rank, found in enumerate(ranks):
             at = self._run.grid.coordinates_of(rank)

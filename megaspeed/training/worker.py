@@ -92,23 +92,25 @@ class StepInputs:
         self._loader = TrainingLoader(corpus, self.shape, context.device)
         self._arrived: set[StreamShard] = set()  # the shards for which all ranks have waited
 
-    def load(self, samples: int) -> Load:
+    def load(self, samples: int, train_batch_size: int | None = None) -> Load:
         """Return a function that maps a micro-batch index to the micro-batch.
 
-        The step is the one after ``samples`` samples, including those of skipped steps.
+        The step is the one after ``samples`` samples, including those of skipped steps. It has
+        ``train_batch_size`` samples, by default the batch of the run.
         """
-        return partial(self._loader.micro_batch, samples)
+        return partial(self._loader.micro_batch, samples, train_batch_size=train_batch_size)
 
     def wait_for_tokens(
-        self, samples: int, why_not: Callable[[], StopReason | None]
+        self, samples: int, train_batch_size: int, why_not: Callable[[], StopReason | None]
     ) -> StopReason | None:
-        """Wait until every rank has the shards of streams that the step after ``samples`` needs.
+        """Wait until every rank has the shards of streams that a step needs: the one after
+        ``samples`` samples, with ``train_batch_size`` samples.
 
         If one rank began the step alone, it would wait for the others in a collective. So all ranks
         call this together and return the same: None, or if the step cannot begin, what ``why_not``
         has returned on one of them.
         """
-        new = self._loader.shards(samples) - self._arrived
+        new = self._loader.shards(samples, train_batch_size) - self._arrived
         self._arrived |= new
         if not new:
             return None
@@ -209,11 +211,15 @@ class Worker:
         if model.num_experts is not None:
             self.balance = Balance(module, model, context.device)
         inject_into_model(context.activity, context.rank, self.engine)
-        self._pipeline = pipeline_of(run)
-        check_schedule(self._pipeline)
-        *self.program, last = stage_program(self._pipeline, context.pp_rank)
+        self._pipelines = {batch: pipeline_of(phase) for batch, phase in run.phases.items()}
+        for pipeline in self._pipelines.values():
+            check_schedule(pipeline)
+        self.pipeline = self._pipelines[run.batch.train_batch_size]
+        """The schedule of the present step."""
+        self.phase = run
+        """The run with the batch of the present step, first with the largest batch."""
+        self.program = self._program()
         """The instructions of a step before its ``OptimizerStep``."""
-        assert isinstance(last, OptimizerStep)
         self._links = self._connect()
         if self._links is not None:
             # torch's flight recorder has no messages of gloo, which a report of a hang needs.
@@ -234,6 +240,15 @@ class Worker:
             self.compilation.compile_blocks(module)
             loss = self.engine.loss
             loss.chunk_losses = self.compilation.compiled(loss.chunk_losses)
+
+    def use_batch(self, train_batch_size: int) -> None:
+        """Take the next steps with this batch, one of the run's schedule."""
+        if self.phase is self.run.phases[train_batch_size]:
+            return
+        self.phase = self.run.phases[train_batch_size]
+        self.pipeline = self._pipelines[train_batch_size]
+        self.engine.loss_factor = backward_scale(self.phase)
+        self.program = self._program()
 
     def train_step(
         self,
@@ -258,9 +273,9 @@ class Worker:
         ``program`` is ``self.program``, which may look at the rank after each instruction.
         """
         self.engine.train(True)
-        if self._pipeline.gather_policy == "layers":
-            self.engine.expect(passes_of(self._pipeline, self.context.pp_rank))
-        executor = self._executor(self._pipeline, load)
+        if self.pipeline.gather_policy == "layers":
+            self.engine.expect(passes_of(self.pipeline, self.context.pp_rank))
+        executor = self._executor(self.pipeline, load)
         executor.run(program or self.program)
         return executor
 
@@ -298,7 +313,7 @@ class Worker:
             stop_signal=int(max(signals)),
             timelines=list(zip(*timelines, strict=True)),
             loads=loads,
-            auxiliary_loss=auxiliary / self.run.batch.train_batch_size,
+            auxiliary_loss=auxiliary / self.phase.batch.train_batch_size,
             z_loss=None if z_sum is None else self._mean(z_sums),
         )
 
@@ -339,7 +354,7 @@ class Worker:
     ) -> Executor:
         """Run a forward of each micro-batch, without dropout."""
         self.engine.train(False)
-        trained, chunks = self._pipeline, self._pipeline.chunks
+        trained, chunks = self.pipeline, self.pipeline.chunks
         groups = max(1, micro_batches // trained.stages) if chunks > 1 else 1
         pipeline = replace(
             trained, schedule="forward_only", micro_batches=micro_batches, groups=groups
@@ -376,7 +391,7 @@ class Worker:
 
     def _mean(self, losses: Sequence[float]) -> float:
         """The mean over the tokens of a step, of the loss sums of all ranks."""
-        return self._loss_of(losses) / self.run.tokens_per_step
+        return self._loss_of(losses) / self.phase.tokens_per_step
 
     def _loss_of(self, losses: Sequence[float]) -> float:
         """Add up the loss sums of all ranks. Ranks before the last pipeline stage send 0.
@@ -390,6 +405,11 @@ class Worker:
         stage_size = self.context.grid.dp_cp * self.context.grid.tp  # pp is the outermost axis
         starts = range(0, self.context.grid.world_size, stage_size)
         return tuple(int(max(peaks[start : start + stage_size])) for start in starts)
+
+    def _program(self) -> list[Instruction]:
+        *program, last = stage_program(self.pipeline, self.context.pp_rank)
+        assert isinstance(last, OptimizerStep)
+        return program
 
     def _connect(self) -> Links | None:
         context, run = self.context, self.run

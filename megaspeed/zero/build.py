@@ -159,7 +159,8 @@ def build_engine(
     # gloo has no reduce-scatter that sends as little as NCCL's.
     over_gloo = dist.get_backend(context.shard_group) == "gloo"
     axis = data_axis_of(run, context.pp_rank, "cpu" if over_gloo else "cuda")
-    check_data_axis(axis, pipeline_of(run), context.pp_rank)
+    for phase in run.phases.values():
+        check_data_axis(axis, pipeline_of(phase), context.pp_rank)
     groups = _groups_of_buckets(axis, parameters, parameter_groups(parameters))
     shard_groups = [
         context.expert_shard_group if bucket.is_expert else context.shard_group

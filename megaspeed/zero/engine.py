@@ -92,7 +92,7 @@ class ZeroEngine:
         owned_elements: full name -> how many leading elements of a parameter this rank counts in
             the norm.
         loss: the loss of the last pipeline stage.
-        loss_scale: the gradients are those of the loss multiplied by it.
+        loss_scale: first value of ``loss_factor``.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class ZeroEngine:
         self._context = context
         self.owned_elements = owned_elements
         self.loss = loss
-        self._loss_scale = loss_scale
+        self.loss_factor = loss_scale
+        """The gradients are those of the loss multiplied by it. It may change between two steps."""
         self._has_auxiliary_loss = run.config.model.router_aux_loss_coef > 0.0
         self._axis = axis
         self._gathers: LayerGathers | None = None
@@ -192,7 +193,7 @@ class ZeroEngine:
             self.gradients.begin_forward()
         if self._gathers is not None:
             self._gathers.begin("forward", chunk)
-        factor = self._loss_scale * float(self.optimizer.loss_scale)
+        factor = self.loss_factor * float(self.optimizer.loss_scale)
         # The loss is computed with its gradients, so the head's weight gets its gradient here.
         loss = partial(
             instead_of_loss or self.loss,

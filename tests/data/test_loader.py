@@ -192,7 +192,7 @@ def test_reading_ahead_changes_no_row(corpus: PreparedCorpus) -> None:
     # What a loader does on a GPU, except pinning: it reads, and predicts the next read.
     read, requested = [], 0
 
-    def reading(key: tuple[int, int]) -> MicroBatch:
+    def reading(key: tuple[int, int, int]) -> MicroBatch:
         read.append(key)
         return behind._read(key)
 
@@ -201,7 +201,7 @@ def test_reading_ahead_changes_no_row(corpus: PreparedCorpus) -> None:
         for micro_batch in range(cut.gradient_accumulation_steps):
             requested += 1
             expected = direct.micro_batch(samples_consumed, micro_batch)
-            actual = ahead.get((samples_consumed, micro_batch))
+            actual = ahead.get((samples_consumed, micro_batch, cut.train_batch_size))
             assert torch.equal(actual.samples, expected.samples)
             assert torch.equal(actual.tokens, expected.tokens)
     ahead.close()

@@ -134,12 +134,12 @@ def test_a_first_shard_is_enough_to_begin(hub: Hub, data: DataConfig, tmp_path: 
     serve(tmp_path / "hub" / "data")
     corpus = prepare(data, tmp_path / "cache")
     loader = TrainingLoader(corpus, LoaderShape(2, 4, 0, 1))
-    assert not any(shard.is_missing for shard in loader.shards(0))
+    assert not any(shard.is_missing for shard in loader.shards(0, 8))
     assert "data/train-1.jsonl" not in hub.answered
-    (second,) = (shard for shard in loader.shards(8) if shard.is_missing)  # samples 12 to 15
-    assert loader._following((0, 3)) is None, "nothing waits in the background"
+    (second,) = (shard for shard in loader.shards(8, 8) if shard.is_missing)  # samples 12 to 15
+    assert loader._following((0, 3, 8)) is None, "nothing waits in the background"
     second.map()
-    assert loader._following((0, 3)) == (8, 0)
+    assert loader._following((0, 3, 8)) == (8, 0, 8)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from megaspeed.data.mixture import Component, Mixture
 from megaspeed.data.token_file import TokenFile, TokenIndex
 from megaspeed.job.console import (
     ConsoleObserver,
+    banner,
     crowding,
     describe_corpus,
     describe_resumed,
@@ -220,12 +221,33 @@ def test_a_log_has_the_elapsed_and_the_remaining_time_in_each_step() -> None:
     observer = observed(run, console)
     for step in range(1, 11):
         now = 1500.0 * step
-        observer.step(step_metrics(step=step))
+        observer.step(step_metrics(step=step, tokens=24 * 16 * step))
     ends = [line.split("tok/s")[1].strip() for line in output.getvalue().splitlines()]
     assert ends == [
         *("0:25:00", "0:50:00, 3:20:00 left", "1:40:00, 2:30:00 left", "2:30:00, 1:40:00 left"),
         *("3:20:00, 0:50:00 left", "4:10:00"),
     ]
+
+
+def test_a_batch_schedule_is_shown_and_the_remaining_time_counts_tokens() -> None:
+    """Steps 1 to 4 take 10 s, and steps 5 and 6, which have twice the samples, 20 s."""
+    training = {"steps": 6, "log_interval": 1}
+    schedule = "0:24 4:48"
+    run = tiny_run(
+        TEXT, training=training, train_batch_size=None, train_batch_size_schedule=schedule
+    )
+    lines = list(banner(run, torch.device("cpu")))
+    assert "samples a step: 24 from step 1, 48 from step 5" in lines
+    output, now, tokens = StringIO(), 0.0, 0
+    observer = observed(run, Console(file=output, width=120, get_time=lambda: now))
+    for step, batch in enumerate([24] * 4 + [48] * 2, 1):
+        now, tokens = now + batch / 24 * 10, tokens + 16 * batch
+        observer.step(step_metrics(step=step, tokens=tokens, train_batch_size=batch))
+    said = output.getvalue().splitlines()
+    assert [line.split(", ")[1] for line in said if " left" in line] == [
+        *("0:01:00 left", "0:00:50 left", "0:00:40 left", "0:00:20 left")
+    ]
+    assert [line for line in said if "samples" in line] == ["step      5  48 samples a step"]
 
 
 def test_of_ranks_that_share_processors_only_a_much_slower_one_is_named() -> None:

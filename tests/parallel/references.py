@@ -33,7 +33,8 @@ class References:
         config = run.config
         numerics = (
             f"{run.precision} {config.gradient_clipping} {steps} {run.batch.train_batch_size} "
-            f"{config.training.z_loss} {config.training.skip_spikes!r}"
+            f"{config.training.z_loss} {config.training.skip_spikes!r} "
+            f"{config.train_batch_size_schedule}"
         )
         key = f"{config.model!r} {config.data!r} {config.optimizer!r} {numerics}"
         if choices is not None:

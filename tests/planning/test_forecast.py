@@ -93,3 +93,21 @@ def test_the_tokens_of_a_training_are_those_that_it_states() -> None:
     time = complete_training(forecast(run, a100s()), stated)
     assert (time.tokens, time.steps) == (300_500_000_000, run.steps)
     assert run.steps == math.ceil(300.5e9 / 1024 / 2048)
+
+
+def test_each_phase_of_a_batch_schedule_has_its_own_step_time() -> None:
+    """Phases of 10B and 90B tokens; the second has four times as many samples in a step."""
+    keys = ("train_batch_size=null", "train_batch_size_schedule=0:512,10B:2048")
+    run = run_of_file("gpt3_175b", 1024, *keys, "training.steps=null", "training.tokens=100B")
+    stated, whole = read_cluster({"device": "a100-80gb"}), forecast(run, a100s(), simulates=True)
+    time = complete_training(whole, stated)
+    first, second = time.phases
+    assert (first.train_batch_size, second.train_batch_size) == (512, 2048)
+    assert (first.first_step, first.steps) == (1, math.ceil(10e9 / 512 / 2048))
+    assert second.first_step == first.steps + 1
+    assert first.steps + second.steps == time.steps == run.steps
+    smaller = run_of_file("gpt3_175b", 1024, "train_batch_size=512")
+    assert first.step_seconds == forecast(smaller, a100s(), simulates=True).seconds
+    assert second.step_seconds == whole.seconds > 3 * first.step_seconds
+    assert time.days == pytest.approx(first.days + second.days)
+    assert second.days == pytest.approx(second.steps * whole.seconds / 86_400)

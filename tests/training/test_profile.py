@@ -20,6 +20,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.job import pretrain
 from megaspeed.pipeline.programs import stage_program
+from megaspeed.pipeline.schedules import Pipeline, pipeline_of
 from megaspeed.topology.activity import PARTS
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
@@ -127,7 +128,7 @@ def _recording_at_each_wait(launch: LaunchEnvironment, run: Run) -> list[bool]:
             with profile.step(step):
                 pass
             if profile.ends_with(step, stops=False):
-                profile.write(step)
+                profile.write(step, pipeline_of(run))
     return recording
 
 
@@ -259,9 +260,9 @@ def collectives_of_a_profile(
     """Return the collectives with which a rank writes its profile."""
     write, collectives = Profile.write, Collectives()
 
-    def watched(profile: Profile, last: int) -> str:
+    def watched(profile: Profile, last: int, pipeline: Pipeline) -> str:
         with collectives:
-            return write(profile, last)
+            return write(profile, last, pipeline)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Profile, "write", watched)

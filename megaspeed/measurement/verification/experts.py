@@ -15,7 +15,6 @@ This file does not use ``training/balance.py`` or the gradient scale of the mode
 checks them.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,18 +60,19 @@ def record_choices(model: nn.Module, run: Run, shape: LoaderShape, steps: int) -
         another rank chooses.
     """
     config, length = run.config.model, run.config.data.sequence_length
-    samples, active = steps * shape.train_batch_size, config.num_experts_per_tok or 0
+    active, batches = config.num_experts_per_tok or 0, [*run.schedule.first_steps(length, steps)]
+    samples, size = sum(batch for _, batch in batches), shape.micro_batch_size * shape.dp_size
     choices = torch.full((config.num_hidden_layers, samples, length, active), -1).int()
     places = places_in(shape.part.ranges(length))
 
     def recorded(experts: Experts, of_block: Tensor) -> Callable[..., Tensor]:
         decide, (part, parts) = experts.decide, experts.part
         # In every schedule, the forwards of a block come in the order of the micro-batches.
-        forwards = itertools.count()
+        forwards = ((start, m) for start, batch in batches for m in range(batch // size))
 
         def record(scores: Tensor) -> Tensor:
-            step, index = divmod(next(forwards), shape.gradient_accumulation_steps)
-            rows = step * shape.train_batch_size + torch.tensor(shape.rows(index)).unsqueeze(1)
+            start, index = next(forwards)
+            rows = start + torch.tensor(shape.rows(index)).unsqueeze(1)
             tokens = torch.broadcast_tensors(rows, places)  # of all tensor ranks
             own = [each.flatten().chunk(parts)[part] for each in tokens]
             chosen = decide(scores)
@@ -96,7 +96,7 @@ class ReferenceExperts:
     """
 
     def __init__(self, model: GPT, run: Run, replayed: Tensor | None) -> None:
-        self._config, self._rows = run.config.model, run.batch.train_batch_size
+        self._config, self._rows = run.config.model, 0
         self._count = self._config.num_experts or 0
         self._replayed, self._experts = replayed, experts_of(model)
         self._scores: dict[int, Tensor] = {}  # of the last forward (T, E), with their graph
@@ -110,7 +110,9 @@ class ReferenceExperts:
             decide = partial(self._decide, block, experts.decide)
             experts.decide = decide  # type: ignore[method-assign]
 
-    def begin_step(self) -> None:
+    def begin_step(self, rows: int) -> None:
+        """Called before a step of so many sequences."""
+        self._rows = rows
         self._used = {block: [] for block in self._experts}
         self.record.auxiliary_losses.append(0.0)
         self.record.gaps.append(0.0)

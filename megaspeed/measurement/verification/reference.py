@@ -114,8 +114,8 @@ def _forward_backward(
     model: GPT, experts: ReferenceExperts, batch: list[MicroBatch], run: Run, loss_scale: float
 ) -> tuple[float, float]:
     """Return the loss of a step, and its z-loss without the coefficient."""
-    total, z_total, tokens = 0.0, 0.0, run.tokens_per_step
-    experts.begin_step()
+    total, z_total, tokens = 0.0, 0.0, sum(part.tokens.numel() for part in batch)
+    experts.begin_step(sum(len(part.tokens) for part in batch))
     for part in batch:
         experts.begin_forward(part)
         logits = model(part.tokens, part.samples, part.documents)  # (B, S, V)

@@ -151,10 +151,11 @@ def compare(
 
 def whole_batch(run: Run, corpus: PreparedCorpus, step: int) -> list[MicroBatch]:
     """All samples of step ``step`` (from 0), in parts of the run's micro-batch size."""
+    *_, (start, batch) = run.schedule.first_steps(corpus.sequence_length, step + 1)
     size = run.batch.micro_batch_size
-    parts = run.batch.train_batch_size // size
+    parts = batch // size
     loader = TrainingLoader(corpus, LoaderShape(size, parts, dp_rank=0, dp_size=1))
-    return [loader.micro_batch(step * run.batch.train_batch_size, part) for part in range(parts)]
+    return [loader.micro_batch(start, part) for part in range(parts)]
 
 
 def train_rank(
@@ -170,8 +171,10 @@ def train_rank(
         losses, grad_norms, z_losses, skipped = [], [], [], list[bool]()
         recent: Recent = ()
         spikes = run.config.training.skip_spikes
-        for step in range(steps):
-            executor = worker.compute_gradients(inputs.load(step * run.batch.train_batch_size))
+        batches = run.schedule.first_steps(corpus.sequence_length, steps)
+        for step, (samples, batch) in enumerate(batches):
+            worker.use_batch(batch)
+            executor = worker.compute_gradients(inputs.load(samples, batch))
             if step == 0:
                 gradients = gather_gradients(worker)
             rate = inputs.learning_rate(step - sum(skipped))

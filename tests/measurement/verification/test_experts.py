@@ -133,7 +133,7 @@ def test_the_auxiliary_loss_is_that_of_transformers_for_one_row_and_block() -> N
     run = tiny_run(TEXT, model={**BALANCED, "num_hidden_layers": 1})
     model: GPT = initialized(run.config.model, seed=2)
     experts, found = ReferenceExperts(model, run, None), []
-    experts.begin_step()
+    experts.begin_step(24)
     for sample in range(3):
         tokens = torch.randint(301, (1, 16))
         batch = MicroBatch(tokens, targets=tokens, samples=torch.tensor([sample]))
