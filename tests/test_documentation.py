@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,17 @@ def test_a_link_leads_to_a_file_or_a_heading(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
             anchors = [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings]
             assert heading in anchors
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_list_is_the_same_on_github_and_in_the_site(page: Path) -> None:
+    """The site needs an empty line before a list, and four spaces before the blocks of an item."""
+    lines = ["", *page.read_text().splitlines()]
+    for before, line in pairwise(lines):
+        if re.match(r"(-|\d+\.) ", line):
+            assert re.match(r"$|(-|\d+\.|) ", before), f"{before}\n{line}"
+        is_block = re.match(r" +([-|]|\d+\.) ", line) or not before
+        assert not (is_block and re.match(r" {1,3}\S", line)), line
 
 
 def test_each_module_has_a_test_of_its_name_or_is_listed_with_its_tests() -> None:
