@@ -4,6 +4,7 @@
 #                without Chromium, those that open a report in a browser are skipped
 # make quick     the tests that start no ranks
 # make lint      ruff, mypy and the import layers
+# make docs      the documentation as a site, build/website/index.html; a dead link fails
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?=
@@ -18,7 +19,7 @@ INSTALLED := .venv/.installed
 # DeepSpeed's launcher warns twice if it finds no GPU by itself.
 ON_CPU := $(if $(wildcard /dev/nvidia0 /dev/kfd),,DS_ACCELERATOR=cpu)
 
-.PHONY: install pretrain test quick lint
+.PHONY: install pretrain test quick lint docs
 
 install: $(INSTALLED)
 
@@ -27,7 +28,7 @@ $(INSTALLED): setup.cfg setup.py constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "megaspeed needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x .venv/bin/python || "$(PYTHON)" -m venv .venv
-	.venv/bin/python -m pip install --constraint constraints.txt --editable ".[dev]"
+	.venv/bin/python -m pip install --constraint constraints.txt --editable ".[dev,docs]"
 	@touch $@
 
 pretrain: $(INSTALLED)
@@ -43,3 +44,7 @@ lint: $(INSTALLED)
 	ruff check .
 	mypy
 	lint-imports
+
+# The variable silences a notice about the theme's successor. With --quiet, --strict would ignore warnings.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --config-file website/mkdocs.yml

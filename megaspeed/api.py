@@ -19,7 +19,7 @@ from megaspeed.config.resolve import default_run_dir
 from megaspeed.config.run import RunConfig
 
 Overrides = Mapping[str, Any] | Sequence[str]
-"""Changes of single keys: ``{"training.steps": 10}``, or as for ``--set``: ["training.steps=10"].
+"""Changes of keys: ``{"training.steps": 10}``, or as for ``--set``: ``["training.steps=10"]``.
 
 A value of a mapping may be a mapping itself, which changes only the keys that it has.
 """
