@@ -491,6 +491,18 @@ def samples_fit_the_sequence(config: RunConfig) -> Iterator[str]:
 
 
 @rule
+def top_k_has_a_temperature(config: RunConfig) -> Iterator[str]:
+    """The likeliest token is the same among any number of tokens."""
+    training = config.training
+    if training.sample_top_k is not None and training.sample_temperature == 0:
+        yield (
+            f"training.sample_top_k {training.sample_top_k:,} has no effect with "
+            "training.sample_temperature 0, which draws nothing; set a temperature, such as 0.8, "
+            "or remove training.sample_top_k"
+        )
+
+
+@rule
 def one_precision(config: RunConfig) -> Iterator[str]:
     """A model is trained in bf16 or in fp16, not in both."""
     if config.bf16.enabled and config.fp16.enabled:

@@ -312,7 +312,7 @@ class TrainingConfig(Section):
     """Length of the run in tokens, such as "300M", "20B" or "1.5T", instead of steps. The run ends
     after the step that reaches this number, also if it resumes with another batch."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
-    """Seed of initial weights and of dropout."""
+    """Seed of initial weights, of dropout and of drawn samples."""
     run_dir: PathText | None = None
     """Folder the run writes to. If omitted: runs/<name of the config file>."""
     log_interval: int = Field(default=10, gt=0)
@@ -329,9 +329,14 @@ class TrainingConfig(Section):
         default=(), strict=False
     )
     """Beginnings of documents that the model continues every eval_interval steps and at the end.
-    Each new token is the likeliest one. The console and metrics.jsonl have the continuations."""
+    The console and metrics.jsonl have the continuations."""
     sample_tokens: int = Field(default=32, gt=0)
     """Longest continuation, in tokens. It must fit data.sequence_length with its prompt."""
+    sample_temperature: float = Field(default=0.0, ge=0, le=100)
+    """0: each new token of a continuation is the likeliest one. Above 0: it is drawn from
+    softmax(logits / sample_temperature), the same one at every layout."""
+    sample_top_k: int | None = Field(default=None, gt=0)
+    """Draw each new token from this many likeliest ones. If omitted: from all."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by k = train_batch_size / base_batch_size (linear; Goyal et al.
     2017) or by the square root of k (sqrt)."""

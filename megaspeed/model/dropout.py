@@ -71,7 +71,7 @@ class SampleDropout(nn.Module):
         self.name = name
         self.shard = MaskShard()
         # A tensor, not an integer, because all blocks share one compiled block.
-        key = _key(seed, name) if probability > 0.0 else None
+        key = random_key(f"dropout/{seed}/{name}") if probability > 0.0 else None
         self.register_buffer("key", key, persistent=False)
 
     @property
@@ -94,8 +94,9 @@ class SampleDropout(nn.Module):
         return dropped
 
 
-def _key(seed: int, name: str) -> Tensor:
-    digest = hashlib.sha256(f"dropout/{seed}/{name}".encode()).digest()
+def random_key(name: str) -> Tensor:
+    """Return the key of the random numbers that have this name, an int64 scalar."""
+    digest = hashlib.sha256(name.encode()).digest()
     number = int.from_bytes(digest[:8], "little", signed=True)
     # On the CPU even while a model is being built on the meta device.
     return torch.tensor(number, dtype=torch.int64, device="cpu")

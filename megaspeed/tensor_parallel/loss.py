@@ -26,6 +26,7 @@ from megaspeed.tensor_parallel.collectives import (
     reduce_scatter_sum,
     start_all_reduce,
 )
+from megaspeed.tensor_parallel.drawing import Draw
 from megaspeed.tensor_parallel.shards import tokens_of_a_chunk
 from megaspeed.tensor_parallel.weight_gradients import add_product
 
@@ -91,10 +92,13 @@ class VocabParallelLoss:
         loss: Tensor = _Loss.apply(x, weight.detach(), targets, scale, self, total)
         return loss
 
-    def likeliest(self, x: Tensor, output: nn.Module, targets: Tensor, **_: object) -> Tensor:
-        """(2, B) in fp64: the largest logit of each row at its counted target, and its token id.
+    def next_token(
+        self, x: Tensor, output: nn.Module, targets: Tensor, *, draw: Draw, **_: object
+    ) -> Tensor:
+        """(2, B) in fp64: the largest score of each row at its counted target, and its token id.
 
-        Only this rank's columns count, without padding. If no target is counted, the logit is -inf.
+        Only this rank's columns count, without padding. If no target is counted, the score is -inf.
+        A counted target is the number of the prompt.
         """
         hidden = all_gather_sequence(x, self.axis) if self.axis.sequence_parallel else x
         counted = targets != NOT_COUNTED
@@ -102,8 +106,12 @@ class VocabParallelLoss:
         last = hidden.take_along_dim(place, dim=1).squeeze(1)  # (B, D)
         z = (last @ output.get_parameter("weight").t()).double().nan_to_num(nan=-math.inf)
         z[:, len(self._vocabulary) :] = -math.inf
-        logits, ids = z.masked_fill_(~counted.any(dim=1, keepdim=True), -math.inf).max(dim=1)
-        return torch.stack((logits, ids + self._vocabulary.start))
+        z.masked_fill_(~counted.any(dim=1, keepdim=True), -math.inf)
+        start = self._vocabulary.start
+        prompts = targets.take_along_dim(place.squeeze(2), dim=1).squeeze(1)
+        scores = draw.scores(z, range(start, start + z.shape[1]), prompts, self.axis)
+        largest, ids = scores.max(dim=1)
+        return torch.stack((largest, ids + start))
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, scales: Tensor | None) -> TokenLosses:
         """The loss of every token, in fp32, without gathering the logits.

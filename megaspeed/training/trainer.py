@@ -186,7 +186,7 @@ class Trainer:
             if self._prompts is not None and self._is_due(config.eval_interval, step):
                 with activity.during(f"samples after step {step}"):
                     shape = self._inputs.shape
-                    samples = write_samples(self.worker, self._corpus, shape, self._prompts)
+                    samples = write_samples(self.worker, self._corpus, shape, self._prompts, step)
                     self._observer.sampled(SampleMetrics(step=step, samples=samples))
             with activity.during(f"saving after step {step}", timeouts=SAVE_TIMEOUTS):
                 if stopped_by is not None:

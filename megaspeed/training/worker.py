@@ -39,6 +39,7 @@ from megaspeed.pipeline.schedules import (
 from megaspeed.pipeline.simulation import check_schedule
 from megaspeed.supervision.process_end import StopSignal
 from megaspeed.tensor_parallel.context import share_sequences
+from megaspeed.tensor_parallel.drawing import Draw
 from megaspeed.tensor_parallel.parallelize import parallelize
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.balance import Balance, split_sums
@@ -333,19 +334,19 @@ class Worker:
         return self._loss_of([loss for (loss,) in rows]) / predicted_tokens
 
     @torch.no_grad()
-    def likeliest_tokens(self, batches: Sequence[MicroBatch]) -> list[int]:
-        """The likeliest token of each row at its only counted target. The host reads once.
+    def next_tokens(self, batches: Sequence[MicroBatch], draw: Draw) -> list[int]:
+        """The likeliest or a drawn token of each row at its only counted target.
 
-        All data ranks have the same rows.
+        All data ranks have the same rows. The host reads once.
         """
         context, size = self.context, len(batches) * self.run.batch.micro_batch_size
-        likeliest = self.engine.loss.likeliest
-        found = self._forward(batches.__getitem__, len(batches), likeliest).losses
-        # Pipeline stages before the last one contribute tokens that are never the likeliest.
+        next_token = partial(self.engine.loss.next_token, draw=draw)
+        found = self._forward(batches.__getitem__, len(batches), next_token).losses
+        # Pipeline stages before the last one contribute tokens that are never the largest.
         found = found or {0: torch.tensor([[-math.inf], [0.0]]).expand(2, size)}
         own = torch.cat([*found.values()], dim=1).flatten()
         ranks = all_gather_numbers([*own], context.world_group, context.device)
-        # Of equal logits, the smallest id: the layout must not decide.
+        # Of equal scores, the smallest id: the layout must not decide.
         best = (max((rank[n], -rank[size + n]) for rank in ranks) for n in range(size))
         return [-int(token) for _, token in best]
 

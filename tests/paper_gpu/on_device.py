@@ -27,10 +27,12 @@ from typing import Any, Literal
 import torch
 
 from megaspeed.model.documents import attends_without_mask
+from megaspeed.model.dropout import random_key
 from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.supervision.answers import describe
 from megaspeed.supervision.process_end import ended_on_termination
 from megaspeed.tensor_parallel import weight_gradients
+from megaspeed.tensor_parallel.drawing import Draw
 from tests.paper_gpu.fake_world import GPT2, LLAMA, MOE, batches, fake_rank, paper_run
 from tests.support.tiny import merge
 
@@ -155,7 +157,8 @@ def train_on_device(changes: dict[str, Any]) -> None:
         batch = load(0)
         targets = torch.full_like(batch.targets, NOT_COUNTED)
         targets[:, -1] = 0
-        tokens = worker.likeliest_tokens([replace(batch, targets=targets)] * micro_batches)
+        draw = Draw(random_key("sample"), 0.8, top_k=5)
+        tokens = worker.next_tokens([replace(batch, targets=targets)] * micro_batches, draw)
         assert len(tokens) == micro_batches * run.batch.micro_batch_size
 
 

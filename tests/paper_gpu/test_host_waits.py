@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from deepspeed.comm.comm import comms_logger
 
+from megaspeed.model.dropout import random_key
+from megaspeed.tensor_parallel.drawing import Draw
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import engine, workarounds
 from tests.paper_gpu.accelerator import paper_accelerator
@@ -59,11 +61,11 @@ def _reads_of_a_new_token(launch: LaunchEnvironment, case: str) -> tuple[dict[st
     rank = changes.pop("rank", 0)
     run = paper_run(**changes)
     with paper_accelerator() as accelerator, fake_rank(run, rank) as worker:
-        batch = batches(run)(0)
-        worker.likeliest_tokens([batch])
+        batch, draw = batches(run)(0), Draw(random_key("sample"), 0.8, top_k=5)
+        worker.next_tokens([batch], draw)
         accelerator.waits.clear()
         with Recorder() as recorder:
-            worker.likeliest_tokens([batch, batch])
+            worker.next_tokens([batch, batch], draw)
     return accelerator.device_waits, dict(recorder.reads)
 
 

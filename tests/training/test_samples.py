@@ -1,6 +1,7 @@
 """The model continues ``training.sample_prompts`` equally at every layout, and trains as without.
 
-Weights are large, so the likeliest token is clear, whatever the rounding.
+Weights are large, so the likeliest token is clear, whatever the rounding. A high temperature makes
+many tokens about as likely.
 """
 
 import functools
@@ -19,9 +20,11 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.errors import DataError
 from megaspeed.data.loader import LoaderShape
 from megaspeed.data.prompts import read_prompts
+from megaspeed.model.dropout import random_key
 from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 from megaspeed.supervision.process_end import StopSignal
 from megaspeed.tensor_parallel.collectives import TensorAxis
+from megaspeed.tensor_parallel.drawing import Draw
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
@@ -32,7 +35,7 @@ from megaspeed.training.trainer import Trainer
 from megaspeed.training.worker import Worker
 from tests.support.machine import limit
 from tests.support.rank_pool import RankPool
-from tests.support.tiny import GPT2, LLAMA, merge, short_documents, tiny_corpus, tiny_run
+from tests.support.tiny import GPT2, LLAMA, MOE, merge, short_documents, tiny_corpus, tiny_run
 from tests.training.recorded import Record
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -171,6 +174,41 @@ def test_samples_are_those_of_one_process_on_all_ranks(
         assert record.samples == expected
 
 
+DRAWN: dict[str, Any] = {"sample_temperature": 30.0, "sample_top_k": 60}
+EXPERTS: dict[str, Any] = {"model": {**MOE, "num_hidden_layers": 4, "initializer_range": 0.7}}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ({}, CONTEXT),
+        ({}, {**CHUNKS, "training": {"sample_top_k": None}}),
+        (EXPERTS, {"dp": 2, "tp": 2, "parallel": {"expert": 4}, "zero_optimization": {"stage": 1}}),
+    ],
+    ids=["context", "chunks-all-tokens", "experts"],
+)
+def test_every_layout_draws_the_same_samples(
+    model: dict[str, Any],
+    layout: dict[str, Any],
+    runs: Runs,
+    serial: dict[bool, list[SampleMetrics]],
+) -> None:
+    drawn, free = merge({"training": DRAWN}, model), ("model", "data", "training")
+    same = {name: layout[name] for name in free if name in layout}
+    (expected,) = [record.samples for record in runs.trained(**merge(drawn, same))]
+    assert [metrics.step for metrics in expected] == [2, 4]
+    assert all(one != other for one, other in zip(expected, serial["data" in layout], strict=True))
+    for record in runs.trained(**merge(drawn, layout)):
+        assert record.samples == expected
+
+
+def test_a_draw_depends_on_no_earlier_one(runs: Runs) -> None:
+    """So a resumed run draws the same samples."""
+    drawn: dict[str, Any] = {"training": {**DRAWN, "eval_interval": 4}}
+    (later,) = runs.trained(**drawn)[0].samples
+    assert later == runs.trained(training=DRAWN)[0].samples[1]
+
+
 @pytest.mark.parametrize("changes", [CHUNKS, CONTEXT], ids=["chunks", "context"])
 def test_samples_change_no_bit_of_the_training(changes: dict[str, Any], runs: Runs) -> None:
     for sampled, alone in zip(
@@ -228,21 +266,26 @@ def test_a_document_that_the_model_ends_is_not_continued(tmp_path: Path) -> None
     (first,), (second,) = tokenizer.encode(["x"]), tokenizer.encode(["y"])
     tokens = iter([[*first, *second], [tokenizer.end_of_text, *second], [*first, 0], [1, 1]])
     seen: list[list[int]] = []
+    draws: list[Draw] = []
 
-    def likeliest_tokens(batches: list[MicroBatch]) -> list[int]:
+    def next_tokens(batches: list[MicroBatch], draw: Draw) -> list[int]:
         (batch,) = batches
+        draws.append(draw)
         seen.append((batch.targets != NOT_COUNTED).int().argmax(dim=1).tolist())
         return next(tokens)
 
     worker: Any = SimpleNamespace(
         run=run,
         context=SimpleNamespace(device=torch.device("cpu")),
-        likeliest_tokens=likeliest_tokens,
+        next_tokens=next_tokens,
     )
-    samples = write_samples(worker, corpus, LoaderShape(2, 1, 0, 1), read)
+    samples = write_samples(worker, corpus, LoaderShape(2, 1, 0, 1), read, step=3)
     assert samples == [("a", "x"), ("a", "yy")], "equal prompts have a sample each"
     assert rows == [[0, *ids] for ids in tokenizer.encode(["a", "a"])], "the prompts are kept"
     assert seen == [[1, 1], [2, 2], [3, 3]], "it stops when all documents have ended"
+    assert draws == [
+        Draw(random_key(f"sample/1234/3/{token}"), temperature=0.0) for token in range(3)
+    ], "each token has its own random numbers"
 
 
 def test_padding_of_the_vocabulary_is_never_the_likeliest() -> None:
@@ -253,7 +296,8 @@ def test_padding_of_the_vocabulary_is_never_the_likeliest() -> None:
     x = torch.tensor([[[9.0, 9], [1, 1]], [[2, 2], [9, 9]], [[9, 9], [9, 9]]])
     targets = torch.full((3, 2), NOT_COUNTED)
     targets[0, 1] = targets[1, 0] = 7
-    logits, ids = loss.likeliest(x, output, targets).tolist()
+    draw = Draw(random_key(""), temperature=0.0)
+    logits, ids = loss.next_token(x, output, targets, draw=draw).tolist()
     assert logits == [-1, -2, -torch.inf], "the last row has no counted target"
     assert ids[:2] == [6, 6], "the first of equal ones"
 
