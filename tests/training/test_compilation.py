@@ -29,6 +29,12 @@ from tests.support.tiny import GPT2, LLAMA, MOE, short_documents, tiny_corpus, t
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 STEPS = 3
+GROWING = {
+    "train_batch_size": None,
+    "gradient_accumulation_steps": None,
+    "train_micro_batch_size_per_gpu": 3,
+    "train_batch_size_schedule": "0:6 1:12 2:18",
+}
 BALANCED = {**MOE, "router_aux_loss_coef": 0.1, "router_bias_rate": 0.01}
 
 
@@ -58,6 +64,7 @@ def train_compiled(
             "parallel": {"sequence_parallel": True},
             "data": {"reset_at_documents": True},
             "zero_optimization": {"stage": 2},
+            **GROWING,
         },
         {
             "dp": 2,
@@ -76,6 +83,7 @@ def train_compiled(
             "model": BALANCED,
             "parallel": {"activation_checkpointing": "full"},
             "zero_optimization": {"stage": 3},
+            **GROWING,
         },
         {
             "cp": 2,
