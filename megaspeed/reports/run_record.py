@@ -11,11 +11,12 @@ have left an incomplete line.
 """
 
 import json
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +27,16 @@ from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
 from megaspeed.files.json_values import leaves, read_records
 from megaspeed.job import run_folder
+from megaspeed.training.profile import PROFILE
 
 _LARGEST, _LARGEST_STEP = 1e100, 10**12
 """A larger value is treated as damaged, because sums and axes would overflow."""
 
 _COMPARED = ("tokens", "learning_rate", "loss", "grad_norm", "skipped")
-_OF_STEPS = (*_COMPARED, "step_time_seconds", "tokens_per_second", "z_loss")
+_OF_STEPS = (
+    *(*_COMPARED, "step_time_seconds", "tokens_per_second", "z_loss"),
+    *("spike", "train_batch_size"),
+)
 _OF_VALIDATIONS = ("validation_loss", "validation_perplexity")
 
 QUANTITIES = (*_COMPARED, *_OF_VALIDATIONS)
@@ -65,6 +70,8 @@ class RunRecord:
     notes: Sequence[str]  # what could not be read, one sentence each
     # (blocks, experts): loads of the last timed step; None if there are none
     loads: np.ndarray | None = None
+    # The continuations by step, of each prompt: its number and text. The last prompts come last.
+    samples: Mapping[tuple[int, str], Mapping[int, str]] = field(default_factory=dict)
 
     @property
     def steps(self) -> np.ndarray:
@@ -79,6 +86,13 @@ class RunRecord:
     def resumptions(self) -> list[int]:
         """The steps after which it was resumed."""
         return [start["step"] for start in self.starts if start["step"] > 0]
+
+    @property
+    def profile(self) -> Path | None:
+        """The table of the last profile; its picture has the same name and the suffix .png."""
+        files = filter(Path.is_file, (self.folder / PROFILE).glob("steps-*.txt"))
+        by_steps = {tuple(map(int, re.findall(r"[0-9]+", file.name))): file for file in files}
+        return by_steps[max(by_steps)] if by_steps else None
 
     def names_of(self, *beginnings: str) -> list[str]:
         """Return the names of the curves that begin with any of these."""
@@ -109,6 +123,7 @@ def read_run(folder: Path) -> RunRecord:
     loads: np.ndarray | None = None
     points: dict[str, tuple[array[int], array[float]]]
     points = defaultdict(lambda: (array("q"), array("d")))
+    samples = defaultdict[tuple[int, str], dict[int, str]](dict)
     stages = 0
     for step, record in _records(file, notes):
         peaks = record.get("peak_memory_bytes")
@@ -117,6 +132,8 @@ def read_run(folder: Path) -> RunRecord:
             for stage in range(stages):
                 points.pop(f"peak_memory_bytes/{stage}", None)
             stages = len(peaks)
+        for sample in _samples(record):
+            samples[sample[:2]][step] = sample[2]
         for name, value in _values(record):
             points[name][0].append(step)
             points[name][1].append(_number(value))
@@ -131,7 +148,13 @@ def read_run(folder: Path) -> RunRecord:
     names = (*_OF_STEPS, *_OF_VALIDATIONS, *points)
     curves = {name: _curve(*points[name]) for name in names}
     return RunRecord(
-        folder=folder, curves=curves, starts=starts, config=config, notes=notes, loads=loads
+        folder=folder,
+        curves=curves,
+        starts=starts,
+        config=config,
+        notes=notes,
+        loads=loads,
+        samples=samples,
     )
 
 
@@ -168,6 +191,15 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(factors := record.get("load_factors"), list):
         yield "auxiliary_loss", record.get("auxiliary_loss")
         yield "load_factor", max(map(_number, factors), default=None)
+
+
+def _samples(record: Mapping[str, Any]) -> Iterator[tuple[int, str, str]]:
+    """Yield the number of each prompt, its text and its continuation."""
+    samples = record.get("samples")
+    for number, sample in enumerate(samples if isinstance(samples, list) else ()):
+        match sample:
+            case [str(prompt), str(continuation)]:
+                yield number, prompt, continuation
 
 
 def _number(value: object) -> float:
