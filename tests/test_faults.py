@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from threading import Thread
@@ -355,13 +356,38 @@ def test_ctrl_c_and_a_closed_terminal_save(
     tmp_path: Path, launcher: Launcher, number: signal.Signals
 ) -> None:
     """A terminal signals every process of the foreground job."""
-    job = Job(tmp_path, launcher)
+    job = Job(tmp_path, launcher, arguments=["--fresh"])
     job.wait_until_training()
     os.killpg(job.launcher.pid, number)
     ended = job.ended()
     assert ended.seconds < SECONDS_TO_END and ended.saved, ended.err
     assert "stopped by SIG" in ended.out and "Traceback" not in ended.out
     assert (ended.code, ended.err) == (0, "")
+    if launcher == "megaspeed":
+        check_that_the_last_line_continues(ended.out, tmp_path)
+
+
+def check_that_the_last_line_continues(out: str, folder: Path) -> None:
+    """Run the command in the last line of a run, until it has resumed and is stopped."""
+    said, command = out.splitlines()[-1].split(": ", 1)
+    command = command.rstrip(" '")  # a forked process has empty words at the end of its command
+    assert said == "To continue" and "--fresh" not in command
+    again, variables = folder / "again", {"MEGASPEED_CACHE": str(folder / "cache")}
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with again.open("w") as file:
+        shell = subprocess.Popen(
+            ["sh", "-c", f"exec {command}"], stdout=file, env={**os.environ, **variables}
+        )
+    try:
+        deadline = time.monotonic() + limit(60)
+        while "resumed at step" not in again.read_text():
+            assert shell.poll() is None and time.monotonic() < deadline, again.read_text()
+            time.sleep(0.1)
+        shell.terminate()
+        assert shell.wait(limit(60)) == 0
+    finally:
+        shell.kill()
+    assert again.read_text().splitlines()[-1] == f"To continue: {command}"
 
 
 def test_ctrl_c_in_a_long_step_saves_although_the_launcher_has_gone(tmp_path: Path) -> None:

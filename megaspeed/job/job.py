@@ -157,6 +157,7 @@ class Job:
     watch: Watch = field(init=False)  # watches the other ranks
     tokenization: Tokenization = field(init=False)  # of streams, while this rank trains
     choice: Choice | None = None  # of the micro-batch, if its size is "auto"
+    opened: bool = False  # whether this start has opened the run folder
 
     def __post_init__(self) -> None:
         self.log = RankLog(self.run.run_dir, self.meeting.launch.rank)
@@ -307,6 +308,7 @@ class Job:
             ):
                 begin = self._begin(start, options, checkpointing, context)
                 restarts.note_opened()
+                self.opened = True
                 return self._train_from(begin, worker, corpus, checkpointing, check_folder)
 
     @contextmanager

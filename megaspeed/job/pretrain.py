@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from megaspeed.checked_run import load_checked_run
 from megaspeed.checkpoint.errors import CheckpointError, StorageFailed
@@ -29,6 +30,7 @@ from megaspeed.job.console import (
     print_line,
     print_warning,
 )
+from megaspeed.job.continuing import command_line, how_to_continue
 from megaspeed.job.job import EXPECTED, STOPPED, Job
 from megaspeed.job.reporting import check_packages
 from megaspeed.job.resume import Restarts, ResumeOptions, check_resume, restart_number
@@ -107,6 +109,8 @@ def main(
         if run.spare_ranks:
             meeting = meeting.without_spare_ranks(run.grid.world_size)
             print_line(console, describe_spare_ranks(run))
+        launchers = launcher_processes() if launchers is None else launchers
+        command = command_line(launchers)  # now, because a launcher may end before its ranks
         job = Job(
             run=run,
             config_file=str(options.config),
@@ -115,9 +119,13 @@ def main(
             activity=activity,
             stop=stop,
             console=console,
-            launchers=launcher_processes() if launchers is None else launchers,
+            launchers=launchers,
         )
-        return _run(job)
+        code = _run(job)
+        by_command = arguments is None or as_command  # otherwise a Python program has called this
+        if by_command and (line := how_to_continue(job, code, command)) is not None:
+            print_line(console, Text(line))
+        return code
 
 
 class _Parser(argparse.ArgumentParser):

@@ -73,6 +73,11 @@ class Restarts:
             return int(self._store.get(FINAL_CODE))
         return None
 
+    @property
+    def is_left(self) -> bool:
+        """Whether the ranks restart if this attempt fails."""
+        return self.number < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
     def give_up(self, code: int) -> None:
         """Make all later attempts end at once with this exit code. torchrun still starts them."""
         with contextlib.suppress(RuntimeError):  # the store is gone
@@ -88,8 +93,7 @@ class Restarts:
 
     def back_off(self, size: int) -> str:
         """Store the size for the next attempt, once. Return a note for the user."""
-        is_left = self.number < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-        is_left = is_left or SUPERVISOR in os.environ
+        is_left = self.is_left or SUPERVISOR in os.environ
         # Another rank of this attempt may have stored the same size.
         if self._store is None or not is_left or self.smaller_size not in (None, size):
             return f"to try the next smaller size, set train_micro_batch_size_per_gpu to {size}"

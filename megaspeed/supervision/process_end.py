@@ -50,7 +50,7 @@ _STANDARD_ERROR = 2
 _END_BAR = b"\r\x1b[2K\x1b[?25h"  # erases its line, and shows the cursor
 _PR_SET_PDEATHSIG = 1
 _READER_GONE = (errno.EPIPE, errno.EIO)
-_LAUNCHER_PROGRAMS = {"deepspeed", "torchrun", "megaspeed"}
+LAUNCHER_PROGRAMS = {"deepspeed", "torchrun", "megaspeed"}
 _LAUNCHER_MODULES = {
     "deepspeed.launcher.launch",
     "deepspeed.launcher.runner",
@@ -229,7 +229,7 @@ def _is_launcher(command: list[str]) -> bool:
     """Whether a command line is a launcher's, such as ``python -m torch.distributed.run ...``."""
     program = [Path(word).name for word in command[:3] if not word.startswith("-")]
     # The interpreter and its script, or the script alone; never the argument of a shell's -c.
-    if any(name in _LAUNCHER_PROGRAMS for name in program[:2]):
+    if any(name in LAUNCHER_PROGRAMS for name in program[:2]):
         return True
     return any(flag == "-m" and module in _LAUNCHER_MODULES for flag, module in pairwise(command))
 
