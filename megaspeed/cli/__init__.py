@@ -18,6 +18,7 @@ try:
 
     import megaspeed
     from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, say
+    from megaspeed.config.document import with_config_option, with_hint
     from megaspeed.config.errors import ConfigError
     from megaspeed.data.errors import DataError
     from megaspeed.supervision.process_end import ended_on_termination
@@ -87,8 +88,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     named = next((word for word in words if not word.startswith("--local")), "")
     for file in [FILES[named]] if named in FILES else dict.fromkeys(FILES.values()):
         import_module(f"megaspeed.cli.{file}").add_to(commands)
+    if named in FILES and "--config CONFIG" in commands.choices[named].format_usage():
+        first = words.index(named) + 1
+        words = [*words[:first], *with_config_option(words[first:])]
     options, rest = parser.parse_known_args(words)
     if rest and options.command != "train":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    options.rest = rest
+        commands.choices[named].error(with_hint(f"unrecognized arguments: {' '.join(rest)}"))
+    options.rest = with_config_option(rest)
     return options

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, load, world_size
-from megaspeed.config.document import add_config_options
+from megaspeed.config.document import add_config_options, with_config_option
 from megaspeed.config.errors import ConfigError
 from megaspeed.supervision.process_end import (
     STOP_SIGNALS,
@@ -92,6 +92,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
     starter = os.environ.pop(_STARTER, None)  # a supervisor's child must not inherit it
     if starter is not None:
         end_with_parent(int(starter))
+    words = with_config_option(sys.argv[1:] if arguments is None else arguments)
     gc.disable()  # the objects that imports make live as long as the process
     launchers = launcher_processes()  # one that ends while torch is loaded would not be found later
     from megaspeed.job.supervisor import run_supervised
@@ -103,12 +104,12 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
 
         gc.freeze()
         gc.enable()
-        return main(arguments, as_command=as_command, launchers=launchers)
+        return main(words, as_command=as_command, launchers=launchers)
 
     keep_output_open()
     try:
         # This calls ``train`` here, unless the configuration makes this process a supervisor.
-        code = run_supervised(train, by_megaspeed=starter is not None)
+        code = run_supervised(train, words, by_megaspeed=starter is not None)
     except KeyboardInterrupt:  # before the ranks are connected
         code = 128 + signal.SIGINT
     end_process(code)

@@ -6,6 +6,7 @@ the last of two equal keys without a warning, and accepts NaN.)
 
 import difflib
 import json
+import re
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,20 @@ def add_config_options(parser: ArgumentParser) -> None:
         metavar="key.path=value",
         help="replace single values of the file",
     )
+
+
+def with_config_option(words: Sequence[str]) -> Sequence[str]:
+    """Return a command line with ``--config`` before its first word, if that is no option."""
+    count = sum(word.startswith("--local") for word in words[:1])  # deepspeed's --local_rank=0
+    first = words[count : count + 1]
+    is_file = bool(first) and not first[0].startswith("-")
+    return [*words[:count], *["--config"] * is_file, *words[count:]]
+
+
+def with_hint(message: str) -> str:
+    """Return an error of a command line. If a key is used as an option, add how to state it."""
+    key = re.search(r"^unrecognized .*?(\w+\.[\w.]+)[= ](\S+)", message)
+    return message if key is None else f"{message}; a key is stated with --set {key[1]}={key[2]}"
 
 
 def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:

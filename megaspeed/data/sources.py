@@ -17,6 +17,7 @@ syntax.
 
 import glob
 import os
+import re
 import sysconfig
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -289,7 +290,8 @@ def _nothing_found(source: Source, setting: str) -> str:
             f"{setting}: a glob must match at least one file, but '{source}' matches 0 under "
             f"{_fixed_part(path).absolute()}; relative paths start from the working directory"
         )
-    return (
-        f"{setting}: there is no file {path.absolute()}; correct the path, "
-        f'or use "{BUNDLED_CORPUS}" for the default corpus'
-    )
+    mend = f'use "{BUNDLED_CORPUS}" for the default corpus'
+    if re.fullmatch(r"([\w-]+/)?[\w-]+", str(source)):
+        key = f'{{"dataset": "{source}"}}' if setting.startswith("data.") else f"--dataset {source}"
+        mend = f"name a dataset of Hugging Face with {key}"
+    return f"{setting}: there is no file {path.absolute()}; correct the path, or {mend}"

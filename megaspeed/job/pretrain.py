@@ -19,7 +19,7 @@ from rich.text import Text
 
 from megaspeed.checked_run import load_checked_run
 from megaspeed.checkpoint.errors import CheckpointError, StorageFailed
-from megaspeed.config.document import add_config_options
+from megaspeed.config.document import add_config_options, with_hint
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
@@ -109,8 +109,8 @@ def main(
         if run.spare_ranks:
             meeting = meeting.without_spare_ranks(run.grid.world_size)
             print_line(console, describe_spare_ranks(run))
-        launchers = launcher_processes() if launchers is None else launchers
-        command = command_line(launchers)  # now, because a launcher may end before its ranks
+        above = launcher_processes() if launchers is None else launchers
+        command = command_line(above)  # now, because a launcher may end before its ranks
         job = Job(
             run=run,
             config_file=str(options.config),
@@ -119,11 +119,11 @@ def main(
             activity=activity,
             stop=stop,
             console=console,
-            launchers=launchers,
+            launchers=above,
         )
         code = _run(job)
-        by_command = arguments is None or as_command  # otherwise a Python program has called this
-        if by_command and (line := how_to_continue(job, code, command)) is not None:
+        # Without ``launchers``, a Python program has called this, not a command.
+        if launchers is not None and (line := how_to_continue(job, code, command)) is not None:
             print_line(console, Text(line))
         return code
 
@@ -132,7 +132,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _wait_unless_rank_0(os.environ.get("RANK", "0"))
         _note_for_torchrun(f"error: {message}")
-        super().error(message)
+        super().error(with_hint(message))
 
 
 def parse_arguments(

@@ -75,10 +75,13 @@ SMALLER_SIZE = "smaller micro-batch"
 restart with this size is not one of ``training.restart``."""
 
 
-def run_supervised(train: Callable[[], int], *, by_megaspeed: bool = False) -> int:
+def run_supervised(
+    train: Callable[[], int], arguments: Sequence[str], *, by_megaspeed: bool = False
+) -> int:
     """Call ``train`` in this process, or become the supervisor of a child that calls it.
 
-    If ``megaspeed train`` started this process, its agent does not restart a run with "auto".
+    ``arguments`` are those of the main job. If ``megaspeed train`` started this process, its agent
+    does not restart a run with "auto".
 
     Returns the exit code. The child gets the command line of this process. The caller must exit
     with ``end_process``, because a thread may still wait for the store.
@@ -87,7 +90,7 @@ def run_supervised(train: Callable[[], int], *, by_megaspeed: bool = False) -> i
     has_agent = "TORCHELASTIC_RESTART_COUNT" in os.environ
     if by_megaspeed or not has_agent:
         with contextlib.suppress(ConfigError, LaunchError, ValueError):  # the rank reports it
-            config = _read_config(sys.argv[1:])
+            config = _read_config(arguments)
             restarts = 0 if has_agent else config.training.restart
             if restarts or config.train_micro_batch_size_per_gpu == "auto":
                 supervisor = _Supervisor(read_launch_environment(os.environ), config)

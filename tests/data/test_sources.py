@@ -78,6 +78,7 @@ def test_every_source_that_cannot_be_used_is_named_with_its_mend(tmp_path: Path)
     problems = caught.value.problems
     assert len(problems) == 5
     assert f"there is no file {tmp_path}/missing.txt" in problems[0]
+    assert '"dataset"' not in problems[0]
     assert f"matches 0 under {tmp_path}" in problems[1]
     assert "is another folder; name the files in it" in problems[2]
     assert f'for example with "{tmp_path}/sub/**/*.txt"' in problems[2]

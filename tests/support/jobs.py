@@ -102,7 +102,7 @@ class Job:
             **variables,
         }
         self._out, self._err = folder / "out", folder / "err"
-        command = ["--config", str(folder / "tiny.json")]
+        command = [str(folder / "tiny.json")]  # the same as with --config
         command += [*arguments, "--set", *changes] if changes else arguments
         start = [*_launcher(launcher, ranks), *launcher_options]
         start += [] if launcher == "megaspeed" else [str(SCRIPT)]
