@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.hugging_face import exit_code
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_parser, say, write_json
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_parser, busy, say, write_json
 from megaspeed.files.json_values import picked
 from megaspeed.files.paths import path_argument
 from megaspeed.units import counted, traffic_unit
@@ -66,7 +66,9 @@ def _verify(options: argparse.Namespace) -> int:
     from megaspeed.checkpoint.inspection import inspect
 
     found = []
-    for inspection in map(inspect, locate(options.path)):
+    for path in locate(options.path):
+        with busy(f"reading {path}"):
+            inspection = inspect(path)
         if not inspection.checkpoint.is_dir():
             continue  # a running job has deleted it meanwhile
         found.append(inspection)

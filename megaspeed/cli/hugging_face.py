@@ -22,6 +22,7 @@ from megaspeed.cli.options import (
     add_flags,
     add_parser,
     add_values,
+    busy,
     say,
     write_json,
 )
@@ -91,14 +92,17 @@ def _import(options: argparse.Namespace) -> None:
     # Imported here, because torch and transformers take seconds to load.
     from megaspeed.hugging_face.importing import import_model
 
-    agreement = import_model(
-        options.folder,
-        options.out,
-        tokenizer=options.tokenizer,
-        with_tokenizer=not options.no_tokenizer,
-        verify=not options.no_verify,
-        report=say,
-    )
+    lines: list[str] = []
+    with busy(f"importing {options.folder}"):
+        agreement = import_model(
+            options.folder,
+            options.out,
+            tokenizer=options.tokenizer,
+            with_tokenizer=not options.no_tokenizer,
+            verify=not options.no_verify,
+            report=lines.append,
+        )
+    say("\n".join(lines))
     write_json(options, {"out": str(options.out), "agreement": agreement and asdict(agreement)})
 
 
@@ -107,14 +111,17 @@ def _export(options: argparse.Namespace) -> None:
     from megaspeed.hugging_face.exporting import export_model
 
     checkpoint = checkpoint_named(options.checkpoint, lambda line: say(line, error=True))
-    agreement = export_model(
-        checkpoint,
-        options.out,
-        tokenizer=options.tokenizer,
-        precision=options.dtype,
-        verify=not options.no_verify,
-        report=say,
-    )
+    lines: list[str] = []
+    with busy(f"exporting {checkpoint}"):
+        agreement = export_model(
+            checkpoint,
+            options.out,
+            tokenizer=options.tokenizer,
+            precision=options.dtype,
+            verify=not options.no_verify,
+            report=lines.append,
+        )
+    say("\n".join(lines))
     figures = {
         "checkpoint": str(checkpoint),
         "out": str(options.out),

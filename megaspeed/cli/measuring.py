@@ -15,6 +15,7 @@ from megaspeed.cli.options import (
     add_flags,
     add_parser,
     add_values,
+    busy,
     load,
     positive,
     say,
@@ -165,7 +166,8 @@ def _measure(
     problems += too_many_ranks(largest.grid.world_size, device_type, size_option)
     if problems:
         raise ConfigError(problems, where=f"{options.command} of {options.config}")
-    corpus = prepare_corpus(largest.config.data, largest.config.model.vocab_size)
+    with busy("preparing the corpus"):
+        corpus = prepare_corpus(largest.config.data, largest.config.model.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     steps = Steps(
         warm_up=warm_up, timed=options.steps, timeout_seconds=options.timeout, extra=extra

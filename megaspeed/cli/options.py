@@ -5,7 +5,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +140,16 @@ def new_file(text: str) -> Path:
     if os.path.exists(file) and (problem := file_problem(file)) is not None:
         raise argparse.ArgumentTypeError(f"{file} must be a file, but it {problem}; name a file")
     return file
+
+
+@contextmanager
+def busy(text: str) -> Iterator[None]:
+    """Show a bar without an end, and a text, on a terminal. Nothing may be printed meanwhile."""
+    from megaspeed.bar_or_lines import BarOrLines  # not above, because rank processes need none
+
+    with BarOrLines(0) as bar:
+        bar.show(0, text)
+        yield
 
 
 # What a command prints, and the same figures as JSON.

@@ -20,6 +20,7 @@ from megaspeed.cli.options import (
     EXIT_DONE,
     add_command,
     add_values,
+    busy,
     load,
     positive,
     say,
@@ -55,7 +56,8 @@ def run(options: argparse.Namespace) -> int:
     """Prepare the corpus as training does, and show the samples."""
     config = read_config(options.config, options.overrides)
     samples = options.samples or _samples_of_step(options, config)
-    corpus = prepare_corpus(config.data, config.model.vocab_size)
+    with busy("preparing the corpus"):
+        corpus = prepare_corpus(config.data, config.model.vocab_size)
     shown = list(show_samples(corpus, samples))
     step = "" if options.step is None else f"step {options.step}: "
     say(f"{step}samples {samples.start} ... {samples.stop - 1} of {options.config}")

@@ -8,6 +8,7 @@ from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     add_command,
+    busy,
     load,
     positive,
     say,
@@ -60,9 +61,11 @@ def run(options: argparse.Namespace) -> int:
             f'with parallel.gradient_compression "{name}", a run is close but not equal to one '
             'process, so this layout is verified with "none"'
         )
-    corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
+    with busy("preparing the corpus"):
+        corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
     try:
-        comparison = verify(run, corpus, options.steps, options.device)
+        with busy("training this layout, and one process"):
+            comparison = verify(run, corpus, options.steps, options.device)
     except RanksFailed as error:
         say(f"no result: {error}", error=True)
         return EXIT_FAILED
