@@ -3,7 +3,10 @@
 ``measurement/verification/test_verify.py`` runs ``megaspeed verify`` completely.
 """
 
+import functools
 import json
+import os
+import pty
 import resource
 import subprocess
 import sys
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from megaspeed.cli import main, parse
+from megaspeed.job.pretrain import parse_arguments
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import format_grid
 from tests.pipeline.shapes import shape
@@ -59,7 +63,9 @@ def test_every_file_of_ds_configs_is_right_at_1_2_and_4_processes(
 ) -> None:
     file = FOLDER / f"{name}.json"
     assert check(file, "--world-size", str(world_size), "--device", "cpu") == 0
-    assert capsys.readouterr() == (f"{file}: no problem found\n", "")
+    printed = capsys.readouterr()
+    assert printed.out.endswith(f"\n{file}: no problem found\n") and printed.err == ""
+    assert printed.out.startswith(f"{name}: pp 1 x dp {world_size} x tp 1 = ")
 
 
 @pytest.mark.parametrize(
@@ -71,8 +77,85 @@ def test_the_larger_files_are_right_at_their_sizes(name: str, world_size: int, d
     assert check(FOLDER / f"{name}.json", *options) == 0
 
 
-def test_a_file_can_be_checked_without_saying_how_many_processes() -> None:
-    assert check(FOLDER / "3d.json") == 0
+def test_check_describes_the_run_as_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
+    file = FOLDER / "3d.json"
+    assert main(["plan", str(file), "--world-size", "8"]) == 0
+    planned = capsys.readouterr().out.splitlines()
+    assert check(file, "--world-size", "8") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:-3] == planned[: planned.index("")]
+    assert lines[-3] == "length: 120 steps, 491,520 tokens", "120 x 32 x 128"
+    peak = next(line for line in planned if line.startswith("predicted peak ")).split(";")[0]
+    assert lines[-2].startswith(f"memory: {peak};")
+    schedule = ('train_batch_size_schedule="0:16 60:32"', "train_batch_size=null")
+    assert check(file, "--world-size", "8", "--set", *schedule) == 0
+    expected = "length: 120 steps, 368,640 tokens"  # 60 x 16 x 128 + 60 x 32 x 128
+    assert capsys.readouterr().out.splitlines()[-3] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ((), "the smallest layout, because parallel.data is auto; others: --world-size N"),
+        (("parallel.data=2",), "3d: pp 2 x dp 2 x tp 2 = 8 ranks, ZeRO-3, fp32"),
+        (
+            ("train_micro_batch_size_per_gpu=4", "gradient_accumulation_steps=4"),
+            "model: 1,082,112 parameters; --world-size N shows the layout",  # only dp 2 is right
+        ),
+    ],
+)
+def test_check_describes_what_is_known_without_a_number_of_processes(
+    changes: tuple[str, ...], first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(FOLDER / "3d.json", *(("--set", *changes) if changes else ())) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == first
+    assert changes or lines[1].startswith("3d: pp 2 x dp 1 x tp 2 = 4 ranks")
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "schedule"])
+def test_a_file_directly_after_the_command_is_the_configuration(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(FOLDER / "3d.json"), "--world-size", "8"]) == 0
+    words = ["--local_rank=0", command, str(FOLDER / "nothing.json"), "--world-size", "8"]
+    assert main(words) == 2
+    assert "nothing.json does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize(
+    "words", [["training.steps=10"], ["--training.steps=10"], ["--training.steps", "10"]]
+)
+def test_a_key_as_an_option_is_refused_with_how_to_state_it(
+    command: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        if command == "train":
+            parse_arguments(["--config", str(FOLDER / "3d.json"), *words], as_command=True)
+        main([command, str(FOLDER / "3d.json"), *words])
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: megaspeed {command} ")
+    assert err.endswith("; a key is stated with --set training.steps=10\n")
+
+
+def test_a_dataset_is_not_taken_for_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    """In an earlier version, ``--configuration`` was taken for ``--config``."""
+    assert main(["tokenize", "wikitext", "--tokenizer", "t", "--output", "/tmp/new"]) == 2
+    err = capsys.readouterr().err
+    assert err.endswith("or name a dataset of Hugging Face with --dataset wikitext\n")
+
+
+def test_a_bar_on_standard_error_leaves_standard_output_unchanged(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "megaspeed.cli", "show-batch", str(FOLDER / "base.json")]
+    words += ["--step", "1", "--set", f'data.train=["{ROOT / "LICENSE"}"]', "model.vocab_size=300"]
+    variables = {**os.environ, "MEGASPEED_CACHE": str(tmp_path), "TERM": "xterm"}
+    terminal, inside = pty.openpty()
+    run = functools.partial(subprocess.run, words, text=True, env=variables, cwd=ROOT, check=True)
+    out = [run(stdout=subprocess.PIPE, stderr=err) for err in (inside, subprocess.PIPE)]
+    assert "preparing the corpus" in os.read(terminal, 65536).decode()
+    assert out[0].stdout == out[1].stdout and "samples 0 ... 15" in out[0].stdout
+    assert out[1].stderr == ""
 
 
 def test_all_problems_are_reported_at_once(

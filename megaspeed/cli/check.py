@@ -1,4 +1,4 @@
-"""``megaspeed check``: finds every mistake in a configuration at once.
+"""``megaspeed check``: finds every mistake in a configuration at once, or describes the run.
 
 It loads torch only to measure a CPU on which a run in bf16 may be slow.
 """
@@ -12,10 +12,16 @@ from megaspeed.checked_run import find_data_problems
 from megaspeed.cli.options import EXIT_DONE, add_command, say, write_json
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import World
+from megaspeed.config.layout import World, violations
 from megaspeed.config.loading import check_document
-from megaspeed.config.resolve import default_run_dir
+from megaspeed.config.resolve import default_run_dir, resolve_run
+from megaspeed.config.run import RunConfig
 from megaspeed.files.paths import folder_problem, path_problem
+from megaspeed.model.parameters import parameters_in_words
+from megaspeed.planning.plan import plan
+from megaspeed.planning.report import summary
+from megaspeed.planning.variants import Training
+from megaspeed.units import counted, readable_memory, show
 
 
 def add_to(commands: Any) -> None:
@@ -46,8 +52,30 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(problems, where=str(options.config))
     for note in notes:
         say(f"note: {note}")
+    show(_description(checked.correct_config(""), options))
     say(f"{options.config}: no problem found")
     return EXIT_DONE
+
+
+def _description(config: RunConfig, options: argparse.Namespace) -> Iterator[str]:
+    """Yield the first lines of a plan, and the length and the memory of the run."""
+    parallel = config.parallel
+    data = 1 if parallel.data == "auto" else parallel.data
+    size = options.world_size or parallel.pipeline * data * parallel.context * parallel.tensor
+    world = World(size, "--world-size", options.device)
+    if violations(config, world):
+        yield f"model: {parameters_in_words(config.model)}; --world-size N shows the layout"
+        return
+    if options.world_size is None and parallel.data == "auto":
+        yield "the smallest layout, because parallel.data is auto; others: --world-size N"
+    run = resolve_run(config, world, name=options.config.stem)
+    planned = plan(Training(run=run, stated=config, device_type=options.device), None)
+    yield from summary(planned)
+    samples = sum(stretch.steps * stretch.batch for stretch in run.stretches())
+    tokens = samples * config.data.sequence_length
+    yield f"length: {counted(run.steps, 'step')}, {tokens:,} tokens"
+    peak = readable_memory(planned.prediction.fullest.peak_bytes)
+    yield f"memory: predicted peak {peak} a rank; megaspeed plan --device NAME shows if it fits"
 
 
 def _run_dir_problems(document: Document, name: str) -> Iterator[str]:

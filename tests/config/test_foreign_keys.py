@@ -313,5 +313,6 @@ def test_check_prints_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["check", "--config", str(file), "--json", str(report)]) == 0
     listed = json.loads(report.read_text())["notes"]
     assert len(listed) == 2
-    lines = [f"note: {note}" for note in listed] + [f"{file}: no problem found", ""]
-    assert capsys.readouterr().out == "\n".join(lines)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"note: {note}" for note in listed]
+    assert lines[-1] == f"{file}: no problem found"
