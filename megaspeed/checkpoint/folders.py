@@ -30,8 +30,8 @@ from megaspeed.files.durable import TEMPORARY, flush_folder, write_file
 from megaspeed.files.json_values import unsealed, write_sealed
 from megaspeed.files.paths import file_problem, read_file
 
-CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints in a run's folder."""
+CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
+"""The folder of checkpoints and the file of losses in a run's folder."""
 
 _DELETING = ".deleting"
 _STEP = re.compile(r"step-([0-9]{8,})")

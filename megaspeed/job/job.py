@@ -25,6 +25,7 @@ from rich.text import Text
 from megaspeed.bar_or_lines import BarOrLines
 from megaspeed.checked_run import find_data_problems
 from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.folders import METRICS
 from megaspeed.checkpoint.run_state import NOT_STATED, Progress
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
@@ -49,7 +50,6 @@ from megaspeed.job.reporting import Reporting, draw_loss_curve
 from megaspeed.job.resume import AUTO, Restarts, ResumeOptions, Start, find_start
 from megaspeed.job.run_folder import (
     LOSS_CURVE,
-    METRICS,
     PARTS,
     RunFolderLost,
     check_shared_folder,

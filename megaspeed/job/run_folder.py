@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, step_named
+from megaspeed.checkpoint.folders import CHECKPOINTS, METRICS, CheckpointFolder, step_named
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.files.durable import Locked, flush_folder, identity, lock, write_file
@@ -44,7 +44,7 @@ from megaspeed.training.metrics import records_up_to
 from megaspeed.training.profile import PROFILE
 
 CONFIG, LOSS_CURVE = "config.json", "loss.png"
-METRICS, PARTS, STARTS = "metrics.jsonl", "parts.jsonl", "starts.jsonl"
+PARTS, STARTS = "parts.jsonl", "starts.jsonl"
 LOADS = "loads.json"
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megaspeed.checkpoint.folders import METRICS
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
 from megaspeed.files.json_values import leaves, read_records
@@ -110,7 +111,7 @@ def read_run(folder: Path) -> RunRecord:
     Raises:
         RunFolderError: the folder has no metrics.jsonl, or it cannot be read.
     """
-    file = folder / run_folder.METRICS
+    file = folder / METRICS
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; name the folder of a run")
     if not file.is_file():

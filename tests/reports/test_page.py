@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megaspeed.checkpoint.folders import METRICS
 from megaspeed.cli import main
-from megaspeed.job.run_folder import LOADS, METRICS
+from megaspeed.job.run_folder import LOADS
 from megaspeed.reports.run_page import Chart, Line, draw
 from megaspeed.reports.run_record import read_run
 from megaspeed.training.metrics import MetricsFile, MixtureMetrics, StepMetrics

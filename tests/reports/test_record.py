@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaspeed.job.run_folder import METRICS, continue_run_folder
+from megaspeed.checkpoint.folders import METRICS
+from megaspeed.job.run_folder import continue_run_folder
 from megaspeed.reports.run_record import RunFolderError, read_run
 from megaspeed.training.metrics import MetricsFile
 from tests.reports.written_runs import TEXT, loss_at, written_run

@@ -4,8 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megaspeed.checkpoint.folders import METRICS
 from megaspeed.config.resolve import Run
-from megaspeed.job.run_folder import METRICS, continue_run_folder, start_run_folder
+from megaspeed.job.run_folder import continue_run_folder, start_run_folder
 from megaspeed.training.metrics import MetricsFile, ValidationMetrics
 from tests.support.tiny import merge, tiny_run
 from tests.training.metrics_of_steps import step_metrics
