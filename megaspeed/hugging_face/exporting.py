@@ -106,7 +106,8 @@ class StockModel:
     def __init__(self, checkpoint: Path, *, tokenizer: Path | None, precision: Precision) -> None:
         """Describe the model, without reading its weights. Raises as ``export_model`` does."""
         self.checkpoint = checkpoint
-        self.ours = RunState.read(checkpoint).model_section()
+        state = RunState.read(checkpoint)
+        self.ours = state.model_section()
         self.dtype: torch.dtype = getattr(torch, precision)  # of the weights
         described = hugging_face_config(self.ours)
         _refuse_biases(checkpoint, self.ours)
@@ -115,12 +116,20 @@ class StockModel:
         )
         ids = self.tokenizer.ids()
         # If the user named a tokenizer, its ids replace those that the model came with.
-        named = token_ids(ids) if tokenizer else {}
+        named = {"pad_token_id": None, **token_ids(ids)} if tokenizer else {}
         # The content of generation_config.json and of config.json.
         self.generation = {**ids, **read_generation(checkpoint), **named}
         # transformers 5 calls this key dtype, and reads torch_dtype as well.
         stated = {**ids, **token_ids(self.generation), "torch_dtype": precision}
         self.config = {**described, **stated}
+        # config.json does not get the ids that are added below. With an id for padding, some models
+        # of transformers do not train its row of the embedding, often that of the end-of-text.
+        pad, positions = self.generation.get("pad_token_id"), self.ours.max_position_embeddings
+        self.tokenizer_files, padding = self.tokenizer.for_batches(positions, pad)
+        self.generation["pad_token_id"] = padding if pad is None else pad
+        if state.imported_from is None and self.generation["bos_token_id"] is None:
+            # In training, an end-of-text was before each document.
+            self.generation["bos_token_id"] = ids["eos_token_id"]
         self.parts = {part.theirs: part for part in parts_of(self.ours)}
 
     def load(self) -> Any:
@@ -151,7 +160,7 @@ class StockModel:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             described[SAFETENSORS_INDEX] = index
         files = {name: json_file(values) for name, values in described.items()}
-        write_files(folder, {**files, **self.tokenizer.files})
+        write_files(folder, {**files, **self.tokenizer_files})
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors from the checkpoint, transposed and rounded as needed.

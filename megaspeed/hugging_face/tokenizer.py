@@ -19,7 +19,13 @@ from megaspeed.checkpoint.folders import GENERATION, TOKENIZER, read_tokenizer_f
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.hugging_face import DAMAGED
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokenizer import NoEndOfText, TextTokenizer, load_tokenizer, special_tokens
+from megaspeed.data.tokenizer import (
+    CONFIG_FILE,
+    NoEndOfText,
+    TextTokenizer,
+    load_tokenizer,
+    special_tokens,
+)
 from megaspeed.hugging_face.weights import HuggingFaceError
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -34,6 +40,7 @@ class ModelTokenizer:
     files: Mapping[str, bytes]  # name -> content
     loaded: TextTokenizer | None = None  # None if no token is known to end a text
     bos_token_id: int | None = None  # begins a text; None if there is no such token
+    pad_token_id: int | None = None  # its own token for padding; None if there is no such token
     remark: str = ""  # what the user should know about it
 
     def __str__(self) -> str:
@@ -44,6 +51,27 @@ class ModelTokenizer:
         """The special tokens' ids by their keys in config.json and generation_config.json."""
         eos = None if self.loaded is None else self.loaded.end_of_text
         return {"bos_token_id": self.bos_token_id, "eos_token_id": eos}
+
+    def for_batches(self, positions: int, pad: Any) -> tuple[Mapping[str, bytes], int | None]:
+        """The files with a token for padding and the longest text; and the id of this token.
+
+        The id is the tokenizer's own, or else ``pad`` of the model, or else the end-of-text. The
+        padding is on the left, because tokens are generated on the right. If no token is known to
+        end a text, nothing is added.
+        """
+        if self.loaded is None:
+            return self.files, None
+        known = pad if pad in range(self.loaded.vocab_size) else self.loaded.end_of_text
+        padding = known if self.pad_token_id is None else self.pad_token_id
+        stated = json.loads(self.files[CONFIG_FILE])
+        limit = stated.get("model_max_length")
+        config = {
+            "padding_side": "left",
+            **stated,
+            "pad_token": self.loaded.tokenizer.id_to_token(padding),
+            "model_max_length": min(limit, positions) if isinstance(limit, int) else positions,
+        }
+        return {**self.files, CONFIG_FILE: json_file(config)}, padding
 
 
 def find_tokenizer(
@@ -91,11 +119,12 @@ def _read_tokenizer(source: Path, vocab_size: int, setting: str) -> ModelTokeniz
             "resize_token_embeddings"
         )
     folder = source if source.is_dir() else source.parent
-    bos = next(special_tokens(folder, "bos_token"), None)
+    to_id = words.tokenizer.token_to_id
     return ModelTokenizer(
         made | (read_tokenizer_files(source) if source.is_dir() else {}),
         loaded=loaded,
-        bos_token_id=None if bos is None else words.tokenizer.token_to_id(bos),
+        bos_token_id=next(map(to_id, special_tokens(folder, "bos_token")), None),
+        pad_token_id=next(map(to_id, special_tokens(folder, "pad_token")), None),
         remark=remark,
     )
 

@@ -134,6 +134,36 @@ def test_an_import_works_with_another_tokenizer_or_without(
     assert not (folder.with_name("without") / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("own", "generation", "pad", "limit"),
+    [
+        ({}, {}, "<|endoftext|>", 96),
+        ({"model_max_length": 64}, {"pad_token_id": 7}, "'", 64),
+        ({"pad_token": "!", "model_max_length": 10**30, "padding_side": "right"}, {}, "!", 96),
+        ({"pad_token": "!"}, {"pad_token_id": 7}, "!", 96),
+        ({"pad_token": None}, {"pad_token_id": -1}, "<|endoftext|>", 96),
+        ({"pad_token": "[PAD]", "model_max_length": "long"}, {}, "<|endoftext|>", 96),
+    ],
+    ids=["none", "of the model", "its own", "both", "no token", "no entry"],
+)
+def test_the_token_for_padding_is_one_of_the_vocabulary(
+    folder: Path, own: dict[str, Any], generation: dict[str, Any], pad: str, limit: int
+) -> None:
+    with_tokenizer(folder)
+    config = {**stated(folder, "tokenizer_config.json"), "model_max_length": None, **own}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    out, _ = there_and_back(folder)
+    ours = AutoTokenizer.from_pretrained(out)
+    entries = load_tokenizer(str(folder)).vocab_size
+    assert (ours.pad_token, ours.model_max_length, len(ours)) == (pad, limit, entries)
+    assert ours.padding_side == own.get("padding_side", "left")
+    added = {"pad_token_id": ours.pad_token_id} | generation
+    assert stated(out, "generation_config.json")["pad_token_id"] == added["pad_token_id"]
+    assert stated(out, "config.json").get("pad_token_id") == generation.get("pad_token_id")
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
 # --- how a text is continued ----------------------------------------------------------------------
 
 

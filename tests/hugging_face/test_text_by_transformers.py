@@ -13,7 +13,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
 
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
@@ -134,3 +139,29 @@ def test_the_template_of_transformers_and_the_opening_matter(models: Models) -> 
     assert ids[0] == BEGIN
     assert AutoTokenizer.from_pretrained(closed)(PROMPT).input_ids == [*ids, END]
     assert likeliest(exported, ids[1:]) != likeliest(exported, ids)
+
+
+@pytest.mark.parametrize("name", ["trained here", "bare", "begun"])
+def test_a_batch_of_prompts_is_continued_as_each_one_alone(models: Models, name: str) -> None:
+    """A batch is padded on the left: on the right, the padding would be part of the text."""
+    exported = models(name)[1]
+    prompts = ["You may", "this License is", "a"]
+    greedy = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
+    pipe = pipeline("text-generation", model=str(exported), device="cpu")
+    alone = [pipe(prompt, **greedy)[0]["generated_text"] for prompt in prompts]
+    assert [one["generated_text"] for (one,) in pipe(prompts, batch_size=2, **greedy)] == alone
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported).eval()
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
+    drawn = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    written = tokenizer.batch_decode(drawn[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
+    assert written == alone
+    assert tokenizer.model_max_length == model.config.max_position_embeddings
+    assert len(tokenizer) == model.config.vocab_size
+    # otherwise fine-tuning would not train the row of the end-of-text
+    assert getattr(model.get_input_embeddings(), "padding_idx", None) is None
+
+
+def test_a_model_that_was_trained_here_begins_a_document(models: Models) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models("trained here")[1]).eval()
+    assert model.generate(max_new_tokens=1, do_sample=False)[0, 0] == END
