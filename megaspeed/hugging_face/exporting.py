@@ -1,8 +1,8 @@
 """Exports a checkpoint to a folder that stock transformers loads.
 
     checkpoint, of any layout --one shard at a time--> OUT.writing/model-00001-of-00003.safetensors
-    run state                 -----------------------> config.json, generation_config.json
-    tokenizer files           -----------------------> copied
+    run state                 -----------------------> config.json, generation_config.json, card
+    tokenizer files           -----------------------> copied, with a token for padding
                                                            | verified
                                                            +-> OUT/
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import transformers
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
@@ -32,6 +33,7 @@ from megaspeed.config.families import FAMILIES
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.files.durable import refuse_existing
+from megaspeed.hugging_face.model_card import model_card
 from megaspeed.hugging_face.tokenizer import (
     find_tokenizer,
     json_file,
@@ -48,6 +50,7 @@ from megaspeed.hugging_face.weights import (
     parts_of,
 )
 from megaspeed.model.parameters import parameters_in_words
+from megaspeed.units import readable_memory
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -89,11 +92,15 @@ def export_model(
     model = StockModel(checkpoint, tokenizer=tokenizer, precision=precision)
     split = model.split()
     size_bytes: int = split.metadata["total_size"]
-    with new_model_folder(out, model.ours, size_bytes, verify=verify) as writing:
-        model.write(writing, split)
-        agreement = compare(checkpoint, writing, dtype=model.dtype, strict=True) if verify else None
     count = f"{len(split.filename_to_tensors)} files" if split.is_sharded else "1 file"
     parameters = f"{parameters_in_words(model.ours)}, {precision}, in {count}"
+    if split.is_sharded:
+        peak = readable_memory(model.peak_bytes(split))
+        report(f"to write {count}, one after the other, takes about {peak} of memory")
+    with new_model_folder(out, model.ours, size_bytes, verify=verify) as writing:
+        model.write(writing, split)
+        write_files(writing, {"README.md": model_card(checkpoint, out.name, parameters)})
+        agreement = compare(checkpoint, writing, dtype=model.dtype, strict=True) if verify else None
     report(f"{out}: {parameters}, from {checkpoint}")
     report(str(model.tokenizer))
     report(str(agreement or "not verified"))
@@ -150,6 +157,12 @@ class StockModel:
                 name: torch.empty(part.shape, dtype=self.dtype) for name, part in self.parts.items()
             }
         return split_torch_state_dict_into_shards(shapes, max_shard_size=MAX_SHARD_BYTES)
+
+    def peak_bytes(self, split: StateDictSplit) -> int:
+        """The predicted peak of memory in ``write``: what is in use now, and the largest file."""
+        sizes = {name: math.prod(part.shape) for name, part in self.parts.items()}
+        largest = max(sum(sizes[n] for n in names) for names in split.filename_to_tensors.values())
+        return int(psutil.Process().memory_info().rss) + largest * self.dtype.itemsize
 
     def write(self, folder: Path, split: StateDictSplit) -> None:
         """Write all files of the model into ``folder``."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +30,19 @@ from megaspeed.data.errors import DataError
 from megaspeed.hugging_face import exporting
 from megaspeed.hugging_face.exporting import Precision, StockModel, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
+from megaspeed.hugging_face.model_card import model_card
 from megaspeed.hugging_face.weights import HuggingFaceError, StoredTensor, TensorPart
 from megaspeed.model.gpt import SwiGluMlp
 from tests.checkpoint.written import CONFIG, run_state, write_checkpoint
-from tests.hugging_face.models import END_OF_TEXT, llama, same, saved, weights_in, with_tokenizer
+from tests.hugging_face.models import (
+    END_OF_TEXT,
+    llama,
+    mixtral,
+    same,
+    saved,
+    weights_in,
+    with_tokenizer,
+)
 from tests.support.command import lacking
 from tests.support.forked import run_forked
 from tests.support.tiny import MOE, tiny_run
@@ -61,6 +71,7 @@ def test_one_file_if_one_suffices(checkpoint: Path, tmp_path: Path) -> None:
     reported: list[str] = []
     export_model(checkpoint, tmp_path / "out", report=reported.append)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -70,6 +81,22 @@ def test_one_file_if_one_suffices(checkpoint: Path, tmp_path: Path) -> None:
         f"{tmp_path / 'out'}: 34,784 parameters, float32, in 1 file, from {checkpoint}",
         "tokenizer: none; name one with --tokenizer",
     ]
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["tied", "experts"])
+def test_a_model_of_several_files_is_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: bool
+) -> None:
+    """Each expert is a tensor. A file never has all experts of a block."""
+    stock = mixtral() if experts else llama(tie_word_embeddings=True)
+    folder = saved(stock, tmp_path / "hf")
+    import_model(folder, tmp_path / "checkpoint", verify=False)
+    monkeypatch.setattr(exporting, "MAX_SHARD_BYTES", 20_000)
+    export_model(tmp_path / "checkpoint", tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = {name: file for name, file in index["weight_map"].items() if "layers.0.block" in name}
+    assert len(set(files.values())) > 1 or not experts
+    assert same(weights_in(tmp_path / "out"), weights_in(folder))
 
 
 def test_files_are_no_larger_than_the_limit_but_for_one_tensor(
@@ -163,12 +190,28 @@ def test_a_run_folder_gives_its_newest_checkpoint_with_the_true_vocabulary(
 ) -> None:
     out = tmp_path / "out"
     newest, figures = run_folder / "checkpoints" / "step-00000200", tmp_path / "figures.json"
+    losses = {100: 6.5, 180: 4.375, 220: 4.125}
+    lines = [{"step": step, "validation_loss": loss} for step, loss in losses.items()]
+    (run_folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     assert main(["export-hf", str(run_folder), str(out), "--json", str(figures)]) == 0
     reported = capsys.readouterr()
     assert (
         f" from {newest}\n" in reported.out and "verified: " in reported.out and reported.err == ""
     )
     assert json.loads(figures.read_text())["checkpoint"] == str(newest)
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "license" not in card
+    facts = dict(re.findall(r"^\| (.*?) +\| +(.*?) \|$", card, re.MULTILINE))
+    assert facts["steps"] == "200" and facts["tokens"] == f"{256 * 200:,}"
+    assert facts["training loss of the last step (nats a token)"] == "4.2500"
+    assert facts["validation loss after step 180 (nats a token)"] == "4.3750"
+    assert card.count("validation loss") == 1
+    assert facts["torch"] == torch.__version__
+    state = json.loads(card.partition("```json\n")[2].partition("\n```\n")[0])
+    assert state == json.loads((newest / "run_state.json").read_text())
+    newest.rename(tmp_path / "alone")  # a checkpoint without a run has no validation loss
+    assert b"validation loss" not in model_card(tmp_path / "alone", "a", "b")
+    (tmp_path / "alone").rename(newest)
     assert main(["export-hf", str(newest), str(out) + "2"]) == 0
     assert same(weights_in(out), weights_in(Path(str(out) + "2")))
     stock = AutoModelForCausalLM.from_pretrained(out)
@@ -272,13 +315,16 @@ from pathlib import Path
 from transformers import LlamaConfig
 from megaspeed.hugging_face import exporting
 from megaspeed.hugging_face.importing import import_model
-from tests.support.memory import added
+from tests.support.memory import added, peak
 
 folder, checkpoint, out = map(Path, sys.argv[1:4])
 LlamaConfig()  # loads modules, which stay
 exporting.MAX_SHARD_BYTES = int(sys.argv[4])
+lines = []
 imported = added(lambda: import_model(folder, checkpoint, verify=False))
-print(imported, added(lambda: exporting.export_model(checkpoint, out, verify=False)))
+export = lambda: exporting.export_model(checkpoint, out, verify=False, report=lines.append)
+print(imported, added(export), peak())
+print(lines[0])
 """
 
 
@@ -293,7 +339,12 @@ def test_memory_is_bounded_by_one_file_and_not_by_the_model(tmp_path: Path) -> N
     arguments = [str(folder), str(tmp_path / "checkpoint"), str(tmp_path / "out"), str(shard_bytes)]
     command = [sys.executable, "-c", MEASURED, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    imported, exported = map(int, done.stdout.split())
+    numbers, line = done.stdout.splitlines()
+    imported, exported, peak = map(int, numbers.split())
+    predicted = re.fullmatch(
+        r"to write \d+ files, one after the other, takes about ([\d.]+) MiB of memory", line
+    )
+    assert predicted is not None and abs(float(predicted[1]) * 2**20 - peak) < slack
     assert imported < shard_bytes + LARGEST_PIECE_BYTES + slack
     assert exported < shard_bytes + slack
     assert same(weights_in(folder), weights_in(tmp_path / "out"))
