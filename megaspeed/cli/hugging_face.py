@@ -93,7 +93,7 @@ def _import(options: argparse.Namespace) -> None:
     from megaspeed.hugging_face.importing import import_model
 
     lines: list[str] = []
-    with busy(f"importing {options.folder}"):
+    with busy(f"importing {options.folder}") as bar:
         agreement = import_model(
             options.folder,
             options.out,
@@ -101,6 +101,7 @@ def _import(options: argparse.Namespace) -> None:
             with_tokenizer=not options.no_tokenizer,
             verify=not options.no_verify,
             report=lines.append,
+            show=bar.show,
         )
     say("\n".join(lines))
     write_json(options, {"out": str(options.out), "agreement": agreement and asdict(agreement)})
@@ -112,7 +113,7 @@ def _export(options: argparse.Namespace) -> None:
 
     checkpoint = checkpoint_named(options.checkpoint, lambda line: say(line, error=True))
     lines: list[str] = []
-    with busy(f"exporting {checkpoint}"):
+    with busy(f"exporting {checkpoint}") as bar:
         agreement = export_model(
             checkpoint,
             options.out,
@@ -120,6 +121,7 @@ def _export(options: argparse.Namespace) -> None:
             precision=options.dtype,
             verify=not options.no_verify,
             report=lines.append,
+            show=bar.show,
         )
     say("\n".join(lines))
     figures = {

@@ -16,6 +16,7 @@ from megaspeed.files.durable import write_file
 from megaspeed.files.paths import file_problem, path_argument
 
 if TYPE_CHECKING:
+    from megaspeed.bar_or_lines import BarOrLines
     from megaspeed.config.resolve import Run
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
@@ -143,13 +144,15 @@ def new_file(text: str) -> Path:
 
 
 @contextmanager
-def busy(text: str) -> Iterator[None]:
-    """Show a bar without an end, and a text, on a terminal. Nothing may be printed meanwhile."""
+def busy(text: str) -> Iterator["BarOrLines"]:
+    """Show a text and a bar, which has no end unless the caller states a total. Nothing may be
+    printed meanwhile.
+    """
     from megaspeed.bar_or_lines import BarOrLines  # not above, because rank processes need none
 
     with BarOrLines(0) as bar:
         bar.show(0, text)
-        yield
+        yield bar
 
 
 # What a command prints, and the same figures as JSON.

@@ -45,6 +45,7 @@ from megaspeed.hugging_face.verifying import Agreement, compare, new_model_folde
 from megaspeed.hugging_face.weights import (
     SAFETENSORS_INDEX,
     HuggingFaceError,
+    Show,
     TensorPart,
     is_finite,
     parts_of,
@@ -66,6 +67,7 @@ def export_model(
     precision: Precision = "float32",
     verify: bool = True,
     report: Callable[[str], None] = lambda line: None,
+    show: Show = lambda done, text, total: None,
 ) -> Agreement | None:
     """Write a checkpoint's model to the folder ``out``, in transformers' format.
 
@@ -76,6 +78,7 @@ def export_model(
         precision: dtype of the weights in the files.
         verify: whether to compare with transformers before ``out`` gets its name.
         report: receives a line for each thing that was done.
+        show: receives how much is written.
 
     Returns:
         How well the two implementations agree; None if they were not compared.
@@ -94,11 +97,14 @@ def export_model(
     size_bytes: int = split.metadata["total_size"]
     count = f"{len(split.filename_to_tensors)} files" if split.is_sharded else "1 file"
     parameters = f"{parameters_in_words(model.ours)}, {precision}, in {count}"
+    peak = readable_memory(model.peak_bytes(split))
     if split.is_sharded:
-        peak = readable_memory(model.peak_bytes(split))
-        report(f"to write {count}, one after the other, takes about {peak} of memory")
+        report(f"writing {count}, one after the other, takes about {peak} of memory")
     with new_model_folder(out, model.ours, size_bytes, verify=verify) as writing:
-        model.write(writing, split)
+        model.write(
+            writing, split, lambda done: show(done, f"writing, {peak} of memory", size_bytes)
+        )
+        show(0, "comparing with transformers" * verify, 0)
         write_files(writing, {"README.md": model_card(checkpoint, out.name, parameters)})
         agreement = compare(checkpoint, writing, dtype=model.dtype, strict=True) if verify else None
     report(f"{out}: {parameters}, from {checkpoint}")
@@ -164,10 +170,18 @@ class StockModel:
         largest = max(sum(sizes[n] for n in names) for names in split.filename_to_tensors.values())
         return int(psutil.Process().memory_info().rss) + largest * self.dtype.itemsize
 
-    def write(self, folder: Path, split: StateDictSplit) -> None:
-        """Write all files of the model into ``folder``."""
+    def write(
+        self,
+        folder: Path,
+        split: StateDictSplit,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """Write all files of the model into ``folder``. ``progress`` gets the bytes written."""
+        done = 0
         for file, names in split.filename_to_tensors.items():
             _save(folder / file, self.tensors(names))
+            done += (folder / file).stat().st_size
+            progress(done)
         described = {CONFIG_FILE: self.config, GENERATION: self.generation}
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

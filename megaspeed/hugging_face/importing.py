@@ -42,6 +42,7 @@ from megaspeed.hugging_face.tokenizer import (
 from megaspeed.hugging_face.verifying import Agreement, compare, new_model_folder
 from megaspeed.hugging_face.weights import (
     HuggingFaceError,
+    Show,
     StoredTensor,
     TensorPart,
     matching_tensors,
@@ -60,6 +61,7 @@ def import_model(
     with_tokenizer: bool = True,
     verify: bool = True,
     report: Callable[[str], None] = lambda line: None,
+    show: Show = lambda done, text, total: None,
 ) -> Agreement | None:
     """Write the model in ``folder`` to the checkpoint ``out``.
 
@@ -70,6 +72,7 @@ def import_model(
         with_tokenizer: whether the checkpoint carries a tokenizer.
         verify: whether to compare with transformers before ``out`` gets its name.
         report: receives a line for each thing that was done.
+        show: receives how much is written.
 
     Returns:
         How well the two implementations agree; None if they were not compared.
@@ -104,7 +107,10 @@ def import_model(
         },
     )
     with new_model_folder(out, model, parameters * BYTES_PER_ELEMENT, verify=verify) as writing:
-        write_checkpoint(writing, _pieces(model, stored), state, beside)
+        text = f"importing {folder}"
+        pieces = _pieces(model, stored, lambda done: show(done, text, parameters))
+        write_checkpoint(writing, pieces, state, beside)
+        show(0, "comparing with transformers" * verify, 0)
         agreement = compare(writing, folder) if verify else None
     report(f"{out}: {parameters_in_words(model)}, from {folder}")
     report(str(vocabulary))
@@ -139,8 +145,11 @@ def _model_of(folder: Path) -> ModelConfig:
     return model
 
 
-def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[Piece]:
-    """The pieces of our tensors. Each is read when it is needed."""
+def _pieces(
+    model: ModelConfig, stored: Mapping[str, StoredTensor], progress: Callable[[int], None]
+) -> Iterator[Piece]:
+    """The pieces of our tensors. Each is read when it is needed. ``progress`` gets the elements."""
+    done = 0
     prefix = FAMILIES[model.architecture].prefix
     for part in parts_of(model):
         tensor = stored[part.theirs.removeprefix(prefix)]
@@ -150,6 +159,8 @@ def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[
             for start in range(0, count, at_once):
                 rows = slice(theirs + start, theirs + min(start + at_once, count))
                 yield part.piece(_rows_of(tensor, rows, part).contiguous(), start=first + start)
+                done += width * (rows.stop - rows.start)
+                progress(done)
 
 
 def _rows_of(tensor: StoredTensor, rows: slice, part: TensorPart) -> Tensor:

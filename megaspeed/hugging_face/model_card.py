@@ -12,13 +12,14 @@ from megaspeed.units import markdown_table
 def model_card(checkpoint: Path, title: str, model: str) -> bytes:
     """The card of a checkpoint's export. ``model`` states its size and precision."""
     state = RunState.read(checkpoint)
+    described = state.model_dump_json(indent=2, exclude={"progress": {"recent"}})  # many numbers
     facts = [("model", model), *_training(checkpoint, state), *state.software.items()]
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
         f"# {title}\n\nThis model was exported from a checkpoint of megaspeed.\n\n"
         + "\n".join(markdown_table(("fact", "value"), facts))
         + "\n\n<details><summary>Run state, with the configuration</summary>\n\n"
-        f"```json\n{state.to_bytes().decode()}```\n\n</details>\n"
+        f"```json\n{described}\n```\n\n</details>\n"
     ).encode()
 
 

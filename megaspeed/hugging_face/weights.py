@@ -45,6 +45,9 @@ HEAD = "lm_head.weight"
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
+Show = Callable[[float, str, float], object]
+"""Receives how much of a total is done, and a text, as ``BarOrLines.show`` does."""
+
 _Open = Callable[[Path], Any]
 
 
