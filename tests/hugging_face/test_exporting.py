@@ -208,7 +208,9 @@ def test_a_run_folder_gives_its_newest_checkpoint_with_the_true_vocabulary(
     assert card.count("validation loss") == 1
     assert facts["torch"] == torch.__version__
     state = json.loads(card.partition("```json\n")[2].partition("\n```\n")[0])
-    assert state == json.loads((newest / "run_state.json").read_text())
+    complete = json.loads((newest / "run_state.json").read_text())
+    del complete["progress"]["recent"]  # the losses and norms of the last steps, on many lines
+    assert state == complete
     newest.rename(tmp_path / "alone")  # a checkpoint without a run has no validation loss
     assert b"validation loss" not in model_card(tmp_path / "alone", "a", "b")
     (tmp_path / "alone").rename(newest)
@@ -342,7 +344,7 @@ def test_memory_is_bounded_by_one_file_and_not_by_the_model(tmp_path: Path) -> N
     numbers, line = done.stdout.splitlines()
     imported, exported, peak = map(int, numbers.split())
     predicted = re.fullmatch(
-        r"to write \d+ files, one after the other, takes about ([\d.]+) MiB of memory", line
+        r"writing \d+ files, one after the other, takes about ([\d.]+) MiB of memory", line
     )
     assert predicted is not None and abs(float(predicted[1]) * 2**20 - peak) < slack
     assert imported < shard_bytes + LARGEST_PIECE_BYTES + slack
