@@ -98,6 +98,8 @@ def test_the_groups_of_micro_batches_follow_the_batch_only_if_they_are_auto() ->
     run = run_with("0:8 10:24", world=2, parallel=keys)
     groups = {batch: pipeline_of(phase).groups for batch, phase in run.phases.items()}
     assert groups == {8: 2, 24: 6}
+    again = resolve_run(parse_config(run.as_json()), World(2, "test"), name="run")
+    assert again.as_json() == run.as_json(), "the file in the run folder is valid"
     stated = run_with("0:8 10:24", world=2, parallel={**keys, "micro_batch_groups": 2})
     assert {pipeline_of(phase).groups for phase in stated.phases.values()} == {2}
 
