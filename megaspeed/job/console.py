@@ -328,11 +328,15 @@ class ConsoleObserver(Observer):
             self._print(describe_resumed(self.begin, metrics))
         if metrics.spike is not None and metrics.step - 1 != self._last_spike:
             file = shlex.quote(str(self.run.run_dir / CONFIG))
+            # Not the step: the run may have been resumed with another batch or sequence length.
+            trained = metrics.tokens - self.begin.tokens
+            end = self.begin.samples + trained // self.run.config.data.sequence_length
+            samples = f"{end - metrics.train_batch_size}:{end}"
             self._print(
                 f"[yellow]step {metrics.step:>6}  spike:[/yellow] loss {metrics.loss:.4f}, grad "
                 f"norm {metrics.grad_norm:.3f}; one lies {metrics.spike:.1f} standard deviations "
                 "above the mean of the steps before. Its samples: "
-                f"{escape(f'megaspeed show-batch --config {file} --step {metrics.step}')}"
+                f"{escape(f'megaspeed show-batch --config {file} --samples {samples}')}"
             )
         self._last_spike = self._last_spike if metrics.spike is None else metrics.step
         if sentence := self._divergence.sentence_after(metrics.step, metrics.loss):

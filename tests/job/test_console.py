@@ -199,14 +199,16 @@ def test_a_spike_is_named_once_with_its_samples_and_a_rising_loss_is_a_warning()
     for step in range(1, 61):
         observer.step(step_metrics(step=step, loss=3.0 + step % 3, spike=None))
     for step, spike in ((61, 9.34), (62, 7.0), (64, 6.5)):
-        observer.step(step_metrics(step=step, loss=4.0, grad_norm=31.2, spike=spike))
+        tokens = 16 * (24 * 60 + 12 * (step - 60))  # the batch has changed after step 60
+        batch = {"tokens": tokens, "train_batch_size": 12}
+        observer.step(step_metrics(step=step, loss=4.0, grad_norm=31.2, spike=spike, **batch))
     for step in range(65, 91):
         observer.step(step_metrics(step=step, loss=step / 2))
     spikes = [line for line in output.getvalue().splitlines() if "spike:" in line]
     assert spikes[0] == (
         "step     61  spike: loss 4.0000, grad norm 31.200; one lies 9.3 standard deviations above "
         "the mean of the steps before. Its samples: "
-        "megaspeed show-batch --config 'run [a]/config.json' --step 61"
+        "megaspeed show-batch --config 'run [a]/config.json' --samples 1440:1452"
     )
     assert [line.split()[1] for line in spikes] == ["61", "64"], "62 follows a spike"
     (warning,) = (line for line in output.getvalue().splitlines() if "warning:" in line)
