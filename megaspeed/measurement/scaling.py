@@ -93,6 +93,7 @@ def scaled_rows(
             "parallel.micro_batch_groups": "auto" if groups == most else groups,
             "parallel.spare_ranks": False,
             train if weak else accumulation: None,
+            "train_batch_size_schedule": None,  # all steps have the largest batch
             "training.tokens": None,  # all rows take training.steps
         }
     )
