@@ -34,19 +34,13 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Document:
-    """The values of a run before they are checked.
+    """The values of a run before they are checked."""
 
-    Attributes:
-        values: the merged JSON.
-        problems: what is wrong with the files and the overrides.
-        origins: where each value comes from: a path, ``--set``, or "" for the config file itself.
-        is_complete: False if a file could not be read. Then missing keys are no mistake.
-    """
-
-    values: dict[str, Any]
-    problems: tuple[Problem, ...] = ()
+    values: dict[str, Any]  # the merged JSON
+    problems: tuple[Problem, ...] = ()  # what is wrong with the files and the overrides
+    # Where each value comes from: a path, ``--set``, or "" for the config file itself.
     origins: Mapping[KeyPath, str] = field(default_factory=dict)
-    is_complete: bool = True
+    is_complete: bool = True  # False if a file could not be read. Then missing keys are no mistake.
 
 
 def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:

@@ -31,17 +31,11 @@ def dotted(path: KeyPath) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """A mistake in the JSON.
+    """A mistake in the JSON."""
 
-    Args:
-        path: the key; empty if the mistake is not in one key.
-        message: the error message.
-        meant: for an unknown key, the known key that was probably meant.
-    """
-
-    path: KeyPath
+    path: KeyPath  # the key; empty if the mistake is not in one key
     message: str
-    meant: KeyPath = ()
+    meant: KeyPath = ()  # for an unknown key, the known key that was probably meant
 
 
 class ConfigError(ValueError):

@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 
 class Key(NamedTuple):
-    """A key of a config.json.
-
-    Attributes:
-        name: the key.
-        default: transformers' value if the file omits the key. None: the field is derived, or null.
-        values: their value -> ours, if they differ. Other values are refused. If several of
-            theirs mean the same, an export writes the first.
-    """
+    """A key of a config.json."""
 
     name: str
+    # The value of transformers if the file omits the key. None: the field is derived, or null.
     default: Any = None
+    # Their value -> ours, if they differ. Other values are refused. If several of theirs mean the
+    # same, an export writes the first.
     values: Mapping[str, str] | None = None
 
 
@@ -33,40 +29,31 @@ def _keys(**defaults: Any) -> dict[str, Key]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A value of ``model.architecture``.
+    """A value of ``model.architecture``."""
 
-    Attributes:
-        features: fields of the ``model`` section that the family sets unless the JSON states them.
-        class_name: transformers' class with the language-modelling head.
-        keys: field of the ``model`` section -> the key of the config.json.
-        fixed: other keys of the config.json -> the values that our model supports; the first is
-            transformers' default.
-        other_names: second names of keys that transformers accepts -> the key.
-        rope_types: the kinds of rotary scaling that its files may state.
-        prefix: start of the name of every tensor but the head's. Files of the model without its
-            head omit it.
-        blocks: their name for the list of blocks.
-        modules: our module -> their modules. Names within a block omit "blocks.3.". There is one of
-            their modules for each section of our rows (``model/parameters.py``), or one for all.
-            "{}" stands for the number of an expert.
-        transposes_blocks: whether the matrices of a block are stored as (in, out).
-        interleaves_heads: whether the rows of ``attention.qkv`` are stored head by head: query, key
-            and value of the first head, then those of the second one.
-        buffers: regular expression for names of constants that older files also contain.
-    """
-
+    # Fields of the ``model`` section that the family sets unless the JSON states them.
     features: Mapping[str, Any]
-    class_name: str
-    keys: Mapping[str, Key]
+    class_name: str  # transformers' class with the language-modelling head
+    keys: Mapping[str, Key]  # field of the ``model`` section -> the key of the config.json
+    # Other keys of the config.json -> the values that our model supports; the first is
+    # transformers' default.
     fixed: Mapping[str, tuple[Any, ...]]
+    # Second names of keys that transformers accepts -> the key.
     other_names: Mapping[str, str] = field(default_factory=dict)
+    # The kinds of rotary scaling that its files may state.
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    # Start of the name of every tensor but the head's. Files of the model without its head omit it.
     prefix: str
-    blocks: str
+    blocks: str  # their name for the list of blocks
+    # Our module -> their modules. Names within a block omit "blocks.3.". There is one of their
+    # modules for each section of our rows (``model/parameters.py``), or one for all. "{}" stands
+    # for the number of an expert.
     modules: Mapping[str, tuple[str, ...]]
-    transposes_blocks: bool = False
+    transposes_blocks: bool = False  # whether the matrices of a block are stored as (in, out)
+    # Whether the rows of ``attention.qkv`` are stored head by head: query, key and value of the
+    # first head, then those of the second one.
     interleaves_heads: bool = False
-    buffers: str
+    buffers: str  # regular expression for names of constants that older files also contain
 
 
 _SHARED_KEYS = {"mlp": Key("hidden_act", "silu", {"silu": "swiglu", "swish": "swiglu"})}

@@ -228,19 +228,12 @@ _STAGES = {
 
 @dataclass(frozen=True)
 class Accepted:
-    """The values of megaspeed's keys, and what was found about the others.
+    """The values of megaspeed's keys, and what was found about the others."""
 
-    Attributes:
-        values: the JSON without keys that megaspeed does not have.
-        problems: one for each key that is refused.
-        notes: a sentence for each group of keys that have another name or no effect.
-        auto: megaspeed's keys that are "auto", which ``values`` does not have.
-    """
-
-    values: dict[str, Any]
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
-    auto: tuple[KeyPath, ...]
+    values: dict[str, Any]  # the JSON without keys that megaspeed does not have
+    problems: tuple[Problem, ...]  # one for each key that is refused
+    notes: tuple[str, ...]  # a sentence for each group of keys that have another name or no effect
+    auto: tuple[KeyPath, ...]  # megaspeed's keys that are "auto", which ``values`` does not have
 
     def all_notes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the notes, and one with the values of ``config`` for the keys that are "auto"."""

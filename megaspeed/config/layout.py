@@ -29,17 +29,11 @@ from megaspeed.topology.grid import Grid
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run.
+    """The processes of a run."""
 
-    Args:
-        size: number of processes.
-        source: where that number comes from, such as "SLURM_NTASKS" or "--world-size".
-        device_type: "cpu" or "cuda".
-    """
-
-    size: int
-    source: str
-    device_type: str = "cpu"
+    size: int  # number of processes
+    source: str  # where that number comes from, such as "SLURM_NTASKS" or "--world-size"
+    device_type: str = "cpu"  # or "cuda"
 
     def __post_init__(self) -> None:
         if self.size < 1:

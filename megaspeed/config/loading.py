@@ -60,19 +60,12 @@ _WANTED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found in a document.
+    """What was found in a document."""
 
-    Attributes:
-        problems: a sentence for each mistake.
-        correct: the config, in which keys that are wrong or missing are absent.
-        config: the same; None if there are problems.
-        notes: see ``Run.notes``; none if there are problems.
-    """
-
-    problems: tuple[str, ...]
-    correct: RunConfig
-    config: RunConfig | None = None
-    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...]  # a sentence for each mistake
+    correct: RunConfig  # the config, in which keys that are wrong or missing are absent
+    config: RunConfig | None = None  # the same; None if there are problems
+    notes: tuple[str, ...] = ()  # see ``Run.notes``; none if there are problems
 
     def correct_config(self, where: str) -> RunConfig:
         """Return the config. Raise ConfigError, with ``where`` in its heading, if there is none."""

@@ -52,17 +52,12 @@ Preparation = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder that the processes of a machine share.
-
-    Attributes:
-        root: the folder.
-        reports_waits: whether to report on standard error that another process holds the lock.
-        progress: called while text is prepared.
-    """
+    """A folder that the processes of a machine share."""
 
     root: Path
+    # Whether to report on standard error that another process holds the lock.
     reports_waits: bool = True
-    progress: Preparation = lambda *_: None
+    progress: Preparation = lambda *_: None  # called while text is prepared
 
     @contextmanager
     def lock(self) -> Iterator[None]:

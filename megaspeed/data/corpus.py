@@ -24,25 +24,17 @@ from megaspeed.data.token_stream import StreamShard, TokenStream, open_stream
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """Everything that training needs to know about its data. It is small and can be pickled.
+    """Everything that training needs to know about its data. It is small and can be pickled."""
 
-    Attributes:
-        train: the data of the training samples.
-        validation: the validation data; None if there is none.
-        tokenizer: a folder with tokenizer.json and tokenizer_config.json in the cache; None if all
-            sources are .bin files of ids and no tokenizer is named.
-        sequence_length: S, tokens.
-        seed: ``data.seed``.
-        reset_at_documents: whether attention and positions restart at every document.
-        documents: number of the documents of ``data.train``; None if a file does not state it.
-    """
-
-    train: Mixture
-    validation: Mixture | None
+    train: Mixture  # the data of the training samples
+    validation: Mixture | None  # the validation data; None if there is none
+    # A folder with tokenizer.json and tokenizer_config.json in the cache; None if all sources are
+    # .bin files of ids and no tokenizer is named.
     tokenizer: Path | None
-    sequence_length: int
-    seed: int
-    reset_at_documents: bool = False
+    sequence_length: int  # S, tokens
+    seed: int  # ``data.seed``
+    reset_at_documents: bool = False  # whether attention and positions restart at every document
+    # Number of the documents of ``data.train``; None if a file does not state it.
     documents: int | None = None
 
     @property

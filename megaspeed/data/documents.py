@@ -21,19 +21,12 @@ from megaspeed.files.paths import FileState
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document of a file.
+    """One document of a file."""
 
-    Attributes:
-        file: the file that contains it.
-        number: its number in the file, from 0. Documents without text are not counted.
-        size_bytes: size of its text in UTF-8.
-        content: sha256 of its text in UTF-8, in hexadecimal.
-    """
-
-    file: SourceFile
-    number: int
-    size_bytes: int
-    content: str
+    file: SourceFile  # the file that contains it
+    number: int  # its number in the file, from 0. Documents without text are not counted.
+    size_bytes: int  # size of its text in UTF-8
+    content: str  # sha256 of its text in UTF-8, in hexadecimal
 
 
 def hashed(file: SourceFile, on_bad: OnBad = refuse) -> Iterator[tuple[Piece, Document | None]]:
@@ -91,15 +84,10 @@ def chosen_files(documents: Iterable[Document]) -> list[SourceFile]:
 
 @dataclass(frozen=True, slots=True)
 class ChosenDocuments(TextFormat):
-    """Some of the documents of a file.
+    """Some of the documents of a file."""
 
-    Attributes:
-        format: how the file is read.
-        numbers: of the documents in the file, increasing, at least one.
-    """
-
-    format: TextFormat
-    numbers: tuple[int, ...]
+    format: TextFormat  # how the file is read
+    numbers: tuple[int, ...]  # of the documents in the file, increasing, at least one
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
         wanted, number = set(self.numbers), 0

@@ -187,13 +187,9 @@ class _NoText(Exception):
 
 @dataclass(frozen=True, slots=True)
 class JsonLines(TextFormat):
-    """One JSON object on each line. One of its fields is the text of a document.
+    """One JSON object on each line. One of its fields is the text of a document."""
 
-    Attributes:
-        text_field: the name of this field.
-    """
-
-    text_field: str = "text"
+    text_field: str = "text"  # the name of this field
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
         with closing(ByteStream(path, on_bad)) as stream:
@@ -238,13 +234,9 @@ class JsonLines(TextFormat):
 
 @dataclass(frozen=True, slots=True)
 class Table(TextFormat):
-    """A Parquet file.
+    """A Parquet file."""
 
-    Attributes:
-        text_field: the column that has the text.
-    """
-
-    text_field: str = "text"
+    text_field: str = "text"  # the column that has the text
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
         from pyarrow import OSFile, parquet
@@ -280,15 +272,10 @@ def is_saved_dataset(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SavedDataset(TextFormat):
-    """A folder that ``save_to_disk`` wrote.
+    """A folder that ``save_to_disk`` wrote."""
 
-    Attributes:
-        split: the name of the split, if the folder has several.
-        text_field: the column that has the text.
-    """
-
-    split: str = "train"
-    text_field: str = "text"
+    split: str = "train"  # the name of the split, if the folder has several
+    text_field: str = "text"  # the column that has the text
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
         import datasets
@@ -332,20 +319,13 @@ WITH_RECORDS = (JsonLines, Table, SavedDataset)
 
 @dataclass(frozen=True, slots=True)
 class NamedDataset(TextFormat):
-    """A dataset that ``datasets.load_dataset`` loads by name.
+    """A dataset that ``datasets.load_dataset`` loads by name."""
 
-    Attributes:
-        configuration, revision: passed to ``load_dataset``; None for its own default.
-        streaming: whether rows are read over the network, without a local copy.
-        split: passed to ``load_dataset``.
-        text_field: the column that has the text.
-    """
-
-    configuration: str | None = None
-    revision: str | None = None
-    streaming: bool = False
-    split: str = "train"
-    text_field: str = "text"
+    configuration: str | None = None  # passed to ``load_dataset``; None for its own default
+    revision: str | None = None  # the same
+    streaming: bool = False  # whether rows are read over the network, without a local copy
+    split: str = "train"  # passed to ``load_dataset``
+    text_field: str = "text"  # the column that has the text
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
         dataset = self._ask(path, "load_dataset", split=self.split, streaming=self.streaming)

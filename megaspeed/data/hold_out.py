@@ -44,15 +44,10 @@ Sides = tuple[tuple[TokenFile, ...], tuple[TokenFile, ...]]
 
 @dataclass(frozen=True)
 class Cut:
-    """A document whose end is held out.
+    """A document whose end is held out."""
 
-    Attributes:
-        document: its number among the training documents of its group.
-        fraction: the fraction of the document that is held out, in (0, 1).
-    """
-
-    document: int
-    fraction: float
+    document: int  # its number among the training documents of its group
+    fraction: float  # the fraction of the document that is held out, in (0, 1)
 
 
 def split_documents(

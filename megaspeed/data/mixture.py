@@ -50,18 +50,12 @@ def count_sequences(tokens: int, sequence_length: int) -> int:
 
 @dataclass(frozen=True)
 class Component:
-    """Token files from which samples are drawn together.
+    """Token files from which samples are drawn together."""
 
-    Attributes:
-        files: in order, at least one.
-        weight: share of the samples, relative to the weights of the other components.
-        name: its sources, as the configuration names them.
-        in_order: whether files are read one after another, and samples shuffled within each file.
-    """
-
-    files: tuple[TokenFile, ...]
-    weight: float
-    name: str
+    files: tuple[TokenFile, ...]  # in order, at least one
+    weight: float  # share of the samples, relative to the weights of the other components
+    name: str  # its sources, as the configuration names them
+    # Whether files are read one after another, and samples shuffled within each file.
     in_order: bool = False
 
     def __post_init__(self) -> None:
@@ -120,18 +114,13 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """The order of components.
+    """The order of components."""
 
-    Attributes:
-        weights: an integer for each component.
-        block: number of samples of a block, a power of two. Every component has at least one sample
-            in a block.
-        key: determines the order within blocks.
-    """
-
-    weights: tuple[int, ...]
+    weights: tuple[int, ...]  # an integer for each component
+    # Number of samples of a block, a power of two. Every component has at least one sample in a
+    # block.
     block: int
-    key: str
+    key: str  # determines the order within blocks
 
     @classmethod
     def of(cls, weights: Sequence[float], key: str) -> Self:

@@ -48,35 +48,22 @@ _KINDS: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive text of one document.
-
-    Attributes:
-        text: the text.
-        ends_document: whether it is the document's last piece.
-        read_bytes: bytes of the file on disk that were read so far, for progress; an estimate for
-            tables.
-    """
+    """Consecutive text of one document."""
 
     text: str
-    ends_document: bool
+    ends_document: bool  # whether it is the document's last piece
+    # Bytes of the file on disk that were read so far, for progress; an estimate for tables.
     read_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record of a file that is not text to train on.
-
-    Attributes:
-        path: the file.
-        where: the place in the file, such as "line 12 (byte 3,456)" or "row 7".
-        problem: what was expected, and what was found.
-        mend: how to fix it.
-    """
+    """A record of a file that is not text to train on."""
 
     path: Path
-    where: str
-    problem: str
-    mend: str
+    where: str  # the place in the file, such as "line 12 (byte 3,456)" or "row 7"
+    problem: str  # what was expected, and what was found
+    mend: str  # how to fix it
 
     def __str__(self) -> str:
         return f"{self.path}, {self.where}: {self.problem}; {self.mend}"

@@ -38,38 +38,26 @@ from megaspeed.files.paths import FileState, expand_home
 
 @dataclass(frozen=True)
 class Share:
-    """Sources that become one component of the mixture.
+    """Sources that become one component of the mixture."""
 
-    Attributes:
-        files: the files of text, in order.
-        tokens: the token folders and token files, in order.
-        weight: its weight, relative to the weights of the other shares.
-        name: its sources as the configuration names them.
-        stream: its only source if it is tokenized while the run trains. Then files is empty.
-    """
-
-    files: tuple[SourceFile, ...]
-    tokens: tuple[Path, ...]
-    weight: float
-    name: str
+    files: tuple[SourceFile, ...]  # the files of text, in order
+    tokens: tuple[Path, ...]  # the token folders and token files, in order
+    weight: float  # its weight, relative to the weights of the other shares
+    name: str  # its sources as the configuration names them
+    # Its only source if it is tokenized while the run trains. Then files is empty.
     stream: Source | None = None
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The files of a corpus at one moment.
+    """The files of a corpus at one moment."""
 
-    Attributes:
-        train: the training data.
-        validation: the validation data; None if a fraction is held out instead.
-        tokenizer: the path of an existing tokenizer; None if one must be trained or none is needed.
-        states: name and state of every file of text and of the tokenizer.
-    """
-
-    train: tuple[Share, ...]
+    train: tuple[Share, ...]  # the training data
+    # The validation data; None if a fraction is held out instead.
     validation: tuple[Share, ...] | None
+    # The path of an existing tokenizer; None if one must be trained or none is needed.
     tokenizer: str | None
-    states: list[tuple[str, FileState]]
+    states: list[tuple[str, FileState]]  # name and state of every file of text and of the tokenizer
 
     @property
     def shares(self) -> tuple[Share, ...]:

@@ -67,17 +67,11 @@ Found = tuple[Source, list[Path]]
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of text, or one split of a dataset.
+    """One file of text, or one split of a dataset."""
 
-    Attributes:
-        name: its name relative to its source.
-        path: its path on this machine, or the name of a dataset that is loaded by name.
-        format: how it is read.
-    """
-
-    name: str
-    path: Path
-    format: TextFormat = _PLAIN_TEXT
+    name: str  # its name relative to its source
+    path: Path  # its path on this machine, or the name of a dataset that is loaded by name
+    format: TextFormat = _PLAIN_TEXT  # how it is read
 
     def pieces(self, on_bad: OnBad = refuse) -> Iterator[Piece]:
         """Yield the text of its documents, in order.

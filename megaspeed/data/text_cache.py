@@ -61,20 +61,14 @@ FilesOfShares = list[tuple[TokenFile, ...]]
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """The token files that were made from the text of a selection.
+    """The token files that were made from the text of a selection."""
 
-    Attributes:
-        train: those of each training share.
-        validation: those of each validation share; if a fraction is held out, of each training
-            share.
-        tokenizer: the tokenizer's folder; None if there is no text and no tokenizer is named.
-        documents: number of the documents of ``data.train``, held-out ones included.
-    """
-
-    train: FilesOfShares
+    train: FilesOfShares  # those of each training share
+    # Those of each validation share; if a fraction is held out, of each training share.
     validation: FilesOfShares
+    # The tokenizer's folder; None if there is no text and no tokenizer is named.
     tokenizer: Path | None
-    documents: int
+    documents: int  # number of the documents of ``data.train``, held-out ones included
 
 
 def recall_text(

@@ -42,41 +42,27 @@ def document_ends(ids: NDArray[np.integer], end_of_text: int | None) -> NDArray[
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """What is known about a token file; None if its format does not state it.
+    """What is known about a token file; None if its format does not state it."""
 
-    Attributes:
-        tokens: number of ids in the file, including end-of-text tokens.
-        documents: number of documents. An end-of-text token, if there is one, follows each.
-        dtype: the type of the ids in the file.
-        largest_id: an upper bound of the ids in the file.
-        end_of_text: the id that ends every document and occurs nowhere else.
-        tokenizer_fingerprint: sha256 of the tokenizer as JSON.
-        corpus_fingerprint: sha256 over the documents' names, sizes and contents; over the ids if
-            megaspeed did not make the file from text.
-    """
-
-    tokens: int
+    tokens: int  # number of ids in the file, including end-of-text tokens
+    # Number of documents. An end-of-text token, if there is one, follows each.
     documents: int | None
-    dtype: IdType
-    largest_id: int
-    end_of_text: int | None
-    tokenizer_fingerprint: str | None
+    dtype: IdType  # the type of the ids in the file
+    largest_id: int  # an upper bound of the ids in the file
+    end_of_text: int | None  # the id that ends every document and occurs nowhere else
+    tokenizer_fingerprint: str | None  # sha256 of the tokenizer as JSON
+    # sha256 over the documents' names, sizes and contents; over the ids if megaspeed did not make
+    # the file from text.
     corpus_fingerprint: str
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A token file on disk, or a part of one. It is small and can be pickled.
-
-    Attributes:
-        path: the file.
-        index: what is known about the file, or about the part.
-        first_token: the index of the part's first token in the file.
-    """
+    """A token file on disk, or a part of one. It is small and can be pickled."""
 
     path: Path
-    index: TokenIndex
-    first_token: int = 0
+    index: TokenIndex  # what is known about the file, or about the part
+    first_token: int = 0  # the index of the part's first token in the file
 
     @property
     def is_missing(self) -> bool:

@@ -48,35 +48,23 @@ _FEWEST_IDS = 64  # fewer may look like 32-bit ids by chance
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the folder.
+    """One file of the folder."""
 
-    Attributes:
-        file: its name in the folder.
-        tokens: number of its ids, including end-of-text tokens.
-        documents: number of its documents.
-        checksum: sha256 of the file, in hexadecimal.
-    """
-
-    file: str
-    tokens: int
-    documents: int
-    checksum: str
+    file: str  # its name in the folder
+    tokens: int  # number of its ids, including end-of-text tokens
+    documents: int  # number of its documents
+    checksum: str  # sha256 of the file, in hexadecimal
 
 
 @dataclass(frozen=True)
 class TokenFolderIndex(TokenIndex):
-    """The content of a token folder. All facts are known, and are those of all shards together.
-
-    Attributes:
-        vocab_size: one more than the largest id of the tokenizer.
-        shards: in order.
-    """
+    """The content of a token folder. All facts are known, and are those of all shards together."""
 
     documents: int
     end_of_text: int
     tokenizer_fingerprint: str
-    vocab_size: int
-    shards: tuple[Shard, ...]
+    vocab_size: int  # one more than the largest id of the tokenizer
+    shards: tuple[Shard, ...]  # in order
 
 
 def token_paths(paths: Iterable[Path]) -> list[Path]:

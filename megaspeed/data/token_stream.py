@@ -41,19 +41,12 @@ _PERIOD_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class TokenStream:
-    """A stream and the folder of its shards. It is small and can be pickled.
+    """A stream and the folder of its shards. It is small and can be pickled."""
 
-    Attributes:
-        source: a dataset with ``tokens``.
-        tokenizer: the tokenizer's folder.
-        folder: where the shards are.
-        reports_waits: whether this process reports on standard error that it waits for a shard.
-    """
-
-    source: Source
-    tokenizer: Path
-    folder: Path
-    reports_waits: bool
+    source: Source  # a dataset with ``tokens``
+    tokenizer: Path  # the tokenizer's folder
+    folder: Path  # where the shards are
+    reports_waits: bool  # whether this process reports on standard error that it waits for a shard
 
     @property
     def spans(self) -> list[range]:
@@ -133,15 +126,10 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class StreamShard(TokenFile):
-    """A shard of a stream, or a part of one, which need not exist.
-
-    Attributes:
-        stream: the stream.
-        number: of the shard, from 0.
-    """
+    """A shard of a stream, or a part of one, which need not exist."""
 
     stream: TokenStream = field(kw_only=True)
-    number: int = field(kw_only=True)
+    number: int = field(kw_only=True)  # of the shard, from 0
 
     @property
     def is_missing(self) -> bool:

@@ -52,23 +52,16 @@ _SAVED_AT_ONCE_BYTES = 1 << 26
 
 @dataclass
 class TokenizationProgress:
-    """What has been written so far.
+    """What has been written so far."""
 
-    Attributes:
-        files: number of complete input files.
-        shards: in order. The last one may be open, and has no checksum yet.
-        sizes: the bytes of each file that grows, when everything was flushed last.
-        skipped: number of bad records.
-        largest_id: the largest id in any shard.
-        read_bytes: bytes of the input that were read.
-    """
-
-    files: int = 0
+    files: int = 0  # number of complete input files
+    # In order. The last one may be open, and has no checksum yet.
     shards: list[Shard] = field(default_factory=list)
+    # The bytes of each file that grows, when everything was flushed last.
     sizes: dict[str, int] = field(default_factory=dict)
-    skipped: int = 0
-    largest_id: int = 0
-    read_bytes: int = 0
+    skipped: int = 0  # number of bad records
+    largest_id: int = 0  # the largest id in any shard
+    read_bytes: int = 0  # bytes of the input that were read
 
     @property
     def tokens(self) -> int:

@@ -74,16 +74,11 @@ class NoEndOfText(DataError):
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer and the id of the token that ends a document.
+    """A tokenizer and the id of the token that ends a document."""
 
-    Attributes:
-        tokenizer: the tokenizer, without truncation, padding and dropout.
-        end_of_text: the id of the end-of-text token.
-        stated: the content of its tokenizer_config.json; empty if it has none.
-    """
-
-    tokenizer: Tokenizer
-    end_of_text: int
+    tokenizer: Tokenizer  # the tokenizer, without truncation, padding and dropout
+    end_of_text: int  # the id of the end-of-text token
+    # The content of its tokenizer_config.json; empty if it has none.
     stated: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -203,14 +198,10 @@ def _without_first_space(part: Any) -> Any:
 
 @dataclass(frozen=True)
 class Packed:
-    """The ids of some pieces.
+    """The ids of some pieces."""
 
-    Attributes:
-        ids: shape (tokens,), including end-of-text tokens.
-        document_ends: shape (documents that end here,). For each, the number of ids up to its end.
-    """
-
-    ids: NDArray[np.unsignedinteger]
+    ids: NDArray[np.unsignedinteger]  # shape (tokens,), including end-of-text tokens
+    # Shape (documents that end here,). For each, the number of ids up to its end.
     document_ends: NDArray[np.int64]
 
 
