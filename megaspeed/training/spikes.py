@@ -11,7 +11,7 @@ All ranks compute this from numbers that they exchanged for the step, so all dec
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megaspeed.config.run import SpikeConfig
 
@@ -35,13 +35,9 @@ def deviations_of_spike(
     return highest if highest > config.deviations else None
 
 
-def refuses_spikes(config: SpikeConfig | None, recent: Recent) -> Callable[[float, float], bool]:
-    """Return a function of loss and norm: whether the step is skipped; never if config is None."""
-
-    def refuses(loss: float, norm: float) -> bool:
-        return config is not None and deviations_of_spike(config, recent, loss, norm) is not None
-
-    return refuses
+def is_refused(config: SpikeConfig | None, recent: Recent, loss: float, norm: float) -> bool:
+    """Return whether the step is skipped because it is a spike; never if config is None."""
+    return config is not None and deviations_of_spike(config, recent, loss, norm) is not None
 
 
 def with_step(config: SpikeConfig, recent: Recent, loss: float, norm: float) -> Recent:

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from megaspeed.checkpoint.run_state import Progress
@@ -39,7 +40,7 @@ from megaspeed.training.metrics import (
 from megaspeed.training.profile import Profile
 from megaspeed.training.replicas import Replicas
 from megaspeed.training.samples import write_samples
-from megaspeed.training.spikes import deviations_of_spike, refuses_spikes, with_step
+from megaspeed.training.spikes import deviations_of_spike, is_refused, with_step
 from megaspeed.training.worker import StepInputs, StepResult, StopReason, Worker
 
 _MOST_RANKS_NAMED = 4
@@ -219,7 +220,7 @@ class Trainer:
         timeline = self.worker.context.timeline
         if self._is_timed(before.step + 1):
             timeline.begin(before.step + 1)
-        refuses = refuses_spikes(self._run.config.training.skip_spikes, before.recent)
+        refuses = partial(is_refused, self._run.config.training.skip_spikes, before.recent)
         batch = self._run.schedule.batch(before.step, before.tokens)
         self.worker.use_batch(batch)
         load = self._inputs.load(before.samples, batch)

@@ -21,7 +21,7 @@ from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 from megaspeed.model.parameters import parameter_named
 from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.rank_model import parameter_groups, set_matmul_precision
-from megaspeed.training.spikes import Recent, refuses_spikes, with_step
+from megaspeed.training.spikes import Recent, is_refused, with_step
 from megaspeed.zero.muon import coefficients_of
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def train_reference(
         gradients = (p.grad for p in masters.values() if p.grad is not None)
         norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
         record.grad_norms.append(float(norm))
-        is_skipped = refuses_spikes(spikes, recent)(loss, float(norm))
+        is_skipped = is_refused(spikes, recent, loss, float(norm))
         if spikes is not None:
             recent = with_step(spikes, recent, loss, float(norm))
         record.skipped.append(is_skipped)

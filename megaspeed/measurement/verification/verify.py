@@ -48,7 +48,7 @@ from megaspeed.model.parameters import logical_name, parameter_named
 from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.spikes import Recent, refuses_spikes, with_step
+from megaspeed.training.spikes import Recent, is_refused, with_step
 from megaspeed.training.worker import StepInputs, Worker
 from megaspeed.zero.model_states import Fragment
 
@@ -178,7 +178,7 @@ def train_rank(
             if step == 0:
                 gradients = gather_gradients(worker)
             rate = inputs.learning_rate(step - sum(skipped))
-            refuses = refuses_spikes(spikes, recent)
+            refuses = functools.partial(is_refused, spikes, recent)
             result = worker.update_weights(executor, rate, refuses=refuses)
             if spikes is not None:
                 recent = with_step(spikes, recent, result.loss, result.grad_norm)
