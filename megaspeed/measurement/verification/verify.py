@@ -55,11 +55,11 @@ from megaspeed.zero.model_states import Fragment
 _TIMEOUT_SECONDS = 300.0
 
 
-@dataclass(kw_only=True)
+@dataclass
 class ParallelRun(ReferenceRun):
     """The record of the ranks' training."""
 
-    copies_differ_by: float  # largest absolute difference between ranks' copies of an element
+    copies_differ_by: float = 0.0  # largest absolute difference of ranks' copies of an element
 
 
 def verify(
@@ -164,11 +164,10 @@ def train_rank(
     """One rank's part of the training. Rank 0 returns the record, other ranks return None."""
     with ParallelContext.create(run.grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
         worker, inputs = Worker(run, context), StepInputs(run, corpus, context)
-        experts = ExpertRecord()
+        record = ParallelRun()
         choices = record_choices(worker.engine.module, run, inputs.shape, steps)
         initial = gather_weights(worker)
         gradients: LogicalTensors | None = None
-        losses, grad_norms, z_losses, skipped = [], [], [], list[bool]()
         recent: Recent = ()
         spikes = run.config.training.skip_spikes
         batches = run.schedule.first_steps(corpus.sequence_length, steps)
@@ -177,34 +176,27 @@ def train_rank(
             executor = worker.compute_gradients(inputs.load(samples, batch))
             if step == 0:
                 gradients = gather_gradients(worker)
-            rate = inputs.learning_rate(step - sum(skipped))
+            rate = inputs.learning_rate(step - sum(record.skipped))
             refuses = functools.partial(is_refused, spikes, recent)
             result = worker.update_weights(executor, rate, refuses=refuses)
             if spikes is not None:
                 recent = with_step(spikes, recent, result.loss, result.grad_norm)
-            skipped.append(result.skipped)
-            losses.append(result.loss)
-            grad_norms.append(result.grad_norm)
-            z_losses.append(result.z_loss or 0.0)
-            experts.loads.append([list(of_block) for of_block in result.loads])
-            experts.auxiliary_losses.append(result.auxiliary_loss)
+            record.skipped.append(result.skipped)
+            record.losses.append(result.loss)
+            record.grad_norms.append(result.grad_norm)
+            record.z_losses.append(result.z_loss or 0.0)
+            record.experts.loads.append([list(of_block) for of_block in result.loads])
+            record.experts.auxiliary_losses.append(result.auxiliary_loss)
         final = gather_weights(worker)
-        bias_differs_by = gather_experts(worker, choices, experts)
+        bias_differs_by = gather_experts(worker, choices, record.experts)
     if initial is None or gradients is None or final is None:
         return None
-    return ParallelRun(
-        losses=losses,
-        grad_norms=grad_norms,
-        initial_weights=dict(initial.tensors),
-        first_gradients=dict(gradients.tensors),
-        weights=dict(final.tensors),
-        experts=experts,
-        z_losses=z_losses,
-        skipped=skipped,
-        copies_differ_by=max(
-            bias_differs_by, *(g.copies_differ_by for g in (initial, gradients, final))
-        ),
-    )
+    record.initial_weights = dict(initial.tensors)
+    record.first_gradients = dict(gradients.tensors)
+    record.weights = dict(final.tensors)
+    differences = (gathered.copies_differ_by for gathered in (initial, gradients, final))
+    record.copies_differ_by = max(bias_differs_by, *differences)
+    return record
 
 
 @dataclass(frozen=True)
