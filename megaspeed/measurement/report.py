@@ -8,7 +8,6 @@ Every line but a table's fits 80 columns.
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 
 from megaspeed.config.resolve import Run
 from megaspeed.files.durable import write_file
+from megaspeed.files.json_values import json_value
 from megaspeed.measurement.turns import Device, Result
 from megaspeed.model.parameters import parameters_in_words
 from megaspeed.units import markdown_table, wrapped
@@ -108,7 +108,7 @@ class Report:
         """The figures as JSON values, in bytes and seconds. A number that is not finite is null."""
         tables = {part.key: part.figures() for part in self.parts if isinstance(part, Table)}
         result = self.result
-        figures = {
+        figures: dict[str, Any] = {
             "name": self.run.name,
             "device": result.device and result.device.name,
             "run": self.run.as_json(),
@@ -119,7 +119,7 @@ class Report:
             **self.facts,
             **tables,
         }
-        return {key: _finite(value) for key, value in figures.items()}
+        return {key: json_value(value) for key, value in figures.items()}
 
     def write(self, folder: Path, name: str) -> list[Path]:
         """Write NAME.json, NAME.md and NAME.png to a folder that exists. Return the files."""
@@ -156,14 +156,6 @@ class Report:
         axes.set_title(title, fontsize=7.5, loc="left", parse_math=False)
         figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
         figure.savefig(picture, dpi=160)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write(file: Path, text: str) -> None:
