@@ -19,14 +19,13 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.files.durable import TEMPORARY, flush_folder, write_file
+from megaspeed.files.durable import TEMPORARY, flush_folder, write_bytes
 from megaspeed.files.json_values import unsealed, write_sealed
 from megaspeed.files.paths import file_problem, read_file
 
@@ -293,7 +292,7 @@ def read_tokenizer_files(folder: Path | None) -> dict[str, bytes]:
 def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileDigest]:
     """Write small files, name -> content, into ``folder``; return the digest of each."""
     for name, content in files.items():
-        write_file(folder / name, methodcaller("write", content))
+        write_bytes(folder / name, content)
     return {name: FileDigest.of(content) for name, content in files.items()}
 
 

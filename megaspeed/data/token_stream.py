@@ -17,7 +17,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,7 @@ from megaspeed.data.pieces import CUT_RULE
 from megaspeed.data.sources import files_of
 from megaspeed.data.token_file import TokenFile, TokenIndex, id_type
 from megaspeed.data.tokenizer import encode, load_tokenizer
-from megaspeed.files.durable import Locked, lock, write_file
+from megaspeed.files.durable import Locked, lock, write_bytes
 from megaspeed.files.json_values import Facts, hash_of, read_sealed, write_sealed
 from megaspeed.files.paths import sha256_of
 
@@ -109,7 +108,7 @@ class TokenStream:
             while token >= (span := spans[shards[0]]).stop:
                 ids = np.concatenate(held)
                 content = ids[span.start - first : span.stop - first].data
-                write_file(self.path(shards[0]), methodcaller("write", content))
+                write_bytes(self.path(shards[0]), content)
                 facts = {"sha256": hashlib.sha256(content).hexdigest(), "next": place}
                 write_sealed(self.path(shards[0]).with_suffix(".json"), facts)
                 held, first, shards = [ids[span.stop - first :]], span.stop, shards[1:]

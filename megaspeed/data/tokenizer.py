@@ -24,7 +24,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from megaspeed.data.documents import Document, read_pieces
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import PIECE_BYTES, Piece
 from megaspeed.data.token_file import id_type
-from megaspeed.files.durable import write_file
+from megaspeed.files.durable import write_bytes
 from megaspeed.files.paths import special_among
 
 TRAIN = "train"
@@ -138,7 +137,7 @@ class TextTokenizer:
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
-            write_file(folder / name, methodcaller("write", content))
+            write_bytes(folder / name, content)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens. Uses all threads."""

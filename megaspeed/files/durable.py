@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from filelock import FileLock, SoftFileLock, Timeout
+from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
 TEMPORARY = ".writing"
 """The end of the name of a file or folder that is being written."""
@@ -51,6 +52,11 @@ def write_file(path: Path, fill: Callable[[BinaryIO], T]) -> T:
             error.filename = str(path)
         raise
     return filled
+
+
+def write_bytes(path: Path, content: Buffer) -> None:
+    """Write ``path`` with this content, as ``write_file`` does."""
+    write_file(path, lambda stream: stream.write(content))
 
 
 def flush_folder(path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from megaspeed.files.durable import write_file
+from megaspeed.files.durable import write_bytes
 from megaspeed.files.paths import read_file
 
 Facts = dict[str, Any]
@@ -60,7 +60,7 @@ def picked(source: object, *names: str) -> dict[str, Any]:
 def write_sealed(path: Path, facts: Facts) -> None:
     """Write ``facts`` and their hash. The file is complete or absent."""
     sealed = json.dumps(facts | {_SEAL: hash_of(facts)}, indent=1).encode("utf-8")
-    write_file(path, lambda stream: stream.write(sealed))
+    write_bytes(path, sealed)
 
 
 def read_sealed(path: Path) -> Facts | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megaspeed.config.resolve import Run
-from megaspeed.files.durable import write_file
+from megaspeed.files.durable import write_bytes
 from megaspeed.files.json_values import json_value
 from megaspeed.measurement.turns import Device, Result
 from megaspeed.model.parameters import parameters_in_words
@@ -127,8 +127,8 @@ class Report:
         text = f"# {self.title}\n\n{self.text}\n"
         if self.bars:
             text += f"\n![{name}]({name}.png)\n"
-        _write(files[0], json.dumps(self.figures, indent=2) + "\n")
-        _write(files[1], text)
+        write_bytes(files[0], (json.dumps(self.figures, indent=2) + "\n").encode())
+        write_bytes(files[1], text.encode())
         if not self.bars:
             return files[:2]
         self._draw(files[2])  # last, so that an error in drawing loses no figures
@@ -156,10 +156,6 @@ class Report:
         axes.set_title(title, fontsize=7.5, loc="left", parse_math=False)
         figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
         figure.savefig(picture, dpi=160)
-
-
-def _write(file: Path, text: str) -> None:
-    write_file(file, lambda stream: stream.write(text.encode()))
 
 
 def describe_run(run: Run, device: Device | None) -> list[str]:

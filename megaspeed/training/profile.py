@@ -25,7 +25,7 @@ from torch.profiler import profile as TorchProfiler
 
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
-from megaspeed.files.durable import write_file
+from megaspeed.files.durable import write_bytes
 from megaspeed.pipeline.picture import save
 from megaspeed.pipeline.schedules import Pipeline
 from megaspeed.supervision.answers import describe
@@ -159,7 +159,7 @@ class Profile:
             if step == self._steps[-1]:
                 text = (self.table() or "").encode()
                 with contextlib.suppress(OSError):  # it is also printed at the end of the run
-                    write_file(self._file(".txt"), lambda stream: stream.write(text))
+                    write_bytes(self._file(".txt"), text)
 
     def table(self) -> str | None:
         """Where the time of the profiled steps went; None if none was, and on ranks but 0."""
