@@ -130,7 +130,8 @@ class Plain:
         return nullcontext()
 
     def _logits(self, batch: MicroBatch) -> Tensor:
-        bf16 = self.run.precision == "bf16"
+        # FSDP2 converts parameters itself.
+        bf16 = self.run.precision == "bf16" and not isinstance(self.model, FSDPModule)
         with torch.autocast(self.context.device.type, torch.bfloat16, enabled=bf16):
             logits: Tensor = self._called(batch.tokens, batch.samples, batch.documents)
         return logits  # (B, S, V)
@@ -253,13 +254,9 @@ class Fsdp2(Plain):
     the root, whose parameters stay gathered from the first forward to the last backward. Gradients
     are reduced as the run configures it.
 
-    Args:
-        run: the run, at pp 1 and tp 1.
-        context: of this rank.
-        watched: see ``Plain``.
-        guided: at ZeRO-3, two blocks are gathered ahead (torch's FSDP2 tutorial, "Explicit
-            prefetching"). At lower stages, parameters stay gathered for the complete step, because
-            megaspeed's ranks also hold them (``reshard_after_forward=False``).
+    If it is ``guided``, at ZeRO-3 two blocks are gathered ahead (torch's FSDP2 tutorial, "Explicit
+    prefetching"). At lower stages, parameters stay gathered for the complete step, because
+    megaspeed's ranks also hold them (``reshard_after_forward=False``).
     """
 
     def __init__(
@@ -293,10 +290,6 @@ class Fsdp2(Plain):
         self._root.set_requires_gradient_sync(last or every_time)
         self._root.set_reshard_after_backward(last or not self._keeps)
         return nullcontext()
-
-    def _logits(self, batch: MicroBatch) -> Tensor:
-        logits: Tensor = self._called(batch.tokens, batch.samples, batch.documents)
-        return logits
 
 
 def _mesh(context: ParallelContext) -> DeviceMesh:
