@@ -84,6 +84,11 @@ def three_digits(number: float) -> str:
     return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f}"
 
 
+def in_ms(seconds: float) -> str:
+    """Milliseconds with ``three_digits``."""
+    return three_digits(1e3 * seconds)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spread:
     """Median and quartiles of some numbers."""

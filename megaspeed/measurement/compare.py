@@ -44,7 +44,7 @@ from megaspeed.planning.costs.memory import MemoryBytes
 from megaspeed.planning.costs.stage_memory import StageMemory
 from megaspeed.planning.costs.traffic import Traffic, by_axis, predict_traffic
 from megaspeed.training.worker import Worker
-from megaspeed.units import Unit, counted, memory_unit, readable_memory, three_digits
+from megaspeed.units import Unit, counted, in_ms, memory_unit, readable_memory, three_digits
 
 _SIMILAR = 1.05
 
@@ -304,7 +304,7 @@ def verdict(result: ComparisonResult) -> str:
             f"the peak of {', '.join(too_large)} exceeds the {readable_memory(memory)} of a rank"
         )
     reasons += [
-        f"torch's {row.label} is faster, {three_digits(1e3 * row.step_seconds)} ms"
+        f"torch's {row.label} is faster, {in_ms(row.step_seconds)} ms"
         for row in result.done
         if row.predicted is None and not result.is_tied(best, row)
     ]
@@ -313,7 +313,7 @@ def verdict(result: ComparisonResult) -> str:
 
 def _why(best: ComparedRow, tied: Sequence[ComparedRow], peak: int, lowest_peak: int) -> str:
     if len(tied) == 1:
-        return f"it is the fastest row, {three_digits(1e3 * best.step_seconds)} ms a step"
+        return f"it is the fastest row, {in_ms(best.step_seconds)} ms a step"
     *labels, last = [row.label for row in tied]
     text = f"{', '.join(labels)} and {last} are tied, and of these {best.label}"
     if peak == lowest_peak:
@@ -367,7 +367,7 @@ def _row_table(result: ComparisonResult, memory: Unit, traffic: Unit) -> Table:
 
     columns = [
         Column("label", lambda row: row.label, "row"),
-        Column("step_time_seconds", lambda row: row.step_seconds, "step ms", _in_ms),
+        Column("step_time_seconds", lambda row: row.step_seconds, "step ms", in_ms),
         Column("slower", slower, "slower"),
         Column(
             "tokens_per_second", lambda row: row.tokens_per_second, "tokens/s", "{:,.0f}".format
@@ -401,12 +401,15 @@ def _stage_table(result: ComparisonResult, memory: Unit, traffic: Unit) -> Table
 
         return Column(key, value, f"{name} {unit.name}", text)
 
+    def sent(stage: StageBytes) -> dict[str, Any]:
+        return {**by_axis(stage.traffic), "total": stage.sent_bytes}
+
     columns = [
         Column("label", lambda row: row[0].label, "row"),
         Column("pipeline_stage", lambda row: row[1], "stage"),
         column("states_bytes", "states", memory, lambda stage: _memory(stage.states)),
         column("peak_bytes", "peak", memory, lambda stage: _memory(stage.peak, stage.peak_bytes)),
-        column("traffic_bytes", "sent", traffic, lambda stage: _traffic(stage.traffic)),
+        column("traffic_bytes", "sent", traffic, sent),
     ]
     rows = [(row, stage) for row in result.timed for stage in range(len(row.measured))]
     return Table("pipeline_stages", columns, rows)
@@ -415,15 +418,6 @@ def _stage_table(result: ComparisonResult, memory: Unit, traffic: Unit) -> Table
 def _memory(memory: MemoryBytes, total: int | None = None) -> dict[str, int]:
     """Category -> bytes, and the total. The allocator's peak exceeds the sum of the categories."""
     return {**asdict(memory), "total": memory.total if total is None else total}
-
-
-def _traffic(traffic: Traffic) -> dict[str, Any]:
-    """Axis -> collective -> bytes, and the total."""
-    return {**by_axis(traffic), "total": sum(traffic.values())}
-
-
-def _in_ms(seconds: float) -> str:
-    return three_digits(1e3 * seconds)
 
 
 def _describe_noise(result: ComparisonResult) -> str:

@@ -25,7 +25,7 @@ from megaspeed.measurement.turns import WARM_UP_STEPS, MeasuredRow, Result
 from megaspeed.topology.activity import PARTS, Part
 from megaspeed.training.profile import PART_LABELS
 from megaspeed.training.worker import Worker
-from megaspeed.units import counted, three_digits
+from megaspeed.units import counted, in_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,17 +148,13 @@ def _row_table(rows: Sequence[ScaledRow]) -> Table:
         of = row.run.batch
         return f"{row.run.grid.dp} x {of.gradient_accumulation_steps} x {of.micro_batch_size}"
 
-    def in_ms(seconds: float) -> str:
-        return three_digits(1e3 * seconds)
-
-    def tokens_per_second(row: ScaledRow) -> float:
-        return row.tokens_per_second
-
     columns = [
         Column("ranks", lambda row: row.ranks, "ranks"),
         Column("batch", batch, "dp x micro-batches x samples"),
         Column("step_seconds", lambda row: row.seconds, "step ms", in_ms),
-        Column("tokens_per_second", tokens_per_second, "tokens/s", "{:,.0f}".format),
+        Column(
+            "tokens_per_second", lambda row: row.tokens_per_second, "tokens/s", "{:,.0f}".format
+        ),
         Column("efficiency", lambda row: row.efficiency(rows[0]), "efficiency", "{:.1%}".format),
         Column("parts_seconds", lambda row: row.parts),
         Column("wall_seconds", lambda row: row.turns[0][0].step_seconds),
