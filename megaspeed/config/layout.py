@@ -21,7 +21,7 @@ from typing import Self
 
 from megaspeed.config.batch_schedule import BatchSchedule
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.rules import RULES, check, divisors, listed, tensor_degrees
+from megaspeed.config.rules import RULES, check, divisors, head_degrees, listed
 from megaspeed.config.run import ParallelConfig, RunConfig
 from megaspeed.config.section import LARGEST_ACCUMULATION
 from megaspeed.topology.grid import Grid
@@ -346,7 +346,7 @@ def _has_degrees(config: RunConfig, product: int) -> bool:
     """Return whether the model allows a pipeline and a tensor degree that have this product with
     the context degree.
     """
-    valid, layers = tensor_degrees(config.model), config.model.num_hidden_layers
+    valid, layers = head_degrees(config.model), config.model.num_hidden_layers
     both, rest = divmod(product, config.parallel.context)
     return rest == 0 and any(tp in valid and both // tp <= layers for tp in divisors(both))
 

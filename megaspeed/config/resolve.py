@@ -25,7 +25,7 @@ from megaspeed.config.layout import (
     violations,
 )
 from megaspeed.config.model import ContextMethod, ExpertExchange
-from megaspeed.config.rules import ulysses_degrees
+from megaspeed.config.rules import head_degrees
 from megaspeed.config.run import Compression, RunConfig
 from megaspeed.topology.grid import Grid
 
@@ -276,7 +276,7 @@ def _context_method(config: RunConfig, device_type: str) -> Literal["auto"] | Co
     cp, tp = parallel.context, parallel.tensor
     if parallel.context_method != "auto" or cp == 1:
         return parallel.context_method
-    if cp not in ulysses_degrees(model, tp):
+    if cp not in head_degrees(model, tp):
         return "all_gather"
     passes = 3 if parallel.recomputes_fully else 2
     exchanged = passes * sum(model.exchanged_features("ulysses", cp=cp, tp=tp)) / cp

@@ -22,6 +22,12 @@ from megaspeed.config.section import AbsentKey
 EXPERT_MULTIPLE = 8
 """In bf16 and fp16, widths of experts are multiples of this: so many elements have 16 bytes."""
 
+_OF_ROTATION = ("rope_theta", "rope_scaling", "partial_rotary_factor", "no_rope_layer_interval")
+_OF_EXPERTS = (
+    *("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("router_aux_loss_coef", "router_bias_rate"),
+)
+
 Rule = Callable[[RunConfig], Iterator[str]]
 
 RULES: list[Rule] = []
@@ -80,23 +86,16 @@ def fields_belong_to_features(config: RunConfig) -> Iterator[str]:
     """A field of a feature that the model does not have keeps its default."""
     model = config.model
     has_rms_norm = model.norm == "rms_norm" or model.qk_norm
-    for name, is_used, condition in (
-        ("rope_theta", model.positions == "rotary", 'model.positions "rotary"'),
-        ("rope_scaling", model.positions == "rotary", 'model.positions "rotary"'),
-        ("partial_rotary_factor", model.positions == "rotary", 'model.positions "rotary"'),
-        ("no_rope_layer_interval", model.positions == "rotary", 'model.positions "rotary"'),
-        ("rms_norm_eps", has_rms_norm, 'model.norm "rms_norm" or model.qk_norm true'),
-        ("layer_norm_epsilon", model.norm == "layer_norm", 'model.norm "layer_norm"'),
-        ("num_experts_per_tok", model.num_experts, "model.num_experts"),
-        ("moe_intermediate_size", model.num_experts, "model.num_experts"),
-        ("norm_topk_prob", model.num_experts, "model.num_experts"),
-        ("router_aux_loss_coef", model.num_experts, "model.num_experts"),
-        ("router_bias_rate", model.num_experts, "model.num_experts"),
+    for names, is_used, condition in (
+        (_OF_ROTATION, model.positions == "rotary", 'model.positions "rotary"'),
+        (("rms_norm_eps",), has_rms_norm, 'model.norm "rms_norm" or model.qk_norm true'),
+        (("layer_norm_epsilon",), model.norm == "layer_norm", 'model.norm "layer_norm"'),
+        (_OF_EXPERTS, model.num_experts, "model.num_experts"),
     ):
-        default = ModelConfig.model_fields[name].default
-        default = FAMILIES[model.architecture].features.get(name, default)
-        if not is_used and getattr(model, name) != default:
-            yield f"model.{name} has no effect without {condition}; remove it"
+        for name in () if is_used else names:
+            default = ModelConfig.model_fields[name].default
+            if getattr(model, name) != FAMILIES[model.architecture].features.get(name, default):
+                yield f"model.{name} has no effect without {condition}; remove it"
 
 
 @rule
@@ -240,9 +239,12 @@ def yarn_has_a_base_and_one_attention_factor(config: RunConfig) -> Iterator[str]
         )
 
 
-def tensor_degrees(model: ModelConfig) -> list[int]:
-    """Return the tensor degrees that the heads allow."""
-    heads, shared = model.num_attention_heads, model.num_key_value_heads
+def head_degrees(model: ModelConfig, tp: int = 1) -> list[int]:
+    """Return the degrees by which the heads of one of ``tp`` tensor ranks can be divided.
+
+    If tp is 1, these are the valid tensor degrees, otherwise the context degrees of ulysses.
+    """
+    heads, shared = model.local_heads(tp)
     return [d for d in divisors(heads) if shared % d == 0 or d % shared == 0]
 
 
@@ -251,7 +253,7 @@ def tensor_divides_heads(config: RunConfig) -> Iterator[str]:
     """A tensor rank holds complete query heads, and complete or shared key/value heads."""
     model, tp = config.model, config.parallel.tensor
     heads, shared = model.num_attention_heads, model.num_key_value_heads
-    valid = tensor_degrees(model)
+    valid = head_degrees(model)
     if heads % tp:
         yield (
             f"model.num_attention_heads {heads} must be divisible by parallel.tensor {tp}, because "
@@ -367,12 +369,6 @@ def sequence_fits_positions(config: RunConfig) -> Iterator[str]:
         )
 
 
-def ulysses_degrees(model: ModelConfig, tp: int) -> list[int]:
-    """Return the context degrees by which the heads of a tensor rank can be divided."""
-    heads, shared = model.local_heads(tp)
-    return [d for d in divisors(heads) if shared % d == 0 or d % shared == 0]
-
-
 @rule
 def ulysses_divides_heads(config: RunConfig) -> Iterator[str]:
     """With ulysses, each context rank has complete heads in its attention."""
@@ -383,9 +379,9 @@ def ulysses_divides_heads(config: RunConfig) -> Iterator[str]:
             f'parallel.context_method "{method}" has no effect with parallel.context 1; remove it, '
             "or set parallel.context"
         )
-    if method != "ulysses" or tp not in tensor_degrees(model):
+    if method != "ulysses" or tp not in head_degrees(model):
         return
-    if cp not in (valid := ulysses_degrees(model, tp)):
+    if cp not in (valid := head_degrees(model, tp)):
         heads, shared = model.local_heads(tp)
         yield (
             f"parallel.context {cp} must divide the {heads} query heads of a tensor rank, and "
@@ -406,7 +402,7 @@ def ranks_divide_sequence(config: RunConfig) -> Iterator[str]:
     splits = tp > 1 and parallel.sequence_parallel in (True, "auto" if has_experts else True)
     gathers_keys = parallel.context_method == "all_gather"
     if parallel.context_method == "auto":
-        gathers_keys = cp not in ulysses_degrees(config.model, tp)
+        gathers_keys = cp not in head_degrees(config.model, tp)
     runs = 2 if gathers_keys else 1  # with all_gather, one from each half of the sequence
     divisor = cp * (lcm(runs, tp) if splits else runs)
     if length % divisor == 0:
