@@ -22,7 +22,6 @@ from pathlib import Path
 
 from megaspeed.config.layout import World
 from megaspeed.config.loading import parse_config
-from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.rules import EXPERT_MULTIPLE
 from megaspeed.planning.costs.step_time import Rates, predict_step_time
@@ -66,16 +65,19 @@ def _changed(
     hidden = heads * model.head_dim
     if model.num_experts is not None:
         hidden = _multiple(hidden)
-    shape = {**shape, **_feed_forward(model, hidden / model.hidden_size)}
+    factor = hidden / model.hidden_size
     values["model"] |= {
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // shared if heads % shared == 0 else heads,
         "head_dim": model.head_dim,
         "max_position_embeddings": max(length, model.max_position_embeddings),
+        "intermediate_size": round(model.intermediate_size * factor),
         **shape,
     }
     values["model"].pop("preset", None)
+    if model.num_experts is not None:
+        values["model"]["moe_intermediate_size"] = _multiple(model.expert_width * factor)
     if model.sliding_window is not None:
         values["model"]["sliding_window"] = min(model.sliding_window, length)
     kept = ("model", "bf16", "data_types", "optimizer", "communication_data_type")
@@ -91,14 +93,6 @@ def _changed(
         }
     )
     return resolve_run(config, World(ranks, "the measurement"), name=run.name)
-
-
-def _feed_forward(model: ModelConfig, factor: float) -> dict[str, int]:
-    """Return the widths of the feed-forward layer and of experts, multiplied by ``factor``."""
-    shape = {"intermediate_size": round(model.intermediate_size * factor)}
-    if model.num_experts is not None:
-        shape["moe_intermediate_size"] = _multiple(model.expert_width * factor)
-    return shape
 
 
 def _multiple(width: float) -> int:
