@@ -365,22 +365,14 @@ def _add_pipeline_axis(messages: Messages, run: Run, axis: DataAxis, pipeline_st
 
     Each chunk sends both, except that the first chunk of the model has no stage before it, and the
     last one no next stage. With sequence parallelism each tensor rank sends its own part,
-    (B, S/tp, D).
+    (B, S/tp, D). The gradient of a tied weight is complete at ZeRO-0. At ZeRO-1 to 3, it is the
+    partition of the first data rank, which is the longest.
     """
-    stages = run.grid.pp
     sends = pipeline_of(run).sends_of(pipeline_stage)
-    messages.add("pp", "send", sends * hidden_bytes(run), ranks=stages)
-    messages.add("pp", "send", _tied_gradient_bytes(run, axis), ranks=stages)
-
-
-def _tied_gradient_bytes(run: Run, axis: DataAxis) -> int:
-    """Return a rank's part of the gradient of a weight that two pipeline stages hold; 0 if none is.
-
-    At ZeRO-0 it is complete. At ZeRO-1 to 3 it is the first data rank's partition, the longest.
-    """
     tied = (bucket for bucket in axis.buckets if bucket.group == "tied")
     elements = sum(own.length for bucket in tied for own in bucket.owned(0))
-    return elements * _gradient_element_bytes(run, axis)
+    sent_bytes = sends * hidden_bytes(run) + elements * _gradient_element_bytes(run, axis)
+    messages.add("pp", "send", sent_bytes, ranks=run.grid.pp)
 
 
 def _gradient_element_bytes(run: Run, axis: DataAxis) -> int:

@@ -171,9 +171,6 @@ class Workload:
         """Tokens of a micro-batch for which one rank computes what is not split over ``tp``."""
         return self.tokens / (self.grid.tp if self.sequence_parallel else 1)
 
-    def parameters_of_rank(self, stage: int) -> float:
-        return sum(elements for _, elements in self.held(stage))
-
     def held(self, stage: int) -> list[tuple[Copies, float]]:
         """The elements of a rank, with the ranks that hold copies of them."""
         model = self.model
