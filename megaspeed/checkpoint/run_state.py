@@ -49,7 +49,8 @@ class Progress(Section):
         With training.tokens, the tokens trained so far count, whatever their batch was."""
         if (tokens := config["training"].get("tokens")) is None:
             return int(config["training"]["steps"])
-        length, schedule = config["data"]["sequence_length"], BatchSchedule.of_json(config)
+        stated, batch = config.get("train_batch_size_schedule"), config["train_batch_size"]
+        length, schedule = config["data"]["sequence_length"], BatchSchedule.of(stated, batch)
         rest = schedule.stretches(length, step=self.step, tokens=self.tokens, all_tokens=tokens)
         return self.step + sum(stretch.steps for stretch in rest)
 

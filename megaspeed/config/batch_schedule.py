@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -69,11 +69,6 @@ class BatchSchedule:
         if not all(0 < batch <= LARGEST_BATCH for batch in batches):
             raise ValueError(f"batches from 1 to {LARGEST_BATCH:,}")
         return cls(phases, counts_tokens=True in units)
-
-    @classmethod
-    def of_json(cls, config: Any) -> "BatchSchedule":
-        """The schedule of a resolved configuration."""
-        return cls.of(config.get("train_batch_size_schedule"), config["train_batch_size"])
 
     @property
     def batches(self) -> list[int]:

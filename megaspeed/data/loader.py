@@ -180,7 +180,9 @@ class TrainingLoader:
         self._read_samples = _reader(corpus, corpus.train, self._order, shape)
         self._ahead: OneAhead[_Key, MicroBatch] | None = None
         if self._device.type == "cuda":
-            self._ahead = OneAhead(self._read_pinned, self._following, self._device)
+            self._ahead = OneAhead(
+                lambda key: self._read(key).pin_memory(), self._following, self._device
+            )
 
     def shards(self, samples_consumed: int, train_batch_size: int) -> set[StreamShard]:
         """Return the shards of streams that a step needs, on any rank."""
@@ -211,9 +213,6 @@ class TrainingLoader:
         samples_consumed, micro_batch, _ = key
         rows = self._shape.rows(micro_batch)
         return self._read_samples([samples_consumed + row for row in rows])
-
-    def _read_pinned(self, key: _Key) -> MicroBatch:
-        return self._read(key).pin_memory()
 
     def _following(self, key: _Key) -> _Key | None:
         """Return what follows if the next step has as many samples, as it does in most cases."""
