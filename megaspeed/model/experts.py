@@ -42,50 +42,41 @@ from megaspeed.model.recomputation import Compose
 class Routing(NamedTuple):
     """Which experts the tokens of a micro-batch use. The T k rows are sorted by expert."""
 
-    experts: Tensor
-    """(T, k) int64, the experts that each token uses."""
+    experts: Tensor  # (T, k) int64, the experts that each token uses
+    # (T k,) int64, for each row: token x k + place of the expert in the token's choice.
     order: Tensor
-    """(T k,) int64, for each row: token x k + place of the expert in the token's choice."""
-    rows: Tensor
-    """(T, k) int64, the row of each token and expert; the inverse of ``order``."""
-    loads: Tensor
-    """(E,) int64, the number of rows of each expert."""
-    offsets: Tensor
-    """(E,) int32, where the rows of each expert end."""
+    rows: Tensor  # (T, k) int64, the row of each token and expert; the inverse of ``order``
+    loads: Tensor  # (E,) int64, the number of rows of each expert
+    offsets: Tensor  # (E,) int32, where the rows of each expert end
+    # (B, E) int64, how many tokens of each complete sequence use each expert; None if there is no
+    # auxiliary loss.
     counts: Tensor | None
-    """(B, E) int64, how many tokens of each complete sequence use each expert; None if there is no
-    auxiliary loss."""
+    # (T,) int64, the sequence of each token; None if all sequences have equally many tokens here,
+    # or if there is no auxiliary loss.
     sequences: Tensor | None
-    """(T,) int64, the sequence of each token; None if all sequences have equally many tokens here,
-    or if there is no auxiliary loss."""
 
 
 class Places(NamedTuple):
     """Where the rows of experts come from, and where they go. Rows are sorted by expert."""
 
+    # (n,) int64, for each row: token x j + place among the token's rows, of which there are at most
+    # j.
     order: Tensor
-    """(n,) int64, for each row: token x j + place among the token's rows, of which there are at
-    most j."""
-    tokens: Tensor
-    """(n,) int64, the token of each row."""
-    rows: Tensor
-    """(tokens, j) int64, the rows of each token."""
+    tokens: Tensor  # (n,) int64, the token of each row
+    rows: Tensor  # (tokens, j) int64, the rows of each token
+    # (experts,) int32, where the rows of each expert end. Rows after the last offset are not used,
+    # and may contain anything.
     offsets: Tensor
-    """(experts,) int32, where the rows of each expert end. Rows after the last offset are not
-    used, and may contain anything."""
-    is_used: Tensor | None = None
-    """(tokens, j) bool, whether a row is used; None if all are."""
+    is_used: Tensor | None = None  # (tokens, j) bool, whether a row is used; None if all are
 
 
 class Received(NamedTuple):
     """What an exchange of a micro-batch needs besides the ``Routing``."""
 
-    sent_rows: list[int]
-    """How many rows are sent to each rank; empty if that is not needed."""
+    sent_rows: list[int]  # how many rows are sent to each rank; empty if that is not needed
+    # How many rows are received from each rank; empty if that is not needed.
     received_rows: list[int]
-    """How many rows are received from each rank; empty if that is not needed."""
-    places: Callable[[], Places]
-    """Sorts what is received by expert, when it is first called."""
+    places: Callable[[], Places]  # sorts what is received by expert, when it is first called
 
 
 class Exchange(Protocol):
