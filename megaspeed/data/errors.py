@@ -10,15 +10,11 @@ Outcome = TypeVar("Outcome")
 
 
 class DataError(ValueError):
-    """The corpus, the tokenizer or the token files cannot be trained on.
-
-    Attributes:
-        problems: each states the rule, the numbers and what to do.
-    """
+    """The corpus, the tokenizer or the token files cannot be trained on."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
-        self.problems: tuple[str, ...] = problems
+        self.problems = problems  # each states the rule, the numbers and what to do
 
     def __str__(self) -> str:
         if len(self.problems) == 1:

@@ -59,11 +59,7 @@ _SEVERAL_SPLITS = "dataset_dict.json"
 
 
 class ByteStream:
-    """The bytes of a file, decompressed. They end before damage, which is reported.
-
-    Attributes:
-        position: bytes read so far, decompressed.
-    """
+    """The bytes of a file, decompressed. They end before damage, which is reported."""
 
     def __init__(self, path: Path, on_bad: OnBad) -> None:
         """
@@ -74,7 +70,7 @@ class ByteStream:
         self._compression = ARCHIVES.get(path.suffix.lower())
         self._disk, self._bytes = _open(path, self._compression)
         self._is_damaged = False
-        self.position = 0
+        self.position = 0  # bytes read so far, decompressed
 
     def close(self) -> None:
         self._bytes.close()

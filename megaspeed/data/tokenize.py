@@ -75,11 +75,7 @@ class TokenizationProgress:
 
 
 class TokenFolderWriter:
-    """The files of a token folder that grow: shards, and lines for documents and bad records.
-
-    Attributes:
-        progress: what has been written so far.
-    """
+    """The files of a token folder that grow: shards, and lines for documents and bad records."""
 
     def __init__(self, folder: Path, shard_tokens: int, progress: TokenizationProgress) -> None:
         """Truncate the files to what ``progress`` states, and remove the others.
@@ -87,7 +83,8 @@ class TokenFolderWriter:
         Raises:
             DataError: a file is shorter than ``progress`` states.
         """
-        self._folder, self._shard_tokens, self.progress = folder, shard_tokens, progress
+        self._folder, self._shard_tokens = folder, shard_tokens
+        self.progress = progress  # what has been written so far
         self._streams: dict[str, BinaryIO] = {}
         for path in (*folder.glob(SHARDS), folder / DOCUMENTS, folder / SKIPPED):
             if path.name not in progress.sizes:

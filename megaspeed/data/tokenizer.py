@@ -60,11 +60,7 @@ _NO_FIRST_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space":
 
 
 class NoEndOfText(DataError):
-    """No token of a tokenizer is known to end a document.
-
-    Attributes:
-        tokenizer: the tokenizer.
-    """
+    """No token of a tokenizer is known to end a document."""
 
     def __init__(self, problem: str, tokenizer: Tokenizer) -> None:
         super().__init__(problem)

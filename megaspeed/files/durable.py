@@ -104,14 +104,10 @@ def refuse_existing(path: Path) -> None:
 
 
 class Locked(Exception):
-    """Another process holds the lock.
-
-    Attributes:
-        holder: that process, such as "process 4711 on node3"; None if it is not known.
-    """
+    """Another process holds the lock."""
 
     def __init__(self, path: Path) -> None:
-        self.holder = _holder(path)
+        self.holder = _holder(path)  # such as "process 4711 on node3"; None if it is not known
         super().__init__(f"{self.holder or 'another process'} holds the lock {path}")
 
 
