@@ -60,7 +60,6 @@ def json_schema() -> dict[str, Any]:
 
 
 def json_schema_text() -> str:
-    """Return the text of the committed schema."""
     return json.dumps(json_schema(), indent=2) + "\n"
 
 

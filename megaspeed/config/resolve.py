@@ -215,7 +215,6 @@ def resolve_run(config: RunConfig, world: World, *, name: str) -> Run:
 
     Args:
         config: a config that may have "auto".
-        world: the processes.
         name: the run's name, which is the config file's name without its suffix.
 
     Raises:

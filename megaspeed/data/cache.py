@@ -96,7 +96,6 @@ def remembered(cache: Cache, kind: str, file: Path, read: Callable[[], Facts]) -
     The facts are stored under the path, size, mtime and ctime of the file.
 
     Args:
-        cache: the cache that stores the facts.
         kind: the folder of the cache for these facts.
         file: the file that the facts depend on.
         read: reads the file. Called under the cache's lock, so only once on a machine.

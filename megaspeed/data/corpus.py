@@ -128,7 +128,6 @@ def prepare_corpus(
     Any number of processes may call this at the same time. It needs no process group.
 
     Args:
-        data: the ``data`` section.
         vocab_size: ``model.vocab_size``; token ids must be below it.
         cache_dir: folder for prepared data. If None: $MEGASPEED_CACHE, or ~/.cache/megaspeed.
         reports_waits: whether to report on standard error that this process waits for another one

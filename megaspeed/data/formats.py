@@ -413,7 +413,6 @@ def _pieces_of_rows(
     """Yield the pieces of all rows with text. Each row is a document.
 
     Args:
-        path: the table.
         column: the column that has the text.
         names: the columns that the table has.
         batches: the values in the column. Rows after a batch that cannot be read are lost.

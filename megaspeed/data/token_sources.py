@@ -181,7 +181,6 @@ def open_token_folder(folder: Path, cache: Cache) -> tuple[TokenFile, ...]:
     """Open the shards of a finished folder.
 
     Args:
-        folder: the token folder.
         cache: stores which shards this machine has already read completely.
 
     Raises:

@@ -117,7 +117,6 @@ class TextTokenizer:
         }
 
     def to_json(self) -> bytes:
-        """Return the bytes of a tokenizer.json."""
         return self.tokenizer.to_str(pretty=True).encode("utf-8")
 
     def files(self) -> dict[str, bytes]:

@@ -27,7 +27,6 @@ class DataAxis:
     """What the ranks of a pipeline stage reduce and gather. All of them have the same plan.
 
     Args:
-        run: the resolved run.
         pipeline_stage: number of the stage, from 0.
         device_type: "cuda" or "cpu", where gloo's collectives differ from NCCL's.
     """

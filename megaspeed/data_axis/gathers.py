@@ -95,7 +95,6 @@ class Gather:
 
     @property
     def message_bytes(self) -> int:
-        """The bytes of all messages."""
         return sum(self.sizes) * self.element_bytes
 
     @cached_property

@@ -122,7 +122,6 @@ def lock(
     as "host pid". Afterwards the file stays, empty.
 
     Args:
-        path: the lock file.
         wait_seconds: how long to wait for another process; ``math.inf`` waits without a limit.
         reentrant: whether a thread that holds the lock may enter it again.
         required: what happens on a network file system without locks. If True, a marker file

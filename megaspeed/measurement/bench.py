@@ -96,7 +96,6 @@ def choose_peers(run: Run, names: Sequence[str] | None) -> dict[str, str | None]
     """Return peers in a fixed order -> why a peer cannot train the run; None if it can.
 
     Args:
-        run: the run.
         names: peers that must be able to train it; if None, all that are able take part.
 
     Raises:

@@ -117,7 +117,6 @@ class ComparedRow(MeasuredRow):
 
     @property
     def step_seconds(self) -> float:
-        """The step of the row."""
         return statistics.geometric_mean(self.turn_seconds)
 
     @property

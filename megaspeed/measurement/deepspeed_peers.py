@@ -60,7 +60,6 @@ class HfDeepspeed:
         self._engine.train()
 
     def train_step(self, load: Load, learning_rate: float) -> StepResult:
-        """Train one optimizer step."""
         _set_rate(self._optimizer, learning_rate)
         losses = []
         for batch in map(load, range(self._micro_batches)):
@@ -90,7 +89,6 @@ class DeepspeedPipeline:
         self._engine, self._optimizer = _deepspeed_engine(run, model, settings=None)
 
     def train_step(self, load: Load, learning_rate: float) -> StepResult:
-        """Train one optimizer step."""
         _set_rate(self._optimizer, learning_rate)
         batches = map(load, range(self._micro_batches))
         samples = ((batch.tokens, batch.targets) for batch in batches)

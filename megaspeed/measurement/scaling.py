@@ -34,7 +34,6 @@ class ScaledRow(MeasuredRow):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return self.run.grid.world_size
 
     @property
@@ -48,7 +47,6 @@ class ScaledRow(MeasuredRow):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
         return sum(self.parts.values())
 
     @property

@@ -57,7 +57,6 @@ def refusal(run: Run, *, has_pipeline: bool = False, autocasts: bool = False) ->
     """Return why a peer that lacks features of a run cannot train it, if so.
 
     Args:
-        run: the run.
         has_pipeline: whether the peer has a pipeline axis.
         autocasts: whether the peer computes in bf16 with torch's autocast.
     """

@@ -208,7 +208,6 @@ def varlen_attention(
         q: (B, t, H, K); like ``k`` and ``v``, it may be a part of a larger tensor.
         k: (B, t, H_kv, K), or (1, n, H_kv, K) if there are ``segments.keys``.
         v: as ``k``.
-        segments: the runs.
         window: how many tokens a query attends to, including itself; None for all earlier ones.
             Always None on a CPU.
         scale: multiplies the scores; None for 1 / sqrt(K).

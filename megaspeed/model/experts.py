@@ -230,7 +230,6 @@ class Experts(nn.Module):
 
         Args:
             scores: (T, E) of the router.
-            routing: the choice.
             gradient_scale: scalar. The backward computes gradients of this number times the sum of
                 the losses of all tokens. None if there is no auxiliary loss.
             dtype: of the weights.

@@ -463,8 +463,6 @@ class GPT(nn.Module):
 
         Args:
             x: only its number of rows, dtype and device matter.
-            samples: see ``forward``.
-            documents: see ``forward``.
             sequence: tokens of a complete sequence.
         """
         part, window = self.part.attention, self.model_config.sliding_window

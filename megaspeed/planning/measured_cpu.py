@@ -104,7 +104,6 @@ def measure_cpu(run: Run, program: Sequence[str]) -> Cluster:
     """Measure this machine with as many processes as the run has ranks; takes a few seconds.
 
     Args:
-        run: the resolved run.
         program: the command that measures it, and prints the figures.
 
     Raises:

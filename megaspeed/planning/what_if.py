@@ -113,8 +113,6 @@ def what_if(
     states it.
 
     Args:
-        training: the training.
-        cluster: the machines.
         executor: its processes share the work; None: this process does it.
         show: is called with the part of the work that is done, from 0 to 1.
     """

@@ -110,8 +110,6 @@ def page(records: Sequence[RunRecord]) -> str:
 
 
 def _figures(run: RunRecord) -> dict[str, str]:
-    """Return the figures of a run in the summary."""
-
     def figure(curve: str, form: str, of: Callable[[np.ndarray], float] = _last) -> str:
         values = run.curves[curve].values
         return _text(of(values) if len(values) else np.nan, form)

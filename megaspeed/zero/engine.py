@@ -86,7 +86,6 @@ class ZeroEngine:
 
     Args:
         engine: the ``DeepSpeedEngine`` (stage 1, 2 or 3) of this rank's module.
-        run: the resolved run.
         axis: what this rank reduces and gathers. Each bucket is a parameter group.
         context: this rank's groups.
         owned_elements: full name -> how many leading elements of a parameter this rank counts in

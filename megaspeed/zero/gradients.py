@@ -60,7 +60,6 @@ class Gradients:
 
     Args:
         optimizer: DeepSpeed's ZeRO optimizer, without hooks. Its parameter groups are the buckets.
-        run: the resolved run.
         axis: which gradients are reduced together, when and how.
         context: this rank's groups.
         parameters: full name -> parameter.

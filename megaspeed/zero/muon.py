@@ -125,7 +125,6 @@ class MuonUpdates:
     Args:
         optimizer: DeepSpeed's, of an ``AdamWOrMuon``. Its groups are the buckets of the plan.
         gradients: this rank's part of the mean gradient of each bucket.
-        run: the resolved run.
         axis: which rank orthogonalizes what.
         context: this rank's groups.
     """

@@ -194,7 +194,6 @@ class Activations:
     """Activation bytes of the layers of one run, for one micro-batch on one rank.
 
     Args:
-        run: the resolved run.
         device_type: "cuda" or "cpu". On a CPU, RMSNorm is several operations, which keep their
             intermediates, and gloo's reduce-scatter copies its input.
     """
@@ -635,7 +634,6 @@ class Activations:
         gate and up, or when the gradients of features and weights of received tokens are joined.
 
         Args:
-            experts: the sizes.
             again: bytes of what the backward recomputes.
         """
         rows, width = experts.rows, experts.width

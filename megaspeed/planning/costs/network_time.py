@@ -203,7 +203,6 @@ class Network:
         """What the data axis adds to the step.
 
         Args:
-            stage: the pipeline stage.
             forward: seconds of a block's forward.
             backward: seconds of its backward.
             waits: seconds by which collectives of chunks lengthen a simulated step; if None, they

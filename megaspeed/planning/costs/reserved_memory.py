@@ -155,7 +155,6 @@ def communicator_bytes(ranks: int, ranks_of_node: int, device: Device) -> int:
     Args:
         ranks: number of ranks of the group.
         ranks_of_node: number of them on one node.
-        device: the GPU.
 
     On each channel, a rank of a ring has one connection to the next rank and one to the one before.
     A tree within a node is a chain, and adds the opposite direction if there are more than two

@@ -57,7 +57,6 @@ class StageMemory:
     """Bytes of a rank of a pipeline stage. All its data and tensor ranks hold them.
 
     Args:
-        run: the resolved run.
         pipeline_stage: number of the stage, from 0.
         device_type: "cuda" or "cpu". RMSNorm keeps more on a CPU.
     """

@@ -183,7 +183,6 @@ def predict_step_time(work: Workload, cluster: Cluster, *, simulates: bool = Fal
 
     Args:
         work: what the ranks compute and send.
-        cluster: the machines.
         simulates: whether bubble and p2p come from a simulation of the schedule, which takes up to
             a second, or from closed forms.
 
