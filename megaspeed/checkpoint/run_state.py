@@ -6,6 +6,7 @@ function of the number of steps taken. So seeds and counters are their complete 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -80,13 +81,8 @@ class Layout(Section):
         return Grid(self.pp, self.dp, self.tp, self.replicate, self.cp, self.ep, self.expert_shard)
 
     def __str__(self) -> str:
-        context = f" x cp {self.cp}" if self.cp > 1 else ""
-        experts = f", ep {self.ep}" if (self.ep or 1) > 1 else ""
-        return (
-            f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}{experts}, "
-            f"ZeRO-{self.zero_stage}, "
-            f"{self.precision}"
-        )
+        without_replicas = replace(self.grid, replicate=1)
+        return f"{without_replicas}, ZeRO-{self.zero_stage}, {self.precision}"
 
 
 class DataIdentity(Section):
