@@ -57,7 +57,7 @@ class Forecast:
 
     @property
     def _waits_much(self) -> bool:
-        return self.communication_fraction > MUCH_COMMUNICATION
+        return self.step.communication > MUCH_COMMUNICATION
 
     @property
     def interval_seconds(self) -> tuple[float, float]:
@@ -68,11 +68,6 @@ class Forecast:
     def tokens_per_second(self) -> float:
         """Tokens of all data ranks a second."""
         return self.run.tokens_per_step / self.seconds
-
-    @property
-    def communication_fraction(self) -> float:
-        """Share of the step in which ranks wait for messages, without the bubble."""
-        return self.step.communication
 
     @property
     def mfu(self) -> float | None:
@@ -107,7 +102,7 @@ class Forecast:
     def _warnings(self) -> Iterator[str]:
         if self._waits_much:
             yield (
-                f"communication takes {self.communication_fraction:.0%} of the step; above "
+                f"communication takes {self.step.communication:.0%} of the step; above "
                 f"{MUCH_COMMUNICATION:.0%} the prediction is less certain"
             )
         if self._is_short:
@@ -130,9 +125,12 @@ class Forecast:
             yield "training.allow_tf32 is not predicted: the time is that of fp32"
 
     def as_json(self) -> dict[str, Any]:
-        names = ("seconds", "interval_seconds", "tokens_per_second", "mfu", "mfu_causal")
-        figures = picked(self, *names, "communication_fraction", "warnings")
-        return {**figures, "terms_seconds": self.step.terms}
+        return {
+            **picked(self, "seconds", "interval_seconds", "tokens_per_second", "mfu", "mfu_causal"),
+            "communication_fraction": self.step.communication,
+            **picked(self, "warnings"),
+            "terms_seconds": self.step.terms,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,11 +48,7 @@ def test_a_short_step_is_less_certain() -> None:
 def test_a_slow_network_gives_a_warning() -> None:
     run = run_of_file("llama2_70b_64", 64)
     slow = replace(a100s(), network_bandwidth=1.0)
-    assert (
-        forecast(run, a100s()).communication_fraction
-        < 0.3
-        < forecast(run, slow).communication_fraction
-    )
+    assert forecast(run, a100s()).step.communication < 0.3 < forecast(run, slow).step.communication
     assert any("communication takes" in each for each in forecast(run, slow).warnings)
 
 
