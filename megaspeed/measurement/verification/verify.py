@@ -19,7 +19,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +44,7 @@ from megaspeed.measurement.verification.reference import CPU, ReferenceRun, trai
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.model.parameters import logical_name, parameter_named
+from megaspeed.supervision.answers import gather
 from megaspeed.tensor_parallel.shards import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
@@ -253,11 +253,8 @@ def _gather(worker: Worker, local: Mapping[str, Tensor]) -> LogicalTensors | Non
         (logical_name(config, name), worker.shards[name], value.numpy())
         for name, value in local.items()
     ]
-    everyones: list[list[tuple[str, ParameterShard, Any]]] | None = (
-        [[] for _ in range(context.grid.world_size)] if context.rank == 0 else None
-    )
-    dist.gather_object(mine, everyones, dst=0, group=context.world_group)
-    if everyones is None:
+    everyones = gather(context.world_group, lambda: mine)
+    if context.rank != 0:
         return None
     return merge_shards(
         (name, shard, torch.from_numpy(array)) for rank in everyones for name, shard, array in rank
