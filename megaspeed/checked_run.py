@@ -31,8 +31,7 @@ _LONGEST_SECONDS = 2.5
 def load_checked_run(path: str | PathLike[str], overrides: Sequence[str], world: World) -> Run:
     """Load as ``load_run``. If the configuration has mistakes, list problems with its data, too.
 
-    Raises:
-        ConfigError: with all problems.
+    Raises ConfigError with all problems.
     """
     try:
         return load_run(path, overrides, world)

@@ -203,8 +203,7 @@ def _complete(
 def _hashed_file(path: Path, digests: dict[str, FileDigest]) -> Iterator[Any]:
     """A new file to write to. At the end it is flushed to the disk, and added to ``digests``.
 
-    Raises:
-        OSError: the disk refused a write. (torch itself raises a RuntimeError in this case.)
+    Raises OSError if the disk refuses a write. (torch itself raises a RuntimeError in this case.)
     """
     with path.open("wb") as file:
         stream = _HashingStream(file)

@@ -235,8 +235,7 @@ def parse_json(text: str, *, allow_nan: bool = False) -> tuple[Any, list[Problem
 def read_json_object(path: Path, **options: bool) -> tuple[dict[str, Any], list[Problem]]:
     """Read a file that contains one JSON object, as ``parse_json`` does.
 
-    Raises:
-        JsonSyntaxError: it cannot be read, is not JSON or is not an object.
+    Raises JsonSyntaxError if it cannot be read, is not JSON or is not an object.
     """
     try:
         text = read_file(path).decode("utf-8-sig")

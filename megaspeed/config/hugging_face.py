@@ -94,8 +94,7 @@ def fill_from_hugging_face(values: Mapping[str, Any]) -> Filled:
 def read_model_section(place: str) -> dict[str, Any]:
     """Return the fields of ``model`` from a config.json, named by its folder or its path.
 
-    Raises:
-        ConfigError: it cannot be read, or describes a model that our model does not support.
+    Raises ConfigError if it cannot be read, or describes a model that our model does not support.
     """
     fields, problems = model_section(read_keys(place))
     if problems:
@@ -106,8 +105,7 @@ def read_model_section(place: str) -> dict[str, Any]:
 def read_keys(place: str) -> dict[str, Any]:
     """Return the keys of a config.json, named by its folder or its path.
 
-    Raises:
-        ConfigError: it cannot be read.
+    Raises ConfigError if it cannot be read.
     """
     file = _config_file(place)
     problem = path_problem(place)
@@ -176,8 +174,7 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
     """Return the config.json of a model, in keys that transformers 4 and 5 read, without token ids.
 
-    Raises:
-        ConfigError: transformers' class of the family cannot compute the model.
+    Raises ConfigError if transformers' class of the family cannot compute the model.
     """
     family = FAMILIES[model.architecture]
     if "attention_multiplier" in family.keys and model.attention_multiplier is None:

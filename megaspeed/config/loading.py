@@ -77,8 +77,7 @@ class Checked:
 def read_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Read a config file, with what it extends, and apply ``key.path=value`` overrides.
 
-    Raises:
-        ConfigError: with all problems that do not depend on the number of processes.
+    Raises ConfigError with all problems that do not depend on the number of processes.
     """
     return check_document(read_document(Path(path), overrides)).correct_config(str(path))
 
@@ -86,8 +85,7 @@ def read_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Run
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
     """Return the config of JSON values that are in memory.
 
-    Raises:
-        ConfigError: with all problems that do not depend on the number of processes.
+    Raises ConfigError with all problems that do not depend on the number of processes.
     """
     return check_document(Document(dict(values))).correct_config("the configuration")
 
@@ -95,8 +93,7 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
 def load_run(path: str | PathLike[str], overrides: Sequence[str], world: World) -> Run:
     """Read a config file, apply overrides and resolve it for the processes of a run.
 
-    Raises:
-        ConfigError: with all problems.
+    Raises ConfigError with all problems.
     """
     checked = check_document(read_document(Path(path), overrides), world)
     run = resolve_run(checked.correct_config(str(path)), world, name=Path(path).stem)

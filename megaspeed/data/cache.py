@@ -65,8 +65,7 @@ class Cache:
 
         A process that waits for more than ten seconds reports once which process it waits for.
 
-        Raises:
-            DataError: the folder cannot be created or written to.
+        Raises DataError if the folder cannot be created or written to.
         """
         file = self.root / "write.lock"
         with ExitStack() as stack:

@@ -46,8 +46,7 @@ def hashed(file: SourceFile, on_bad: OnBad = refuse) -> Iterator[tuple[Piece, Do
 def read_documents(files: Sequence[SourceFile]) -> list[Document]:
     """Return every document with at least one byte, in the order of the files.
 
-    Raises:
-        DataError: bad records (the first of each file, all files at once), or there is no text.
+    Raises DataError for bad records (the first of each file, all files at once), or without text.
     """
     by_file = for_each(files, lambda file: [found for _, found in hashed(file) if found])
     documents = list(chain(*by_file))

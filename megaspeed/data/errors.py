@@ -41,8 +41,7 @@ def raise_any(problems: Iterable[str | None]) -> None:
 def for_each(items: Iterable[Item], function: Callable[[Item], Outcome]) -> list[Outcome]:
     """Return the results of ``function`` for all items.
 
-    Raises:
-        DataError: the problems of all items for which ``function`` raised one.
+    Raises DataError with the problems of all items for which ``function`` raised one.
     """
     results: list[Outcome] = []
     problems: list[str] = []

@@ -62,10 +62,7 @@ class ByteStream:
     """The bytes of a file, decompressed. They end before damage, which is reported."""
 
     def __init__(self, path: Path, on_bad: OnBad) -> None:
-        """
-        Raises:
-            OSError: the file cannot be opened.
-        """
+        """Raises OSError if the file cannot be opened."""
         self._path, self._on_bad = path, on_bad
         self._compression = ARCHIVES.get(path.suffix.lower())
         self._disk, self._bytes = _open(path, self._compression)

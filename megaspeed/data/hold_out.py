@@ -63,9 +63,8 @@ def split_documents(
     If a group has nothing to hold out or to cut, no group is cut, and a group in which nothing fits
     holds out its shortest document.
 
-    Raises:
-        DataError: the documents of a group cannot be cut, and a group has fewer than two distinct
-            ones, or more than twice the fraction would be held out.
+    Raises DataError if the documents of a group cannot be cut, and the group has fewer than two
+    distinct ones, or more than twice the fraction would be held out.
     """
     nothing_cut: list[Cut | None] = [None for _ in groups]
     if fraction == 0:

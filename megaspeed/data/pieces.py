@@ -85,15 +85,13 @@ class TextFormat(ABC):
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
         """Yield the text of every document, in order.
 
-        Raises:
-            OSError: the file does not exist, or this user may not read it.
+        Raises OSError if the file does not exist, or this user may not read it.
         """
 
     def state(self, path: Path) -> FileState:
         """Size and times of the file, which change if it changes.
 
-        Raises:
-            OSError: there is no file.
+        Raises OSError if there is no file.
         """
         return state_of(path)
 

@@ -68,8 +68,7 @@ class Selection:
 def select_files(data: DataConfig) -> Selection:
     """Find the files and read their state, but no text.
 
-    Raises:
-        DataError: every problem with the sources, or with the choice of the tokenizer.
+    Raises DataError with every problem with the sources, or with the choice of the tokenizer.
     """
     train, validation = _find_both(data)
     shares = (*train, *(validation or ()))
@@ -187,8 +186,7 @@ def token_places(shares: Sequence[Share]) -> list[Path]:
 def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:
     """Return the path of an existing tokenizer; None if one must be trained or none is needed.
 
-    Raises:
-        DataError: token folders with different tokenizers, or ids without a known tokenizer.
+    Raises DataError if token folders have different tokenizers, or ids have no known tokenizer.
     """
     places = token_places(shares)
     folders = [place for place in places if is_token_folder(place)]

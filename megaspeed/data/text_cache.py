@@ -89,9 +89,8 @@ def build_text(
 ) -> TokenizedText:
     """Tokenize the text into the cache, of which the caller holds the lock.
 
-    Raises:
-        DataError: bad records, text that cannot be split or that changes, a tokenizer with ids that
-            the model does not have, or a cache that cannot be written.
+    Raises DataError for bad records, text that cannot be split or that changes, a tokenizer with
+    ids that the model does not have, or a cache that cannot be written.
     """
     logger.info("preparing the corpus in %s", cache.root)
     cache.progress("reading the text", 0, 0)
@@ -147,11 +146,7 @@ def _entry(cache: Cache, data: DataConfig, vocab_size: int, selection: Selection
 
 
 def _open(cache: Cache, entry: Path, facts: Facts) -> TokenizedText:
-    """Open the token folders of an entry.
-
-    Raises:
-        DataError: a file was damaged.
-    """
+    """Open the token folders of an entry. Raises DataError if a file was damaged."""
     folder = None if facts["tokenizer"] is None else entry / _TOKENIZER
     if folder is not None and load_tokenizer(str(folder)).identity != facts["tokenizer"]:
         raise DataError(f"the tokenizer in {folder} was changed")

@@ -72,8 +72,7 @@ class TokenFile:
     def map(self) -> NDArray[np.integer]:
         """Return the ids, shape (tokens,), read from the disk as they are used.
 
-        Raises:
-            DataError: the file is shorter than its index states.
+        Raises DataError if the file is shorter than its index states.
         """
         dtype, tokens = np.dtype(self.index.dtype), self.index.tokens
         offset = self.first_token * dtype.itemsize

@@ -75,8 +75,7 @@ def token_paths(paths: Iterable[Path]) -> list[Path]:
 def open_tokens(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
     """Return the token files at one of ``token_paths``, in order.
 
-    Raises:
-        DataError: every file that is damaged or has another format, or there are no tokens.
+    Raises DataError with every file that is damaged or has another format, or if there are none.
     """
     if path.is_dir():
         files = open_token_folder(path, cache)
@@ -156,8 +155,7 @@ def is_token_folder(path: Path) -> bool:
 def read_index(folder: Path) -> TokenFolderIndex:
     """Return the content of a finished folder.
 
-    Raises:
-        DataError: the folder is not finished, or its index is damaged.
+    Raises DataError if the folder is not finished, or its index is damaged.
     """
     path = folder / INDEX
     if not path.exists():

@@ -143,8 +143,7 @@ class StreamShard(TokenFile):
 def open_stream(source: Source, tokenizer: Path | None, cache: Cache) -> tuple[StreamShard, ...]:
     """Return the shards of a dataset with ``tokens``, in order. Make the first one if needed.
 
-    Raises:
-        DataError: the first shard cannot be made.
+    Raises DataError if the first shard cannot be made.
     """
     assert tokenizer is not None, "a rule refuses a stream without a tokenizer"
     made_with, (file,) = load_tokenizer(str(tokenizer)), files_of(source, [])

@@ -80,8 +80,7 @@ class TokenFolderWriter:
     def __init__(self, folder: Path, shard_tokens: int, progress: TokenizationProgress) -> None:
         """Truncate the files to what ``progress`` states, and remove the others.
 
-        Raises:
-            DataError: a file is shorter than ``progress`` states.
+        Raises DataError if a file is shorter than ``progress`` states.
         """
         self._folder, self._shard_tokens = folder, shard_tokens
         self.progress = progress  # what has been written so far
@@ -276,8 +275,7 @@ def _finish(
 def _lock_folder(folder: Path) -> Iterator[None]:
     """Create the folder if necessary, and lock it.
 
-    Raises:
-        DataError: another process writes to it, or it cannot be written to.
+    Raises DataError if another process writes to it, or it cannot be written to.
     """
     with ExitStack() as stack:
         try:
@@ -321,8 +319,7 @@ def _save(folder: Path, plan: Facts, progress: TokenizationProgress) -> None:
 def _earlier_progress(folder: Path, plan: Facts) -> TokenizationProgress:
     """Return the progress of an earlier call with this plan; an empty one if there was none.
 
-    Raises:
-        DataError: the folder is finished, or holds something that cannot be continued.
+    Raises DataError if the folder is finished, or holds something that cannot be continued.
     """
     if (folder / INDEX).exists():
         _remove_temporary_files(folder)  # they remain if an earlier call was killed at its end

@@ -127,8 +127,7 @@ class TextTokenizer:
     def save(self, folder: Path) -> None:
         """Write a folder that ``load_tokenizer`` and AutoTokenizer load.
 
-        Raises:
-            OSError: it cannot be written.
+        Raises OSError if it cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
@@ -308,8 +307,7 @@ def _find_end_of_text(tokenizer: Tokenizer, folder: Path) -> int:
 def special_tokens(folder: Path, role: str) -> Iterator[str]:
     """Yield the token with a role such as "eos_token", from each file that names one.
 
-    Raises:
-        DataError: a file is damaged.
+    Raises DataError if a file is damaged.
     """
     for file in _CONFIG_FILES:
         token = _content(_read_object(folder / file).get(role))
@@ -327,8 +325,7 @@ def _content(token: Any) -> str | None:
 def _read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if there is no file.
 
-    Raises:
-        DataError: the file holds something else.
+    Raises DataError if the file holds something else.
     """
     if not file.exists():
         return {}
@@ -356,8 +353,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> TextToken
     32 MiB, it is trained on 32 MiB: documents in the order of their content hashes, a practically
     random sample.
 
-    Raises:
-        DataError: ``vocab_size`` has no room for the 256 bytes and the end-of-text token.
+    Raises DataError if ``vocab_size`` has no room for the 256 bytes and the end-of-text token.
     """
     check_trainable(vocab_size)
     # Each merge replaces two symbols by one, so the text limits the number of merges. The trainer

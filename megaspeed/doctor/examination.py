@@ -62,8 +62,7 @@ def examine(
     Each step may take up to ``seconds``. Rank 0 calls ``report``, which returns the exit code of
     all ranks.
 
-    Raises:
-        GroupError: rank 0 did not answer, or its world size does not include this rank.
+    Raises GroupError if rank 0 did not answer, or its world size does not include this rank.
     """
     messages = Messages(launch, open_store(launch, seconds))
     record, run = take_record(config, overrides, launch, seconds)
@@ -113,8 +112,7 @@ class Messages:
     def receive(self, name: str, seconds: float) -> Any:
         """Wait for a value of rank 0.
 
-        Raises:
-            GroupError: it does not arrive within ``seconds``, or the store has ended.
+        Raises GroupError if it does not arrive within ``seconds``, or the store has ended.
         """
         try:
             self._store.wait([f"{name}/0"], timedelta(seconds=seconds))

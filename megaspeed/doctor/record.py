@@ -119,8 +119,7 @@ def take_record(
 def call_with_timeout(seconds: float, function: Callable[[], Finding]) -> Finding:
     """Call ``function`` in another thread, because a disk or a driver may hang.
 
-    Raises:
-        TimeoutError: it has not returned after ``seconds``. Its thread continues in the background.
+    Raises TimeoutError after ``seconds``. Its thread then continues in the background.
     """
     future: Future[Finding] = Future()
 

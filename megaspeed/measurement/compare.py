@@ -137,8 +137,7 @@ def zero_rows(run: Run, zero_stages: Sequence[int], device_type: DeviceType) -> 
 def baseline_rows(run: Run, baselines: Sequence[str], device_type: DeviceType) -> list[ComparedRow]:
     """Return the rows of torch's own data parallelism: "ddp", then "fsdp", if they are named.
 
-    Raises:
-        ConfigError: DDP and FSDP2 cannot train this run.
+    Raises ConfigError if DDP and FSDP2 cannot train this run.
     """
     reason = refusal(run, autocasts="ddp" in baselines) if baselines else None
     if reason is not None:

@@ -164,8 +164,7 @@ def logical_name(config: ModelConfig, name: str) -> str:
 def parameter_named(config: ModelConfig, name: str) -> Parameter:
     """The parameter with this full name, also for a tied head.
 
-    Raises:
-        LookupError: the table has no row for it.
+    Raises LookupError if the table has no row for it.
     """
     try:
         return _by_name(config)[name]

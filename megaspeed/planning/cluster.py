@@ -45,8 +45,7 @@ class ClusterConfig(Section):
     def ranks(self, world_size: int | None) -> int:
         """Return the stated number of ranks. If it is None, one rank for each device.
 
-        Raises:
-            ConfigError: neither is stated, or there are not enough devices.
+        Raises ConfigError if neither is stated, or there are not enough devices.
         """
         if world_size is None and self.gpus is None:
             raise _wrong("the number of ranks is missing: add --world-size, or --nodes")
@@ -84,8 +83,7 @@ def _wrong(problem: str) -> ConfigError:
 def read_cluster(stated: Mapping[str, Any]) -> ClusterConfig:
     """Return the cluster with these keys. None is as if omitted.
 
-    Raises:
-        ConfigError: with all mistakes.
+    Raises ConfigError with all mistakes.
     """
     values = {key: value for key, value in stated.items() if value is not None}
     known = ClusterConfig.model_fields

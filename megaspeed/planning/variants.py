@@ -133,8 +133,7 @@ class Training:
     def under(self, settings: Settings) -> Run:
         """Return the run of the same training with these settings.
 
-        Raises:
-            ConfigError: with every rule of the configuration that the settings break.
+        Raises ConfigError with every rule of the configuration that the settings break.
         """
         batch = {
             "train_batch_size": self.run.batch.train_batch_size,
@@ -145,8 +144,7 @@ class Training:
     def at_length(self, settings: Settings, tokens: int, micro_batches: int) -> Run:
         """Return a run with these settings, on sequences of this length.
 
-        Raises:
-            ConfigError: with every rule of the configuration that they break.
+        Raises ConfigError with every rule of the configuration that they break.
         """
         model = self.run.config.model
         keys = {

@@ -178,8 +178,7 @@ def _at_degrees(
 def _variant_of(training: Training, settings: Settings, cluster: Cluster) -> Variant | _TooLarge:
     """Return the variant with these settings if it fits.
 
-    Raises:
-        ConfigError: the settings break a rule of the configuration.
+    Raises ConfigError if the settings break a rule of the configuration.
     """
     run = training.under(settings)
     prediction = predict(run, training.device_type)

@@ -108,8 +108,7 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Read the run of that folder.
 
-    Raises:
-        RunFolderError: the folder has no metrics.jsonl, or it cannot be read.
+    Raises RunFolderError if the folder has no metrics.jsonl, or it cannot be read.
     """
     file = folder / METRICS
     if not folder.is_dir():

@@ -30,8 +30,7 @@ def broadcast(
 ) -> Answer:
     """Call ``make`` on rank 0 and return its answer on every rank.
 
-    Raises:
-        RankFailed: on every rank, if ``make`` raised an error; ``kind`` decides about the type.
+    Raises RankFailed on every rank, if ``make`` raised an error; ``kind`` decides about the type.
     """
     _check_groups(kind)
     answer, error, cause = _call(make, kind) if group.rank() == 0 else (None, None, None)
@@ -49,8 +48,7 @@ def gather(
 ) -> list[Answer]:
     """Call ``make`` on every rank. Return all answers on rank 0, and [] on other ranks.
 
-    Raises:
-        RankFailed: on every rank, the error of the lowest rank on which ``make`` raised one.
+    Raises, on every rank, the error of the lowest rank on which ``make`` raised one.
     """
     _check_groups(kind)
     answer, error, cause = _call(make, kind)

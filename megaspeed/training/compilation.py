@@ -145,8 +145,7 @@ def agree_to_compile(run: Run, context: ParallelContext) -> tuple[bool, str | No
 
     A compiled backward may call its collectives in another order, so all ranks compile or none.
 
-    Raises:
-        CannotCompile: ``training.compile`` is true, and a rank cannot compile.
+    Raises CannotCompile if ``training.compile`` is true, and a rank cannot compile.
     """
     if not run.config.training.compiles_on(context.device.type):
         return False, None
