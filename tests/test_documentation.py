@@ -27,6 +27,7 @@ from megaspeed.config.layout import World
 from megaspeed.config.loading import check_document, load_run
 from megaspeed.job import pretrain
 from megaspeed.job.console import COLUMNS, banner, print_folded
+from megaspeed.job.resume import Start
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -272,7 +273,7 @@ def test_a_command_prints_what_the_documentation_shows(
 def test_the_first_lines_of_a_run_are_those_shown(page: str, count: int) -> None:
     run = load_run(ROOT / "ds_configs" / "3d.json", (), World(8, "the test"))
     console = Console(file=StringIO(), width=COLUMNS)
-    for part in banner(run, torch.device("cpu")):
+    for part in banner(run, torch.device("cpu"), Start()):
         print_folded(console, part)
     assert isinstance(console.file, StringIO)
     lines = console.file.getvalue().splitlines()

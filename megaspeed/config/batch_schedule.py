@@ -55,11 +55,11 @@ class BatchSchedule:
             assert batch is not None, "the batch or its schedule is stated"
             return cls((Phase(0, batch),), counts_tokens=False)
         words = schedule.replace(",", " ").split()
-        found = [re.fullmatch("([^:]+):([0-9]{1,9})", word) for word in words]
+        found = [re.fullmatch("([^:]{1,40}):([0-9]{1,9})", word) for word in words]
         if not found or None in found:
             raise ValueError('pairs of start and batch, such as "0:512 20B:1024 80B:2048"')
         pairs = [match.groups() for match in found if match is not None]
-        units = {not start.isdigit() for start, _ in pairs if start != "0"}
+        units = {not start.isdecimal() for start, _ in pairs if start != "0"}
         if len(units) > 1:
             raise ValueError('starts that are all tokens ("20B") or all steps ("1000")')
         phases = tuple(Phase(_start(start), int(batch)) for start, batch in pairs)
@@ -125,6 +125,6 @@ class BatchSchedule:
 
 def _start(text: str) -> int:
     try:
-        return int(text) if text.isdigit() else _TOKENS.validate_python(text)
+        return int(text) if text.isdecimal() else _TOKENS.validate_python(text)
     except ValidationError as error:
         raise ValueError('starts that are steps ("1000"), or tokens such as "20B"') from error

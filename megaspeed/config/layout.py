@@ -312,8 +312,7 @@ def micro_batches_fill_the_pipeline(config: RunConfig, world: World) -> Iterator
     if grid is None or batch is None or parallel.pipeline == 1:
         return
     count, pp, groups = batch.gradient_accumulation_steps, parallel.pipeline, 1
-    # A resolved configuration states what "auto" is for the largest batch.
-    is_automatic = parallel.micro_batch_groups in ("auto", count // pp)
+    automatic, stated = count // pp, parallel.micro_batch_groups
     name = "gradient_accumulation_steps"
     if others := StatedBatch.of(config).others:
         count = min(others) // (batch.micro_batch_size * grid.dp)
@@ -326,8 +325,9 @@ def micro_batches_fill_the_pipeline(config: RunConfig, world: World) -> Iterator
         )
     if parallel.virtual_stages == 1:
         return
-    if not is_automatic:
-        groups = parallel.micro_batch_groups
+    # A resolved configuration states what "auto" is for the largest batch.
+    if stated != "auto" and stated != automatic:
+        groups = stated
     if count < pp:
         yield (
             f"parallel.virtual_stages {parallel.virtual_stages} needs at least parallel.pipeline "

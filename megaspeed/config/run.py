@@ -296,7 +296,7 @@ class ProfileConfig(Section):
 class SpikeConfig(Section):
     """When a step is a spike, compared with the steps before it."""
 
-    window: int = Field(default=128, ge=2, le=10_000)
+    window: int = Field(default=128, ge=2, le=1000)
     """Number of steps before it whose mean and standard deviation count. No step is a spike before
     half of them are known."""
     deviations: float = Field(default=6.0, gt=0, le=1000)

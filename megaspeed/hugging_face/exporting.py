@@ -174,7 +174,7 @@ class StockModel:
         self,
         folder: Path,
         split: StateDictSplit,
-        progress: Callable[[int], None] = lambda done: None,
+        progress: Callable[[int], object],
     ) -> None:
         """Write all files of the model into ``folder``. ``progress`` gets the bytes written."""
         done = 0

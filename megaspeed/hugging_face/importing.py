@@ -146,7 +146,7 @@ def _model_of(folder: Path) -> ModelConfig:
 
 
 def _pieces(
-    model: ModelConfig, stored: Mapping[str, StoredTensor], progress: Callable[[int], None]
+    model: ModelConfig, stored: Mapping[str, StoredTensor], progress: Callable[[int], object]
 ) -> Iterator[Piece]:
     """The pieces of our tensors. Each is read when it is needed. ``progress`` gets the elements."""
     done = 0

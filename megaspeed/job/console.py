@@ -22,7 +22,6 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
-from megaspeed.config.run import SpikeConfig
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.files.json_values import json_value
 from megaspeed.job.resume import MOST_CHANGES, Start
@@ -76,8 +75,8 @@ def show_preparation(bar: BarOrLines, phase: str, done: int, total: int) -> None
     bar.show(done, f"{phase}, {unit.of(done)} of {unit.named(total)}" if total else phase, total)
 
 
-def banner(run: Run, device: torch.device) -> Iterator[str]:
-    """Yield lines that describe a run before its first step. ``megaspeed plan`` has the rest.
+def banner(run: Run, device: torch.device, start: Start) -> Iterator[str]:
+    """Yield lines that describe a run before it starts. ``megaspeed plan`` has the rest.
 
     3d: pp 2 x dp 2 x tp 2 = 8 ranks on cpu, ZeRO-3, fp32
     step: 32 samples of 128 tokens; each data rank takes 4 micro-batches of 4, 1f1b
@@ -97,8 +96,9 @@ def banner(run: Run, device: torch.device) -> Iterator[str]:
         f"{batch.micro_batch_size:,}" + (f", {parallel.schedule}" if grid.pp > 1 else "")
     )
     if len(run.schedule.phases) > 1:
-        parts = [f"{each.batch:,} from step {each.step + 1:,}" for each in run.stretches()]
-        yield f"samples a step: {', '.join(parts)}"
+        rest = run.stretches(start.step, start.tokens)
+        parts = [f"{each.batch:,} from step {each.step + 1:,}" for each in rest]
+        yield f"samples a step: {', '.join(shortened(parts, MOST_CHANGES))}"
     if run.config.training.tokens is not None:
         yield f"length: {run.config.training.tokens:,} tokens, trained after step {run.steps:,}"
     flops = training_flops_per_token(run.config.model, run.config.data.sequence_length)
@@ -311,7 +311,7 @@ class ConsoleObserver(Observer):
         # The first step also compiles, so the remaining time does not count it.
         self._first_step_seconds, self._first_tokens = 0.0, 0
         self._last_spike, self._batch = -1, 0
-        self._divergence = Divergence(self.run.config.training.skip_spikes or SpikeConfig())
+        self._divergence = Divergence()
 
     def step(self, metrics: StepMetrics) -> None:
         self._write(metrics)

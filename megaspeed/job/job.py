@@ -286,7 +286,7 @@ class Job:
             if start.is_end_of(run):
                 return None
             if not self.console.quiet:
-                for part in banner(run, context.device):
+                for part in banner(run, context.device, start):
                     print_folded(self.console, part)
                 if self.choice is not None:
                     print_folded(self.console, self.choice.sentence)

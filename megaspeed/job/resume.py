@@ -171,6 +171,7 @@ class Start:
 
     checkpoint: Path | None = None  # the checkpoint to load; None for the initial weights
     step: int = 0  # the step of the checkpoint; 0 without one
+    tokens: int = 0  # trained before it
     last_step: int = 0  # of the run that continues from the checkpoint; 0 without one
     # whether the run continues in its own run folder; otherwise earlier files in the folder are
     # moved away
@@ -233,6 +234,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
     start = Start(
         checkpoint=checkpoint,
         step=saved.progress.step,
+        tokens=saved.progress.tokens,
         last_step=run.steps,
         in_place=not options.fresh and _is_of(run, checkpoint),
         skipped=skipped,

@@ -55,19 +55,19 @@ def _deviations(earlier: Sequence[float], value: float) -> float:
 
 def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     mean = math.fsum(values) / len(values)
-    squares = math.fsum((value - mean) ** 2 for value in values)
+    squares = math.fsum((value - mean) * (value - mean) for value in values)  # ** could overflow
     return mean, math.sqrt(squares / (len(values) - 1))
 
 
 class Divergence:
     """Finds out once whether the loss has risen and does not come back.
 
-    It compares the mean loss of the last ``window`` steps with the lowest such mean so far.
+    It compares the mean loss of the last 128 steps with the lowest such mean since this start. With
+    fewer steps or deviations, noise would look like a rise.
     """
 
-    def __init__(self, config: SpikeConfig) -> None:
-        self._deviations = config.deviations
-        self._losses: deque[float] = deque(maxlen=max(2, config.window))
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=SpikeConfig().window)
         self._lowest: tuple[float, float, int] | None = None  # mean, standard deviation, step
         self._is_reported = False
 
@@ -81,7 +81,7 @@ class Divergence:
         if self._lowest is None or mean < self._lowest[0]:
             self._lowest = mean, deviation, step
         lowest, spread, best_step = self._lowest
-        self._is_reported = mean > lowest + self._deviations * spread
+        self._is_reported = mean > lowest + SpikeConfig().deviations * spread
         if not self._is_reported:
             return None
         return (

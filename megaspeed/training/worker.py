@@ -61,9 +61,6 @@ from megaspeed.zero.build import build_engine
 from megaspeed.zero.reductions import all_gather_numbers
 
 Load = Callable[[int], MicroBatch]
-Refuses = Callable[[float, float], bool]
-"""Whether a step with this loss and this gradient norm is not to be taken."""
-
 StopReason = signal.Signals | Exception
 """Why a run ends early: a signal, or why a stream has no tokens for the next step."""
 
@@ -203,7 +200,6 @@ class Worker:
             parameter_groups=lambda named: parameter_groups(named, model, optimizer),
             make_optimizer=lambda groups: make_optimizer(groups, optimizer),
             loss=vocab_parallel_loss(run, axis),
-            loss_scale=backward_scale(run),
         )
         if run.config.training.z_loss:
             self.engine.loss.z_sum = torch.zeros((), device=context.device)
@@ -212,15 +208,9 @@ class Worker:
         if model.num_experts is not None:
             self.balance = Balance(module, model, context.device)
         inject_into_model(context.activity, context.rank, self.engine)
-        self._pipelines = {batch: pipeline_of(phase) for batch, phase in run.phases.items()}
-        for pipeline in self._pipelines.values():
-            check_schedule(pipeline)
-        self.pipeline = self._pipelines[run.batch.train_batch_size]
-        """The schedule of the present step."""
-        self.phase = run
-        """The run with the batch of the present step, first with the largest batch."""
-        self.program = self._program()
-        """The instructions of a step before its ``OptimizerStep``."""
+        self.phase = replace(run)  # none of ``phases``
+        """The run with the batch of the present step."""
+        self.use_batch(run.batch.train_batch_size)
         self._links = self._connect()
         if self._links is not None:
             # torch's flight recorder has no messages of gloo, which a report of a hang needs.
@@ -243,20 +233,23 @@ class Worker:
             loss.chunk_losses = self.compilation.compiled(loss.chunk_losses)
 
     def use_batch(self, train_batch_size: int) -> None:
-        """Take the next steps with this batch, one of the run's schedule."""
+        """Take the next steps with this batch of the run's schedule. First it is the largest."""
         if self.phase is self.run.phases[train_batch_size]:
             return
         self.phase = self.run.phases[train_batch_size]
-        self.pipeline = self._pipelines[train_batch_size]
         self.engine.loss_factor = backward_scale(self.phase)
-        self.program = self._program()
+        self.pipeline = pipeline_of(self.phase)
+        check_schedule(self.pipeline)
+        *self.program, last = stage_program(self.pipeline, self.context.pp_rank)
+        """The instructions of a step before its ``OptimizerStep``."""
+        assert isinstance(last, OptimizerStep)
 
     def train_step(
         self,
         load: Load,
         learning_rate: float,
         stop: StopSignal | None = None,
-        refuses: Refuses = lambda loss, norm: False,
+        refuses: Callable[[float, float], bool] | None = None,
     ) -> StepResult:
         """Run one optimizer step on the micro-batches that ``load`` returns.
 
@@ -285,7 +278,7 @@ class Worker:
         executor: Executor,
         learning_rate: float,
         stop: StopSignal | None = None,
-        refuses: Refuses = lambda loss, norm: False,
+        refuses: Callable[[float, float], bool] | None = None,
     ) -> StepResult:
         """Take the optimizer step with the gradients that ``compute_gradients`` has reduced."""
         with executor.executing(OptimizerStep()):
@@ -297,7 +290,7 @@ class Worker:
             counts = None if self.balance is None else self.balance.pop_counts()
             outcome = self.engine.step(
                 *(executor.loss_sum, learning_rate, notes, counts),
-                lambda losses, norm: refuses(self._mean(losses), norm),
+                refuses and (lambda losses, norm: refuses(self._mean(losses), norm)),
             )
             if z_sum is not None:
                 z_sum.zero_()
@@ -406,11 +399,6 @@ class Worker:
         stage_size = self.context.grid.dp_cp * self.context.grid.tp  # pp is the outermost axis
         starts = range(0, self.context.grid.world_size, stage_size)
         return tuple(int(max(peaks[start : start + stage_size])) for start in starts)
-
-    def _program(self) -> list[Instruction]:
-        *program, last = stage_program(self.pipeline, self.context.pp_rank)
-        assert isinstance(last, OptimizerStep)
-        return program
 
     def _connect(self) -> Links | None:
         context, run = self.context, self.run

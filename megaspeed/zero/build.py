@@ -112,7 +112,6 @@ def build_engine(
     parameter_groups: Callable[[Mapping[str, nn.Parameter]], list[dict[str, Any]]],
     make_optimizer: OptimizerFactory,
     loss: VocabParallelLoss,
-    loss_scale: float,
 ) -> ZeroEngine:
     """This rank's engine over ``model``.
 
@@ -122,7 +121,6 @@ def build_engine(
         shards: full name -> this rank's shard of the parameter.
         parameter_groups: (full name -> parameter) -> parameter groups of the optimizer.
         loss: the loss of the last pipeline stage.
-        loss_scale: the gradients are those of the loss multiplied by it.
     """
     _prepare_deepspeed(context)
     json = deepspeed_json(run)
@@ -182,7 +180,6 @@ def build_engine(
         context,
         owned_elements=_owned_elements(shards, axis, context),
         loss=loss,
-        loss_scale=loss_scale,
     )
 
 

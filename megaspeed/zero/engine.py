@@ -65,10 +65,6 @@ Counters = dict[str, float]
 """scale, iteration, last_overflow_iteration and hysteresis of fp16's dynamic loss scaler."""
 
 
-Refuses = Callable[[Sequence[float], float], bool]
-"""Whether a step is not to be taken, by the loss that each rank passed and the gradient norm."""
-
-
 @dataclass(frozen=True)
 class StepOutcome:
     """The result of one optimizer step, the same on every rank."""
@@ -91,7 +87,6 @@ class ZeroEngine:
         owned_elements: full name -> how many leading elements of a parameter this rank counts in
             the norm.
         loss: the loss of the last pipeline stage.
-        loss_scale: first value of ``loss_factor``.
     """
 
     def __init__(
@@ -103,7 +98,6 @@ class ZeroEngine:
         *,
         owned_elements: Mapping[str, int],
         loss: VocabParallelLoss,
-        loss_scale: float,
     ) -> None:
         self._engine = engine  # cleans up when it is freed
         self.module: nn.Module = engine.module
@@ -111,7 +105,7 @@ class ZeroEngine:
         self._context = context
         self.owned_elements = owned_elements
         self.loss = loss
-        self.loss_factor = loss_scale
+        self.loss_factor = 1.0
         """The gradients are those of the loss multiplied by it. It may change between two steps."""
         self._has_auxiliary_loss = run.config.model.router_aux_loss_coef > 0.0
         self._axis = axis
@@ -257,7 +251,7 @@ class ZeroEngine:
         learning_rate: float,
         notes: Sequence[Tensor | float | None] = (),
         summed: Tensor | None = None,
-        refuses: Refuses = lambda losses, norm: False,
+        refuses: Callable[[list[float], float], bool] | None = None,
     ) -> StepOutcome:
         """Clip by the global norm and take an optimizer step, on all ranks or on none.
 
@@ -275,8 +269,8 @@ class ZeroEngine:
                 ``lr_ratio``.
             notes: numbers to send to the other ranks; None for 0. All ranks have equally many.
             summed: (n,) fp64, or None. It is replaced in place by its sum over all ranks.
-            refuses: whether all ranks skip the step although it is finite. It must return the same
-                on all ranks.
+            refuses: the losses of all ranks and the norm -> whether all ranks skip the step,
+                although it is finite.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_ratio"]
@@ -299,7 +293,7 @@ class ZeroEngine:
             notes=[report[2:] for report in reports],
             sums=sums,
         )
-        if finite and refuses(losses, scaled_norm / loss_scale):
+        if finite and refuses and refuses(losses, scaled_norm / loss_scale):
             # DeepSpeed's way to skip a step would lower the loss scale of fp16.
             self.gradients.end_step(taken=False)
             return outcome(skipped=True)

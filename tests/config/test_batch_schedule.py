@@ -1,6 +1,7 @@
 """A batch schedule: its phases, the steps of each, and the micro-batches that fit all of them."""
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from megaspeed.config.layout import StatedBatch, World, solve_batch
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.pipeline.schedules import pipeline_of
+from megaspeed.planning.prediction import predict
 from tests.config.small import small
 
 
@@ -109,3 +111,14 @@ def test_a_length_in_tokens_counts_the_steps_of_each_phase() -> None:
     run = run_with("0:8 10:24", training={"steps": None, "tokens": 5_000})
     assert run.steps == 10 + 4
     assert list(run.stretches()) == [Stretch(0, 0, 10, 8), Stretch(10, 2_560, 4, 24)]
+
+
+def test_the_predicted_memory_is_that_of_the_batch_that_keeps_the_most_activations() -> None:
+    """15 micro-batches are one group of 15 for each of 8 stages, and 16 are two groups of 8."""
+    model = {"num_hidden_layers": 16, "max_position_embeddings": 64}
+    keys: dict[str, Any] = {"model": model, "parallel": {"pipeline": 8, "virtual_stages": 2}}
+    keys |= {"train_micro_batch_size_per_gpu": 1}
+    run = run_with("0:15 9:16", world=8, **keys)
+    alone = (run_with(f"0:{batch}", world=8, **keys) for batch in (15, 16))
+    of_15, of_16 = (predict(each, "cuda").fullest.peak_bytes for each in alone)
+    assert predict(run, "cuda").fullest.peak_bytes == of_15 > of_16

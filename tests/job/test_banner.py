@@ -14,6 +14,7 @@ from megaspeed.job.console import (
     describe_attention,
     print_folded,
 )
+from megaspeed.job.resume import Start
 from megaspeed.model.parameters import training_flops_per_token
 from tests.support.tiny import tiny_run
 
@@ -22,7 +23,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 def printed(run: Run) -> list[str]:
     console = Console(file=StringIO(), width=COLUMNS)
-    for part in banner(run, torch.device("cpu")):
+    for part in banner(run, torch.device("cpu"), Start()):
         print_folded(console, part)
     assert isinstance(console.file, StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]

@@ -193,7 +193,7 @@ def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) ->
 
 
 def test_a_spike_is_named_once_with_its_samples_and_a_rising_loss_is_a_warning() -> None:
-    training = {"steps": 90, "run_dir": "run [a]", "skip_spikes": {"window": 16, "deviations": 6}}
+    training = {"steps": 490, "run_dir": "run [a]"}
     output = StringIO()
     observer = observed(tiny_run(TEXT, training=training), Console(file=output, width=200))
     for step in range(1, 61):
@@ -202,8 +202,8 @@ def test_a_spike_is_named_once_with_its_samples_and_a_rising_loss_is_a_warning()
         tokens = 16 * (24 * 60 + 12 * (step - 60))  # the batch has changed after step 60
         batch = {"tokens": tokens, "train_batch_size": 12}
         observer.step(step_metrics(step=step, loss=4.0, grad_norm=31.2, spike=spike, **batch))
-    for step in range(65, 91):
-        observer.step(step_metrics(step=step, loss=step / 2))
+    for step in range(65, 491):
+        observer.step(step_metrics(step=step, loss=step / 8))
     spikes = [line for line in output.getvalue().splitlines() if "spike:" in line]
     assert spikes[0] == (
         "step     61  spike: loss 4.0000, grad norm 31.200; one lies 9.3 standard deviations above "
@@ -238,7 +238,7 @@ def test_a_batch_schedule_is_shown_and_the_remaining_time_counts_tokens() -> Non
     run = tiny_run(
         TEXT, training=training, train_batch_size=None, train_batch_size_schedule=schedule
     )
-    lines = list(banner(run, torch.device("cpu")))
+    lines = list(banner(run, torch.device("cpu"), Start()))
     assert "samples a step: 24 from step 1, 48 from step 5" in lines
     output, now, tokens = StringIO(), 0.0, 0
     observer = observed(run, Console(file=output, width=120, get_time=lambda: now))

@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import layer_count
 from megaspeed.pipeline.partition import chunks_of_stages
-from megaspeed.pipeline.schedules import Forward, order_of, pipeline_of
+from megaspeed.pipeline.schedules import Forward, order_of, peak_in_flight, pipeline_of
 from megaspeed.planning.costs.activations import (
     Activations,
     LayerMemory,
@@ -62,7 +62,11 @@ class StageMemory:
     """
 
     def __init__(self, run: Run, pipeline_stage: int, device_type: str = "cuda") -> None:
-        self._stage, self._pipeline = pipeline_stage, pipeline_of(run)
+        # Of a batch schedule, the batch with which most activations are kept. A smaller batch may
+        # have fewer groups of micro-batches, and so keep more.
+        pipelines = map(pipeline_of, reversed([*run.phases.values()]))
+        self._stage = pipeline_stage
+        self._pipeline = max(pipelines, key=lambda each: peak_in_flight(each, pipeline_stage))
         self._states = states_of(run, pipeline_stage, self._pipeline.gather_policy, device_type)
         self.axis = self._states.axis
         """What the rank reduces and gathers."""
