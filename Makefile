@@ -8,8 +8,11 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?=
-# Side by side; each has a pool of eight rank processes of its own.
+# How many tests compute side by side; each has a pool of eight rank processes of its own.
 TEST_PROCESSES ?= 4
+# How many more may run, if the tests beside them only wait for a limit of time.
+WAITING_PROCESSES ?= 3
+WORKERS = $(shell expr $(TEST_PROCESSES) + $(WAITING_PROCESSES))
 
 # Recipes find the tools of the environment by name, and so do the ranks that they launch.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -35,7 +38,7 @@ pretrain: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(ON_CPU) deepspeed --quiet --num_accelerators 8 scripts/pretrain.py --config ds_configs/3d.json
 
 test: $(INSTALLED)
-	python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
+	python -m pytest --numprocesses $(WORKERS) --computing $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 quick: $(INSTALLED)
 	python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal -m "not ranks and not slow" $(PYTEST_ARGS)

@@ -4,7 +4,9 @@ import gc
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.fork_server import start_fork_server, use_fork_server
 from tests.support.machine import factor, limit, use_factor
+from tests.support.slots import slot, slots_file, spread
 from tests.support.summary import print_summary
 
 if TYPE_CHECKING:
@@ -28,9 +31,15 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    how = "with workers of pytest-xdist: how many tests run at once, besides those that wait"
+    parser.addoption("--computing", type=int, metavar="NUMBER", help=how)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Measure the machine and start the fork server, once for all workers of pytest-xdist."""
+    node.workerinput["slots"] = slots_file().name
     node.workerinput["factor"] = factor()
     node.workerinput["fork_server"] = start_fork_server()
 
@@ -66,8 +75,23 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout starts to count
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    worker: dict[str, Any] = getattr(item.config, "workerinput", {})
+    number = item.config.option.computing
+    needs_one = "slots" in worker and number is not None and not _waits(item)
+    with slot(Path(worker["slots"]), number) if needs_one else nullcontext():
+        return (yield)
+
+
+def _waits(item: pytest.Item) -> bool:
+    return item.get_closest_marker("waits") is not None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that start ranks, so ``make quick`` can omit them. Scale limits for hangs."""
+    if config.option.computing is not None:
+        items[:] = spread(items, _waits, lambda item: item.nodeid.partition("::")[0])
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")

@@ -157,6 +157,7 @@ def test_ranks_with_another_configuration_text_or_folder_are_named(tmp_path: Pat
     assert [out for _, out in ranks[1:]] == ["", "", ""]
 
 
+@pytest.mark.waits
 def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
     """There should be three ranks. Ranks 0 and 2 come, and one rank that expects four."""
     config, port = lay_out(tmp_path / "run"), free_port()
@@ -188,6 +189,7 @@ time.sleep(10**6)
 """
 
 
+@pytest.mark.waits
 def test_a_rank_that_stops_on_the_way_is_named_in_time(tmp_path: Path) -> None:
     """The rank joins, and then stops answering. No step waits for it forever."""
     config, port = lay_out(tmp_path / "run"), free_port()
@@ -220,6 +222,7 @@ def test_wrong_input_of_all_ranks_is_reported_with_exit_code_2(tmp_path: Path) -
     assert "gradient_clipping" in ranks[0][1] and ranks[1][1] == ""
 
 
+@pytest.mark.waits
 def test_a_meeting_point_that_is_taken_or_out_of_reach_is_named_in_time(tmp_path: Path) -> None:
     config = lay_out(tmp_path / "run")
     with socket.socket() as taken:

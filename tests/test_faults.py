@@ -32,7 +32,7 @@ TEXT = Path(__file__).parents[1] / "LICENSE"
 SECONDS_TO_END = limit(30)
 """README.md promises 30 s. They are those of a machine with factor 1 (tests/support/machine.py)."""
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.waits, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(("launcher", "rank"), [("torchrun", 0), ("megaspeed", 1)])

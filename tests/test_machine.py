@@ -1,9 +1,12 @@
-"""Limits of time follow the machine. A test run ends with what was skipped and what to send us."""
+"""Limits of time follow the machine. Tests that wait take no slot from those that compute. A test
+run ends with what was skipped and what to send us.
+"""
 
 import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.machine import factor, factor_of, limit
 from tests.support.rank_pool import RankPool
+from tests.support.slots import slot, spread
 from tests.support.summary import lines_of_skipped
 
 
@@ -29,6 +33,32 @@ def test_the_factor_is_that_of_the_slowest(
     turns: list[tuple[float, float]], used: float, load: float, expected: float
 ) -> None:
     assert factor_of(turns, used, load) == pytest.approx(expected)
+
+
+def hold_a_slot(launch: LaunchEnvironment, folder: Path) -> tuple[float, float]:
+    """Hold one of two slots until two ranks have held one. Return from when to when."""
+    with slot(folder / "slots", 2):
+        begin = time.monotonic()
+        (folder / f"rank-{launch.rank}").touch()
+        while len(list(folder.glob("rank-*"))) < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        return begin, time.monotonic()
+
+
+def test_as_many_processes_compute_at_once_as_there_are_slots(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    times = pool.run(5, hold_a_slot, tmp_path)
+    most = max(sum(begin <= at < end for begin, end in times) for at, _ in times)
+    assert most == 2
+
+
+def test_tests_that_wait_are_spread_over_the_run_but_not_inside_a_module() -> None:
+    items = ["a1", "a2", "a3", "b1", "c1", "c2", "c3", "c4", "d1", "d2", "W1", "a4", "W2", "W3"]
+    found = spread(items, str.isupper, lambda item: item[0])
+    assert " ".join(found) == "a1 a2 a3 W1 b1 W2 c1 c2 c3 c4 W3 d1 d2 a4"
+    assert spread(["W1", "W2"], str.isupper, str) == ["W1", "W2"]
 
 
 @pytest.mark.timeout(40)

@@ -203,6 +203,7 @@ def test_only_the_first_step_without_memory_is_repeated_and_once(
     assert (mend in ended.err) is is_first
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -> None:
     """No launcher would end the other ranks."""
@@ -293,6 +294,7 @@ class CheapRanks:
                 one.kill()
 
 
+@pytest.mark.waits
 def test_a_late_start_and_a_late_end_of_rank_0_are_no_failures(tmp_path: Path) -> None:
     """A node may start later, and rank 0 may draw the loss curve at the end."""
     ranks = CheapRanks(tmp_path, f"time.sleep({2 * HANG_SECONDS} * (rank == 0))")
@@ -310,6 +312,7 @@ def test_a_late_start_and_a_late_end_of_rank_0_are_no_failures(tmp_path: Path) -
     assert ended[1][1].endswith("\nrank 1 in attempt 0\n")
 
 
+@pytest.mark.waits
 def test_a_supervisor_without_rank_0_says_which_address_does_not_answer(tmp_path: Path) -> None:
     ranks = CheapRanks(tmp_path, "", hang_seconds=5)
     ranks.start(1)
@@ -318,6 +321,7 @@ def test_a_supervisor_without_rank_0_says_which_address_does_not_answer(tmp_path
     assert "lost the store" not in said
 
 
+@pytest.mark.waits
 def test_a_supervisor_of_rank_0_that_is_frozen_ends_the_job(tmp_path: Path) -> None:
     """The ranks detect it and end. In an earlier version, their supervisors waited forever."""
     ranks = CheapRanks(tmp_path, f"time.sleep({2 * HANG_SECONDS}); return 3")
@@ -330,6 +334,7 @@ def test_a_supervisor_of_rank_0_that_is_frozen_ends_the_job(tmp_path: Path) -> N
     assert f"{lost}{HANG_SECONDS:.0f} s" in said
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_rank_of_another_supervisor_may_save_after_one_has_died(
     tmp_path: Path, victim: int
@@ -370,6 +375,7 @@ MEETING = f"""
 """
 
 
+@pytest.mark.waits
 def test_a_rank_does_not_meet_one_of_an_earlier_attempt(tmp_path: Path) -> None:
     """Rank 0 of attempt 0 waits for rank 1, which has failed. Its supervisor lets it live for some
     seconds. In an earlier version, the new rank 1 met it in that time, and they trained until the

@@ -104,6 +104,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
     started.end_session()
 
 
+@pytest.mark.waits
 def test_a_call_that_holds_pythons_gil_is_ended_with_its_stacks(program: Program) -> None:
     since = time.monotonic()
     program.lock(10**6)
@@ -115,6 +116,7 @@ def test_a_call_that_holds_pythons_gil_is_ended_with_its_stacks(program: Program
     assert "Current thread" in program.stacks and "in beat" in program.stacks, "all threads"
 
 
+@pytest.mark.waits
 def test_a_phase_that_may_take_long_is_not_ended(program: Program) -> None:
     """A save may hold the GIL for longer than a step."""
     (program.folder / "patient").touch()
@@ -126,6 +128,7 @@ def test_a_phase_that_may_take_long_is_not_ended(program: Program) -> None:
     assert program.console.read_text() == ""
 
 
+@pytest.mark.waits
 def test_the_last_of_several_reports_counts(program: Program) -> None:
     """The watchdog may read several lines at once, the first with less patience than the last."""
     program.watchdog.suspend()
@@ -140,6 +143,7 @@ def test_the_last_of_several_reports_counts(program: Program) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.waits
 @pytest.mark.parametrize("everything", [True, False])
 def test_a_suspended_process_continues(program: Program, everything: bool) -> None:
     """A run may be suspended with all its processes. A debugger may suspend one rank alone."""
