@@ -468,4 +468,4 @@ def test_copies_that_differ_end_the_run_and_name_rank_and_parameter(tmp_path: Pa
     assert "after step 8, copies that must be equal differ: the " in said
     assert "master weight blocks.0.mlp.up.weight on rank 2, unlike 2 other ranks" in said
     assert "They were last equal after step 5" in said, "as before the checkpoint of that step"
-    assert "To continue, start all ranks again, as this one: " in said
+    assert "To continue, start all ranks again. This one was started with: " in said

@@ -334,8 +334,8 @@ class ConsoleObserver(Observer):
             samples = f"{end - metrics.train_batch_size}:{end}"
             self._print(
                 f"[yellow]step {metrics.step:>6}  spike:[/yellow] loss {metrics.loss:.4f}, grad "
-                f"norm {metrics.grad_norm:.3f}; one lies {metrics.spike:.1f} standard deviations "
-                "above the mean of the steps before. Its samples: "
+                f"norm {metrics.grad_norm:.3f}; one of them lies {metrics.spike:.1f} standard "
+                "deviations above its mean. Samples of the step: "
                 f"{escape(f'megaspeed show-batch --config {file} --samples {samples}')}"
             )
         self._last_spike = self._last_spike if metrics.spike is None else metrics.step

@@ -44,7 +44,7 @@ def how_to_continue(job: Job, code: int, command: Sequence[str]) -> str | None:
         return None
     launch = job.meeting.launch
     starts_all = bool(job.launchers) and launch.local_world_size == launch.world_size
-    starts_all = starts_all or launch.source == "single process"
-    which = "" if starts_all else ", start all ranks again, as this one"  # of srun, or of a node
+    starts_all = starts_all or launch.source == "single process"  # not one node, or a rank of srun
+    which = "" if starts_all else ", start all ranks again. This one was started with"
     words = _STARTS_OVER.sub("", "\0".join(command)).split("\0")
     return f"To continue{which}: {shlex.join(words)}"

@@ -4,7 +4,7 @@
 
 A spike may be skipped (``training.skip_spikes``), as by the skip-step optimizers of OLMo-core. The
 steps before include skipped ones, so a lasting change of the level is soon accepted: of equally
-high steps in a row, at most about window / (1 + deviations^2) are spikes, with the defaults 4.
+high steps in a row, at most about window / (1 + deviations^2) are spikes (4 with the defaults).
 
 All ranks compute this from numbers that they exchanged for the step, so all decide the same.
 """
@@ -60,7 +60,7 @@ def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
 
 
 class Divergence:
-    """Finds out once whether the loss has risen and does not come back.
+    """Reports once that the loss has risen and does not fall again.
 
     It compares the mean loss of the last 128 steps with the lowest such mean since this start. With
     fewer steps or deviations, noise would look like a rise.
@@ -88,5 +88,5 @@ class Divergence:
             f"the run diverges: the mean loss of the last {len(self._losses)} steps is {mean:.4f}, "
             f"but it was {lowest:.4f} up to step {best_step}. The likely cause is a learning rate "
             "that is too high: lower it, lengthen its warmup, or set gradient_clipping, and "
-            f"continue from a checkpoint up to step {best_step} (--resume DIR)"
+            f"continue from a checkpoint of step {best_step} or earlier (--resume DIR)"
         )

@@ -206,8 +206,8 @@ def test_a_spike_is_named_once_with_its_samples_and_a_rising_loss_is_a_warning()
         observer.step(step_metrics(step=step, loss=step / 8))
     spikes = [line for line in output.getvalue().splitlines() if "spike:" in line]
     assert spikes[0] == (
-        "step     61  spike: loss 4.0000, grad norm 31.200; one lies 9.3 standard deviations above "
-        "the mean of the steps before. Its samples: "
+        "step     61  spike: loss 4.0000, grad norm 31.200; one of them lies 9.3 standard "
+        "deviations above its mean. Samples of the step: "
         "megaspeed show-batch --config 'run [a]/config.json' --samples 1440:1452"
     )
     assert [line.split()[1] for line in spikes] == ["61", "64"], "62 follows a spike"

@@ -61,7 +61,7 @@ def test_there_is_no_line_if_the_command_would_not_continue_the_run(
 
 def test_ranks_that_need_more_than_this_command_are_mentioned(ended: SimpleNamespace) -> None:
     ended.meeting.launch = LaunchEnvironment(0, 4, 0, 2, "RANK/WORLD_SIZE")
-    ended.launchers, again = [1], "To continue, start all ranks again, as this one"
+    ended.launchers, again = [1], "To continue, start all ranks again. This one was started with"
     assert line(ended, 0, "torchrun", "F") == f"{again}: torchrun F"
     ended.meeting.launch = LaunchEnvironment(0, 4, 0, 4, "SLURM_*")
     ended.launchers = []
