@@ -297,10 +297,11 @@ class SpikeConfig(Section):
     """When a step is a spike, compared with the steps before it."""
 
     window: int = Field(default=128, ge=2, le=1000)
-    """Number of steps before it whose mean and standard deviation count. No step is a spike before
-    half of them are known."""
+    """A step is compared with the mean and the standard deviation of this many steps before it. No
+    step is a spike before half of them are known."""
     deviations: float = Field(default=6.0, gt=0, le=1000)
-    """The loss or the gradient norm of a spike lies more standard deviations above the mean."""
+    """The loss or the gradient norm of a spike lies more than this many standard deviations above
+    the mean."""
 
 
 class TrainingConfig(Section):
@@ -334,9 +335,9 @@ class TrainingConfig(Section):
     """Longest continuation, in tokens. It must fit data.sequence_length with its prompt."""
     sample_temperature: float = Field(default=0.0, ge=0, le=100)
     """0: each new token of a continuation is the likeliest one. Above 0: it is drawn from
-    softmax(logits / sample_temperature), the same one at every layout."""
+    softmax(logits / sample_temperature); all layouts draw the same one."""
     sample_top_k: int | None = Field(default=None, gt=0)
-    """Draw each new token from this many likeliest ones. If omitted: from all."""
+    """Number of likeliest tokens from which each new token is drawn. If omitted: all."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by k = train_batch_size / base_batch_size (linear; Goyal et al.
     2017) or by the square root of k (sqrt)."""
@@ -358,8 +359,8 @@ class TrainingConfig(Section):
     exp(logit) over the vocabulary. It keeps logits from drifting, which 16 bits represent badly; a
     usual value is 1e-5. ``loss`` in the metrics remains the cross-entropy."""
     skip_spikes: SpikeConfig | None = None
-    """Do not take a step whose loss or gradient norm lies far above the steps before it, such as
-    {"window": 128, "deviations": 6}. If omitted, such a step is taken, and the console names it."""
+    """Skip spikes, such as with {"window": 128, "deviations": 6}: steps whose loss or gradient norm
+    lies far above those of the steps before. If omitted, the console only reports them."""
     max_skipped_steps: int = Field(default=20, gt=0)
     """The run stops after this many steps in a row were skipped because the loss or the gradient
     norm was not finite, or was a spike."""
@@ -426,7 +427,7 @@ class RunConfig(DeepSpeedKeys):
     """The complete JSON. Values that depend on the number of processes may be "auto"."""
 
     train_batch_size_schedule: Annotated[str, AfterValidator(_valid_schedule)] | None = None
-    """Samples of a step that change during the run: "0:512 20B:1024 80B:2048" begins with 512, and
+    """Start and samples of a step, for each phase of the run: "0:512 20B:1024" begins with 512, and
     takes 1,024 when 20B tokens are trained. A start without K, M, B or T counts steps. Each batch
     must be a multiple of train_micro_batch_size_per_gpu x dp. train_batch_size is the largest one,
     and may be omitted."""
