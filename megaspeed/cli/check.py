@@ -26,7 +26,7 @@ from megaspeed.units import counted, readable_memory, show
 
 def add_to(commands: Any) -> None:
     """Add the command and its options."""
-    text = "find every mistake in a configuration"
+    text = "find every mistake in a configuration, or describe the run"
     parser = add_command(commands, "check", run, text, needs_world_size=False)
     text = "kind of device to check for"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help=text)

@@ -145,9 +145,7 @@ def new_file(text: str) -> Path:
 
 @contextmanager
 def busy(text: str) -> Iterator["BarOrLines"]:
-    """Show a text and a bar, which has no end unless the caller states a total. Nothing may be
-    printed meanwhile.
-    """
+    """Show a text and a bar, whose end the caller may state. Nothing may be printed meanwhile."""
     from megaspeed.bar_or_lines import BarOrLines  # not above, because rank processes need none
 
     with BarOrLines(0) as bar:

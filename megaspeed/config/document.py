@@ -81,7 +81,8 @@ def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
 
 def add_config_options(parser: ArgumentParser) -> None:
     """Add ``--config`` and ``--set``, as ``options.config`` and ``options.overrides``."""
-    parser.add_argument("--config", required=True, type=path_argument, help="the run's JSON file")
+    text = "the run's JSON file; if this is the first argument, --config may be omitted"
+    parser.add_argument("--config", required=True, type=path_argument, help=text)
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -94,7 +95,7 @@ def add_config_options(parser: ArgumentParser) -> None:
 
 
 def with_config_option(words: Sequence[str]) -> Sequence[str]:
-    """Return a command line with ``--config`` before its first word, if that is no option."""
+    """Return a command line with ``--config`` before its first word, unless that is an option."""
     count = sum(word.startswith("--local") for word in words[:1])  # deepspeed's --local_rank=0
     first = words[count : count + 1]
     is_file = bool(first) and not first[0].startswith("-")
