@@ -140,7 +140,7 @@ def test_a_key_as_an_option_is_refused_with_how_to_state_it(
 
 
 def test_a_dataset_is_not_taken_for_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    """In an earlier version, ``--configuration`` was taken for ``--config``."""
+    """``tokenize`` has the option ``--configuration``, but no ``--config``."""
     assert main(["tokenize", "wikitext", "--tokenizer", "t", "--output", "/tmp/new"]) == 2
     err = capsys.readouterr().err
     assert err.endswith("or name a dataset of Hugging Face with --dataset wikitext\n")

@@ -62,7 +62,7 @@ class StatedBatch:
     fewest: int = 1
     """The smallest number of micro-batches if the last two are omitted."""
     others: tuple[int, ...] = ()
-    """The smaller batches of a schedule, of which ``train`` is the largest."""
+    """The other batches of the schedule whose largest batch is ``train``."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:

@@ -98,8 +98,8 @@ class Run:
 
     @cached_property
     def phases(self) -> Mapping[int, "Run"]:
-        """Batch of the schedule -> this run with it, on the same ranks. Micro-batches have the same
-        size, so only their number differs. The largest batch has this run itself.
+        """Each batch of the schedule -> this run with it, on the same ranks. Micro-batches keep the
+        size, so only their number differs. For the largest batch, it is this run itself.
         """
         size, most = self.batch.micro_batch_size * self.grid.dp, self.batch
         groups, pp = self.config.parallel.micro_batch_groups, self.grid.pp
@@ -116,7 +116,7 @@ class Run:
         return phases | {most.train_batch_size: self}
 
     def stretches(self, step: int = 0, tokens: int = 0) -> Iterator[Stretch]:
-        """Yield the steps of equal batches, from a step after so many tokens to the last step."""
+        """Yield the rest of the run, after ``step`` steps and ``tokens`` tokens."""
         length = self.config.data.sequence_length
         return self.schedule.stretches(length, step=step, tokens=tokens, last_step=self.steps)
 

@@ -488,7 +488,7 @@ def samples_fit_the_sequence(config: RunConfig) -> Iterator[str]:
 
 @rule
 def top_k_has_a_temperature(config: RunConfig) -> Iterator[str]:
-    """The likeliest token is the same among any number of tokens."""
+    """top-k limits a draw, and only a temperature above 0 makes the run draw tokens."""
     training = config.training
     if training.sample_top_k is not None and training.sample_temperature == 0:
         yield (

@@ -1,4 +1,4 @@
-"""The README.md of an export: what trained the model, and only what files of the run state."""
+"""The README.md of an export. It states only what the checkpoint and its run have recorded."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -53,11 +53,11 @@ class ModelTokenizer:
         return {"bos_token_id": self.bos_token_id, "eos_token_id": eos}
 
     def for_batches(self, positions: int, pad: Any) -> tuple[Mapping[str, bytes], int | None]:
-        """The files with a token for padding and the longest text; and the id of this token.
+        """Return the files, with a padding token and the longest text stated, and the token's id.
 
-        The id is the tokenizer's own, or else ``pad`` of the model, or else the end-of-text. The
-        padding is on the left, because tokens are generated on the right. If no token is known to
-        end a text, nothing is added.
+        The token is the tokenizer's own, otherwise ``pad`` of the model, otherwise the end-of-text.
+        Padding is on the left, because tokens are generated on the right. If no token is known to
+        end a text, the files are unchanged, and the id is None.
         """
         if self.loaded is None:
             return self.files, None

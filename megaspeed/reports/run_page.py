@@ -10,7 +10,7 @@
     configuration the keys that differ between the runs, and all keys of each run
 
 ``run_page.html`` is the template. It escapes all text from a run, and the page's content security
-policy blocks scripts and addresses. matplotlib draws in black, which becomes the colour of the
+policy blocks scripts and other files. matplotlib draws in black, which becomes the colour of the
 page's text (``currentColor``), so a chart can be read in dark mode too.
 """
 
@@ -36,7 +36,7 @@ _MOST_DRAWN = 800  # points of a line
 _MOST_ROWS, _MOST_SPIKES = 200, 20  # of a table
 _MOST_PROMPTS, _MOST_SAMPLES = 20, 20  # of a run, and of a prompt; the template cuts long texts
 _LARGEST_TABLE, _LARGEST_PICTURE = 10**4, 2**20  # bytes, of a profile
-# Control characters, which HTML may not have, as the pictures of them that Unicode has.
+# HTML may not have control characters, so Unicode's pictures of them replace them.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 _SIZE = (5.2, 2.9)  # of a chart, in inches
 
@@ -188,7 +188,7 @@ def _extreme_loads(run: RunRecord) -> Iterator[_Row]:
 
 
 def _profile(table: Path) -> tuple[str, str, str]:
-    """Return the table of a profile, its picture as an address, and a note if one is missing."""
+    """Return the table of a profile, its picture as a data URL, and a note if one is missing."""
     text, address, picture = "", "", table.with_suffix(".png")
     try:
         text = table.read_bytes()[:_LARGEST_TABLE].decode(errors="replace")
@@ -268,7 +268,7 @@ def draw_loads(loads: np.ndarray) -> str:
         axes = figure.add_subplot(xlabel="expert", ylabel="block")
         relative = loads / np.maximum(loads.mean(axis=1, keepdims=True), 1e-9)
         colours = colormaps["RdBu_r"].resampled(16)
-        # An image, because a cell takes 190 bytes, and there may be thousands.
+        # An image: as vectors, a cell would take 190 bytes, and there may be thousands.
         cells = axes.imshow(
             relative, cmap=colours, vmin=0, vmax=2, aspect="auto", interpolation="nearest"
         )

@@ -71,7 +71,7 @@ class RunRecord:
     notes: Sequence[str]  # what could not be read, one sentence each
     # (blocks, experts): loads of the last timed step; None if there are none
     loads: np.ndarray | None = None
-    # The continuations by step, of each prompt: its number and text. The last prompts come last.
+    # (number of a prompt, its text) -> step -> continuation. The last prompts come last.
     samples: Mapping[tuple[int, str], Mapping[int, str]] = field(default_factory=dict)
 
     @property

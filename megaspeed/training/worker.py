@@ -335,7 +335,7 @@ class Worker:
         context, size = self.context, len(batches) * self.run.batch.micro_batch_size
         next_token = partial(self.engine.loss.next_token, draw=draw)
         found = self._forward(batches.__getitem__, len(batches), next_token).losses
-        # Pipeline stages before the last one contribute tokens that are never the largest.
+        # Pipeline stages before the last one contribute scores of -inf, which are never largest.
         found = found or {0: torch.tensor([[-math.inf], [0.0]]).expand(2, size)}
         own = torch.cat([*found.values()], dim=1).flatten()
         ranks = all_gather_numbers([*own], context.world_group, context.device)
@@ -384,7 +384,7 @@ class Worker:
         )
 
     def _mean(self, losses: Sequence[float]) -> float:
-        """The mean over the tokens of a step, of the loss sums of all ranks."""
+        """Return the mean loss of a step's tokens, from the loss sums of all ranks."""
         return self._loss_of(losses) / self.phase.tokens_per_step
 
     def _loss_of(self, losses: Sequence[float]) -> float:

@@ -111,7 +111,7 @@ class ReferenceExperts:
             experts.decide = decide  # type: ignore[method-assign]
 
     def begin_step(self, rows: int) -> None:
-        """Called before a step of so many sequences."""
+        """Begin a step of ``rows`` sequences."""
         self._rows = rows
         self._used = {block: [] for block in self._experts}
         self.record.auxiliary_losses.append(0.0)
