@@ -100,10 +100,13 @@ def export_model(
     peak = readable_memory(model.peak_bytes(split))
     if split.is_sharded:
         report(f"writing {count}, one after the other, takes about {peak} of memory")
+
+    def written(done: int) -> None:
+        show(done, f"writing {count}, {peak} of memory", size_bytes)
+
     with new_model_folder(out, model.ours, size_bytes, verify=verify) as writing:
-        model.write(
-            writing, split, lambda done: show(done, f"writing, {peak} of memory", size_bytes)
-        )
+        written(0)
+        model.write(writing, split, written)
         show(0, "comparing with transformers" * verify, 0)
         write_files(writing, {"README.md": model_card(checkpoint, out.name, parameters)})
         agreement = compare(checkpoint, writing, dtype=model.dtype, strict=True) if verify else None
