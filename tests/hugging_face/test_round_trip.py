@@ -1,5 +1,6 @@
 """Import and export together change nothing: no bit of a weight, no config, no tokenizer."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,14 +72,19 @@ def test_ours_and_the_exported_one_have_the_logits_of_the_first(make: Make, tmp_
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_tokenizer_goes_with_it_byte_for_byte(tmp_path: Path) -> None:
+def test_the_tokenizer_goes_with_it_and_an_export_adds_what_batches_need(tmp_path: Path) -> None:
     folder = with_tokenizer(saved(gpt2(), tmp_path / "hf"))
     import_model(folder, tmp_path / "checkpoint")
     export_model(tmp_path / "checkpoint", tmp_path / "back")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        content = (folder / name).read_bytes()
-        assert (tmp_path / "checkpoint" / name).read_bytes() == content
-        assert (tmp_path / "back" / name).read_bytes() == content
+    words, config = "tokenizer.json", "tokenizer_config.json"
+    for name in (words, config):
+        assert (tmp_path / "checkpoint" / name).read_bytes() == (folder / name).read_bytes()
+    assert (tmp_path / "back" / words).read_bytes() == (folder / words).read_bytes()
+    before, after = (
+        json.loads((each / config).read_text()) for each in (folder, tmp_path / "back")
+    )
+    batches = {"pad_token": "<|endoftext|>", "padding_side": "left", "model_max_length": 96}
+    assert after == {**before, **batches}
     theirs, ours = map(AutoTokenizer.from_pretrained, (folder, tmp_path / "back"))
     text = "Ought it to be so? Öh, not to be."
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
