@@ -109,8 +109,8 @@ COMPILE, OFFLOAD = "training.compile=true", 'zero_optimization.offload_optimizer
 OFFLOAD_INPUTS = "parallel.activation_checkpointing=full_offloaded"
 FP16 = ("bf16.enabled=false", "fp16.enabled=true", "fp16.loss_scale=1024")  # a dynamic one skips
 LAYOUTS: Mapping[str, tuple[Grid, int, tuple[str, ...]]] = {
-    "dp 2": (Grid(1, 2, 1), 3, ()),
-    "pp 2": (Grid(2, 1, 1), 1, ()),
+    "dp 2": (Grid(1, 2, 1), 3, ("training.z_loss=1e-4",)),
+    "pp 2": (Grid(2, 1, 1), 1, ("train_batch_size_schedule=0:4,1:8",)),
     "tp 2": (Grid(1, 1, 2), 2, ()),
     "pp 2 x dp 2 x tp 2": (Grid(2, 2, 2), 3, ()),
     "2 chunks": (Grid(2, 1, 1), 3, ("parallel.virtual_stages=2",)),
