@@ -12,7 +12,7 @@ from megaspeed.checked_run import find_data_problems
 from megaspeed.cli.options import EXIT_DONE, add_command, say, write_json
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import World, violations
+from megaspeed.config.layout import World
 from megaspeed.config.loading import check_document
 from megaspeed.config.resolve import default_run_dir, resolve_run
 from megaspeed.config.run import RunConfig
@@ -63,17 +63,16 @@ def _description(config: RunConfig, options: argparse.Namespace) -> Iterator[str
     data = 1 if parallel.data == "auto" else parallel.data
     size = options.world_size or parallel.pipeline * data * parallel.context * parallel.tensor
     world = World(size, "--world-size", options.device)
-    if violations(config, world):
+    try:
+        run = resolve_run(config, world, name=options.config.stem)
+    except ConfigError:  # the smallest layout breaks a rule
         yield f"model: {parameters_in_words(config.model)}; --world-size N shows the layout"
         return
     if options.world_size is None and parallel.data == "auto":
         yield "the smallest layout, because parallel.data is auto; others: --world-size N"
-    run = resolve_run(config, world, name=options.config.stem)
     planned = plan(Training(run=run, stated=config, device_type=options.device), None)
     yield from summary(planned)
-    samples = sum(stretch.steps * stretch.batch for stretch in run.stretches())
-    tokens = samples * config.data.sequence_length
-    yield f"length: {counted(run.steps, 'step')}, {tokens:,} tokens"
+    yield f"length: {counted(run.steps, 'step')}, {run.tokens_left():,} tokens"
     peak = readable_memory(planned.prediction.fullest.peak_bytes)
     yield f"memory: predicted peak {peak} a rank; megaspeed plan --device NAME shows if it fits"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaspeed.config.document import add_config_options
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
-from megaspeed.files.durable import write_file
+from megaspeed.files.durable import write_bytes
 from megaspeed.files.paths import file_problem, path_argument
 
 if TYPE_CHECKING:
@@ -165,4 +165,4 @@ def write_json(options: argparse.Namespace, figures: Any) -> None:
     """Write the figures to the file of ``--json``, if it was given: all or nothing."""
     if options.json is not None:
         text = json.dumps(figures, indent=2) + "\n"
-        write_file(options.json, lambda stream: stream.write(text.encode()))
+        write_bytes(options.json, text.encode())

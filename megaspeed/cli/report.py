@@ -18,7 +18,7 @@ from megaspeed.cli.options import (
     write_json,
 )
 from megaspeed.data.errors import DataError
-from megaspeed.files.durable import write_file
+from megaspeed.files.durable import write_bytes
 from megaspeed.files.paths import path_argument
 
 _TOLERANCE = 1e-5
@@ -48,7 +48,7 @@ def run_report(options: argparse.Namespace) -> int:
 
     # A lone surrogate, which JSON can write, has no UTF-8.
     text = page([read_run(run) for run in options.runs]).encode("utf-8", errors="replace")
-    write_file(options.output, lambda stream: stream.write(text))
+    write_bytes(options.output, text)
     say(f"{options.output} ({len(text) / 1000:,.0f} kB)")
     return EXIT_DONE
 

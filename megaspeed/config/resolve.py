@@ -120,6 +120,11 @@ class Run:
         length = self.config.data.sequence_length
         return self.schedule.stretches(length, step=step, tokens=tokens, last_step=self.steps)
 
+    def tokens_left(self, step: int = 0, tokens: int = 0) -> int:
+        """Return the tokens of all steps after ``step``, which follows so many tokens."""
+        samples = sum(each.steps * each.batch for each in self.stretches(step, tokens))
+        return samples * self.config.data.sequence_length
+
     @cached_property
     def precision(self) -> Precision:
         """The number type in which the model computes."""

@@ -394,9 +394,7 @@ class ConsoleObserver(Observer):
         """Return the time since training started, and what is left from the second step on."""
         elapsed = self.console.get_time() - self._start
         line, done = str(timedelta(seconds=int(elapsed))), metrics.tokens - self._first_tokens
-        rest = self.run.stretches(metrics.step, metrics.tokens)
-        length = self.run.config.data.sequence_length
-        tokens_left = sum(each.steps * each.batch for each in rest) * length
+        tokens_left = self.run.tokens_left(metrics.step, metrics.tokens)
         if done == 0 or tokens_left == 0:
             return line
         left = (elapsed - self._first_step_seconds) / done * tokens_left

@@ -34,7 +34,7 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CHECKPOINTS, METRICS, CheckpointFolder, step_named
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
-from megaspeed.files.durable import Locked, flush_folder, identity, lock, write_file
+from megaspeed.files.durable import Locked, flush_folder, identity, lock, write_bytes
 from megaspeed.files.json_values import picked
 from megaspeed.files.paths import folder_problem
 from megaspeed.supervision.answers import broadcast, gather
@@ -222,14 +222,14 @@ def _cut_records(file: Path, step: int, copy: Path) -> None:
     kept = records_up_to(step, lines)
     if kept != lines:
         copy.parent.mkdir(exist_ok=True)
-        write_file(copy, lambda stream: stream.write(lines))
-        write_file(file, lambda stream: stream.write(kept))
+        write_bytes(copy, lines)
+        write_bytes(file, kept)
 
 
 def _record_start(run: Run, step: int, device: str) -> None:
     """Write the configuration, and a line for this start: metrics.jsonl shows no interruptions."""
     text = json.dumps(run.as_json(), indent=2, allow_nan=False) + "\n"
-    write_file(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))
+    write_bytes(run.run_dir / CONFIG, text.encode())
     start = {
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -166,9 +166,8 @@ def complete_training(
 ) -> TrainingTime:
     """Return the complete training on ``tokens``; by default, the length of the run."""
     run, price = predicted.run, stated.dollars_per_gpu_hour
-    length, tokens = run.config.data.sequence_length, tokens or run.config.training.tokens
-    if tokens is None:
-        tokens = sum(each.steps * each.batch for each in run.stretches()) * length
+    length = run.config.data.sequence_length
+    tokens = tokens or run.config.training.tokens or run.tokens_left()
     phases = []
     for each in run.schedule.stretches(length, all_tokens=tokens):
         seconds = predicted.seconds

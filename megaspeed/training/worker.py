@@ -208,9 +208,7 @@ class Worker:
         if model.num_experts is not None:
             self.balance = Balance(module, model, context.device)
         inject_into_model(context.activity, context.rank, self.engine)
-        self.phase = replace(run)  # none of ``phases``
-        """The run with the batch of the present step."""
-        self.use_batch(run.batch.train_batch_size)
+        self._begin_phase(run)
         self._links = self._connect()
         if self._links is not None:
             # torch's flight recorder has no messages of gloo, which a report of a hang needs.
@@ -234,11 +232,15 @@ class Worker:
 
     def use_batch(self, train_batch_size: int) -> None:
         """Take the next steps with this batch of the run's schedule. First it is the largest."""
-        if self.phase is self.run.phases[train_batch_size]:
-            return
-        self.phase = self.run.phases[train_batch_size]
-        self.engine.loss_factor = backward_scale(self.phase)
-        self.pipeline = pipeline_of(self.phase)
+        phase = self.run.phases[train_batch_size]
+        if phase is not self.phase:
+            self._begin_phase(phase)
+
+    def _begin_phase(self, phase: Run) -> None:
+        self.phase = phase
+        """The run with the batch of the present step."""
+        self.engine.loss_factor = backward_scale(phase)
+        self.pipeline = pipeline_of(phase)
         check_schedule(self.pipeline)
         *self.program, last = stage_program(self.pipeline, self.context.pp_rank)
         """The instructions of a step before its ``OptimizerStep``."""
